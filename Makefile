@@ -1,0 +1,46 @@
+# One virtual environment for each SGLang version that is tested; `make test` is what CI runs.
+PYTHON ?= python3
+OLDEST := 0.5.17
+NEWEST := 0.5.23
+VERSIONS := $(OLDEST) $(NEWEST)
+
+VENV := .venv/$(OLDEST)
+PIP := python -m pip --disable-pip-version-check --quiet
+
+# The test models are tiny: more threads only wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PRECIOUS: .venv/%/.ready
+.PHONY: test test-full fast lint demo wheel clean
+test: fast $(VERSIONS:%=engine-%)
+
+test-full: $(VERSIONS:%=full-%)
+
+fast: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest -m "not engine and not gpu"
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/python examples/grpo.py
+
+wheel: $(VENV)/.ready
+	rm -rf build
+	$(VENV)/bin/python -m build --wheel --no-isolation
+
+engine-%: .venv/%/.ready
+	.venv/$*/bin/python -m pytest -m "engine and not full and not gpu"
+
+full-%: .venv/%/.ready
+	.venv/$*/bin/python -m pytest -m "not gpu"
+
+.venv/%/.ready: constraints/sglang-%.txt pyproject.toml
+	$(PYTHON) -m venv .venv/$*
+	.venv/$*/bin/$(PIP) install --constraint $< setuptools "sglang==$*" --editable ".[dev,examples]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,228 @@
+"""GRPO with FSDP2 and an FP8 SGLang engine, an update at every step, beside a BF16 control arm.
+
+    python examples/grpo.py                        starts its own two ranks
+    torchrun --nproc-per-node 2 examples/grpo.py   works as well
+
+Two FSDP2 ranks (gloo, CPU) first train a small Qwen3 on demonstrations, then train it by
+reinforcement, once for each arm, from the same weights with the same seeds. Rank 0 also owns the
+engine. Both arms run the same engine and the same code; in the BF16 arm every layer is ignored by
+the FP8 quantization.
+
+Shapes: B sequences of this rank, T tokens of the longest response, P prompts, G responses to each.
+"""
+
+import argparse
+import copy
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+import arithmetic
+import tiny_model
+import report
+from trainer_bridge import Rollout, correct, rollout, update
+
+ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
+RANKS = 2
+LEARNING_RATE = 5e-5
+EVALUATION_PROBLEMS = 256
+SAMPLING = {"temperature": 1.0, "max_new_tokens": arithmetic.MAX_NEW_TOKENS}
+SAMPLING |= {"stop_token_ids": [arithmetic.END_TOKEN], "no_stop_trim": True}
+
+
+def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """(reward - mean) / std of each prompt's group, [P, G]; 0 where all rewards are equal.
+
+    GRPO: Shao et al. 2024, arXiv:2402.03300.
+    """
+    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    return centred_PG / (rewards_PG.std(dim=1, correction=0, keepdim=True) + 1e-6)
+
+
+def policy_gradient(
+    logprobs_BT: torch.Tensor, advantages_B: torch.Tensor, weights_BT: torch.Tensor
+) -> torch.Tensor:
+    """Loss of each token, [B, T]: -weight * advantage * logprob.
+
+    Each rollout is used for one step, so PPO's ratio is 1 and its clip never acts; what remains is
+    the importance weight of the trainer's policy over the engine's.
+    """
+    return -weights_BT * advantages_B[:, None] * logprobs_BT
+
+
+def share_of(rank: int, world: int, batch: Rollout) -> Rollout:
+    """This rank's sequences: an equal slice of every list."""
+    count = len(batch.tokens) // world
+    mine = slice(rank * count, (rank + 1) * count)
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return Rollout(**{k: v[mine] if isinstance(v, list) else v for k, v in values.items()})
+
+
+def score(problems: list[arithmetic.Problem], batch: Rollout) -> list[float]:
+    """Reward of each sequence; those of one problem stand side by side."""
+    n = len(batch.tokens) // len(problems)
+    repeated = [problem for problem in problems for _ in range(n)]
+    return [
+        arithmetic.reward(problem, arithmetic.decode(tokens))
+        for problem, tokens in zip(repeated, batch.tokens, strict=True)
+    ]
+
+
+def draw_problems(count: int, seed: str) -> tuple[list[arithmetic.Problem], list[list[int]]]:
+    """Problems with their encoded prompts."""
+    rng = random.Random(seed)
+    problems = [arithmetic.make_problem(rng) for _ in range(count)]
+    return problems, [arithmetic.encode(problem.prompt) for problem in problems]
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def engine_of(arm: str, checkpoint: Path, seed: int) -> Iterator[Any]:
+    """A running engine on rank 0, None elsewhere."""
+    if dist.get_rank() != 0:
+        yield None
+        return
+    import sglang
+
+    # torchrun sets it for its own ranks; the engine's process group would wait for torchrun's store.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ["FP8RL_IGNORED_LAYERS"] = ARMS[arm]
+    engine = sglang.Engine(
+        model_path=str(checkpoint),
+        quantization="fp8rl",
+        skip_tokenizer_init=True,
+        random_seed=seed,
+        max_total_tokens=8192,
+        sleep_on_idle=True,  # leave the core to the trainer
+        log_level="error",
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def evaluate(engine: Any, seed: int, version: int) -> float:
+    """Mean reward of one sampled response to each of the evaluation problems (rank 0)."""
+    problems, prompts = draw_problems(EVALUATION_PROBLEMS, f"{seed} evaluation")
+    batch = rollout(engine, prompts, SAMPLING, expected_version=version)
+    return sum(score(problems, batch)) / len(problems)
+
+
+def train_arm(
+    arm: str, model: PreTrainedModel, checkpoint: Path, args: argparse.Namespace, log: report.Log | None
+) -> None:
+    """Run GRPO for one arm; every rank calls."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    with engine_of(arm, checkpoint, args.seed) as engine:
+        if log:
+            before = evaluate(engine, args.seed, version=-1)
+            log.add("evaluation", arm=arm, when="before", reward=before)
+        for step in range(args.steps):
+            started = time.perf_counter()
+            updated = update(model, engine, version=step)
+
+            batch, rewards, rollout_s = None, None, None
+            if log:
+                problems, prompts = draw_problems(args.prompts, f"{args.seed} step {step}")
+                sampled = time.perf_counter()
+                sampling = {**SAMPLING, "n": args.group}
+                batch = rollout(engine, prompts, sampling, expected_version=step)
+                rollout_s = time.perf_counter() - sampled
+                rewards = torch.tensor(score(problems, batch)).view(args.prompts, args.group)
+            batch, rewards = broadcast((batch, rewards))
+
+            advantages_B = group_advantages(rewards).flatten().chunk(world)[rank]
+            mine = share_of(rank, world, batch)
+            logprobs_BT = tiny_model.response_logprobs(
+                model, mine.prompt_tokens, mine.tokens, mine.temperature
+            )
+            correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
+            losses_BT = policy_gradient(logprobs_BT, advantages_B, correction.weights_BT)
+            tiny_model.global_mean(losses_BT, correction.mask_BT).backward()
+            gradient_norm = tiny_model.take_step(model, optimizer)
+
+            if log:
+                log.add(
+                    "step",
+                    arm=arm,
+                    step=step,
+                    reward=rewards.mean().item(),
+                    update_s=updated.seconds["total"],
+                    update_bytes=updated.bytes,
+                    rollout_s=rollout_s,
+                    tokens_per_s=sum(map(len, batch.tokens)) / rollout_s,
+                    gradient_norm=gradient_norm,
+                    step_s=time.perf_counter() - started,
+                    **correction.metrics,
+                )
+        update(model, engine, version=args.steps)
+        if log:
+            after = evaluate(engine, args.seed, version=args.steps)
+            log.add("evaluation", arm=arm, when="after", reward=after)
+
+
+def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> None:
+    """One FSDP2 rank, from the process group to the report."""
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    log = report.Log(args.out / "grpo.jsonl") if rank == 0 else None
+    model = tiny_model.build_model(args.seed)
+    if log:
+        options = {k: v for k, v in vars(args).items() if k != "out"} | {"ranks": world}
+        log.add("environment", **report.environment(model.num_parameters(), options))
+    tiny_model.shard(model)
+    for step, loss in tiny_model.pretrain(model, args.seed):
+        if log:
+            log.add("pretraining", step=step, loss=loss)
+    checkpoint = args.out / "checkpoint"
+    tiny_model.save_checkpoint(model, checkpoint)
+    pretrained = copy.deepcopy(model.state_dict())
+    for arm in ARMS:
+        model.load_state_dict(pretrained)
+        train_arm(arm, model, checkpoint, args, log)
+    if log:
+        report.draw(log.rows, args.out / "grpo.png")
+        print(report.table(log.rows))
+        print(f"written: {args.out}/grpo.jsonl, {args.out}/grpo.png")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="GRPO on a CPU with FP8 and BF16 rollouts.")
+    parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each arm (60)")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts a step (8)")
+    parser.add_argument("--group", type=int, default=8, help="responses to each prompt (8)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", args)
+        return
+    # Ranks and engine share the cores; with more threads each, rollouts stall for up to 30 s.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        torch.multiprocessing.spawn(work, args=(RANKS, store, args), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()

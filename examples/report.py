@@ -1,0 +1,138 @@
+"""What the demo shows: live lines, a JSONL of everything, a table and a PNG at the end."""
+
+import json
+import os
+import platform
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+Row = dict[str, Any]
+
+COLOURS = {"fp8": "tab:orange", "bf16": "tab:blue"}
+WINDOW = 10  # steps of the running mean that is drawn over the single steps
+PRETRAINING_LINE_EVERY = 25  # steps
+
+
+class Log:
+    """Rows of kind environment, pretraining, evaluation and step: kept, written, printed."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: list[Row] = []
+        self._file = path.open("w")
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Take one row, and print its line where its kind has one."""
+        row = {"kind": kind, **values}
+        self.rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if line := live_line(row):
+            print(line, flush=True)
+
+
+def environment(parameters: int, options: Row) -> Row:
+    """What the run depends on."""
+    packages = ("sgl-fp8rl", "sglang", "torch", "transformers")
+    return {
+        "versions": {name: version(name) for name in packages} | {"python": platform.python_version()},
+        "parameters": parameters,
+        "cores": len(os.sched_getaffinity(0)),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **options,
+    }
+
+
+def live_line(row: Row) -> str | None:
+    """The line of one row, or None for one that passes silently."""
+    match row["kind"]:
+        case "environment":
+            versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items())
+            return f"Qwen3 with {row['parameters'] / 1e6:.1f} M parameters; {versions}"
+        case "pretraining" if row["step"] % PRETRAINING_LINE_EVERY == 0:
+            return f"demonstrations  step {row['step']:3d}  loss {row['loss']:.3f} nats a token"
+        case "evaluation":
+            return f"{row['arm']:4s}  {row['when']} GRPO: reward {row['reward']:.2f}"
+        case "step":
+            return (
+                f"{row['arm']:4s}  step {row['step']:3d}  reward {row['reward']:.2f}"
+                f"  mismatch KL {row['mismatch_kl_k3']:.1e}  ESS {row['ess']:.4f}"
+                f"  update {1e3 * row['update_s']:.0f} ms  {row['tokens_per_s']:.0f} tokens/s"
+                f"  step {row['step_s']:.1f} s"
+            )
+    return None
+
+
+def summaries(rows: list[Row]) -> list[Row]:
+    """One row an arm: rewards of the evaluations, means of the mismatch, medians of the timings."""
+    steps = [row for row in rows if row["kind"] == "step"]
+    reward = {(r["arm"], r["when"]): r["reward"] for r in rows if r["kind"] == "evaluation"}
+    result = []
+    for arm in dict.fromkeys(row["arm"] for row in steps):
+        mine = [row for row in steps if row["arm"] == arm]
+        result.append(
+            {
+                "arm": arm,
+                "before": reward[arm, "before"],
+                "after": reward[arm, "after"],
+                "mismatch_kl_k3": fmean(row["mismatch_kl_k3"] for row in mine),
+                "ess": fmean(row["ess"] for row in mine),
+                "update_s": median(row["update_s"] for row in mine),
+                "tokens_per_s": median(row["tokens_per_s"] for row in mine),
+                "step_s": median(row["step_s"] for row in mine),
+            }
+        )
+    return result
+
+
+def table(rows: list[Row]) -> str:
+    """The closing table as plain text."""
+    lines = [
+        "arm   reward  reward  mismatch KL     ESS  update  rollout     step",
+        "      before   after       (nats)             (ms)  (tokens/s)   (s)",
+    ]
+    for s in summaries(rows):
+        lines.append(
+            f"{s['arm']:4s}  {s['before']:6.2f}  {s['after']:6.2f}  {s['mismatch_kl_k3']:11.1e}"
+            f"  {s['ess']:.4f}  {1e3 * s['update_s']:6.0f}  {s['tokens_per_s']:10.0f}"
+            f"  {s['step_s']:4.1f}"
+        )
+    lines.append("KL (k3, rollout || trainer) and ESS: mean of all steps. Timings: median of steps.")
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Reward and mismatch KL over steps, both arms, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {"reward": "reward", "mismatch_kl_k3": "mismatch KL (k3, nats a token)"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for axis, (metric, label) in zip(axes, panels.items(), strict=True):
+        for arm, colour in COLOURS.items():
+            mine = [row for row in rows if row["kind"] == "step" and row["arm"] == arm]
+            steps, values = [row["step"] for row in mine], [row[metric] for row in mine]
+            smooth = [fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+            axis.plot(steps, values, ".", color=colour, alpha=0.35)
+            axis.plot(steps, smooth, color=colour, linewidth=2, label=arm.upper() + " rollouts")
+        axis.set_xlabel("GRPO step")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(loc="lower right")
+    axes[1].set_yscale("log")
+    first = rows[0]
+    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items())
+    figure.suptitle(
+        f"GRPO with FP8 and BF16 rollouts: Qwen3, {first['parameters'] / 1e6:.1f} M parameters, CPU"
+        f"\n{versions}; dots: steps, lines: mean of the last {WINDOW}",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,141 @@
+"""A small Qwen3 on FSDP2 ranks, and its training on the task's demonstrations.
+
+Shapes: B sequences, L tokens of the longest prompt with response, T of the longest response, V
+vocabulary.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import arithmetic
+
+PRETRAIN_STEPS = 300
+PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
+PRETRAIN_LR = 2e-3
+WARMUP_STEPS = 30
+FINAL_LR_FRACTION = 0.1
+
+
+def build_model(seed: int) -> Qwen3ForCausalLM:
+    """A random Qwen3 in FP32. Every FP8 matrix has sides that are multiples of 128."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=arithmetic.VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=arithmetic.END_TOKEN,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def shard(model: Qwen3ForCausalLM) -> None:
+    """Shard over all gloo ranks, in place: FP32 weights and optimizer, BF16 forward and backward.
+
+    BF16 is what the engine's control arm computes in, so that arm's mismatch is that of two
+    implementations of one precision, and what FP8 adds is beside it.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def response_logprobs(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """FP32 [B, T]: log_softmax(logits / temperature) at each response token.
+
+    Behind the end of a response the values mean nothing.
+    """
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+    tokens_BL = pad_sequence(rows, batch_first=True)
+    # The logits that predict response token t stand one position before it. The padding is on the
+    # right, where a causal model does not look.
+    before_B = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    position_BT = before_B[:, None] + torch.arange(max(map(len, responses)))
+    position_BT = position_BT.clamp(max=tokens_BL.shape[1] - 2)
+    logits_BLV = model(tokens_BL, use_cache=False).logits
+    logits_BTV = logits_BLV[torch.arange(len(rows))[:, None], position_BT].float()
+    targets_BT = tokens_BL.gather(1, position_BT + 1)
+    logprobs_BTV = F.log_softmax(logits_BTV / temperature, dim=-1)
+    return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
+
+
+def mask_of(responses: list[list[int]]) -> torch.Tensor:
+    """Bool [B, T]: True where there is a token."""
+    return pad_sequence([torch.ones(len(r), dtype=torch.bool) for r in responses], batch_first=True)
+
+
+def global_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the mean over the tokens of all ranks, for a loss under FSDP.
+
+    FSDP averages the gradients of the ranks, so each rank's sum is multiplied by their number.
+    """
+    count = mask_BT.sum().float()
+    dist.all_reduce(count)
+    return (values_BT * mask_BT).sum() / count * dist.get_world_size()
+
+
+def take_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> float:
+    """Clip the gradient's norm to 1, step, forget the gradient; returns the norm."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
+
+
+def pretrain(
+    model: PreTrainedModel, seed: int, steps: int = PRETRAIN_STEPS
+) -> Iterator[tuple[int, float]]:
+    """Train on the teacher's demonstrations; yields (steps done, loss in nats a token)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LR, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1, (step + 1) / WARMUP_STEPS) * (1 - (1 - FINAL_LR_FRACTION) * step / steps),
+    )
+    for step in range(steps):
+        problems = [arithmetic.make_problem(rng) for _ in range(PRETRAIN_BATCH // world)]
+        prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+        responses = [arithmetic.encode(arithmetic.demonstrate(p, rng)) for p in problems]
+        logprobs_BT = response_logprobs(model, prompts, responses)
+        loss = global_mean(-logprobs_BT, mask_of(responses))
+        loss.backward()  # type: ignore[no-untyped-call]
+        take_step(model, optimizer)
+        schedule.step()
+        mean = loss.detach() / world
+        dist.all_reduce(mean)
+        yield step + 1, mean.item()
+
+
+def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
+    """Write the sharded model as a BF16 checkpoint; every rank must call."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)  # complete on rank 0, empty elsewhere
+    if dist.get_rank() == 0:
+        copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+        copy.load_state_dict(state)
+        copy.save_pretrained(folder)
+    dist.barrier()

@@ -1,0 +1,232 @@
+"""Every option of the engine side, as one frozen dataclass.
+
+The same option is a field (``bucket_bytes``), a flag (``--fp8rl-bucket-bytes``) and an environment
+variable (``FP8RL_BUCKET_BYTES``). The environment carries the options into SGLang's child
+processes, which are spawned and so inherit nothing else.
+"""
+
+import math
+import os
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from server_args.layers import check_pattern, matches
+from server_args.sizes import parse_size
+
+ENV_PREFIX = "FP8RL_"
+FLAG_PREFIX = "--fp8rl-"
+BUCKET_ALIGNMENT = 512
+"""Bytes. A bucket has two halves and each must keep 256-byte alignment, which CUDA gives."""
+KV_SCHEMES = ("unit",)
+QUARANTINE_POLICIES = ("reject",)
+LISTEN_SCOPES = ("loopback", "any")
+
+
+def _option(help_: str, parse: Callable[[str], object] = str) -> dict[str, object]:
+    """Metadata of a field: its line of ``--help``, and how its text form is read."""
+    return {"help": help_, "parse": parse}
+
+
+def _parse_patterns(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+@dataclass(frozen=True)
+class Fp8RLServerArgs:
+    """Options of an SGLang engine that runs with ``--quantization fp8rl``.
+
+    Raises:
+        ValueError: a value is out of its range; one sentence names the option and the remedy.
+    """
+
+    bucket_bytes: int = field(
+        default=1 << 30,
+        metadata=_option("bytes of the update bucket, both halves; KiB, MiB, GiB", parse_size),
+    )
+    """Bytes of device memory for weights in flight, both halves together; default 1 GiB.
+
+    One half is filled while the other is applied. Smaller saves memory that the KV cache could use,
+    larger saves round trips; a multiple of 512.
+    """
+    ignored_layers: tuple[str, ...] = field(
+        default=(),
+        metadata=_option("layers that stay BF16: substrings or re:REGEX", _parse_patterns),
+    )
+    """Patterns of layers that stay BF16; default none. See :func:`server_args.matches`.
+
+    In text form they are separated by spaces, since a regex may hold commas.
+    """
+    kv_scheme: str = field(
+        default="unit", metadata=_option(f"scales of an FP8 KV cache: {', '.join(KV_SCHEMES)}")
+    )
+    """Where the scales of an FP8 KV cache come from; default ``"unit"``: every scale is 1."""
+    tune_cache: str = field(
+        default="~/.cache/sgl-fp8rl",
+        metadata=_option("folder of measured kernel choices"),
+    )
+    """Folder that keeps which kernel was fastest for which shape; ``~`` is the home folder."""
+    key: str | None = field(
+        default=None,
+        repr=False,
+        metadata=_option("shared secret of the control route; FP8RL_KEY hides it from ps"),
+    )
+    """Shared secret that a control request must carry as ``Authorization: Bearer KEY``.
+
+    Default none; needed when ``listen`` is ``"any"``. Never printed by ``repr``.
+    """
+    quarantine: str = field(
+        default="reject",
+        metadata=_option(f"generation after a failed update: {', '.join(QUARANTINE_POLICIES)}"),
+    )
+    """What a generation request meets after a failed update, until a complete one commits.
+
+    Default ``"reject"``: status 503 and the reason, since a half-written policy must not sample.
+    """
+    listen: str = field(
+        default="loopback",
+        metadata=_option(f"who may send control requests: {', '.join(LISTEN_SCOPES)}"),
+    )
+    """Addresses that ``POST /fp8rl`` answers; default ``"loopback"``: this host only.
+
+    The route is on SGLang's own HTTP server, which may itself listen on every address. ``"any"``
+    answers every peer that has the key.
+    """
+    session_timeout_s: float = field(
+        default=300.0,
+        metadata=_option("seconds of silence after which an update is given up", float),
+    )
+    """Seconds without a message after which an update is abandoned; default 300.
+
+    A trainer that died must not hold the engine for ever; a slow gather of a large model must fit.
+    """
+
+    def __post_init__(self) -> None:
+        _check_integer("bucket_bytes", self.bucket_bytes)
+        if self.bucket_bytes <= 0 or self.bucket_bytes % BUCKET_ALIGNMENT:
+            raise _invalid(
+                "bucket_bytes",
+                f"must be a positive multiple of {BUCKET_ALIGNMENT}, not {self.bucket_bytes}",
+            )
+        if not isinstance(self.ignored_layers, tuple):
+            raise _invalid("ignored_layers", "must be a tuple of patterns")
+        for pattern in self.ignored_layers:
+            try:
+                check_pattern(pattern)
+            except ValueError as error:
+                raise _invalid("ignored_layers", f"pattern {error}") from None
+        _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
+        _check_choice("quarantine", self.quarantine, QUARANTINE_POLICIES)
+        _check_choice("listen", self.listen, LISTEN_SCOPES)
+        if not self.tune_cache.strip():
+            raise _invalid("tune_cache", "must name a folder")
+        if self.key is not None and not _is_header_safe(self.key):
+            raise _invalid("key", "must be printable ASCII without spaces, as an HTTP header is")
+        if self.listen == "any" and self.key is None:
+            raise _invalid("listen", "'any' needs a key; set FP8RL_KEY or listen on loopback")
+        if not (math.isfinite(self.session_timeout_s) and self.session_timeout_s > 0):
+            raise _invalid(
+                "session_timeout_s", f"must be a positive number, not {self.session_timeout_s}"
+            )
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether ``ignored_layers`` names the layer ``name``."""
+        return any(matches(pattern, name) for pattern in self.ignored_layers)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Fp8RLServerArgs":
+        """Read the ``FP8RL_*`` variables; one that is absent or empty keeps its default.
+
+        Raises:
+            ValueError: a value cannot be read or is out of its range.
+        """
+        return cls(**_values_of_env(environ))
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which :meth:`from_env` makes an equal object."""
+        return {
+            env_name(option.name): _text_of(value)
+            for option in fields(self)
+            if (value := getattr(self, option.name)) is not None
+        }
+
+    @classmethod
+    def add_arguments(cls, parser: ArgumentParser) -> None:
+        """Add one ``--fp8rl-*`` flag for each field; a flag not given leaves no attribute."""
+        group = parser.add_argument_group("FP8 rollouts (sgl-fp8rl)")
+        for option in fields(cls):
+            group.add_argument(
+                flag_name(option.name),
+                dest=_dest(option.name),
+                default=SUPPRESS,
+                metavar=option.name.upper(),
+                help=option.metadata["help"],
+            )
+
+    @classmethod
+    def from_namespace(
+        cls, namespace: Namespace, environ: Mapping[str, str] = os.environ
+    ) -> "Fp8RLServerArgs":
+        """Options of parsed flags; a flag that was not given is read from the environment.
+
+        Raises:
+            ValueError: a value cannot be read or is out of its range.
+        """
+        values = _values_of_env(environ)
+        for option in fields(cls):
+            text = getattr(namespace, _dest(option.name), None)
+            if text is not None:
+                values[option.name] = _read(option, text, flag_name(option.name))
+        return cls(**values)
+
+
+def env_name(option: str) -> str:
+    """``bucket_bytes`` -> ``FP8RL_BUCKET_BYTES``."""
+    return ENV_PREFIX + option.upper()
+
+
+def flag_name(option: str) -> str:
+    """``bucket_bytes`` -> ``--fp8rl-bucket-bytes``."""
+    return FLAG_PREFIX + option.replace("_", "-")
+
+
+def _dest(option: str) -> str:
+    return f"fp8rl_{option}"
+
+
+def _values_of_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        option.name: _read(option, text, env_name(option.name))
+        for option in fields(Fp8RLServerArgs)
+        if (text := environ.get(env_name(option.name)))
+    }
+
+
+def _read(option: "Field[Any]", text: str, source: str) -> object:
+    try:
+        return option.metadata["parse"](text)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _text_of(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _invalid(option: str, problem: str) -> ValueError:
+    return ValueError(f"{option} ({flag_name(option)}, {env_name(option)}) {problem}")
+
+
+def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise _invalid(option, f"must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_integer(option: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _invalid(option, f"must be a whole number, not {value!r}")
+
+
+def _is_header_safe(text: str) -> bool:
+    return bool(text) and all("!" <= char <= "~" for char in text)

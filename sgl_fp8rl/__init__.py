@@ -1,0 +1,52 @@
+"""FP8 rollouts for LLM reinforcement learning on SGLang.
+
+The public calls live in ``trainer_bridge`` and ``server_args``; this package offers the same
+objects under a name that nothing else has. They are imported on first use, so that
+``import sgl_fp8rl``, which SGLang does in each of its processes, loads neither torch nor sglang.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from server_args import Fp8RLServerArgs
+    from trainer_bridge import correct, rollout, update
+
+    __version__: str
+
+__all__ = ["Fp8RLServerArgs", "__version__", "correct", "rollout", "update"]
+
+_HOMES = {
+    "Fp8RLServerArgs": "server_args",
+    "correct": "trainer_bridge",
+    "rollout": "trainer_bridge",
+    "update": "trainer_bridge",
+}
+
+
+class _Package(ModuleType):
+    """Keeps ``sgl_fp8rl.update`` the function, as in ``trainer_bridge``.
+
+    Importing anything from the folder ``update`` would bind that module to the same name.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("sgl-fp8rl")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,104 @@
+"""The console script ``sgl-fp8rl``."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_fp8rl import doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command == "doctor":
+        return doctor.run(arguments.json)
+    return _print_layers(arguments.model, arguments.tp, arguments.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sgl-fp8rl", description="FP8 rollouts for LLM reinforcement learning on SGLang."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    doctor_ = commands.add_parser("doctor", help="check this installation")
+    doctor_.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+    layers = commands.add_parser("layers", help="list which layers of a model run in FP8, and why")
+    layers.add_argument("model", help="folder of the model; its weights are not read")
+    layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+    layers.add_argument("--json", action="store_true", help="print the list as JSON")
+    return parser
+
+
+def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
+    layers = read_layers(model, tp_size)
+    print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
+    return 0
+
+
+def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
+    """Ask a real engine with dummy weights, since only SGLang knows a model's layers.
+
+    Returns:
+        One ``{"name", "format", "reason", "shape"}`` for each layer, as the first rank holds it.
+    """
+    try:
+        import sglang
+    except ImportError as error:
+        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run pip install 'sgl-fp8rl[sglang]'")
+    engine = sglang.Engine(
+        model_path=model,
+        quantization="fp8rl",
+        load_format="dummy",
+        tp_size=tp_size,
+        skip_tokenizer_init=True,
+        max_total_tokens=1024,  # nothing is generated: no large KV cache, no captured graphs
+        disable_cuda_graph=True,
+        log_level="error",
+    )
+    try:
+        layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
+    finally:
+        engine.shutdown()
+    return layers
+
+
+def render_layers(layers: list[dict[str, Any]]) -> str:
+    """A plain text table, one line a layer, and a line that counts formats and reasons."""
+    header = ("layer", "shape", "format", "reason")
+    rows = [
+        (
+            layer["name"],
+            "x".join(str(size) for size in layer["shape"]),
+            layer["format"],
+            layer["reason"] or "",
+        )
+        for layer in layers
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    return "\n".join([*table, "", _summary(layers)])
+
+
+def _summary(layers: list[dict[str, Any]]) -> str:
+    reasons = Counter(
+        layer["reason"] or "no reason given" for layer in layers if not _is_fp8(layer)
+    )
+    fp8 = sum(map(_is_fp8, layers))
+    others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
+    return f"{fp8} of {len(layers)} in FP8" + (f"; not FP8: {others}" if others else "")
+
+
+def _is_fp8(layer: dict[str, Any]) -> bool:
+    return bool(layer["format"] == "fp8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

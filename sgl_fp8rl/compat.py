@@ -1,0 +1,141 @@
+"""Every SGLang symbol that we touch, looked up here and nowhere else.
+
+``compat.Fp8Config`` and the like resolve lazily, so importing this module loads no SGLang. A
+symbol that an SGLang version moved or dropped ends in one error that names both.
+"""
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+TESTED_VERSIONS = ("0.5.17", "0.5.23")
+
+SYMBOLS = {
+    # plugin framework
+    "HookRegistry": "sglang.srt.plugins.hook_registry:HookRegistry",
+    "HookType": "sglang.srt.plugins.hook_registry:HookType",
+    "add_quantization_method_choices": "sglang.srt.server_args:add_quantization_method_choices",
+    # quantization
+    "BASE_QUANTIZATION_METHODS": "sglang.srt.layers.quantization:BASE_QUANTIZATION_METHODS",
+    "QUANTIZATION_METHODS": "sglang.srt.layers.quantization:QUANTIZATION_METHODS",
+    "WEIGHT_LOADER_V2_SUPPORTED": "sglang.srt.layers.linear:WEIGHT_LOADER_V2_SUPPORTED",
+    "LinearBase": "sglang.srt.layers.linear:LinearBase",
+    "FusedMoE": "sglang.srt.layers.moe.fused_moe_triton:FusedMoE",
+    "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
+    "Fp8LinearMethod": "sglang.srt.layers.quantization.fp8:Fp8LinearMethod",
+    "Fp8MoEMethod": "sglang.srt.layers.quantization.fp8:Fp8MoEMethod",
+    "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
+    "UnquantizedFusedMoEMethod": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
+    "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
+    # loading
+    "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
+    "LoadFormat": "sglang.srt.configs.load_config:LoadFormat",
+    "DefaultModelLoader": "sglang.srt.model_loader.loader:DefaultModelLoader",
+    "DummyModelLoader": "sglang.srt.model_loader.loader:DummyModelLoader",
+    # serving
+    "Engine": "sglang.srt.entrypoints.engine:Engine",
+    "http_app": "sglang.srt.entrypoints.http_server:app",
+    "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
+    "RpcReqInput": "sglang.srt.managers.io_struct:RpcReqInput",
+    "RpcReqOutput": "sglang.srt.managers.io_struct:RpcReqOutput",
+    "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
+    "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
+    "sock_send": "sglang.srt.managers.io_struct:sock_send",
+    "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
+    "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
+    # CPU platform
+    "CpuDeviceMixin": "sglang.srt.platforms.cpu:CpuDeviceMixin",
+    "PlatformEnum": "sglang.srt.platforms.device_mixin:PlatformEnum",
+    "SRTPlatform": "sglang.srt.platforms.interface:SRTPlatform",
+    "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+    "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator",
+}
+
+# Functions that the plugin wraps; the hook registry resolves these paths itself.
+HOOK_TARGETS = {
+    "parse_server_args": "sglang.srt.server_args.prepare_server_args",
+    "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
+    "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
+    "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",
+    "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+    "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+    "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",
+    "run_http_server": "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+}
+# SGLang's own ways to change weights: on an fp8rl engine each would cast BF16 into FP8 storage.
+_UPDATER = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
+STOCK_UPDATES = {
+    f"{_UPDATER}.update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+    f"{_UPDATER}.update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
+    f"{_UPDATER}.update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
+    f"{_UPDATER}.update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
+}
+"""Hook target and the class of its answer."""
+SYMBOLS |= {name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()}
+
+
+class IncompatibleSGLangError(RuntimeError):
+    """The installed SGLang lacks something that sgl-fp8rl stands on."""
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version.
+
+    Raises:
+        IncompatibleSGLangError: SGLang is not installed.
+    """
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise IncompatibleSGLangError(
+            "SGLang is not installed; run pip install 'sgl-fp8rl[sglang]'"
+        ) from None
+
+
+def _look_up(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise IncompatibleSGLangError(
+            f"SGLang {sglang_version()} has no {path.replace(':', '.')} ({error}); "
+            f"sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: install one of these"
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name not in SYMBOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _look_up(SYMBOLS[name])
+
+
+def _target_path(target: str) -> str:
+    """``package.module.Class.method`` or ``package.module.function`` as ``module:first name``."""
+    parts = target.split(".")
+    first_class = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    return ".".join(parts[:first_class]) + ":" + parts[first_class]
+
+
+def check_symbols() -> list[tuple[str, bool]]:
+    """Look up each symbol and hook target: ``(path, found)`` pairs."""
+    checked = []
+    for path in SYMBOLS.values():
+        checked.append((path.replace(":", "."), _found(path)))
+    for target in (*HOOK_TARGETS.values(), *STOCK_UPDATES):
+        owner_path = _target_path(target)
+        found = _found(owner_path)
+        if found and not target.endswith(owner_path.partition(":")[2]):
+            found = hasattr(_look_up(owner_path), target.rpartition(".")[2])
+        checked.append((target, found))
+    return checked
+
+
+def _found(path: str) -> bool:
+    try:
+        _look_up(path)
+    except IncompatibleSGLangError:
+        return False
+    return True

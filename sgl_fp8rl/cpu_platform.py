@@ -1,0 +1,95 @@
+"""SGLang on any x86 CPU with stock wheels: a platform plugin, not a mock.
+
+The real scheduler, the real model code and real sockets run; attention is SGLang's torch_native
+backend and FP8 arithmetic is ``numerics.reference``. It takes over only where nothing else can:
+no CUDA device, no other platform plugin, SGLANG_USE_CPU_ENGINE unset.
+"""
+
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+
+ENTRY_POINT = "fp8rl_cpu"
+
+
+def activate() -> str | None:
+    """Entry point of the group ``sglang.srt.platforms``: our class path, or None to stand back."""
+    if torch.cuda.is_available() or torch.xpu.is_available():
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    others = {ep.name for ep in entry_points(group="sglang.srt.platforms")} - {ENTRY_POINT}
+    if others and os.environ.get("SGLANG_PLATFORM") != ENTRY_POINT:
+        return None
+    return f"{__name__}.CpuPlatform"
+
+
+def is_active() -> bool:
+    """Whether this process runs SGLang on our CPU platform."""
+    from sglang.srt.platforms import current_platform
+
+    return type(current_platform).__module__ == __name__
+
+
+class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[misc]
+    """A plain CPU as an out-of-tree SGLang platform."""
+
+    _enum = compat.PlatformEnum.OOT
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def get_device(self, device_id: int | None = 0) -> Any:
+        return "cpu"  # SGLang's argument handling splits it as a string
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        for name, value in {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+        }.items():
+            setattr(server_args, name, value)
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        return compat.MHATokenToKVPool if kind == "mha" else None
+
+    def get_mha_kv_pool_cls(self) -> type:
+        return compat.MHATokenToKVPool  # type: ignore[no-any-return]
+
+    def get_paged_allocator_cls(self) -> Any:
+        return token_allocator
+
+    def supports_fp8(self) -> bool:
+        return True
+
+    def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
+        return False
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+
+def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's allocator of single tokens, called as its paged one is.
+
+    Raises:
+        ValueError: pages of more than one token.
+    """
+    if page_size != 1:
+        raise ValueError(f"the CPU platform keeps pages of one token; drop --page-size {page_size}")
+    return compat.TokenToKVPoolAllocator(size, *args, **kwargs)
+
+
+def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL wherever the device is unknown."""
+    if is_active():
+        kwargs["use_pynccl"] = False
+    return original(*args, **kwargs)

@@ -1,0 +1,266 @@
+"""``sgl-fp8rl doctor``: what is installed, whether it fits together, and whether it computes.
+
+Every check answers on its own, so that a broken installation still gets a whole report. The
+numeric checks compare with values computed here, not with the code under test, and each must also
+fail on a planted fault.
+"""
+
+import importlib
+import json
+import os
+import platform
+import subprocess
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sgl_fp8rl import compat
+
+if TYPE_CHECKING:
+    from sgl_fp8rl.selftest import Float64
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+ENTRY_POINTS = {
+    "sglang.srt.plugins": ("fp8rl", "sgl_fp8rl.plugin:register"),
+    "sglang.srt.platforms": ("fp8rl_cpu", "sgl_fp8rl.cpu_platform:activate"),
+}
+GENERIC_NAMES = ("server_args", "trainer_bridge")
+FP8_SM = (8, 9)
+"""First compute capability with FP8 tensor cores (Ada); Hopper, 9.0, is what is tested."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding."""
+
+    name: str
+    """What was looked at, such as ``sglang``."""
+    status: Status
+    """``fail`` makes the exit code 1; ``skip`` could not be looked at here."""
+    message: str
+    """One sentence: what was found and, unless it is well, what to do."""
+    detail: str = ""
+    """More lines, such as a traceback; only ``--json`` prints them all."""
+
+
+def run(as_json: bool = False) -> int:
+    """Print the report and return the exit code: 1 if a check failed, else 0."""
+    checks = run_checks()
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        print(render(checks))
+    return int(any(check.status == "fail" for check in checks))
+
+
+def run_checks() -> list[Check]:
+    """All findings; a check that raises is itself a failure, with its traceback as detail."""
+    found: list[Check] = []
+    for name, probe in PROBES.items():
+        try:
+            found.extend(probe())
+        except (Exception, SystemExit) as error:  # our plugin exits where it must not serve
+            problem = f"{type(error).__name__}: {error}"
+            found.append(Check(name, "fail", problem, traceback.format_exc()))
+    return found
+
+
+def render(checks: list[Check]) -> str:
+    """A plain text table and a line that counts each status."""
+    width = max(len(check.name) for check in checks)
+    lines = [f"{check.status:4}  {check.name:{width}}  {check.message}" for check in checks]
+    counts = Counter(check.status for check in checks)
+    return "\n".join([*lines, "", ", ".join(f"{counts[name]} {name}" for name in counts)])
+
+
+def check_versions() -> Iterator[Check]:
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    for package in ("sgl-fp8rl", "torch", "transformers"):
+        version = _version(package)
+        status: Status = "ok" if version else "fail" if package != "transformers" else "warn"
+        yield Check(package, status, version or "not installed")
+    yield _sglang_version(_version("sglang"))
+    for package in ("flashinfer-python", "sglang-kernel"):
+        version = _version(package)
+        yield Check(package, "ok" if version else "skip", version or "not installed; GPU only")
+
+
+def _sglang_version(version: str | None) -> Check:
+    if version is None:
+        remedy = "not installed: trainer_bridge works here, an engine does not"
+        return Check("sglang", "warn", remedy)
+    if version in compat.TESTED_VERSIONS:
+        return Check("sglang", "ok", version)
+    # Whether an untested version works is for the symbol check to say.
+    tested = " and ".join(compat.TESTED_VERSIONS)
+    return Check("sglang", "warn", f"{version} is untested; tested are {tested}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_entry_points() -> Iterator[Check]:
+    if _version("sglang") is None:
+        yield Check("entry points", "skip", "sglang is not installed")
+        return
+    importlib.import_module("sglang")  # as in an engine, where SGLang loads us
+    chosen = os.environ.get("SGLANG_PLUGINS", "").strip()
+    for group, (name, target) in ENTRY_POINTS.items():
+        found = [point for point in metadata.entry_points(group=group) if point.name == name]
+        label = f"entry point {name}"
+        if [point.value for point in found] != [target]:
+            values = ", ".join(point.value for point in found) or "nothing"
+            problem = f"{group} holds {values} under this name, not {target}; reinstall sgl-fp8rl"
+            yield Check(label, "fail", problem)
+        elif chosen and name not in [part.strip() for part in chosen.split(",")]:
+            yield Check(label, "fail", f"SGLANG_PLUGINS={chosen} leaves it out; add {name}")
+        else:
+            yield _loaded(label, found[0])
+
+
+def _loaded(label: str, point: metadata.EntryPoint) -> Check:
+    try:
+        point.load()
+    except Exception as error:
+        problem = f"{point.value} cannot be loaded: {type(error).__name__}: {error}"
+        return Check(label, "fail", problem, traceback.format_exc())
+    return Check(label, "ok", f"{point.value} in {point.group}")
+
+
+def check_registration() -> Iterator[Check]:
+    """Whether SGLang itself, asked for the quantization ``fp8rl``, answers with ours."""
+    if _version("sglang") is None:
+        yield Check("quantization fp8rl", "skip", "sglang is not installed")
+        return
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    quantization = importlib.import_module("sglang.srt.layers.quantization")
+    found = quantization.get_quantization_config("fp8rl")
+    path = f"{found.__module__}.{found.__qualname__}"
+    is_ours = path.startswith("sgl_fp8rl.")
+    yield Check("quantization fp8rl", "ok" if is_ours else "fail", f"SGLang resolves it to {path}")
+
+
+def check_sglang_symbols() -> Iterator[Check]:
+    if _version("sglang") is None:
+        yield Check("sglang symbols", "skip", "sglang is not installed")
+        return
+    importlib.import_module("sglang")
+    symbols = compat.check_symbols()
+    missing = [symbol for symbol, is_found in symbols if not is_found]
+    if missing:
+        problem = f"{len(missing)} of {len(symbols)} missing: {', '.join(missing)}"
+        yield Check("sglang symbols", "fail", problem)
+    else:
+        yield Check("sglang symbols", "ok", f"{len(symbols)} of {len(symbols)} found")
+
+
+def check_device() -> Iterator[Check]:
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        yield _cpu_platform()
+        return
+    driver = _driver_version()
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        name = f"{torch.cuda.get_device_name(index)}, SM {capability[0]}.{capability[1]}, {driver}"
+        label = f"device cuda:{index}"
+        if capability < FP8_SM:
+            yield Check(label, "fail", f"{name}: no FP8 tensor cores; 8.9 or newer is needed")
+        elif capability[0] != 9:
+            yield Check(label, "warn", f"{name}: FP8, but untested; tested is SM 9.0")
+        else:
+            yield Check(label, "ok", f"{name}: FP8 tensor cores")
+
+
+def _cpu_platform() -> Check:
+    if _version("sglang") is None:
+        return Check("device", "ok", "no CUDA GPU: FP8 arithmetic by the torch reference")
+    importlib.import_module("sglang")
+    ours = importlib.import_module("sgl_fp8rl.cpu_platform")
+    if ours.is_active():
+        return Check("device", "ok", "no CUDA GPU: SGLang runs on our CPU platform, for tests")
+    if ours.activate() is None:
+        remedy = "unset SGLANG_USE_CPU_ENGINE, or set SGLANG_PLATFORM=fp8rl_cpu"
+        return Check("device", "warn", f"no CUDA GPU, and our CPU platform stands back; {remedy}")
+    return Check("device", "fail", "no CUDA GPU, and SGLang failed to load our CPU platform")
+
+
+def _driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "driver unknown"
+    return f"driver {answer.stdout.split()[0]}" if answer.stdout.split() else "driver unknown"
+
+
+def check_shadowing() -> Iterator[Check]:
+    """Whether something else answers to our two generic top-level names."""
+    home = Path(__file__).resolve().parent.parent
+    for name in GENERIC_NAMES:
+        label = f"package {name}"
+        module = importlib.import_module(name)
+        actual = Path(module.__file__ or "").resolve()
+        expected = home / name / "__init__.py"
+        local = Path.cwd() / f"{name}.py"
+        if actual != expected:
+            yield Check(label, "fail", f"{actual} shadows {expected}; rename or remove it")
+        elif local.exists():
+            yield Check(label, "warn", f"{local} shadows ours for scripts run there; rename it")
+        else:
+            yield Check(label, "ok", str(actual.parent))
+
+
+def check_environment() -> Iterator[Check]:
+    """The ``FP8RL_*`` variables: readable, and none of them unknown."""
+    server_args = importlib.import_module("server_args")
+    options = server_args.Fp8RLServerArgs.from_env()
+    known = {server_args.env_name(option.name) for option in fields(options)}
+    given = {name for name in os.environ if name.startswith("FP8RL_")}
+    if given - known:
+        unknown = ", ".join(sorted(given - known))
+        yield Check("environment", "warn", f"{unknown}: unknown, has no effect; check the spelling")
+    else:
+        message = f"{', '.join(sorted(given & known)) or 'no FP8RL_* variable'} set"
+        yield Check("environment", "ok", message)
+
+
+def check_numerics() -> Iterator[Check]:
+    """Quantize and update a weight whose result is known exactly, on each kind of device."""
+    torch = importlib.import_module("torch")
+    selftest = importlib.import_module("sgl_fp8rl.selftest")
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        yield _verdict(f"block FP8 on {device}", selftest.quantize_and_read(device))
+        yield _verdict(f"update on {device}", selftest.update_and_read(device))
+
+
+def _verdict(name: str, readings: "list[Float64]") -> Check:
+    selftest = importlib.import_module("sgl_fp8rl.selftest")
+    wrong = sum(map(selftest.count_wrong, readings))
+    total = sum(reading.size for reading in readings)
+    if wrong:
+        return Check(name, "fail", f"{wrong} of {total} values are not what E4M3 gives")
+    if not all(map(selftest.sees_faults, readings)):
+        return Check(name, "fail", "the comparison missed a planted fault; report this as a bug")
+    return Check(name, "ok", f"{total} of {total} values exact; planted faults are seen")
+
+
+PROBES: dict[str, Callable[[], Iterator[Check]]] = {
+    "versions": check_versions,
+    "sglang symbols": check_sglang_symbols,
+    "entry points": check_entry_points,
+    "quantization fp8rl": check_registration,
+    "device": check_device,
+    "packages": check_shadowing,
+    "environment": check_environment,
+    "numerics": check_numerics,
+}

@@ -1,0 +1,72 @@
+"""The FP8 linear: SGLang's own block-FP8 method on storage whose addresses never change."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.numerics.reference import fp8_linear
+from sgl_fp8rl.quant_config import FP8RLConfig, ragged_linear
+
+
+class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
+    """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
+
+    def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
+        super().__init__(quant_config)
+        self.prefix = prefix
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        reason = ragged_linear(output_partition_sizes, input_size_per_partition)
+        method = super()
+        if reason is not None:
+            # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
+            layer.fp8rl_reason = reason
+            layer.quant_method = compat.UnquantizedLinearMethod()
+            method = layer.quant_method
+        method.create_weights(
+            layer, input_size_per_partition, output_partition_sizes, *args, **kwargs
+        )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        keep_storage(super().process_weights_after_loading, layer, self.prefix)
+
+    def apply(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.weight.device.type == "cpu":
+            return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
+        return super().apply(layer, x, bias)  # type: ignore[no-any-return]
+
+
+def keep_storage(post_process: Any, layer: nn.Module, name: str) -> None:
+    """Run SGLang's post-processing and refuse a backend that repacks or moves the weights.
+
+    Updates write into the storage that captured CUDA graphs read, in the layout that routes were
+    recorded for; a repacked layout would be corrupted by the next update.
+
+    Raises:
+        RuntimeError: an address, dtype or scale layout changed.
+    """
+    if all(parameter.device.type == "cpu" for parameter in layer.parameters()):
+        return  # SGLang's CPU post-processing packs for AMX; ours computes on the plain layout
+    before = _storage_of(layer)
+    post_process(layer)
+    if _storage_of(layer) != before:
+        raise RuntimeError(
+            f"the FP8 backend chosen for {name} repacks weights, which in-place updates cannot "
+            f"follow; choose another with --fp8-gemm-backend or --moe-runner-backend"
+        )
+
+
+def _storage_of(layer: nn.Module) -> dict[str, tuple[int, torch.dtype, tuple[int, ...], bool]]:
+    return {
+        name: (p.data_ptr(), p.dtype, tuple(p.shape), bool(getattr(p, "format_ue8m0", False)))
+        for name, p in layer.named_parameters()
+    }

@@ -1,0 +1,189 @@
+"""Loading for ``--quantization fp8rl``: the first set of weights is written as an update is.
+
+Routes are recorded from the checkpoint's headers; then each tensor is read, quantized and written
+through them. The BF16 model is never whole in engine memory.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.quant_config import NAME, list_layers
+from sgl_fp8rl.update.manifest import Manifest, ManifestError, TensorSpec
+from sgl_fp8rl.update.probe import record
+from sgl_fp8rl.update.routes import shapes_of
+from sgl_fp8rl.update.scheduler import attach, skipped_by_all
+from sgl_fp8rl.update.session import CHECKPOINT_VERSION, EngineWeights
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
+    """Reads a BF16 or block-FP8 safetensors checkpoint into FP8 storage."""
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        self._model_config = model_config
+        return super().load_model(  # type: ignore[no-any-return]
+            model_config=model_config, device_config=device_config
+        )
+
+    def load_weights_and_postprocess(self, model: nn.Module, _: Any, target_device: Any) -> None:
+        """Replaces the base's static method, and its reader, which holds whole shards in memory."""
+        engine_weights = EngineWeights(model, self._model_config.dtype)
+        attach(model, engine_weights)
+        source = self.Source.init_new(self._model_config, model)
+        _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
+        self._load(engine_weights, read_manifest(files), read_tensors(files))
+        postprocess(model)
+        engine_weights.check_addresses()
+        report(model)
+
+    def _load(
+        self,
+        engine_weights: EngineWeights,
+        manifest: Manifest,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        engine_weights.table = record(engine_weights.model, shapes_of(manifest))
+        skipped = skipped_by_all(engine_weights, _tp_cpu_group())
+        engine_weights.table.skipped = frozenset(skipped)
+        if skipped:
+            logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
+        session = engine_weights.begin(manifest)
+        for name, tensor in tensors:
+            session.write(name, tensor)
+        session.finish()
+        engine_weights.commit()
+
+
+def read_manifest(files: Iterable[str]) -> Manifest:
+    """Names, dtypes and shapes from the headers of safetensors files.
+
+    Raises:
+        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+                header = opened.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    raise ManifestError(
+                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
+                        f"BF16, FP16, FP32 or block FP8"
+                    )
+                specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
+    return Manifest(CHECKPOINT_VERSION, specs)
+
+
+def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of safetensors files, mapped: only what is copied out is read from disk."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
+    """``--load-format dummy``: random weights, quarantined; the first update records the routes."""
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        model = super().load_model(model_config=model_config, device_config=device_config)
+        weights = EngineWeights(model, model_config.dtype)
+        weights.quarantine("the engine was started with dummy weights; send a complete update")
+        attach(model, weights)
+        report(model)
+        return model  # type: ignore[no-any-return]
+
+
+def choose_loader(original: Any, load_config: Any, model_config: Any = None) -> Any:
+    """AROUND ``get_model_loader``: the quantization implies the loader.
+
+    Raises:
+        ValueError: a load format that cannot quantize on the way in, or a draft model.
+    """
+    if model_config is None or model_config.quantization != NAME:
+        return original(load_config, model_config)
+    if getattr(model_config, "is_draft_model", False):
+        raise ValueError(
+            "quantization fp8rl cannot update draft models yet; start without speculative decoding"
+        )
+    formats = compat.LoadFormat
+    if load_config.load_format == formats.DUMMY:
+        return FP8RLDummyLoader(load_config)
+    if load_config.load_format not in (formats.AUTO, formats.SAFETENSORS):
+        raise ValueError(
+            f"quantization fp8rl loads safetensors checkpoints, not load format "
+            f"{load_config.load_format}; use --load-format auto or dummy"
+        )
+    load_config.load_format = formats.SAFETENSORS
+    return FP8RLModelLoader(load_config)
+
+
+def keep_mixtral(original: Any, model_config: Any) -> Any:
+    """AROUND ``get_model_architecture``: SGLang gives Mixtral another class, without fused experts,
+    under a quantization name that it does not know."""
+    if model_config.quantization != NAME:
+        return original(model_config)
+    model_config.quantization = "fp8"
+    try:
+        return original(model_config)
+    finally:
+        model_config.quantization = NAME
+
+
+def verify_model(original: Any, model_config: Any) -> None:
+    """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right.
+
+    Raises:
+        ValueError: the model's attention is MLA.
+    """
+    original(model_config)
+    if model_config.quantization != NAME:
+        return
+    if model_config.attention_arch == compat.AttentionArch.MLA:
+        architecture = (model_config.hf_config.architectures or ["this model"])[0]
+        raise ValueError(
+            f"quantization fp8rl cannot serve {architecture} yet: its MLA attention keeps tensors "
+            f"derived from kv_b_proj that an update would leave stale; start it without fp8rl"
+        )
+
+
+def postprocess(model: nn.Module) -> None:
+    """Run each quant method's post-processing, as SGLang's own loader does."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+
+
+def report(model: nn.Module) -> None:
+    """Log which layers are FP8, and why each other one is not."""
+    layers = list_layers(model)
+    fp8 = [layer for layer in layers if layer.format == "fp8"]
+    reasons = Counter(layer.reason for layer in layers if layer.format != "fp8")
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    logger.info("fp8rl: %d of %d layers are FP8; BF16: %s", len(fp8), len(layers), why or "none")
+    for layer in layers:
+        logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")
+
+
+def _tp_cpu_group() -> dist.ProcessGroup:
+    from sglang.srt.distributed import get_tp_group
+
+    return get_tp_group().cpu_group  # type: ignore[no-any-return]

@@ -1,0 +1,71 @@
+"""The FP8 experts: SGLang's own block-FP8 method on storage whose addresses never change."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.linear import keep_storage
+from sgl_fp8rl.numerics.reference import fp8_linear
+from sgl_fp8rl.quant_config import FP8RLConfig
+
+
+class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
+    """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them."""
+
+    def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
+        super().__init__(quant_config)
+        self.prefix = prefix
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        keep_storage(super().process_weights_after_loading, layer, self.prefix)
+
+    def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:
+        if layer.w13_weight.device.type != "cpu":
+            return super().apply(layer, dispatch_output)
+        topk_weights, topk_ids, _ = dispatch_output.topk_output
+        return compat.StandardCombineInput(
+            hidden_states=experts_reference(
+                layer, dispatch_output.hidden_states, topk_weights, topk_ids
+            )
+        )
+
+
+_ACTIVATIONS = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
+
+
+def experts_reference(
+    layer: nn.Module, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
+) -> torch.Tensor:
+    """Gated experts in the torch reference, one expert after the other.
+
+    Suffixes: M tokens, H hidden, T experts a token. ``w13`` holds the gate rows, then the up rows.
+
+    Returns:
+        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
+    """
+    config = layer.moe_runner_config
+    if config.activation not in _ACTIVATIONS or config.apply_router_weight_on_input:
+        raise NotImplementedError(
+            f"experts with activation {config.activation!r} and apply_router_weight_on_input="
+            f"{config.apply_router_weight_on_input} have no CPU reference; run them on a GPU"
+        )
+    activation = _ACTIVATIONS[config.activation]
+    out_MH = torch.zeros_like(x_MH, dtype=torch.float32)
+    for expert in topk_ids_MT.unique().tolist():
+        if expert < 0:
+            continue  # the expert lives on another rank
+        tokens, slots = (topk_ids_MT == expert).nonzero(as_tuple=True)
+        gate_up = fp8_linear(
+            x_MH[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert]
+        )
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden = activation(gate) * up
+        down = fp8_linear(hidden, layer.w2_weight[expert], layer.w2_weight_scale_inv[expert])
+        weight = topk_weights_MT[tokens, slots].float().unsqueeze(-1)
+        out_MH.index_add_(0, tokens, down.float() * weight)
+    scale = config.routed_scaling_factor
+    if scale is not None:
+        out_MH *= scale
+    return out_MH.to(x_MH.dtype)

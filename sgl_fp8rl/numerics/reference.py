@@ -1,0 +1,119 @@
+"""Block FP8 in plain torch: the twin of every kernel, and the arithmetic of the CPU platform.
+
+Weights carry one FP32 scale for each 128x128 block, activations one for each token and 128
+channels (the DeepSeek-V3 scheme, arXiv 2412.19437 section 3.3). A value is ``code * scale``.
+
+Shape suffixes: M tokens, N output features, K input features; n, k = N, K in blocks of 128
+(the last block may be ragged). Leading dimensions, such as experts, come before the suffix.
+"""
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# A block of zeros still gets a positive, normal scale: dividing by it never gives NaN or Inf,
+# also where a device flushes denormals.
+AMAX_FLOOR = 1e-10
+
+
+def num_blocks(size: int) -> int:
+    """How many blocks of 128 cover ``size`` elements."""
+    return -(-size // BLOCK)
+
+
+def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(amax).all():
+        raise ValueError(
+            "FP8 quantization met NaN or Inf; check the tensor before it is sent to the engine"
+        )
+    return amax.clamp(min=AMAX_FLOOR) / FP8_MAX
+
+
+def _encode(scaled: torch.Tensor) -> torch.Tensor:
+    # The cast itself does not saturate on every torch version (2.11 makes NaN of 465).
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+
+
+def _spread(scale: torch.Tensor, rows: int | None, cols: int) -> torch.Tensor:
+    """Repeat each block's scale over its elements and cut the ragged end off."""
+    scale = scale.repeat_interleave(BLOCK, dim=-1)[..., :cols]
+    if rows is not None:
+        scale = scale.repeat_interleave(BLOCK, dim=-2)[..., :rows, :]
+    return scale
+
+
+def quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to one scale for each 128x128 block.
+
+    Args:
+        weight_NK: BF16, FP16 or FP32, ``[..., N, K]``.
+
+    Returns:
+        ``codes_NK`` float8_e4m3fn of the same shape, and ``scale_inv_nk`` FP32
+        ``[..., ceil(N/128), ceil(K/128)]``: what a code is multiplied by.
+
+    Raises:
+        ValueError: the weight holds NaN or Inf.
+    """
+    rows, cols = weight_NK.shape[-2:]
+    weight = weight_NK.float()
+    pad = (0, -cols % BLOCK, 0, -rows % BLOCK)
+    padded = F.pad(weight, pad) if any(pad) else weight
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    # [..., n, 128, k, 128] -> [..., n, k]
+    scale_inv_nk = _scale_of(blocks.abs().amax(dim=(-1, -3)))
+    return _encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
+
+
+def dequantize_weight(
+    codes_NK: torch.Tensor, scale_inv_nk: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``codes * scale`` in FP32, then cast to ``dtype``: ``[..., N, K]``."""
+    rows, cols = codes_NK.shape[-2:]
+    return (codes_NK.float() * _spread(scale_inv_nk, rows, cols)).to(dtype)
+
+
+def quantize_activation(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to one scale for each token and 128 channels.
+
+    Args:
+        x_MK: BF16, FP16 or FP32, ``[..., M, K]``.
+
+    Returns:
+        ``codes_MK`` float8_e4m3fn and ``scales_Mk`` FP32 ``[..., M, ceil(K/128)]``.
+
+    Raises:
+        ValueError: an activation is NaN or Inf.
+    """
+    cols = x_MK.shape[-1]
+    x = x_MK.float()
+    padded = F.pad(x, (0, -cols % BLOCK)) if cols % BLOCK else x
+    scales_Mk = _scale_of(padded.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1))
+    return _encode(x / _spread(scales_Mk, None, cols)), scales_Mk
+
+
+def dequantize_activation(
+    codes_MK: torch.Tensor, scales_Mk: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``codes * scale`` in FP32, then cast to ``dtype``: ``[..., M, K]``."""
+    return (codes_MK.float() * _spread(scales_Mk, None, codes_MK.shape[-1])).to(dtype)
+
+
+def fp8_linear(
+    x_MK: torch.Tensor,
+    codes_NK: torch.Tensor,
+    scale_inv_nk: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a W8A8 block GEMM computes, in FP32: ``dequant(quant(x)) @ dequant(W).T + bias``.
+
+    Returns:
+        ``[..., M, N]`` in the dtype of ``x_MK``.
+    """
+    x = dequantize_activation(*quantize_activation(x_MK))
+    y = x @ dequantize_weight(codes_NK, scale_inv_nk).T
+    if bias_N is not None:
+        y = y + bias_N.float()
+    return y.to(x_MK.dtype)

@@ -1,0 +1,88 @@
+"""Apply one tensor, or some rows of it, through its routes: quantize, write codes and scales."""
+
+import torch
+
+from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, quantize_weight
+from sgl_fp8rl.update.routes import Region, Route, RouteTable, to_blocks, view
+
+Rows = tuple[int, int]
+"""Start and stop along a tensor's first dimension."""
+
+
+def apply(
+    table: RouteTable, routes: list[Route], tensor: torch.Tensor, rows: Rows, dtype: torch.dtype
+) -> None:
+    """Write ``tensor``, the given rows of its source, wherever its routes lead.
+
+    Weights bound for FP8 storage are first cast to the model's dtype, so that a BF16 checkpoint
+    and an FP32 master copy of the same weights make the same codes.
+
+    Args:
+        tensor: BF16, FP16 or FP32 weights, FP8 codes, or FP32 scales.
+        rows: what part of the source's first dimension ``tensor`` holds.
+        dtype: the model's dtype.
+
+    Raises:
+        ValueError: a value is NaN or Inf, or a scale is not positive.
+    """
+    for route in routes:
+        clipped = _clip(route, rows)
+        if clipped is None:
+            continue
+        src, dst = clipped
+        target = table.parameters[route.parameter]
+        part = view(tensor, src)
+        if target.dtype != FP8_DTYPE:
+            _check_finite(part, route)
+            _copy(view(target, dst), part)
+        elif part.dtype == FP8_DTYPE:
+            _check_finite(part, route)
+            _copy(view(target, dst), part)
+        else:
+            codes, scale_inv = quantize_weight(part.to(target.device, dtype))
+            scales = table.parameters[f"{route.parameter}_scale_inv"]
+            _copy(view(target, dst), codes)
+            _copy(view(scales, to_blocks(dst)), scale_inv)
+
+
+def _clip(route: Route, rows: Rows) -> tuple[Region, Region] | None:
+    """The route's boxes where its source box meets the rows; the source box relative to them."""
+    (start, stop), *rest = route.src
+    low, high = max(start, rows[0]), min(stop, rows[1])
+    if low >= high:
+        return None
+    src = ((low - rows[0], high - rows[0]), *rest)
+    if (low, high) == (start, stop):
+        return src, route.dst
+    # The rows are split, so the first dimension is longer than 1 and has its partner in the target.
+    axis = next(i for i, (a, b) in enumerate(route.dst) if b - a == stop - start)
+    base = route.dst[axis][0]
+    dst = list(route.dst)
+    dst[axis] = (base + low - start, base + high - start)
+    return src, tuple(dst)
+
+
+def _copy(target: torch.Tensor, part: torch.Tensor) -> None:
+    target.copy_(part.reshape(target.shape))
+
+
+def _check_finite(part: torch.Tensor, route: Route) -> None:
+    # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign.
+    if part.dtype == FP8_DTYPE:
+        bad = bool(((part.view(torch.uint8) & 0x7F) == 0x7F).any())
+    else:
+        bad = not bool(torch.isfinite(part).all())
+        if route.parameter.endswith("_scale_inv") and not bad and bool((part <= 0).any()):
+            raise ValueError(
+                f"{route.source} holds a scale that is not positive; send amax / 448, and a "
+                f"positive number for a block of zeros"
+            )
+    if bad:
+        raise ValueError(
+            f"{route.source} holds NaN or Inf; check the trainer's weights before the update"
+        )
+
+
+def aligned_rows(shape: tuple[int, ...]) -> int:
+    """What a split of this tensor's first dimension must be a multiple of."""
+    return BLOCK if len(shape) == 2 else 1

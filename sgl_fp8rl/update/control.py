@@ -1,0 +1,255 @@
+"""The control channel in the main process: one JSON message in, one JSON reply out.
+
+``sgl.Engine`` reaches it as ``engine.fp8rl_control(message)``, HTTP clients as ``POST /fp8rl``. It
+pauses generation around a session and speaks to the schedulers over SGLang's own rpc socket.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+from typing import Any
+
+import zmq
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat
+from sgl_fp8rl.quant_config import NAME
+from sgl_fp8rl.update.manifest import PROTOCOL
+from sgl_fp8rl.update.scheduler import RPC_METHOD
+
+POLL_S = 0.0005
+DRAIN_TIMEOUT_S = 60.0
+"""How long requests that were aborted for an update may take to leave the scheduler."""
+PATH = "/fp8rl"
+
+
+class ControlError(RuntimeError):
+    """A refused control message; ``status`` is its HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Control:
+    """Serves control messages for one engine; at most one update session at a time."""
+
+    def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
+        self._manager = tokenizer_manager
+        self._rpc = rpc
+        self._server_args = server_args
+        self._options = Fp8RLServerArgs.from_env()
+        self._lock = asyncio.Lock()
+        self._session: asyncio.Task[None] | None = None
+        self._ended: dict[str, Any] | None = None
+        self._status: dict[str, Any] = {}
+
+    async def handle(self, message: Any) -> dict[str, Any]:
+        """Answer one message.
+
+        Raises:
+            ControlError: the message is refused; nothing changed.
+        """
+        # inside of the loop that serves: called from elsewhere it would make a loop of its own
+        self._manager.auto_create_handle_loop()
+        op = message.get("op") if isinstance(message, dict) else None
+        if op == "end":
+            return await self._end()
+        async with self._lock:
+            if op == "layout":
+                return await self._layout()
+            if self._session is not None:
+                raise ControlError("an update is under way; wait for its end", 409)
+            if op == "begin":
+                return await self._begin(message)
+            if op in ("layers", "digest"):
+                return await self._ask({"op": op})
+        raise ControlError(f"there is no control message {op!r}; install the same sgl-fp8rl")
+
+    async def _layout(self) -> dict[str, Any]:
+        if self._session is None:
+            self._status = await self._ask({"op": "status"})
+        else:
+            self._status["state"] = "updating"
+        return {
+            "protocol": PROTOCOL,
+            "sglang": compat.sglang_version(),
+            "tp_size": self._server_args.tp_size,
+            "bucket_bytes": self._options.bucket_bytes,
+            "logprobs": {"raw": _returns_raw_logprobs()},
+            **self._status,
+        }
+
+    async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        await self._ask({"op": "check", "manifest": message.get("manifest")})
+        was_paused = self._manager.is_pause
+        if not was_paused:
+            await self._manager.pause_generation(compat.PauseGenerationReqInput(mode="abort"))
+        try:
+            token = secrets.token_hex(16)
+            begun = await self._drain_and_begin(token)
+        except ControlError:
+            await self._resume(was_paused)
+            raise
+        self._session = asyncio.create_task(self._watch(was_paused))
+        return {"token": token, **begun}
+
+    async def _drain_and_begin(self, token: str) -> dict[str, Any]:
+        deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
+        while True:
+            begun = await self._ask({"op": "begin", "token": token})
+            if not begun.get("busy"):
+                return begun
+            if asyncio.get_running_loop().time() > deadline:
+                raise ControlError(
+                    f"requests were still running {DRAIN_TIMEOUT_S:.0f} s after they were aborted; "
+                    f"the engine keeps its version, try again",
+                    503,
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def _watch(self, was_paused: bool) -> None:
+        """Wait for the schedulers to end the session, however it ends, and generate again."""
+        self._ended = await self._receive()
+        await self._resume(was_paused)
+        self._session = None
+
+    async def _resume(self, was_paused: bool) -> None:
+        if not was_paused:
+            await self._manager.continue_generation(compat.ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def _end(self) -> dict[str, Any]:
+        """Wait until the session that is under way has ended, and tell how the last one did."""
+        if self._session is not None:
+            await asyncio.shield(self._session)
+        if self._ended is None:
+            raise ControlError("no update has begun yet", 409)
+        return self._ended
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"message": json.dumps(message)}
+        compat.sock_send(
+            self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters)
+        )
+        reply = await self._receive()
+        if "error" in reply:
+            raise ControlError(reply["error"])
+        return reply
+
+    async def _receive(self) -> dict[str, Any]:
+        while not self._rpc.poll(0):
+            await asyncio.sleep(POLL_S)
+        reply = json.loads(compat.sock_recv(self._rpc).message)
+        assert isinstance(reply, dict)
+        return reply
+
+
+def _returns_raw_logprobs() -> bool:
+    """Whether SGLang reports logprobs of the logits before temperature."""
+    return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+
+
+def add_route(original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any) -> Any:
+    """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes.
+
+    Raises:
+        ValueError: the server's layout cannot be updated in place yet.
+    """
+    if server_args.quantization == NAME:
+        refuse_layout(server_args)
+        port_args = kw["port_args"] if "port_args" in kw else args[1]
+        rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
+        control = Control(tokenizer_manager, rpc, server_args)
+        compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+    return original(server_args, tokenizer_manager, *args, **kw)
+
+
+def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """``Engine.fp8rl_control``: the same messages for an engine in this process.
+
+    Raises:
+        ControlError: the message is refused.
+    """
+    control = getattr(engine, "_fp8rl_control", None)
+    if control is None:
+        if engine.server_args.quantization != NAME:
+            raise ControlError("this engine does not run with quantization='fp8rl'")
+        refuse_layout(engine.server_args)
+        control = Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
+        engine._fp8rl_control = control
+    return engine.loop.run_until_complete(control.handle(message))  # type: ignore[no-any-return]
+
+
+def refuse_layout(server_args: Any) -> None:
+    """Refuse what the control channel cannot reach.
+
+    Raises:
+        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding.
+    """
+    for field, unset in (
+        ("tokenizer_worker_num", 1),
+        ("dp_size", 1),
+        ("pp_size", 1),
+        ("nnodes", 1),
+        ("speculative_algorithm", None),
+    ):
+        value = getattr(server_args, field)
+        if value != unset:
+            flag = field.replace("_", "-")
+            raise ValueError(
+                f"quantization fp8rl cannot update an engine with --{flag} {value} yet; start it "
+                f"without, and run several servers for more throughput"
+            )
+
+
+def _handler(control: Control) -> Any:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    options = Fp8RLServerArgs.from_env()
+
+    async def fp8rl(request: Request) -> JSONResponse:
+        try:
+            _authorize(options, request)
+            # shielded: a client that hangs up must not leave a reply of the schedulers unread
+            reply = await asyncio.shield(control.handle(await _json(request)))
+        except ControlError as error:
+            return JSONResponse({"error": str(error)}, status_code=error.status)
+        return JSONResponse(reply)
+
+    # the module's annotations are no strings, so FastAPI sees the request parameter as it is
+    return fp8rl
+
+
+async def _json(request: Any) -> Any:
+    try:
+        return json.loads(await request.body())
+    except ValueError:
+        raise ControlError("the body is no JSON; send a control message") from None
+
+
+def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
+    host = request.client.host if request.client else ""
+    if options.listen == "loopback" and not _is_loopback(host):
+        raise ControlError(
+            "control messages are taken from this host only; start with --fp8rl-listen any and a "
+            "key to take them from others",
+            403,
+        )
+    given = request.headers.get("authorization", "")
+    if options.key is not None and not hmac.compare_digest(
+        given.encode(), f"Bearer {options.key}".encode()
+    ):
+        raise ControlError("the key is missing or wrong; set FP8RL_KEY to the server's key", 401)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,138 @@
+"""The manifest: what an update will deliver, sent and checked before the first write."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
+
+PROTOCOL = 1
+SCALE_SUFFIX = "_scale_inv"
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*WEIGHT_DTYPES, FP8_DTYPE)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class ManifestError(ValueError):
+    """An update that must not begin; nothing was written."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype and shape of one HF tensor, whole, as the trainer holds it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One update: its policy version and every tensor by its HF checkpoint name.
+
+    A weight is BF16, FP16 or FP32; or float8_e4m3fn codes, then ``<name>_scale_inv`` holds its
+    FP32 scales, one for each 128x128 block.
+    """
+
+    version: int
+    tensors: Mapping[str, TensorSpec]
+
+    def __post_init__(self) -> None:
+        for name, spec in self.tensors.items():
+            scale = self.tensors.get(name + SCALE_SUFFIX)
+            if spec.dtype == FP8_DTYPE:
+                _check_scale(name, spec, scale)
+            elif scale is not None:
+                raise ManifestError(
+                    f"{name + SCALE_SUFFIX} comes with {name} in {_NAMES[spec.dtype]}; send FP8 "
+                    f"codes with their scales, or the weight alone"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of the whole update in bytes."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    def is_scale(self, name: str) -> bool:
+        """Whether ``name`` holds the scales of FP8 codes in this manifest."""
+        base = self.tensors.get(name.removesuffix(SCALE_SUFFIX))
+        return name.endswith(SCALE_SUFFIX) and base is not None and base.dtype == FP8_DTYPE
+
+    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
+        """Every tensor but the scales."""
+        return ((name, spec) for name, spec in self.tensors.items() if not self.is_scale(name))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL,
+            "version": self.version,
+            "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Manifest":
+        """Parse and check a manifest from the wire.
+
+        Raises:
+            ManifestError: another protocol, a malformed entry, a dtype or shape that no weight has.
+        """
+        if not isinstance(data, dict) or data.get("protocol") != PROTOCOL:
+            found = data.get("protocol") if isinstance(data, dict) else type(data).__name__
+            raise ManifestError(
+                f"the manifest speaks protocol {found!r}, this engine {PROTOCOL}; install the same "
+                f"sgl-fp8rl on both sides"
+            )
+        version, tensors = data.get("version"), data.get("tensors")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise ManifestError(f"version is {version!r}; give a whole number from 0 up")
+        if not isinstance(tensors, dict) or not tensors:
+            raise ManifestError("the manifest names no tensors; send every tensor of the model")
+        return cls(version, {name: _parse_spec(name, entry) for name, entry in tensors.items()})
+
+
+def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
+    """The manifest of tensors in memory.
+
+    Raises:
+        ManifestError: a name comes twice, or a dtype is none that an update carries.
+    """
+    tensors: dict[str, TensorSpec] = {}
+    for name, tensor in named_tensors:
+        if name in tensors:
+            raise ManifestError(f"{name} comes twice; send each tensor once")
+        if tensor.dtype not in _NAMES:
+            raise ManifestError(
+                f"{name} has dtype {tensor.dtype}; send BF16, FP16, FP32 or FP8 E4M3"
+            )
+        tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
+    return Manifest(version, tensors)
+
+
+def _parse_spec(name: str, entry: Any) -> TensorSpec:
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
+        raise ManifestError(f"{name} is described by {entry!r}; describe it as [dtype, shape]")
+    dtype, shape = entry
+    if dtype not in _DTYPES:
+        raise ManifestError(f"{name} has dtype {dtype!r}; send one of {', '.join(_DTYPES)}")
+    if not all(isinstance(size, int) and 0 < size < 2**40 for size in shape):
+        raise ManifestError(f"{name} has shape {shape!r}; sizes are whole numbers above 0")
+    return TensorSpec(_DTYPES[dtype], tuple(shape))
+
+
+def _check_scale(name: str, spec: TensorSpec, scale: TensorSpec | None) -> None:
+    if len(spec.shape) < 2:
+        raise ManifestError(f"{name} is FP8 with shape {spec.shape}; only matrices can be FP8")
+    if scale is None:
+        raise ManifestError(f"{name} is FP8 without {name + SCALE_SUFFIX}; send codes with scales")
+    expected = (*spec.shape[:-2], num_blocks(spec.shape[-2]), num_blocks(spec.shape[-1]))
+    if scale.dtype != torch.float32 or scale.shape != expected:
+        raise ManifestError(
+            f"{name + SCALE_SUFFIX} is {_NAMES[scale.dtype]} of shape {scale.shape}; send FP32 of "
+            f"shape {expected}, one scale for each 128x128 block"
+        )

@@ -1,0 +1,223 @@
+"""Hooks on SGLang's scheduler: our control messages, the quarantine, and versions of tokens.
+
+Every rank runs the same hook at the same step of its event loop, so ranks decide together.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from http import HTTPStatus
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat
+from sgl_fp8rl.quant_config import list_layers
+from sgl_fp8rl.update.manifest import Manifest, ManifestError
+from sgl_fp8rl.update.serve import RankSocket, reply, serve
+from sgl_fp8rl.update.session import EngineWeights, State
+
+logger = logging.getLogger(__name__)
+
+RPC_METHOD = "fp8rl"
+VERSION_KEY = "policy_version"
+"""Where ``meta_info`` of a response carries the policy version of each output token."""
+_ATTRIBUTE = "_fp8rl_weights"
+
+
+def attach(model: torch.nn.Module, weights: EngineWeights) -> None:
+    """Keep a model's update state beside it."""
+    object.__setattr__(model, _ATTRIBUTE, weights)
+
+
+def weights_of(model: torch.nn.Module) -> EngineWeights | None:
+    """The update state of a model, or None where fp8rl does not serve it."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def _scheduler_weights(scheduler: Any) -> EngineWeights | None:
+    return weights_of(scheduler.tp_worker.model_runner.model)
+
+
+def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The value of every rank of the tensor-parallel group, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
+    """AROUND ``Scheduler.handle_rpc_request``: answer our JSON messages."""
+    if request.method != RPC_METHOD:
+        return original(scheduler, request)
+    weights = _scheduler_weights(scheduler)
+    if weights is None:
+        return _answer({"error": "this engine does not run with --quantization fp8rl"})
+    message = json.loads(request.parameters["message"])
+    if message["op"] == "begin":
+        return _begin(scheduler, weights, message)
+    group = scheduler.tp_group.cpu_group
+    if message["op"] == "check":
+        return _answer(_check(weights, message, group))
+    if message["op"] == "layers":
+        return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
+    if message["op"] == "digest":
+        return _answer({"ranks": gather(_digest(weights.model), group)})
+    return _answer(_status(weights))
+
+
+def _answer(reply_: dict[str, Any]) -> Any:
+    return compat.RpcReqOutput(success="error" not in reply_, message=json.dumps(reply_))
+
+
+def _status(weights: EngineWeights) -> dict[str, Any]:
+    return {
+        "version": weights.version,
+        "state": weights.state.value,
+        "reason": weights.reason,
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "fallback": sorted(weights.table.fallback) if weights.table else [],
+    }
+
+
+def _digest(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """SHA-256 and address of every parameter and buffer: what two equal engines agree in."""
+    return {
+        name: {
+            "sha256": hashlib.sha256(
+                tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+            ).hexdigest(),
+            "address": tensor.data_ptr(),
+            "dtype": str(tensor.dtype),
+            "shape": list(tensor.shape),
+        }
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def _check(
+    weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    error = None
+    try:
+        manifest = Manifest.from_json(message["manifest"])
+        weights.check(manifest)
+        weights.pending = manifest
+    except ManifestError as refusal:
+        error = str(refusal)
+    errors = [e for e in gather(error, group) if e is not None]
+    if not errors and weights.table is not None:
+        errors = _unrouted(weights, group)
+    if errors:
+        weights.pending = None
+        return {"error": errors[0]}
+    return {"ok": True}
+
+
+def _unrouted(weights: EngineWeights, group: dist.ProcessGroup) -> list[str]:
+    """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
+    skipped = skipped_by_all(weights, group)
+    table = weights.table
+    assert table is not None
+    if skipped <= table.skipped:
+        return []
+    weights.table = None  # recorded from this manifest, so it must not outlive it
+    return [
+        f"the engine keeps nothing of {sorted(skipped)[0]}; use the names of the HF checkpoint, "
+        f"without the head of a tied model"
+    ]
+
+
+def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]:
+    """The HF tensors that have a route, or need the loader, on no rank."""
+    table = weights.table
+    assert table is not None
+    mine = {n for n, routes in table.routes.items() if not routes and n not in table.fallback}
+    return set.intersection(*gather(mine, group))
+
+
+def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> Any:
+    group = scheduler.tp_group.cpu_group
+    if not all(gather(scheduler.is_fully_idle(), group)):
+        return _answer({"busy": True})
+    manifest, weights.pending = weights.pending, None
+    if manifest is None:
+        return _answer({"error": "begin came without an accepted manifest; send check first"})
+    scheduler.flush_cache()
+    rank_socket = RankSocket(dist.get_rank(group))
+    try:
+        session = weights.begin(manifest)
+        paths = gather(str(rank_socket.path), group)
+        if scheduler.ipc_channels.recv_from_rpc is not None:
+            begun = _answer({"sockets": paths})
+            compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
+        silence_s = Fp8RLServerArgs.from_env().session_timeout_s
+        outcome, peer = serve(rank_socket, session, message["token"], silence_s)
+    finally:
+        rank_socket.close()
+    outcomes = gather(outcome, group)
+    failed = next((o for o in outcomes if not o.committed), None)
+    if failed is None:
+        weights.commit()
+        reply(peer, {"ok": True})
+    elif any(o.dirty for o in outcomes):
+        weights.quarantine(
+            f"the update to version {manifest.version} failed: {failed.reason}; a complete update "
+            f"to a newer version heals the engine"
+        )
+        reply(peer, {"error": failed.reason})
+    else:
+        weights.resume()
+        reply(peer, {"error": failed.reason})
+    return _answer({"ended": failed is None, "failure": failed and failed.reason, **_status(weights)})
+
+
+def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
+    """AROUND ``Scheduler.handle_generate_request``: only a committed version generates."""
+    weights = _scheduler_weights(scheduler)
+    if weights is None or weights.state is State.SERVING:
+        original(scheduler, request, **kwargs)
+        return
+    refusal = compat.AbortReq(
+        rid=request.rid,
+        finished_reason={
+            "type": "abort",
+            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+            "message": f"engine weights are quarantined: {weights.reason}",
+        },
+    )
+    scheduler.ipc_channels.send_to_tokenizer.send_output(refusal, request)
+
+
+def stamp_version(original: Any, runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``ModelRunner.sample``: each sampled token carries the version that sampled it."""
+    token_ids = original(runner, logits_output, *args, **kwargs)
+    weights = weights_of(runner.model)
+    if weights is not None:
+        versions = [weights.version] * len(token_ids)
+        logits_output.customized_info = {
+            **(logits_output.customized_info or {}),
+            VERSION_KEY: versions,
+        }
+    return token_ids
+
+
+def refuse_stock_update(output_class: str) -> Any:
+    """Make the AROUND hook of one of SGLang's own weight updates.
+
+    It would cast BF16 into FP8 storage without scales, and says nothing of versions.
+    """
+
+    def hook(original: Any, updater: Any, request: Any) -> Any:
+        if weights_of(updater.tp_worker.model_runner.model) is None:
+            return original(updater, request)
+        return getattr(compat, output_class)(
+            success=False,
+            message="this engine runs with --quantization fp8rl, whose weights change through "
+            "trainer_bridge.update(model, engine, version=...)",
+        )
+
+    return hook

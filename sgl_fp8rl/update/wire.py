@@ -1,0 +1,70 @@
+"""Messages between trainer and rank: a length and JSON on a Unix socket; no pickle anywhere.
+
+A message is ``{"op": ...}`` or a reply ``{"ok": ...}`` / ``{"error": "<sentence>"}``. The bucket
+itself travels once, as a file descriptor beside its message.
+"""
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+MAX_MESSAGE_BYTES = 256 << 20
+_LENGTH = struct.Struct("!I")
+
+
+class WireError(ConnectionError):
+    """The peer went away, or speaks something else."""
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one message, with open file descriptors for the peer to keep."""
+    body = json.dumps(message).encode()
+    header = _LENGTH.pack(len(body))
+    if fds:
+        socket.send_fds(sock, [header], list(fds))
+    else:
+        sock.sendall(header)
+    sock.sendall(body)
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message and the file descriptors that came with it.
+
+    Raises:
+        WireError: the connection ended, or the message is no JSON object of a sane size.
+        TimeoutError: the socket's timeout ran out.
+    """
+    header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 4)
+    try:
+        header += _exactly(sock, _LENGTH.size - len(header))
+        (length,) = _LENGTH.unpack(header)
+        if length > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {length} bytes was announced; the peer is no bridge")
+        message = json.loads(_exactly(sock, length))
+        if not isinstance(message, dict):
+            raise WireError("a message is no JSON object; the peer is no bridge")
+    except (WireError, ValueError, TimeoutError):
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message, fds
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = sock.recv(min(size, 1 << 20))
+        if not part:
+            raise WireError("the connection ended in the middle of an update")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

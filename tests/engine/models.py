@@ -1,0 +1,230 @@
+"""Tiny random checkpoints of real architectures, as transformers writes them, in BF16.
+
+Two layers, and every dimension a whole number of FP8 blocks, also on each of two tensor parallel
+ranks. Weights are drawn so that a fault is seen in logprobs: linears are larger than at a usual
+initialization and each 128x128 block has a magnitude of its own, norms and biases are not trivial.
+"""
+
+import json
+import re
+import shutil
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BLOCK = 128
+VOCAB = 512
+WEIGHTS = "model.safetensors"
+
+Tensors = dict[str, torch.Tensor]
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture differs from the common tiny decoder."""
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)  # more for transformers' config class
+    raw_config: dict[str, Any] = field(default_factory=dict)  # added to config.json afterwards
+
+
+# Heads of 128: each of two ranks holds whole blocks of q (2 heads) and of k and v (1 head).
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# Halved for two ranks, 192 and 64 are no whole blocks.
+ONE_RANK_ONLY = {"intermediate_size": 384, "moe_intermediate_size": 128}
+# No head_dim of their own: it is hidden_size / heads.
+WIDE = {"hidden_size": 512, "head_dim": None}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+
+FAMILIES = {
+    "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3_moe", MOE),
+    "qwen2": Family("qwen2", {**WIDE, "tie_word_embeddings": True}),
+    "llama": Family("llama"),
+    "mistral": Family("mistral", {"sliding_window": None}),
+    "phi3": Family("phi3", WIDE),
+    "glm4": Family("glm4"),
+    # Its own loader adds 1 to the norms of the stream; gemma2 keeps weight + 1 in a buffer.
+    "gemma": Family("gemma", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Family(
+        "gemma2",
+        {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 128,
+            # The final softcap is a Triton kernel, and torch_native attention has no softcap.
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+        },
+        {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads the old name, too
+    ),
+    "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+        {"moe_layer_freq": 1},  # transformers no longer writes what SGLang reads
+    ),
+    # Layers that cannot be FP8: q 192 and k, v 96 rows, and o_proj 192 columns.
+    "qwen3_ragged": Family("qwen3", {"head_dim": 48}),
+    # q alone would be whole blocks, but shares a parameter with k and v of 64 rows.
+    "qwen3_ragged_kv": Family("qwen3", {"head_dim": 64, "num_key_value_heads": 1}),
+    "qwen3_moe_ragged": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 192}),
+}
+
+
+def make_checkpoint(family: str, path: Path | str, seed: int = 0, tp_ready: bool = True) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` into the folder ``path``.
+
+    Args:
+        family: a key of ``FAMILIES``.
+        path: a folder, made where it does not exist.
+        seed: of all weights. The bytes depend on nothing else: not on the transformers version.
+        tp_ready: with ``False``, MLPs and experts that two ranks cannot split into whole blocks.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    spec, path = FAMILIES[family], Path(path)
+    wanted = COMMON | spec.config | ({} if tp_ready else ONE_RANK_ONLY)
+    wanted = {key: value for key, value in wanted.items() if key != "head_dim" or value}
+    config = AutoConfig.for_model(spec.model_type, **wanted)
+    # Its save writes the names of the hub's checkpoints (single experts, not stacked ones).
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    if spec.raw_config:
+        saved = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(saved | spec.raw_config, indent=2))
+    plus_one = spec.model_type.startswith("gemma")
+    shapes = load_file(path / WEIGHTS)
+    _save(path, {name: _draw(name, t.shape, seed, plus_one) for name, t in shapes.items()})
+    return path
+
+
+def _save(path: Path, tensors: Tensors) -> None:
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+
+
+def _draw(name: str, shape: torch.Size, seed: int, norm_plus_one: bool) -> torch.Tensor:
+    random = _generator(name, seed)
+    values = torch.randn(shape, generator=random)
+    if name.endswith("bias"):
+        values *= 0.5
+    elif len(shape) == 1:  # a norm
+        values = 0.3 * values + (0.0 if norm_plus_one else 1.0)
+    else:
+        values *= 0.1
+    if is_linear(name):
+        gain = torch.exp2(torch.rand([-(-n // BLOCK) for n in shape], generator=random) * 2 - 1)
+        spread = gain.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        values *= spread[: shape[0], : shape[1]]
+    return values.bfloat16()
+
+
+def named_tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint's tensors by their HF names, in BF16, sorted by name."""
+    yield from sorted(load_file(Path(path) / WEIGHTS).items())
+
+
+def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
+    """Copy a checkpoint with every tensor changed, as training changes it: the next policy.
+
+    The noise is half the standard deviation of each tensor, enough to be seen in logprobs.
+    """
+    path_out = Path(path_out)
+    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
+    changed = {}
+    for name, tensor in named_tensors(path_in):
+        noise = torch.randn(tensor.shape, generator=_generator(name, seed))
+        changed[name] = (tensor.float() + 0.5 * tensor.float().std() * noise).bfloat16()
+    _save(path_out, changed)
+    return path_out
+
+
+_EXPERT = r"\.experts\.\d+\."
+_LINEAR = re.compile(rf"_proj(_with_mqa)?\.weight$|{_EXPERT}w[123]\.weight$")
+# Projections that share one parameter in SGLang.
+_STACKED = re.compile(r"\b(q|k|v)_proj|\b(gate|up)_proj|\b(w1|w3)\b")
+
+
+def is_linear(name: str) -> bool:
+    """Whether this is a weight that FP8 is for: not a norm, embedding, head, router or bias."""
+    return _LINEAR.search(name) is not None
+
+
+def fp8_names(path: Path | str) -> list[str]:
+    """The tensors that one rank holds in FP8.
+
+    Those are the linears with whole blocks of rows and columns, where the projections stacked
+    beside them and, in an MoE layer, all experts have whole blocks, too.
+    """
+    whole: dict[str, bool] = defaultdict(lambda: True)
+    names = {}
+    for name, tensor in named_tensors(path):
+        if is_linear(name):
+            experts = re.search(_EXPERT, name)
+            names[name] = name[: experts.start()] if experts else _STACKED.sub("stacked", name)
+            whole[names[name]] &= not any(size % BLOCK for size in tensor.shape)
+    return [name for name, group in names.items() if whole[group]]
+
+
+def fp8_stream(path: Path | str, quantize: Quantize) -> Iterator[tuple[str, torch.Tensor]]:
+    """The checkpoint as a trainer sends it when it quantizes: codes, then ``weight_scale_inv``.
+
+    Tensors that stay BF16 come as they are. ``quantize`` is of the shape of
+    ``sgl_fp8rl.numerics.reference.quantize_weight``.
+    """
+    fp8 = set(fp8_names(path))
+    for name, tensor in named_tensors(path):
+        if name in fp8:
+            codes, scale = quantize(tensor)
+            yield name, codes
+            yield f"{name}_scale_inv", scale
+        else:
+            yield name, tensor

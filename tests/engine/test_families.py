@@ -1,0 +1,128 @@
+"""Each architecture on the real engine: which layers are FP8, and its logprobs against HF.
+
+``FP8RL_TEST_FAMILIES=qwen3,llama`` runs only those named.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine import hf_oracle, models
+from tests.engine.one_shot import EngineProcessError, ask_engine
+
+pytestmark = pytest.mark.engine
+
+# Mean |logprob of the engine - logprob of HF|, over the tokens below, must stay below this part of
+# the smallest difference that a planted fault makes. The engine also quantizes activations and
+# computes in BF16, HF does neither.
+BOUND = 0.5
+PROMPT = torch.randint(models.VOCAB, (96,), generator=torch.Generator().manual_seed(1)).tolist()
+SAMPLING = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+
+EMBEDDING = "embedding stays BF16"
+HEAD = "output head stays BF16"
+ROUTER = "router"
+RAGGED = "no multiple of 128"
+
+# Layer -> why it is BF16; None: it is FP8. The layers of a block repeat in both blocks.
+Why = dict[str, str | None]
+ATTENTION: Why = {"self_attn.qkv_proj": None, "self_attn.o_proj": None}
+MLP: Why = {"mlp.gate_up_proj": None, "mlp.down_proj": None}
+EXPERTS: Why = {"mlp.experts": None, "mlp.gate": ROUTER}
+UNTIED: Why = {"model.embed_tokens": EMBEDDING, "lm_head": HEAD}
+TIED: Why = {"model.embed_tokens": EMBEDDING}
+
+MIXTRAL: Why = {"block_sparse_moe.experts": None, "block_sparse_moe.gate": ROUTER}
+RAGGED_QKV: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": None}
+RAGGED_ATTENTION: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": RAGGED}
+RAGGED_EXPERTS: Why = {"mlp.experts": RAGGED, "mlp.gate": ROUTER}
+
+LAYERS: dict[str, tuple[Why, Why]] = {
+    "qwen3": (ATTENTION | MLP, UNTIED),
+    "qwen3_moe": (ATTENTION | EXPERTS, UNTIED),
+    "qwen2": (ATTENTION | MLP, TIED),
+    "llama": (ATTENTION | MLP, UNTIED),
+    "mistral": (ATTENTION | MLP, UNTIED),
+    "phi3": (ATTENTION | MLP, UNTIED),
+    "glm4": (ATTENTION | MLP, UNTIED),
+    "gemma": (ATTENTION | MLP, TIED),
+    "gemma2": (ATTENTION | MLP, TIED),
+    "mixtral": (ATTENTION | MIXTRAL, UNTIED),
+    "qwen3_ragged": (RAGGED_ATTENTION | MLP, UNTIED),
+    "qwen3_ragged_kv": (RAGGED_QKV | MLP, UNTIED),
+    "qwen3_moe_ragged": (ATTENTION | RAGGED_EXPERTS, UNTIED),
+}
+REFUSED = {"deepseek_v2": "DeepSeek"}
+
+CHOSEN = os.environ.get("FP8RL_TEST_FAMILIES", "")
+
+
+def chosen(families: list[str]) -> list[str]:
+    unknown = set(CHOSEN.split(",")) - {""} - set(models.FAMILIES)
+    if unknown:
+        raise ValueError(f"FP8RL_TEST_FAMILIES names {unknown}, not in {list(models.FAMILIES)}")
+    return [family for family in families if not CHOSEN or family in CHOSEN.split(",")]
+
+
+def test_no_family_is_forgotten() -> None:
+    assert set(LAYERS) | set(REFUSED) == set(models.FAMILIES)
+
+
+@pytest.mark.parametrize("family", chosen(list(LAYERS)))
+def test_family(family: str, tmp_path: Path) -> None:
+    path = models.make_checkpoint(family, tmp_path / family)
+    answer = ask_engine(
+        [{"op": "layers"}],
+        {
+            "input_ids": PROMPT,
+            "sampling_params": SAMPLING,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        },
+        model_path=str(path),
+    )
+
+    block, ends = LAYERS[family]
+    expected = {f"model.layers.{i}.{name}": why for i in (0, 1) for name, why in block.items()}
+    check_layers(answer["controls"][0]["layers"], expected | ends)
+
+    meta = answer["generated"]["meta_info"]
+    scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+    engine = [logprob for logprob, *_ in scored]
+    tokens = PROMPT[:1] + [token for _, token, *_ in scored]
+    assert tokens[: len(PROMPT)] == PROMPT and len(tokens) == len(PROMPT) + 4
+    check_logprobs(path, tokens, engine)
+
+
+def check_layers(layers: list[dict[str, object]], expected: dict[str, str | None]) -> None:
+    formats = {layer["name"]: layer["format"] for layer in layers}
+    assert formats == {name: "bf16" if why else "fp8" for name, why in expected.items()}
+    for layer in layers:
+        why = expected[str(layer["name"])]
+        assert (layer["reason"] is None) if why is None else (why in str(layer["reason"])), layer
+
+
+def check_logprobs(path: Path, tokens: list[int], engine: list[float]) -> None:
+    healthy = hf_oracle.prompt_logprobs(path, tokens)
+    faults = [hf_oracle.swap_gate_up, hf_oracle.shift_scale_block]
+    if any(".experts." in name for name, _ in models.named_tensors(path)):
+        faults.append(hf_oracle.misroute_expert)
+    controls = {
+        fault.__name__: hf_oracle.mean_difference(
+            healthy, hf_oracle.prompt_logprobs(path, tokens, fault=fault)
+        )
+        for fault in faults
+    }
+    measured = hf_oracle.mean_difference(engine, healthy)
+    print(f"{path.name}: engine {measured:.3f}; controls {controls}")
+    assert measured < BOUND * min(controls.values())
+
+
+@pytest.mark.parametrize("family", chosen(list(REFUSED)))
+def test_family_is_refused_at_start(family: str, tmp_path: Path) -> None:
+    path = models.make_checkpoint(family, tmp_path / family)
+    with pytest.raises(EngineProcessError) as refusal:
+        ask_engine([{"op": "layers"}], model_path=str(path))
+    assert REFUSED[family] in str(refusal.value)

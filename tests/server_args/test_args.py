@@ -1,0 +1,146 @@
+"""Options: validation, and the way through the environment into spawned processes."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server_args import Fp8RLServerArgs, env_name
+
+PRINTABLE = st.characters(min_codepoint=33, max_codepoint=126)
+WORDS = st.text(PRINTABLE, min_size=1, max_size=12)
+
+
+def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
+    patterns = WORDS.filter(lambda word: "," not in word and not word.startswith("re:"))
+    regexes = st.sampled_from(["re:^model\\.layers\\.[0-3]\\.", "re:a{1,2}", "re:."])
+    return st.builds(
+        Fp8RLServerArgs,
+        bucket_bytes=st.integers(1, 1 << 40).map(lambda number: number * 512),
+        ignored_layers=st.lists(patterns | regexes, max_size=4).map(tuple),
+        tune_cache=WORDS,
+        key=WORDS,
+        listen=st.sampled_from(["loopback", "any"]),
+        session_timeout_s=st.floats(min_value=1e-3, max_value=1e9),
+    )
+
+
+@given(valid_args())
+def test_environment_round_trip(args: Fp8RLServerArgs) -> None:
+    environ = args.to_env()
+    assert all(isinstance(value, str) for value in environ.values())
+    assert Fp8RLServerArgs.from_env(environ) == args
+
+
+def test_every_field_travels() -> None:
+    """A field that the strategy above forgets would be lost on its way and not noticed."""
+    every_field = {
+        "bucket_bytes": 1024,
+        "ignored_layers": ("lm_head", "re:x"),
+        "kv_scheme": "unit",
+        "tune_cache": "/elsewhere",
+        "key": "secret",
+        "quarantine": "reject",
+        "listen": "any",
+        "session_timeout_s": 1.5,
+    }
+    names = {field.name for field in dataclasses.fields(Fp8RLServerArgs)}
+    assert set(every_field) == names
+    environ = Fp8RLServerArgs(**every_field).to_env()
+    assert set(environ) == {env_name(name) for name in names}
+    assert Fp8RLServerArgs.from_env(environ) == Fp8RLServerArgs(**every_field)
+
+
+def test_defaults_need_no_environment() -> None:
+    args = Fp8RLServerArgs.from_env({})
+    assert args == Fp8RLServerArgs()
+    assert args.bucket_bytes == 1024**3
+    assert args.key is None
+    assert args.listen == "loopback"
+    assert "FP8RL_KEY" not in args.to_env()
+
+
+def test_empty_variable_is_as_absent() -> None:
+    empty = {env_name(field.name): "" for field in dataclasses.fields(Fp8RLServerArgs)}
+    assert Fp8RLServerArgs.from_env(empty) == Fp8RLServerArgs()
+
+
+def test_child_process_reads_what_the_parent_wrote() -> None:
+    args = Fp8RLServerArgs(bucket_bytes=2048, ignored_layers=("a", "re:b c".replace(" ", r"\s")))
+    code = "from server_args import Fp8RLServerArgs; print(Fp8RLServerArgs.from_env())"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env=args.to_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert child.stdout.strip() == repr(args)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512", 512), ("4KiB", 4096), ("512MiB", 512 << 20), ("1GiB", 1 << 30), (" 2 GiB ", 2 << 30)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert Fp8RLServerArgs.from_env({"FP8RL_BUCKET_BYTES": text}).bucket_bytes == expected
+
+
+@pytest.mark.parametrize("text", ["1GB", "1gib", "1.5GiB", "-1", "0x200", "1 2", "GiB", "1e9"])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"FP8RL_BUCKET_BYTES: .*is no size"):
+        Fp8RLServerArgs.from_env({"FP8RL_BUCKET_BYTES": text})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("bucket_bytes", 0, "positive multiple of 512"),
+        ("bucket_bytes", -512, "positive multiple of 512"),
+        ("bucket_bytes", 768, "positive multiple of 512"),
+        ("bucket_bytes", 1e9, "whole number"),
+        ("bucket_bytes", True, "whole number"),
+        ("ignored_layers", "lm_head", "tuple"),
+        ("ignored_layers", ("",), "would match every layer"),
+        ("ignored_layers", ("re:",), "would match every layer"),
+        ("ignored_layers", ("re:(",), "no valid regular expression"),
+        ("ignored_layers", ("a,b",), "holds a comma"),
+        ("ignored_layers", ("a b",), "holds a space"),
+        ("kv_scheme", "per_token", "one of unit"),
+        ("tune_cache", " ", "name a folder"),
+        ("key", "", "printable ASCII"),
+        ("key", "two words", "printable ASCII"),
+        ("key", "line\nbreak", "printable ASCII"),
+        ("key", "schl\u00fcssel", "printable ASCII"),
+        ("quarantine", "hold", "one of reject"),
+        ("listen", "0.0.0.0", "one of loopback, any"),
+        ("listen", "any", "needs a key"),
+        ("session_timeout_s", 0.0, "positive number"),
+        ("session_timeout_s", float("nan"), "positive number"),
+        ("session_timeout_s", float("inf"), "positive number"),
+    ],
+)
+def test_refusals_name_the_option(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        Fp8RLServerArgs(**{field: value})
+    assert str(refusal.value).startswith(field)
+    assert env_name(field) in str(refusal.value)
+
+
+def test_key_is_never_printed() -> None:
+    secret = "correct-horse"
+    args = Fp8RLServerArgs(key=secret, listen="any")
+    assert secret not in repr(args)
+    assert secret not in f"{args}"
+    with pytest.raises(ValueError, match="printable") as refusal:
+        Fp8RLServerArgs(key=secret + " ")
+    assert secret not in str(refusal.value)
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Fp8RLServerArgs().listen = "any"  # type: ignore[misc]

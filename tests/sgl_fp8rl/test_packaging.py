@@ -1,0 +1,82 @@
+"""What the wheel holds: three packages, their type markers and our entry points, nothing else."""
+
+import configparser
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"server_args", "sgl_fp8rl", "trainer_bridge"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from a copy, so that no build folder of the checkout leaks into it."""
+    source = tmp_path_factory.mktemp("source") / "checkout"
+    unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, source, ignore=unwanted)
+    target = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target)]
+    built = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=240)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = target.glob("sgl_fp8rl-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def dist_info(wheel: zipfile.ZipFile, name: str) -> str:
+    (member,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(member).decode()
+
+
+def test_top_level_names(wheel: zipfile.ZipFile) -> None:
+    names = {path.partition("/")[0] for path in wheel.namelist()}
+    (metadata_folder,) = names - PACKAGES
+    assert metadata_folder.startswith("sgl_fp8rl-")
+    assert metadata_folder.endswith(".dist-info")
+    assert names > PACKAGES
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    packed = {path for path in wheel.namelist() if ".dist-info/" not in path}
+    assert packed == expected
+    assert {path for path in packed if path.endswith("py.typed")} == {
+        f"{package}/py.typed" for package in PACKAGES
+    }
+
+
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser(delimiters=("=",))
+    parser.read_string(dist_info(wheel, "entry_points.txt"))
+    assert {section: dict(parser[section]) for section in parser.sections()} == {
+        "console_scripts": {"sgl-fp8rl": "sgl_fp8rl.cli:main"},
+        "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.plugin:register"},
+        "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.cpu_platform:activate"},
+    }
+
+
+def test_licence_travels(wheel: zipfile.ZipFile) -> None:
+    assert "License-Expression: Apache-2.0" in dist_info(wheel, "METADATA")
+    assert "Apache License" in dist_info(wheel, "licenses/LICENSE")
+
+
+def test_constraints_hold_names_and_versions_only() -> None:
+    files = sorted((ROOT / "constraints").glob("*.txt"))
+    assert [path.name for path in files] == ["sglang-0.5.17.txt", "sglang-0.5.23.txt"]
+    for path in files:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        pins = dict(line.split("==") for line in lines)
+        assert f"sglang-{pins['sglang']}.txt" == path.name
+        assert "sgl-fp8rl" not in pins
+        assert all(
+            name.replace("-", "").replace("_", "").replace(".", "").isalnum() for name in pins
+        )

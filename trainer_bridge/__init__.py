@@ -1,0 +1,11 @@
+"""The trainer side of sgl-fp8rl: three calls for any torch trainer; SGLang is never imported.
+
+>>> trainer_bridge.update(model, engine, version=step)
+>>> rollout = trainer_bridge.rollout(engine, prompts, sampling)
+>>> correction = trainer_bridge.correct(rollout, trainer_logprobs)
+"""
+
+from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.update import UpdateResult, update
+
+__all__ = ["EngineError", "UpdateResult", "connect", "update"]

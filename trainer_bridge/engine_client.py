@@ -1,0 +1,135 @@
+"""One engine, in this process or behind HTTP, reached by the same three calls."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any, Protocol
+
+CONTROL_PATH = "/fp8rl"
+HTTP_TIMEOUT_S = 600.0
+"""Seconds; a rollout of long responses is one request."""
+
+
+class EngineError(RuntimeError):
+    """The engine refused something; ``status`` is the HTTP status where there is one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineClient(Protocol):
+    """What the bridge needs of an engine."""
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one control message (``sgl_fp8rl.update.control``) and return its reply.
+
+        Raises:
+            EngineError: the engine refused it or cannot be reached.
+        """
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """SGLang's ``/generate``: one dict a response, in order.
+
+        Raises:
+            EngineError: the engine refused a request, as it does in quarantine.
+        """
+
+    def close(self) -> None:
+        """Let go of what the client holds; the engine itself goes on."""
+
+
+def connect(engine: Any, key: str | None = None) -> EngineClient:
+    """A client of ``engine``: an ``sgl.Engine``, an ``http://`` address, or a client.
+
+    Args:
+        key: the server's shared secret; default the variable ``FP8RL_KEY``.
+
+    Raises:
+        EngineError: it is none of these, or an ``sgl.Engine`` without the plugin.
+    """
+    if isinstance(engine, str):
+        return HTTPEngine(engine, key or os.environ.get("FP8RL_KEY"))
+    if hasattr(engine, "control") and hasattr(engine, "generate"):
+        return engine  # type: ignore[no-any-return]
+    if hasattr(engine, "fp8rl_control"):
+        return InProcessEngine(engine)
+    raise EngineError(
+        f"{type(engine).__name__} is no engine that sgl-fp8rl knows; pass an sgl.Engine started "
+        f"with quantization='fp8rl', or an http:// address"
+    )
+
+
+class InProcessEngine:
+    """An ``sgl.Engine`` of this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._engine.fp8rl_control(message)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise EngineError(str(error), getattr(error, "status", None)) from error
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        arguments = dict(payload)
+        if "text" in arguments:
+            arguments["prompt"] = arguments.pop("text")
+        try:
+            replies = self._engine.generate(**arguments)
+        except Exception as error:
+            # FastAPI's HTTPException, which the trainer's environment need not have
+            if not hasattr(error, "status_code"):
+                raise
+            raise EngineError(str(error.detail), error.status_code) from error
+        return replies if isinstance(replies, list) else [replies]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class HTTPEngine:
+    """A server at an ``http://`` address."""
+
+    def __init__(self, address: str, key: str | None) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise EngineError(f"{address!r} is no address; write it as http://host:port")
+        self.address = address.rstrip("/")
+        self._key = key
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        return self._post(CONTROL_PATH, message)  # type: ignore[no-any-return]
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        replies = self._post("/generate", payload)
+        return replies if isinstance(replies, list) else [replies]
+
+    def close(self) -> None:
+        """Nothing is held: each request has its own connection."""
+
+    def _post(self, path: str, message: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(
+            self.address + path, json.dumps(message).encode(), headers, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            raise EngineError(_sentence(error), error.code) from error
+        except (urllib.error.URLError, OSError) as error:
+            raise EngineError(f"{self.address} cannot be reached ({error}); is it up?") from error
+
+
+def _sentence(error: urllib.error.HTTPError) -> str:
+    body = error.read().decode(errors="replace")
+    try:
+        reply = json.loads(body)
+    except ValueError:
+        return f"{error.url} answered {error.code}: {body[:200]}"
+    found = reply.get("error", reply) if isinstance(reply, dict) else reply
+    return str(found.get("message", found) if isinstance(found, dict) else found)

@@ -1,0 +1,64 @@
+"""Names of the HF checkpoint for the parameters of a trainer's model.
+
+transformers 5 keeps the experts of a layer as one 3-D parameter, while checkpoints (and so SGLang)
+name each expert's matrices. Wrappers add prefixes of their own.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+Cut = Callable[[torch.Tensor], torch.Tensor]
+"""Takes one HF tensor out of the parameter that holds it."""
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+_GATE_UP = ".experts.gate_up_proj"
+_DOWN = ".experts.down_proj"
+# Families whose checkpoints call an expert's gate, up and down w1, w3 and w2.
+_MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2")
+
+
+def clean(name: str) -> str:
+    """The parameter's name without what torch.compile, FSDP and checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "") if wrapper != "module." else name.removeprefix(wrapper)
+    return name
+
+
+def model_type(model: nn.Module) -> str:
+    """``config.model_type`` of a transformers model; empty for others."""
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, Cut]]:
+    """The HF tensors that one parameter holds.
+
+    Args:
+        name: the parameter's name in the model, already ``clean``.
+        shape: its whole shape; fused experts are ``[E, 2I, H]`` (gate rows, then up rows) and
+            ``[E, H, I]``.
+        family: ``model_type`` of the model.
+
+    Yields:
+        The HF name, and how to cut it out of the whole parameter.
+    """
+    mixtral = family in _MIXTRAL_STYLE
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    if mixtral:
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    if name.endswith(_GATE_UP) and len(shape) == 3:
+        base, half = name.removesuffix("gate_up_proj"), shape[1] // 2
+        for expert in range(shape[0]):
+            yield f"{base}{expert}.{gate}.weight", _rows(expert, 0, half)
+            yield f"{base}{expert}.{up}.weight", _rows(expert, half, 2 * half)
+    elif name.endswith(_DOWN) and len(shape) == 3:
+        base = name.removesuffix("down_proj")
+        for expert in range(shape[0]):
+            yield f"{base}{expert}.{down}.weight", _rows(expert, 0, shape[1])
+    else:
+        yield name, lambda whole: whole
+
+
+def _rows(expert: int, start: int, stop: int) -> Cut:
+    return lambda whole: whole[expert, start:stop]
