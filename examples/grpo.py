@@ -23,14 +23,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import arithmetic
+import report
+import tiny_model
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-import arithmetic
-import tiny_model
-import report
-from trainer_bridge import Rollout, correct, rollout, update
+from trainer_bridge import update
+from trainer_bridge.correction import correct
+from trainer_bridge.rollout import Rollout, rollout
 
 ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
 RANKS = 2
@@ -100,7 +102,7 @@ def engine_of(arm: str, checkpoint: Path, seed: int) -> Iterator[Any]:
         return
     import sglang
 
-    # torchrun sets it for its own ranks; the engine's process group would wait for torchrun's store.
+    # torchrun sets this for its own ranks; with it the engine would wait for torchrun's store.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ["FP8RL_IGNORED_LAYERS"] = ARMS[arm]
     engine = sglang.Engine(
@@ -126,7 +128,11 @@ def evaluate(engine: Any, seed: int, version: int) -> float:
 
 
 def train_arm(
-    arm: str, model: PreTrainedModel, checkpoint: Path, args: argparse.Namespace, log: report.Log | None
+    arm: str,
+    model: PreTrainedModel,
+    checkpoint: Path,
+    args: argparse.Namespace,
+    log: report.Log | None,
 ) -> None:
     """Run GRPO for one arm; every rank calls."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -38,7 +38,8 @@ def environment(parameters: int, options: Row) -> Row:
     """What the run depends on."""
     packages = ("sgl-fp8rl", "sglang", "torch", "transformers")
     return {
-        "versions": {name: version(name) for name in packages} | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in packages}
+        | {"python": platform.python_version()},
         "parameters": parameters,
         "cores": len(os.sched_getaffinity(0)),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -101,7 +102,7 @@ def table(rows: list[Row]) -> str:
             f"  {s['ess']:.4f}  {1e3 * s['update_s']:6.0f}  {s['tokens_per_s']:10.0f}"
             f"  {s['step_s']:4.1f}"
         )
-    lines.append("KL (k3, rollout || trainer) and ESS: mean of all steps. Timings: median of steps.")
+    lines.append("KL (k3, rollout || trainer) and ESS: means over the steps. Timings: medians.")
     return "\n".join(lines)
 
 

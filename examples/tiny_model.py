@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import arithmetic
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,8 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
-
-import arithmetic
 
 PRETRAIN_STEPS = 300
 PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
@@ -112,9 +111,13 @@ def pretrain(
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LR, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
+    schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
-        lambda step: min(1, (step + 1) / WARMUP_STEPS) * (1 - (1 - FINAL_LR_FRACTION) * step / steps),
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, 1, WARMUP_STEPS),
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1, FINAL_LR_FRACTION, steps),
+        ],
+        milestones=[WARMUP_STEPS],
     )
     for step in range(steps):
         problems = [arithmetic.make_problem(rng) for _ in range(PRETRAIN_BATCH // world)]

@@ -6,8 +6,6 @@ objects under a name that nothing else has. They are imported on first use, so t
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,20 +22,6 @@ _HOMES = {
     "rollout": "trainer_bridge",
     "update": "trainer_bridge",
 }
-
-
-class _Package(ModuleType):
-    """Keeps ``sgl_fp8rl.update`` the function, as in ``trainer_bridge``.
-
-    Importing anything from the folder ``update`` would bind that module to the same name.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

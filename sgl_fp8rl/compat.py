@@ -38,7 +38,6 @@ SYMBOLS = {
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
     "RpcReqInput": "sglang.srt.managers.io_struct:RpcReqInput",
     "RpcReqOutput": "sglang.srt.managers.io_struct:RpcReqOutput",
-    "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
     "sock_send": "sglang.srt.managers.io_struct:sock_send",
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
@@ -64,9 +63,7 @@ HOOK_TARGETS = {
     "run_http_server": "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
 }
 # SGLang's own ways to change weights: on an fp8rl engine each would cast BF16 into FP8 storage.
-_UPDATER = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-)
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 STOCK_UPDATES = {
     f"{_UPDATER}.update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
     f"{_UPDATER}.update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",

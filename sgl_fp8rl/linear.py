@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.numerics.reference import fp8_linear
@@ -19,14 +18,14 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         *args: Any,
         **kwargs: Any,
     ) -> None:
         reason = ragged_linear(output_partition_sizes, input_size_per_partition)
-        method = super()
+        method: Any = super()
         if reason is not None:
             # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
             layer.fp8rl_reason = reason
@@ -36,16 +35,16 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
             layer, input_size_per_partition, output_partition_sizes, *args, **kwargs
         )
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
 
-    def apply(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.device.type == "cpu":
             return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
 
 
-def keep_storage(post_process: Any, layer: nn.Module, name: str) -> None:
+def keep_storage(post_process: Any, layer: Any, name: str) -> None:
     """Run SGLang's post-processing and refuse a backend that repacks or moves the weights.
 
     Updates write into the storage that captured CUDA graphs read, in the layout that routes were
@@ -65,7 +64,7 @@ def keep_storage(post_process: Any, layer: nn.Module, name: str) -> None:
         )
 
 
-def _storage_of(layer: nn.Module) -> dict[str, tuple[int, torch.dtype, tuple[int, ...], bool]]:
+def _storage_of(layer: Any) -> dict[str, tuple[int, torch.dtype, tuple[int, ...], bool]]:
     return {
         name: (p.data_ptr(), p.dtype, tuple(p.shape), bool(getattr(p, "format_ue8m0", False)))
         for name, p in layer.named_parameters()

@@ -16,11 +16,11 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.quant_config import NAME, list_layers
-from sgl_fp8rl.update.manifest import Manifest, ManifestError, TensorSpec
-from sgl_fp8rl.update.probe import record
-from sgl_fp8rl.update.routes import shapes_of
-from sgl_fp8rl.update.scheduler import attach, skipped_by_all
-from sgl_fp8rl.update.session import CHECKPOINT_VERSION, EngineWeights
+from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
+from sgl_fp8rl.weight_update.probe import record
+from sgl_fp8rl.weight_update.routes import shapes_of
+from sgl_fp8rl.weight_update.scheduler import attach, skipped_by_all
+from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         super().__init__(quant_config)
         self.prefix = prefix
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
 
-    def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
         if layer.w13_weight.device.type != "cpu":
             return super().apply(layer, dispatch_output)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
@@ -32,11 +32,11 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         )
 
 
-_ACTIVATIONS = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
+_ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
 
 
 def experts_reference(
-    layer: nn.Module, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
+    layer: Any, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
 ) -> torch.Tensor:
     """Gated experts in the torch reference, one expert after the other.
 

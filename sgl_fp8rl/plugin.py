@@ -38,7 +38,7 @@ def _register() -> None:
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
     from sgl_fp8rl import cpu_platform, loader, quant_config
-    from sgl_fp8rl.update import control, scheduler
+    from sgl_fp8rl.weight_update import control, scheduler
 
     name = quant_config.NAME
     if name in compat.QUANTIZATION_METHODS:

@@ -1,7 +1,7 @@
 """``--quantization fp8rl``: which layer gets FP8, and why each other one does not.
 
 SGLang's block-FP8 methods do the work; parameters are FP8 from their creation on, and BF16
-checkpoints and updates are quantized on the way in (``sgl_fp8rl.update``).
+checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             return NAME
         return None
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
         from sgl_fp8rl.linear import FP8RLLinearMethod
         from sgl_fp8rl.moe import FP8RLMoEMethod
 
@@ -100,7 +100,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         return None
 
 
-def _ragged_experts(layer: nn.Module) -> str | None:
+def _ragged_experts(layer: Any) -> str | None:
     size = layer.intermediate_size_per_partition
     if size % BLOCK or layer.hidden_size % BLOCK:
         return f"expert size {size} x {layer.hidden_size} on this rank is no multiple of {BLOCK}"

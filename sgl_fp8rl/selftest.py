@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.numerics import reference
-from sgl_fp8rl.update.manifest import describe
-from sgl_fp8rl.update.session import EngineWeights
+from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.session import EngineWeights
 
 Float64 = npt.NDArray[np.float64]
 

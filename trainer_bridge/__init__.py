@@ -5,7 +5,19 @@
 >>> correction = trainer_bridge.correct(rollout, trainer_logprobs)
 """
 
+from trainer_bridge.correction import Correction, correct, mismatch_metrics
 from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.rollout import Rollout, rollout
 from trainer_bridge.update import UpdateResult, update
 
-__all__ = ["EngineError", "UpdateResult", "connect", "update"]
+__all__ = [
+    "Correction",
+    "EngineError",
+    "Rollout",
+    "UpdateResult",
+    "connect",
+    "correct",
+    "mismatch_metrics",
+    "rollout",
+    "update",
+]

@@ -23,7 +23,7 @@ class EngineClient(Protocol):
     """What the bridge needs of an engine."""
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send one control message (``sgl_fp8rl.update.control``) and return its reply.
+        """Send one control message (``sgl_fp8rl.weight_update.control``) and return its reply.
 
         Raises:
             EngineError: the engine refused it or cannot be reached.
@@ -75,16 +75,31 @@ class InProcessEngine:
 
     def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
         arguments = dict(payload)
+        # Engine.generate has no such argument; its prompts are tokenized here, as it would itself
+        wants_prompt_ids = arguments.pop("return_prompt_token_ids", False)
         if "text" in arguments:
-            arguments["prompt"] = arguments.pop("text")
+            arguments["input_ids"] = self._tokenize(arguments.pop("text"))
         try:
             replies = self._engine.generate(**arguments)
         except Exception as error:
-            # FastAPI's HTTPException, which the trainer's environment need not have
-            if not hasattr(error, "status_code"):
+            # FastAPI's HTTPException, a class that the trainer's environment need not have
+            status = getattr(error, "status_code", None)
+            if status is None:
                 raise
-            raise EngineError(str(error.detail), error.status_code) from error
-        return replies if isinstance(replies, list) else [replies]
+            raise EngineError(str(getattr(error, "detail", error)), int(status)) from error
+        replies = replies if isinstance(replies, list) else [replies]
+        if wants_prompt_ids:
+            for prompt, reply in zip(arguments["input_ids"], replies, strict=True):
+                reply["prompt_token_ids"] = prompt
+        return replies
+
+    def _tokenize(self, prompts: list[str]) -> list[list[int]]:
+        tokenizer = self._engine.tokenizer_manager.tokenizer
+        if tokenizer is None:
+            raise EngineError(
+                "the engine was started with skip_tokenizer_init; pass prompts as token ids"
+            )
+        return [tokenizer.encode(prompt) for prompt in prompts]
 
     def close(self) -> None:
         """Nothing is held."""

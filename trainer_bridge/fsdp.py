@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
-from sgl_fp8rl.update.manifest import SCALE_SUFFIX
+from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -54,15 +54,15 @@ def sources(model_or_named_tensors: nn.Module | NamedTensors, dtype: torch.dtype
             Source(p, _sent_as(p, dtype), tuple(hf_names.split(name, tuple(p.shape), family)))
             for name, p in named
         ]
-    named = list(pairs_of(model_or_named_tensors))
-    codes = {name + SCALE_SUFFIX for name, tensor in named if tensor.dtype == FP8_DTYPE}
+    pairs = list(pairs_of(model_or_named_tensors))
+    codes = {name + SCALE_SUFFIX for name, tensor in pairs if tensor.dtype == FP8_DTYPE}
     return [
         Source(
             tensor,
             tensor.dtype if name in codes else _sent_as(tensor, dtype),
             ((name, _whole),),
         )
-        for name, tensor in named
+        for name, tensor in pairs
     ]
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.update.apply import aligned_rows
-from sgl_fp8rl.update.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.weight_update.apply import aligned_rows
+from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, describe
 from trainer_bridge.engine_client import EngineClient, EngineError, connect
 from trainer_bridge.fsdp import NamedTensors, is_sharded, pairs_of, sources
 from trainer_bridge.transport.memory import MemoryTransport
@@ -56,7 +56,7 @@ def update(
 
     Raises:
         EngineError: the engine refused the update (nothing was written), or it failed.
-        ManifestError: the tensors themselves cannot make an update, such as a name that comes twice.
+        ManifestError: the tensors cannot make an update, such as a name that comes twice.
     """
     clock = _Clock()
     if not isinstance(model_or_named_tensors, nn.Module):
@@ -64,22 +64,22 @@ def update(
     sharded = is_sharded(model_or_named_tensors)
     lead = _Lead(sharded)
 
-    client = lead.attempt(lambda: connect(engine))
-    layout = lead.share(lead.attempt(lambda: client.control({"op": "layout"})))
+    client: Any = lead.attempt(connect, engine)
+    layout: Any = lead.share(lead.attempt(_ask_layout, client))
     planned = sources(model_or_named_tensors, getattr(torch, layout["dtype"]))
     manifest = describe((pair for source in planned for pair in source.announce()), version)
-    session = lead.attempt(lambda: _Session(client, manifest, layout))
+    session: Any = lead.attempt(_Session, client, manifest, layout)
     try:
         lead.share(None)
         clock.lap("begin")
         for source in planned:
             for name, tensor in source.read():
                 clock.lap("read")
-                lead.attempt(lambda n=name, t=tensor: session.put(n, t))
+                lead.attempt(_Session.put, session, name, tensor)
                 clock.lap("write")
-        lead.attempt(lambda: session.finish())
+        lead.attempt(_Session.finish, session)
         clock.lap("write")
-        lead.attempt(lambda: session.commit())
+        lead.attempt(_Session.commit, session)
         lead.share(None)
         clock.lap("commit")
     finally:
@@ -91,9 +91,7 @@ def update(
 class _Session:
     """The sending side of one update."""
 
-    def __init__(
-        self, client: EngineClient, manifest: Manifest, layout: dict[str, Any]
-    ) -> None:
+    def __init__(self, client: EngineClient, manifest: Manifest, layout: dict[str, Any]) -> None:
         self._client = client
         self._manifest = manifest
         begun = client.control({"op": "begin", "manifest": manifest.to_json()})
@@ -159,15 +157,15 @@ class _Lead:
         self._leads = not sharded or dist.get_rank() == 0
         self._error: Exception | None = None
 
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` on rank 0, unless something failed before.
+    def attempt(self, action: Callable[..., T], *args: Any) -> T | None:
+        """Call ``action`` on rank 0, unless something failed before.
 
         An error waits for the next ``share``: until then the ranks must go on gathering together.
         """
         if not self._leads or self._error is not None:
             return None
         try:
-            return action()
+            return action(*args)
         except (EngineError, ManifestError) as error:
             self._error = error
             return None
@@ -185,6 +183,10 @@ class _Lead:
         if self._error is not None:
             raise self._error
         return value
+
+
+def _ask_layout(client: EngineClient) -> dict[str, Any]:
+    return client.control({"op": "layout"})
 
 
 class _Clock:

@@ -17,7 +17,7 @@ import trainer_bridge
 from sgl_fp8rl import doctor, selftest
 from sgl_fp8rl.doctor import Check
 from sgl_fp8rl.numerics import reference
-from sgl_fp8rl.update import apply
+from sgl_fp8rl.weight_update import apply
 from tests import oracle
 
 OK = Check("a", "ok", "well")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.update import wire
+from sgl_fp8rl.weight_update import wire
 from trainer_bridge.engine_client import EngineError
 
 ALIGNMENT = 64

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
-from sgl_fp8rl.update.routes import Region, Route, RouteError, RouteTable, as_region
+from sgl_fp8rl.weight_update.routes import Region, Route, RouteError, RouteTable, as_region
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -36,28 +36,28 @@ class UnrecordableError(RuntimeError):
 class Probe(torch.Tensor):
     """Stands for a box of one HF tensor while SGLang's loader slices and copies it."""
 
-    where: torch.Tensor
+    meta: torch.Tensor
     source: str
     recorder: "_Recorder"
 
     @staticmethod
-    def __new__(cls, where: torch.Tensor, source: str, recorder: "_Recorder") -> "Probe":
+    def __new__(cls: Any, meta: torch.Tensor, source: str, recorder: "_Recorder") -> "Probe":
         probe = torch.Tensor._make_wrapper_subclass(
             cls,
-            where.size(),
-            strides=where.stride(),
-            storage_offset=where.storage_offset(),
-            dtype=where.dtype,
-            device="cpu",
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=torch.device("cpu"),
         )
-        probe.where, probe.source, probe.recorder = where, source, recorder
+        probe.meta, probe.source, probe.recorder = meta, source, recorder
         return probe  # type: ignore[no-any-return]
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Probe({self.source}, {tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         probe = next(a for a in _flatten((args, kwargs)) if isinstance(a, Probe))
@@ -65,9 +65,9 @@ class Probe(torch.Tensor):
             probe.recorder.copied(args[0], probe)
             return args[0]
         if func in _SAME_VALUES:
-            return Probe(probe.where, probe.source, probe.recorder)
+            return Probe(probe.meta, probe.source, probe.recorder)
         if func.is_view:
-            metas = torch.utils._pytree.tree_map_only(Probe, lambda p: p.where, (args, kwargs))
+            metas = torch.utils._pytree.tree_map_only(Probe, lambda p: p.meta, (args, kwargs))
             out = func(*metas[0], **(metas[1] or {}))
             return torch.utils._pytree.tree_map_only(
                 torch.Tensor, lambda meta: Probe(meta, probe.source, probe.recorder), out
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
     """Collects routes, and notes what else writes into the model's storage meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parameters = dict(model.named_parameters())
         self.names = {p.untyped_storage().data_ptr(): n for n, p in self.parameters.items()}
         buffers = dict(model.named_buffers())
@@ -94,8 +94,8 @@ class _Recorder(TorchDispatchMode):
         if name is None or target.shape != probe.shape:
             raise UnrecordableError("it is copied to a temporary tensor or broadcast")
         dst = _region_of(self.parameters[name], target)
-        base = probe.where._base if probe.where._base is not None else probe.where
-        src = _region_of(base, probe.where)
+        base = probe.meta._base if probe.meta._base is not None else probe.meta
+        src = _region_of(base, probe.meta)
         if src is None or dst is None:
             raise UnrecordableError("it is transposed or strided on the way")
         self.routes.append(Route(probe.source, src, name, dst))
@@ -170,7 +170,7 @@ def _probes(
 
 
 def _region_of(base: torch.Tensor, part: torch.Tensor) -> Region | None:
-    offset = part.storage_offset() - base.storage_offset()
+    offset = int(part.storage_offset()) - int(base.storage_offset())
     if part.dtype != base.dtype or not base.is_contiguous() or offset < 0:
         return None
     return as_region(tuple(base.shape), offset, tuple(part.shape), part.stride())
@@ -184,7 +184,7 @@ class WriteWatch(TorchDispatchMode):
     """Notes which parameters are written while SGLang's loader runs on real tensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         parameters = model.named_parameters()
         self._names = {p.untyped_storage().data_ptr(): name for name, p in parameters}
         self.written: set[str] = set()

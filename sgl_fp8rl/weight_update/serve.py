@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.update import wire
-from sgl_fp8rl.update.apply import Rows
-from sgl_fp8rl.update.session import Session, SessionError
+from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update.apply import Rows
+from sgl_fp8rl.weight_update.session import Session, SessionError
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _handle(
     elif op == "finish":
         session.finish()
     else:
-        raise SessionError(f"an update has no step {op!r}; install the same sgl-fp8rl on both sides")
+        raise SessionError(f"an update has no step {op!r}; install one sgl-fp8rl on both sides")
 
 
 def _rows(entry: dict[str, Any]) -> Rows:

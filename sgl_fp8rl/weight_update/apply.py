@@ -3,7 +3,7 @@
 import torch
 
 from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, quantize_weight
-from sgl_fp8rl.update.routes import Region, Route, RouteTable, to_blocks, view
+from sgl_fp8rl.weight_update.routes import Region, Route, RouteTable, to_blocks, view
 
 Rows = tuple[int, int]
 """Start and stop along a tensor's first dimension."""
@@ -32,14 +32,14 @@ def apply(
         src, dst = clipped
         target = table.parameters[route.parameter]
         part = view(tensor, src)
-        if target.dtype != FP8_DTYPE:
-            _check_finite(part, route)
-            _copy(view(target, dst), part)
-        elif part.dtype == FP8_DTYPE:
+        if target.dtype != FP8_DTYPE or part.dtype == FP8_DTYPE:
             _check_finite(part, route)
             _copy(view(target, dst), part)
         else:
-            codes, scale_inv = quantize_weight(part.to(target.device, dtype))
+            try:
+                codes, scale_inv = quantize_weight(part.to(target.device, dtype))
+            except ValueError as error:
+                raise ValueError(f"{route.source}: {error}") from error
             scales = table.parameters[f"{route.parameter}_scale_inv"]
             _copy(view(target, dst), codes)
             _copy(view(scales, to_blocks(dst)), scale_inv)

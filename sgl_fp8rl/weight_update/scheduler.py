@@ -16,9 +16,9 @@ import torch.distributed as dist
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.quant_config import list_layers
-from sgl_fp8rl.update.manifest import Manifest, ManifestError
-from sgl_fp8rl.update.serve import RankSocket, reply, serve
-from sgl_fp8rl.update.session import EngineWeights, State
+from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
+from sgl_fp8rl.weight_update.serve import RankSocket, reply, serve
+from sgl_fp8rl.weight_update.session import EngineWeights, State
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +87,17 @@ def _digest(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """SHA-256 and address of every parameter and buffer: what two equal engines agree in."""
     return {
         name: {
-            "sha256": hashlib.sha256(
-                tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
-            ).hexdigest(),
+            "sha256": hashlib.sha256(_bytes(tensor)).hexdigest(),
             "address": tensor.data_ptr(),
             "dtype": str(tensor.dtype),
             "shape": list(tensor.shape),
         }
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _check(
@@ -146,7 +148,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     manifest, weights.pending = weights.pending, None
     if manifest is None:
         return _answer({"error": "begin came without an accepted manifest; send check first"})
-    scheduler.flush_cache()
+    scheduler.flush_cache(empty_cache=False)
     rank_socket = RankSocket(dist.get_rank(group))
     try:
         session = weights.begin(manifest)
@@ -172,7 +174,9 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     else:
         weights.resume()
         reply(peer, {"error": failed.reason})
-    return _answer({"ended": failed is None, "failure": failed and failed.reason, **_status(weights)})
+    return _answer(
+        {"ended": failed is None, "failure": failed and failed.reason, **_status(weights)}
+    )
 
 
 def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:

@@ -17,8 +17,8 @@ import zmq
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.quant_config import NAME
-from sgl_fp8rl.update.manifest import PROTOCOL
-from sgl_fp8rl.update.scheduler import RPC_METHOD
+from sgl_fp8rl.weight_update.manifest import PROTOCOL
+from sgl_fp8rl.weight_update.scheduler import RPC_METHOD
 
 POLL_S = 0.0005
 DRAIN_TIMEOUT_S = 60.0
@@ -86,8 +86,8 @@ class Control:
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         await self._ask({"op": "check", "manifest": message.get("manifest")})
         was_paused = self._manager.is_pause
-        if not was_paused:
-            await self._manager.pause_generation(compat.PauseGenerationReqInput(mode="abort"))
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True  # new requests wait at the tokenizer
         try:
             token = secrets.token_hex(16)
             begun = await self._drain_and_begin(token)
@@ -100,6 +100,8 @@ class Control:
     async def _drain_and_begin(self, token: str) -> dict[str, Any]:
         deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
         while True:
+            # SGLang's own pause sleeps for a second between its looks; this one does not
+            self._manager.abort_request(abort_all=True)
             begun = await self._ask({"op": "begin", "token": token})
             if not begun.get("busy"):
                 return begun
@@ -119,7 +121,9 @@ class Control:
 
     async def _resume(self, was_paused: bool) -> None:
         if not was_paused:
-            await self._manager.continue_generation(compat.ContinueGenerationReqInput(torch_empty_cache=False))
+            await self._manager.continue_generation(
+                compat.ContinueGenerationReqInput(torch_empty_cache=False)
+            )
 
     async def _end(self) -> dict[str, Any]:
         """Wait until the session that is under way has ended, and tell how the last one did."""
@@ -131,9 +135,7 @@ class Control:
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         parameters = {"message": json.dumps(message)}
-        compat.sock_send(
-            self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters)
-        )
+        compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
         reply = await self._receive()
         if "error" in reply:
             raise ControlError(reply["error"])
@@ -152,7 +154,9 @@ def _returns_raw_logprobs() -> bool:
     return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 
 
-def add_route(original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any) -> Any:
+def add_route(
+    original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any
+) -> Any:
     """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes.
 
     Raises:

@@ -10,10 +10,10 @@ from enum import Enum
 import torch
 from torch import nn
 
-from sgl_fp8rl.update.apply import Rows, aligned_rows, apply
-from sgl_fp8rl.update.manifest import Manifest, ManifestError
-from sgl_fp8rl.update.probe import WriteWatch, record
-from sgl_fp8rl.update.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.apply import Rows, aligned_rows, apply
+from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
+from sgl_fp8rl.weight_update.probe import WriteWatch, record
+from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,9 @@ class EngineWeights:
         Raises:
             SessionError: one did; captured CUDA graphs would read freed memory.
         """
-        moved = [n for n, address in _addresses(self.model).items() if self._addresses[n] != address]
+        moved = [
+            n for n, address in _addresses(self.model).items() if self._addresses[n] != address
+        ]
         if moved:
             raise SessionError(f"{moved[0]} moved in memory; something rebinds engine parameters")
 
@@ -180,7 +182,7 @@ class Session:
         ]
         if missing:
             raise SessionError(
-                f"{len(missing)} of {len(self.manifest.tensors)} tensors are missing or incomplete, "
+                f"{len(missing)} of {len(self.manifest.tensors)} tensors are missing or cut short, "
                 f"such as {missing[0]}; send every tensor of the manifest before commit"
             )
         if self._fallback:

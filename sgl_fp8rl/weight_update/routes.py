@@ -8,11 +8,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, num_blocks
-from sgl_fp8rl.update.manifest import SCALE_SUFFIX, Manifest, ManifestError
+from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, Manifest, ManifestError
 
 Span = tuple[int, int]
 """Start and stop along one dimension."""
@@ -137,12 +138,15 @@ class RouteTable:
     def _check_blocks(self, route: Route) -> None:
         parameter = self.parameters[route.parameter]
         scale = self.parameters.get(route.parameter + SCALE_SUFFIX)
-        for region, shape in ((route.src, self.sources[route.source]), (route.dst, parameter.shape)):
+        for region, shape in (
+            (route.src, self.sources[route.source]),
+            (route.dst, parameter.shape),
+        ):
             for (start, stop), size in zip(region[-2:], shape[-2:], strict=True):
                 if start % BLOCK or (stop % BLOCK and stop != size):
                     raise RouteError(
-                        f"{route.source} -> {route.parameter} cuts a 128x128 block at {start}:{stop}"
-                        f" of {size}; leave this layer BF16 with --fp8rl-ignored-layers"
+                        f"{route.source} -> {route.parameter} cuts a 128x128 block at "
+                        f"{start}:{stop} of {size}; leave it BF16 with --fp8rl-ignored-layers"
                     )
         n, k = (num_blocks(size) for size in parameter.shape[-2:])
         if scale is None or tuple(scale.shape) != (*parameter.shape[:-2], n, k):
@@ -216,7 +220,7 @@ def _overlap(regions: list[Region]) -> bool:
     for region in regions:
         by_first[region[0]].append(region)
     spans = sorted(by_first)
-    if all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
         groups = list(by_first.values())  # apart along the first dimension, such as experts
     else:
         groups = [regions]
@@ -230,4 +234,3 @@ def _overlap(regions: list[Region]) -> bool:
 def shapes_of(manifest: Manifest) -> dict[str, tuple[int, ...]]:
     """Shape by name of everything but scales."""
     return {name: spec.shape for name, spec in manifest.weights()}
-
