@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from trainer_bridge import update
+from trainer_bridge import connect, update
 from trainer_bridge.correction import correct
 from trainer_bridge.rollout import Rollout, rollout
 
@@ -139,8 +139,12 @@ def train_arm(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
+    if log:
+        print(f"{arm:4s}  starting the engine", flush=True)
     with engine_of(arm, checkpoint, args.seed) as engine:
         if log:
+            layers = connect(engine).control({"op": "layers"})["layers"]
+            log.add("engine", arm=arm, layers=layers)
             before = evaluate(engine, args.seed, version=-1)
             log.add("evaluation", arm=arm, when="before", reward=before)
         for step in range(args.steps):
@@ -215,7 +219,7 @@ def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO on a CPU with FP8 and BF16 rollouts.")
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each arm (60)")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step (8)")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts a step (16)")
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt (8)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
@@ -225,6 +229,8 @@ def main() -> None:
         return
     # Ranks and engine share the cores; with more threads each, rollouts stall for up to 30 s.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # SGLang's imports warn of each missing GPU library, once in each process.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         torch.multiprocessing.spawn(work, args=(RANKS, store, args), nprocs=RANKS)

@@ -17,7 +17,7 @@ PRETRAINING_LINE_EVERY = 25  # steps
 
 
 class Log:
-    """Rows of kind environment, pretraining, evaluation and step: kept, written, printed."""
+    """Rows of kind environment, pretraining, engine, evaluation and step: kept, written, printed."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +56,9 @@ def live_line(row: Row) -> str | None:
             return f"Qwen3 with {row['parameters'] / 1e6:.1f} M parameters; {versions}"
         case "pretraining" if row["step"] % PRETRAINING_LINE_EVERY == 0:
             return f"demonstrations  step {row['step']:3d}  loss {row['loss']:.3f} nats a token"
+        case "engine":
+            fp8 = sum(layer["format"] == "fp8" for layer in row["layers"])
+            return f"{row['arm']:4s}  {fp8} of {len(row['layers'])} matrices in FP8"
         case "evaluation":
             return f"{row['arm']:4s}  {row['when']} GRPO: reward {row['reward']:.2f}"
         case "step":

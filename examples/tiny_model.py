@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PRETRAIN_STEPS = 300
 PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
@@ -140,5 +141,6 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     if dist.get_rank() == 0:
         copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
         copy.load_state_dict(state)
+        disable_progress_bar()
         copy.save_pretrained(folder)
     dist.barrier()

@@ -33,6 +33,7 @@ SYMBOLS = {
     "DefaultModelLoader": "sglang.srt.model_loader.loader:DefaultModelLoader",
     "DummyModelLoader": "sglang.srt.model_loader.loader:DummyModelLoader",
     # serving
+    "ServerArgs": "sglang.srt.server_args:ServerArgs",
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "http_app": "sglang.srt.entrypoints.http_server:app",
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
@@ -128,6 +129,20 @@ def check_symbols() -> list[tuple[str, bool]]:
             found = hasattr(_look_up(owner_path), target.rpartition(".")[2])
         checked.append((target, found))
     return checked
+
+
+def check_hooks() -> None:
+    """Hold that every hook is in place: SGLang logs and forgets one that it cannot apply.
+
+    Raises:
+        IncompatibleSGLangError: a hook is not.
+    """
+    applied = _look_up(SYMBOLS["HookRegistry"])._patched
+    missing = sorted({*HOOK_TARGETS.values(), *STOCK_UPDATES} - applied)
+    if missing:
+        raise IncompatibleSGLangError(
+            f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"
+        )
 
 
 def _found(path: str) -> bool:

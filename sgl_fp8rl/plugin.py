@@ -8,11 +8,16 @@ asked for fp8rl must never come up as a silently stock one.
 import multiprocessing
 import os
 import sys
+from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from server_args import Fp8RLServerArgs, parse
 from sgl_fp8rl import compat
+
+NAME = "fp8rl"
+"""The quantization's name, and the prefix of our keywords."""
 
 
 def register() -> None:
@@ -40,15 +45,15 @@ def _register() -> None:
     from sgl_fp8rl import cpu_platform, loader, quant_config
     from sgl_fp8rl.weight_update import control, scheduler
 
-    name = quant_config.NAME
-    if name in compat.QUANTIZATION_METHODS:
+    if NAME in compat.QUANTIZATION_METHODS:
         return
-    compat.add_quantization_method_choices([name])
-    compat.QUANTIZATION_METHODS[name] = quant_config.FP8RLConfig
-    compat.BASE_QUANTIZATION_METHODS[name] = quant_config.FP8RLConfig
+    compat.add_quantization_method_choices([NAME])
+    compat.QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
+    compat.BASE_QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
     # SGLang matches linear methods by class name; without this, loaders know no block scales.
     compat.WEIGHT_LOADER_V2_SUPPORTED.append("FP8RLLinearMethod")
     compat.Engine.fp8rl_control = control.control_engine
+    compat.Engine.server_args_class = staticmethod(take_our_keywords)
 
     hooks = {
         "parse_server_args": take_our_flags,
@@ -73,17 +78,59 @@ def take_our_flags(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
     try:
         options, rest = parse(argv)
+        os.environ.update(options.to_env())
+        if _starts_with_dummy_weights(rest):
+            rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
+        server_args = original(rest)
+        if server_args.quantization == NAME:
+            refuse_layout(server_args)
     except ValueError as error:
         sys.exit(f"sgl-fp8rl: {error}")
-    os.environ.update(options.to_env())
-    if _asks_for_dummy_weights(rest) and "--skip-server-warmup" not in rest:
-        rest = [*rest, "--skip-server-warmup"]  # dummy weights are quarantined: none would answer
-    return original(rest)
+    return server_args
 
 
-def _asks_for_dummy_weights(argv: list[str]) -> bool:
-    line = " ".join(argv).replace("=", " ")
-    return "--quantization fp8rl" in line and "--load-format dummy" in line
+def _starts_with_dummy_weights(argv: list[str]) -> bool:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--quantization")
+    parser.add_argument("--load-format")
+    known, _ = parser.parse_known_args(argv)
+    return bool(known.quantization == NAME and known.load_format == "dummy")
+
+
+def take_our_keywords(**keywords: Any) -> Any:
+    """What ``Engine(...)`` calls to make its arguments: ``fp8rl_*`` keywords are ours.
+
+    Raises:
+        ValueError: a wrong option, or a layout that cannot be updated in place yet.
+    """
+    ours = {name: keywords.pop(name) for name in list(keywords) if name.startswith(f"{NAME}_")}
+    options = {name.removeprefix(f"{NAME}_"): value for name, value in ours.items()}
+    os.environ.update(replace(Fp8RLServerArgs.from_env(), **options).to_env())
+    server_args = compat.ServerArgs(**keywords)
+    if server_args.quantization == NAME:
+        refuse_layout(server_args)
+    return server_args
+
+
+def refuse_layout(server_args: Any) -> None:
+    """Refuse what the control channel cannot reach, before anything starts.
+
+    Raises:
+        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding.
+    """
+    for field, unset in (
+        ("tokenizer_worker_num", 1),
+        ("dp_size", 1),
+        ("pp_size", 1),
+        ("nnodes", 1),
+        ("speculative_algorithm", None),
+    ):
+        value = getattr(server_args, field)
+        if value != unset:
+            raise ValueError(
+                f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
+                f"{value} yet; start it without, and run several servers for more throughput"
+            )
 
 
 def _leave_torchrun() -> None:

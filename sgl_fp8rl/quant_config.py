@@ -35,6 +35,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
     """Block FP8 (128x128 weights, 1x128 activations, FP32 scales), quantized in the engine."""
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
+        compat.check_hooks()
         super().__init__(
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",

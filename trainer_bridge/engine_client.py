@@ -1,5 +1,6 @@
 """One engine, in this process or behind HTTP, reached by the same three calls."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -70,7 +71,7 @@ class InProcessEngine:
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._engine.fp8rl_control(message)  # type: ignore[no-any-return]
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise EngineError(str(error), getattr(error, "status", None)) from error
 
     def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,15 +137,14 @@ class HTTPEngine:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise EngineError(_sentence(error), error.code) from error
-        except (urllib.error.URLError, OSError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise EngineError(f"{self.address} cannot be reached ({error}); is it up?") from error
 
 
 def _sentence(error: urllib.error.HTTPError) -> str:
     body = error.read().decode(errors="replace")
     try:
-        reply = json.loads(body)
-    except ValueError:
+        found = json.loads(body)["error"]
+        return str(found["message"] if isinstance(found, dict) else found)
+    except (ValueError, LookupError, TypeError):  # a stock server, or a proxy in between
         return f"{error.url} answered {error.code}: {body[:200]}"
-    found = reply.get("error", reply) if isinstance(reply, dict) else reply
-    return str(found.get("message", found) if isinstance(found, dict) else found)

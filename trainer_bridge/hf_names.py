@@ -16,7 +16,9 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
 # Families whose checkpoints call an expert's gate, up and down w1, w3 and w2.
-_MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2")
+_MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2", "phimoe")
+# Families whose checkpoints, too, hold the experts of a layer as one tensor.
+_FUSED = ("gpt_oss", "llama4", "llama4_text")
 
 
 def clean(name: str) -> str:
@@ -47,7 +49,9 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     if mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
-    if name.endswith(_GATE_UP) and len(shape) == 3:
+    if family in _FUSED:
+        yield name, lambda whole: whole
+    elif name.endswith(_GATE_UP) and len(shape) == 3:
         base, half = name.removesuffix("gate_up_proj"), shape[1] // 2
         for expert in range(shape[0]):
             yield f"{base}{expert}.{gate}.weight", _rows(expert, 0, half)

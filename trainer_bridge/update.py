@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -137,16 +138,20 @@ class _Session:
             EngineError: a rank could not; the engine is quarantined.
         """
         self._transport.commit()
-        self.close()
+        self._open = False
+        self._transport.close()
+        self._client.control({"op": "end"})
 
     def close(self) -> None:
-        """End the session; where it is not committed, it is aborted."""
+        """Abort the session unless it is committed."""
         if not self._open:
             return
         self._open = False
         self._transport.abort("the trainer gave up the update")
         self._transport.close()
-        self._client.control({"op": "end"})
+        # the error that brought us here says more than an engine that is gone
+        with suppress(EngineError):
+            self._client.control({"op": "end"})
 
 
 class _Lead:

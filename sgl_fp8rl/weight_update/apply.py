@@ -33,6 +33,7 @@ def apply(
         target = table.parameters[route.parameter]
         part = view(tensor, src)
         if target.dtype != FP8_DTYPE or part.dtype == FP8_DTYPE:
+            part = part.to(target.dtype)  # before the check: a narrower dtype can overflow to Inf
             _check_finite(part, route)
             _copy(view(target, dst), part)
         else:
@@ -47,6 +48,8 @@ def apply(
 
 def _clip(route: Route, rows: Rows) -> tuple[Region, Region] | None:
     """The route's boxes where its source box meets the rows; the source box relative to them."""
+    if not route.src:
+        return route.src, route.dst  # a scalar
     (start, stop), *rest = route.src
     low, high = max(start, rows[0]), min(stop, rows[1])
     if low >= high:

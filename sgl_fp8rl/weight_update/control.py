@@ -157,13 +157,8 @@ def _returns_raw_logprobs() -> bool:
 def add_route(
     original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any
 ) -> Any:
-    """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes.
-
-    Raises:
-        ValueError: the server's layout cannot be updated in place yet.
-    """
+    """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
     if server_args.quantization == NAME:
-        refuse_layout(server_args)
         port_args = kw["port_args"] if "port_args" in kw else args[1]
         rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
         control = Control(tokenizer_manager, rpc, server_args)
@@ -181,32 +176,9 @@ def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     if control is None:
         if engine.server_args.quantization != NAME:
             raise ControlError("this engine does not run with quantization='fp8rl'")
-        refuse_layout(engine.server_args)
         control = Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
         engine._fp8rl_control = control
     return engine.loop.run_until_complete(control.handle(message))  # type: ignore[no-any-return]
-
-
-def refuse_layout(server_args: Any) -> None:
-    """Refuse what the control channel cannot reach.
-
-    Raises:
-        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding.
-    """
-    for field, unset in (
-        ("tokenizer_worker_num", 1),
-        ("dp_size", 1),
-        ("pp_size", 1),
-        ("nnodes", 1),
-        ("speculative_algorithm", None),
-    ):
-        value = getattr(server_args, field)
-        if value != unset:
-            flag = field.replace("_", "-")
-            raise ValueError(
-                f"quantization fp8rl cannot update an engine with --{flag} {value} yet; start it "
-                f"without, and run several servers for more throughput"
-            )
 
 
 def _handler(control: Control) -> Any:

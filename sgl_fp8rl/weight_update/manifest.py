@@ -118,9 +118,9 @@ def _parse_spec(name: str, entry: Any) -> TensorSpec:
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
         raise ManifestError(f"{name} is described by {entry!r}; describe it as [dtype, shape]")
     dtype, shape = entry
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ManifestError(f"{name} has dtype {dtype!r}; send one of {', '.join(_DTYPES)}")
-    if not all(isinstance(size, int) and 0 < size < 2**40 for size in shape):
+    if not all(type(size) is int and 0 < size < 2**40 for size in shape):
         raise ManifestError(f"{name} has shape {shape!r}; sizes are whole numbers above 0")
     return TensorSpec(_DTYPES[dtype], tuple(shape))
 

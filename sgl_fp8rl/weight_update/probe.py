@@ -29,8 +29,27 @@ _SAME_VALUES = {
 }
 
 
+# Views that read the storage in another way than by boxes of elements.
+_REINTERPRETS = {aten.view.dtype, aten.as_strided.default}
+# What a malformed part, torch, or SGLang's loader can raise: it ends an update, not the server.
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 class UnrecordableError(RuntimeError):
-    """The loader did something to one tensor that is no copy of a box."""
+    """The loader did something to these tensors that is no copy of a box."""
+
+    def __init__(self, sources: set[str], reason: str) -> None:
+        super().__init__(reason)
+        self.sources = sources
 
 
 class Probe(torch.Tensor):
@@ -60,26 +79,31 @@ class Probe(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        probe = next(a for a in _flatten((args, kwargs)) if isinstance(a, Probe))
+        probes = [a for a in _flatten((args, kwargs)) if isinstance(a, Probe)]
+        probe, sources = probes[0], {p.source for p in probes}
         if func is aten.copy_.default and not isinstance(args[0], Probe):
             probe.recorder.copied(args[0], probe)
             return args[0]
         if func in _SAME_VALUES:
             return Probe(probe.meta, probe.source, probe.recorder)
-        if func.is_view:
+        if func.is_view and func not in _REINTERPRETS:
             metas = torch.utils._pytree.tree_map_only(Probe, lambda p: p.meta, (args, kwargs))
-            out = func(*metas[0], **(metas[1] or {}))
+            try:
+                out = func(*metas[0], **(metas[1] or {}))
+            except RuntimeError as error:  # a view of what would have been made contiguous
+                raise UnrecordableError(sources, f"its loader calls {func} on it") from error
             return torch.utils._pytree.tree_map_only(
                 torch.Tensor, lambda meta: Probe(meta, probe.source, probe.recorder), out
             )
-        raise UnrecordableError(f"its loader calls {func} on it")
+        raise UnrecordableError(sources, f"its loader calls {func} on it")
 
 
 class _Recorder(TorchDispatchMode):
     """Collects routes, and notes what else writes into the model's storage meanwhile."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes = shapes
         self.parameters = dict(model.named_parameters())
         self.names = {p.untyped_storage().data_ptr(): n for n, p in self.parameters.items()}
         buffers = dict(model.named_buffers())
@@ -92,12 +116,19 @@ class _Recorder(TorchDispatchMode):
     def copied(self, target: torch.Tensor, probe: Probe) -> None:
         name = self.names.get(target.untyped_storage().data_ptr())
         if name is None or target.shape != probe.shape:
-            raise UnrecordableError("it is copied to a temporary tensor or broadcast")
+            raise UnrecordableError(
+                {probe.source}, "it is copied to a temporary tensor or broadcast"
+            )
         dst = _region_of(self.parameters[name], target)
-        base = probe.meta._base if probe.meta._base is not None else probe.meta
-        src = _region_of(base, probe.meta)
-        if src is None or dst is None:
-            raise UnrecordableError("it is transposed or strided on the way")
+        # offset and strides of the view are those inside of the whole HF tensor
+        meta = probe.meta
+        src = as_region(
+            self.shapes[probe.source], int(meta.storage_offset()), tuple(meta.shape), meta.stride()
+        )
+        if src is None or dst is None or _longer(src) != _longer(dst):
+            raise UnrecordableError(
+                {probe.source}, "it is transposed, strided or reshaped on the way"
+            )
         self.routes.append(Route(probe.source, src, name, dst))
 
     def __torch_dispatch__(
@@ -129,14 +160,23 @@ def record(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> RouteTabl
     Raises:
         RouteError: the loader cannot be recorded, or the routes fail their checks.
     """
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, shapes)
     pending = list(shapes.items())
     while pending:
         try:
             with recorder:
                 model.load_weights(_probes(pending, recorder))  # type: ignore[operator]
+            break
         except UnrecordableError as error:
-            recorder.unrecordable[recorder.offered] = str(error)
+            recorder.unrecordable |= dict.fromkeys(error.sources, str(error))
+        except FAULTS as error:
+            raise RouteError(
+                f"SGLang's loader failed at {recorder.offered} ({type(error).__name__}: {error}); "
+                f"use the names and shapes of the HF checkpoint"
+            ) from error
+        # what the loader kept for later is lost with its error, so it is offered again
+        done = {route.source for route in recorder.routes} | recorder.unrecordable.keys()
+        pending = [(name, shape) for name, shape in shapes.items() if name not in done]
     routes: dict[str, list[Route]] = {name: [] for name in shapes}
     for route in recorder.routes:
         if route.source not in recorder.unrecordable:
@@ -159,9 +199,7 @@ def record(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> RouteTabl
 def _probes(
     pending: list[tuple[str, tuple[int, ...]]], recorder: _Recorder
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Offer each pending tensor once; what is left when the loader stops is offered again."""
-    while pending:
-        name, shape = pending.pop(0)
+    for name, shape in pending:
         recorder.offered = name
         # Matrices appear as FP8: a loader that refuses to cast BF16 down then accepts them, and
         # into BF16 storage they are copied all the same.
@@ -174,6 +212,10 @@ def _region_of(base: torch.Tensor, part: torch.Tensor) -> Region | None:
     if part.dtype != base.dtype or not base.is_contiguous() or offset < 0:
         return None
     return as_region(tuple(base.shape), offset, tuple(part.shape), part.stride())
+
+
+def _longer(region: Region) -> list[int]:
+    return [stop - start for start, stop in region if stop - start != 1]
 
 
 def _flatten(tree: Any) -> list[Any]:

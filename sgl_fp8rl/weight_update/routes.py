@@ -186,7 +186,8 @@ class RouteTable:
                     f"the whole tensor in the checkpoint's layout"
                 )
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
-            if spec.dtype == FP8_DTYPE and self.routes.get(name) and not self.is_fp8(name):
+            kept = self.routes.get(name) or name in self.fallback
+            if spec.dtype == FP8_DTYPE and kept and not self.is_fp8(name):
                 raise ManifestError(
                     f"{name} is FP8, but the engine keeps this tensor in BF16; send it in BF16"
                 )
@@ -219,11 +220,9 @@ def _overlap(regions: list[Region]) -> bool:
     by_first: dict[Span, list[Region]] = defaultdict(list)
     for region in regions:
         by_first[region[0]].append(region)
-    spans = sorted(by_first)
-    if all(a[1] <= b[0] for a, b in pairwise(spans)):
-        groups = list(by_first.values())  # apart along the first dimension, such as experts
-    else:
-        groups = [regions]
+    apart = all(a[1] <= b[0] for a, b in pairwise(sorted(by_first)))
+    # boxes that are apart along the first dimension, such as experts, need no look at each pair
+    groups = list(by_first.values()) if apart else [regions]
     return any(
         all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
         for group in groups

@@ -18,22 +18,12 @@ import torch
 
 from sgl_fp8rl.weight_update import wire
 from sgl_fp8rl.weight_update.apply import Rows
+from sgl_fp8rl.weight_update.probe import FAULTS
 from sgl_fp8rl.weight_update.session import Session, SessionError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
-# What a malformed part, torch, or SGLang's loader can raise: it ends the session, not the server.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass
@@ -100,18 +90,25 @@ def serve(
         while True:
             message, fds = wire.receive(peer)
             op = message.get("op")
+            try:
+                if op not in ("commit", "abort"):
+                    _handle(op, message, fds, session, bucket)
+            finally:
+                for fd in fds:
+                    os.close(fd)
             if op == "commit":
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
                 return Outcome(False, str(message.get("reason", "aborted")), session.dirty), peer
-            _handle(op, message, fds, session, bucket)
             wire.send(peer, {"ok": True})
     except TimeoutError:
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
-    except wire.WireError as error:
+    except ConnectionError as error:
         reason = f"the trainer is gone: {error}"
     except FAULTS as error:
-        reason = str(error) or type(error).__name__
+        reason = f"a step of the update failed with {type(error).__name__}: {error}"
+        if isinstance(error, SessionError | ValueError):
+            reason = str(error)
         logger.exception("update to version %d failed", session.manifest.version)
         # now, not after the ranks agreed: the others wait for the trainer to hear of it
         reply(peer, {"error": reason})
@@ -167,18 +164,14 @@ class Bucket:
         self._bytes: torch.Tensor | None = None
 
     def open(self, fds: list[int], size: int) -> None:
-        """Map the memory behind the one descriptor that came."""
-        try:
-            if len(fds) != 1 or self._map is not None:
-                raise SessionError("an update opens one bucket, with one descriptor")
-            actual = os.fstat(fds[0]).st_size
-            if not 0 < size <= actual:
-                raise SessionError(f"the bucket is {actual} bytes but was announced as {size}")
-            self._map = mmap.mmap(fds[0], size, access=mmap.ACCESS_WRITE)
-            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        """Map the memory behind the one descriptor that came; the map keeps its own."""
+        if len(fds) != 1 or self._map is not None:
+            raise SessionError("an update opens one bucket, with one descriptor")
+        actual = os.fstat(fds[0]).st_size
+        if not 0 < size <= actual:
+            raise SessionError(f"the bucket is {actual} bytes but was announced as {size}")
+        self._map = mmap.mmap(fds[0], size, access=mmap.ACCESS_WRITE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor that lies at this byte offset."""

@@ -103,7 +103,7 @@ class EngineWeights:
             SessionError: one did; captured CUDA graphs would read freed memory.
         """
         moved = [
-            n for n, address in _addresses(self.model).items() if self._addresses[n] != address
+            n for n, address in _addresses(self.model).items() if self._addresses.get(n) != address
         ]
         if moved:
             raise SessionError(f"{moved[0]} moved in memory; something rebinds engine parameters")
@@ -140,7 +140,7 @@ class Session:
         self.dirty = True
         if name in self.table.fallback:
             self._fallback.append((name, tensor.clone()))
-        elif spec.shape:
+        else:
             apply(
                 self.table,
                 self.table.routes_for(name, self.manifest),

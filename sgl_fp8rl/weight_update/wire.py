@@ -42,10 +42,8 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         (length,) = _LENGTH.unpack(header)
         if length > MAX_MESSAGE_BYTES:
             raise WireError(f"a message of {length} bytes was announced; the peer is no bridge")
-        message = json.loads(_exactly(sock, length))
-        if not isinstance(message, dict):
-            raise WireError("a message is no JSON object; the peer is no bridge")
-    except (WireError, ValueError, TimeoutError):
+        message = _parse(_exactly(sock, length))
+    except BaseException:
         for fd in fds:
             os.close(fd)
         raise
@@ -57,6 +55,16 @@ def peer_uid(sock: socket.socket) -> int:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a message is no JSON ({error}); the peer is no bridge") from error
+    if not isinstance(message, dict):
+        raise WireError("a message is no JSON object; the peer is no bridge")
+    return message
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:

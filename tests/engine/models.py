@@ -148,7 +148,8 @@ def _save(path: Path, tensors: Tensors) -> None:
 
 
 def _generator(name: str, seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    # The generator looks at 32 bits of its seed only.
+    return torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
 
 
 def _draw(name: str, shape: torch.Size, seed: int, norm_plus_one: bool) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""What an engine must hold of a checkpoint, written down by hand for the Qwen3 families.
+
+It shares neither routes nor quantizer with the engine: HF tensors are quantized by
+``tests.oracle``, then cut for each tensor-parallel rank and stacked as SGLang's layers have them.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tests import oracle
+from tests.engine import models
+
+Array = NDArray[Any]
+Pair = tuple[Array, ...]
+"""Codes and scales. Every cut falls on block borders, so both are cut and stacked alike."""
+
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared out between ranks
+
+
+def digests(checkpoint: Path, tp_size: int) -> list[dict[str, str]]:
+    """SHA-256 of each engine parameter by its name, for each rank."""
+    tensors = dict(models.named_tensors(checkpoint))
+    fp8 = {
+        name: oracle.quantize_weight(tensors.pop(name).float().numpy())
+        for name in models.fp8_names(checkpoint)
+    }
+    bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
+    return [
+        {name: _sha256(array) for name, array in _parameters(fp8, bf16, rank, tp_size).items()}
+        for rank in range(tp_size)
+    ]
+
+
+def _sha256(array: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def _parameters(
+    fp8: dict[str, Pair], bf16: dict[str, Array], rank: int, tp_size: int
+) -> dict[str, Array]:
+    def rows(name: str) -> Pair:
+        return tuple(np.split(array, tp_size, axis=0)[rank] for array in fp8[f"{name}_proj.weight"])
+
+    def columns(name: str) -> Pair:
+        return tuple(np.split(array, tp_size, axis=1)[rank] for array in fp8[f"{name}_proj.weight"])
+
+    def gate_up(block: str) -> Pair:
+        return _join(np.concatenate, [rows(f"{block}.gate"), rows(f"{block}.up")])
+
+    pairs: dict[str, Pair] = {}
+    for layer in _layers(fp8):
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        qkv = [rows(f"{attention}.{part}") for part in "qkv"]
+        pairs[f"{attention}.qkv_proj.weight"] = _join(np.concatenate, qkv)
+        pairs[f"{attention}.o_proj.weight"] = columns(f"{attention}.o")
+        experts = [f"{mlp}.experts.{e}" for e in range(_experts(fp8))]
+        if experts:
+            gate_ups, downs = map(gate_up, experts), [columns(f"{e}.down") for e in experts]
+            pairs[f"{mlp}.experts.w13_weight"] = _join(np.stack, list(gate_ups))
+            pairs[f"{mlp}.experts.w2_weight"] = _join(np.stack, downs)
+        else:
+            pairs[f"{mlp}.gate_up_proj.weight"] = gate_up(mlp)
+            pairs[f"{mlp}.down_proj.weight"] = columns(f"{mlp}.down")
+
+    parameters = {
+        # norms and routers are on every rank
+        name: np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
+        for name, bits in bf16.items()
+    }
+    for name, (codes, scales) in pairs.items():
+        parameters[name], parameters[f"{name}_scale_inv"] = codes, scales
+    return parameters
+
+
+def _join(how: Callable[[Sequence[Array]], Array], pairs: list[Pair]) -> Pair:
+    return tuple(how(parts) for parts in zip(*pairs, strict=True))
+
+
+def _layers(fp8: dict[str, Pair]) -> list[str]:
+    return sorted({name.split(".self_attn.")[0] for name in fp8 if ".self_attn." in name})
+
+
+def _experts(fp8: dict[str, Pair]) -> int:
+    found = (re.search(r"\.experts\.(\d+)\.", name) for name in fp8)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)

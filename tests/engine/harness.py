@@ -1,0 +1,280 @@
+"""Engines and servers under test, each in a process group of its own.
+
+A scheduler that dies takes its parent with it, which must not be pytest; and only what a test
+started is ended, by its process id.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer_bridge
+from sgl_fp8rl.numerics.reference import quantize_weight
+from tests.engine import models
+from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 120.0
+BUCKET_BYTES = 256 << 10
+"""So small that a tiny model takes many parts, and its larger matrices are split."""
+SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
+"""Without the first, SGLang takes most of the machine's memory for its KV cache."""
+
+STREAMS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor]]]] = {
+    "bf16": models.named_tensors,
+    "fp8": lambda checkpoint: models.fp8_stream(checkpoint, quantize_weight),
+}
+"""What a trainer may send of the same weights: BF16, or codes and scales that it made."""
+
+
+class EngineProcess:
+    """An ``sgl.Engine`` and its trainer in one process, as an in-process RL loop has them.
+
+    Args:
+        log: file for all that the engine prints.
+        tp_size: ranks, each bound to one core.
+        options: more arguments of ``sgl.Engine``.
+
+    Raises:
+        RuntimeError: the engine did not start.
+    """
+
+    def __init__(self, log: Path, checkpoint: Path, tp_size: int = 1, **options: Any) -> None:
+        environment = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+        if tp_size > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
+        options = SMALL | {
+            "model_path": str(checkpoint),
+            "quantization": "fp8rl",
+            "skip_tokenizer_init": True,
+            "tp_size": tp_size,
+            "log_level": "warning",
+            **options,
+        }
+        self._log = log
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, other = spawn.Pipe()
+        self._process = spawn.Process(
+            target=_run_engine, args=(other, log, environment, options), name="engine under test"
+        )
+        self._process.start()
+        other.close()
+        try:
+            self._answer(START_TIMEOUT_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        """``engine.fp8rl_control``. Raises EngineError."""
+        return self._call("control", message)  # type: ignore[no-any-return]
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """``engine.generate``. Raises EngineError."""
+        return self._call("generate", payload)  # type: ignore[no-any-return]
+
+    def update(self, checkpoint: Path, version: int, stream: str = "bf16") -> int:
+        """``trainer_bridge.update``; returns how many tensors were sent. Raises EngineError."""
+        return self._call("update", checkpoint, version, stream)  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """End the engine and all of its processes."""
+        end_group(self._process.pid)
+        self._process.join()
+        self._connection.close()
+
+    def __enter__(self) -> "EngineProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        self._connection.send((name, args))
+        return self._answer(CALL_TIMEOUT_S)
+
+    def _answer(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise RuntimeError(f"no answer in {timeout_s:.0f} s\n{tail(self._log)}")
+        try:
+            result, error = self._connection.recv()
+        except EOFError:
+            raise RuntimeError(f"the engine's process has ended\n{tail(self._log)}") from None
+        if error is not None:
+            raise EngineError(*error)
+        return result
+
+
+def _run_engine(
+    connection: Connection, log: Path, environment: dict[str, str], options: dict[str, Any]
+) -> None:
+    os.setsid()
+    with log.open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environment)
+    import sglang
+
+    engine = sglang.Engine(**options)
+    client = connect(engine)
+
+    def update(checkpoint: Path, version: int, stream: str) -> int:
+        return trainer_bridge.update(STREAMS[stream](checkpoint), engine, version=version).tensors
+
+    calls = {"control": client.control, "generate": client.generate, "update": update}
+    connection.send((None, None))
+    while True:
+        name, args = connection.recv()
+        try:
+            connection.send((calls[name](*args), None))
+        except EngineError as error:
+            connection.send((None, (str(error), error.status)))
+
+
+class Server(HTTPEngine):
+    """An SGLang server, and the client of its address.
+
+    Args:
+        log: file for all that it prints.
+        command: what starts a server, without arguments.
+        arguments: more arguments.
+        environment: more environment variables.
+        key: the control route's shared secret.
+
+    Raises:
+        RuntimeError: it did not come up.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        command: list[str],
+        checkpoint: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        port = _free_port()
+        super().__init__(f"http://127.0.0.1:{port}", key)
+        small = [word for n, v in SMALL.items() for word in (f"--{n.replace('_', '-')}", str(v))]
+        line = [
+            *command,
+            *("--model-path", str(checkpoint), "--quantization", "fp8rl"),
+            *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"),
+            *small,
+            *arguments,
+        ]
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                line,
+                cwd=ROOT,
+                env=os.environ | (environment or {}),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            self._await_start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _await_start(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for _ in range(int(START_TIMEOUT_S)):
+                if self.status_of("/health") == 200:
+                    return
+                self.process.wait(timeout=1)
+                break
+        raise RuntimeError(f"the server did not come up\n{tail(self.log)}")
+
+    def status_of(self, path: str, body: bytes | None = None) -> int | None:
+        """The HTTP status of a GET, or of a POST of ``body``; None where nothing listens."""
+        return self.ask(path, body)[0]
+
+    def ask(
+        self, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int | None, Any]:
+        """HTTP status and reply of a GET, or of a POST of ``body``; no key is sent along."""
+        request = urllib.request.Request(
+            self.address + path, body, {"Content-Type": "application/json", **(headers or {})}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as response:
+                return response.status, _json_or_text(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _json_or_text(error.read())
+        except OSError:
+            return None, None
+
+    def stream(self, payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The growing replies of a streamed ``/generate``."""
+        request = urllib.request.Request(
+            f"{self.address}/generate",
+            json.dumps({**payload, "stream": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=CALL_TIMEOUT_S) as response:
+            for line in response:
+                event = line.removeprefix(b"data: ").strip()
+                if event and event != b"[DONE]":
+                    yield json.loads(event)
+
+    def stop(self) -> None:
+        """End the server and all of its processes."""
+        end_group(self.process.pid)
+        self.process.wait()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
+SGLANG_SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
+
+
+def _json_or_text(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_group(pid: int | None) -> None:
+    """Kill the process ``pid`` that we started, and its children where it leads a group."""
+    if pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+
+
+def tail(log: Path) -> str:
+    """The end of a log file, for the message of a failure."""
+    return log.read_text(errors="replace")[-6000:] if log.exists() else "(it printed nothing)"

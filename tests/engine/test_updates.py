@@ -1,0 +1,146 @@
+"""After updates, an engine holds what a fresh one of the same weights holds, byte for byte.
+
+One engine is updated five times, by turns from BF16 and from codes and scales. What it holds is
+compared with ``expected.py`` and with fresh engines; all in one process with its trainer.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import expected, models
+from tests.engine.conftest import UPDATES, Policies
+from tests.engine.harness import EngineProcess
+from trainer_bridge.engine_client import EngineError
+
+pytestmark = pytest.mark.engine
+
+CASES = [(family, tp_size) for family in ("qwen3", "qwen3_moe") for tp_size in (1, 2)]
+IDS = [f"{family}-tp{tp_size}" for family, tp_size in CASES]
+DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
+# One prompt at a time: SGLang's kernels round otherwise with other batches.
+REQUEST: dict[str, Any] = {
+    "input_ids": torch.randint(
+        models.VOCAB, (24,), generator=torch.Generator().manual_seed(2)
+    ).tolist(),
+    "sampling_params": {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+}
+Digest = list[dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What an engine holds and answers at one version."""
+
+    digest: Digest
+    logprobs: list[float]
+    """Of the prompt but its first token, and of the output."""
+    versions: list[int]
+
+    @classmethod
+    def of(cls, engine: EngineProcess) -> "Snapshot":
+        digest = engine.control({"op": "digest"})["ranks"]
+        meta = engine.generate(REQUEST)[0]["meta_info"]
+        scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
+        return cls(digest, [entry[0] for entry in scored], meta["policy_version"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine that was updated to each policy in turn."""
+
+    checkpoints: list[Path]
+    tp_size: int
+    snapshots: list[Snapshot]
+    """At the start, and after each update."""
+
+
+@pytest.fixture(scope="module", params=CASES, ids=IDS)
+def run(
+    request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    family, tp_size = request.param
+    checkpoints = policies(family)
+    log = tmp_path_factory.mktemp("updated") / "engine.log"
+    with EngineProcess(log, checkpoints[0], tp_size) as engine:
+        snapshots = [Snapshot.of(engine)]
+        for version in range(1, UPDATES + 1):
+            engine.update(checkpoints[version], version, "bf16" if version % 2 else "fp8")
+            snapshots.append(Snapshot.of(engine))
+    return Run(checkpoints, tp_size, snapshots)
+
+
+def sha256(digest: Digest) -> list[dict[str, str]]:
+    """Of each parameter, by name and rank."""
+    return [
+        {name: held["sha256"] for name, held in rank.items() if not name.endswith(DERIVED)}
+        for rank in digest
+    ]
+
+
+def addresses(digest: Digest) -> list[dict[str, int]]:
+    return [{name: held["address"] for name, held in rank.items()} for rank in digest]
+
+
+def same_bytes(digest: Digest, wanted: list[dict[str, str]]) -> Iterator[str]:
+    """The parameters, on any rank, that hold what is wanted."""
+    for held, rank in zip(sha256(digest), wanted, strict=True):
+        assert held.keys() == rank.keys()
+        yield from (name for name, value in held.items() if value == rank[name])
+
+
+def test_codes_and_scales_are_those_of_the_oracle(run: Run) -> None:
+    for version, snapshot in enumerate(run.snapshots):
+        wanted = expected.digests(run.checkpoints[version], run.tp_size)
+        assert sha256(snapshot.digest) == wanted, f"after update {version}"
+
+
+def test_the_comparison_tells_one_policy_from_the_next(run: Run) -> None:
+    wanted = expected.digests(run.checkpoints[UPDATES - 1], run.tp_size)
+    assert list(same_bytes(run.snapshots[UPDATES].digest, wanted)) == []
+    for before, after in zip(run.snapshots, run.snapshots[1:], strict=False):
+        assert before.logprobs != after.logprobs
+
+
+def test_nothing_moved(run: Run) -> None:
+    for snapshot in run.snapshots[1:]:
+        assert addresses(snapshot.digest) == addresses(run.snapshots[0].digest)
+
+
+def test_tokens_carry_their_version(run: Run) -> None:
+    tokens = REQUEST["sampling_params"]["max_new_tokens"]
+    for version, snapshot in enumerate(run.snapshots):
+        # -1 is the checkpoint that the engine started with.
+        assert snapshot.versions == [version or -1] * tokens
+
+
+@pytest.mark.parametrize(
+    "version",
+    [UPDATES, *(pytest.param(v, marks=pytest.mark.full) for v in range(1, UPDATES))],
+)
+def test_a_fresh_engine_is_the_same(run: Run, version: int, tmp_path: Path) -> None:
+    with EngineProcess(tmp_path / "engine.log", run.checkpoints[version], run.tp_size) as engine:
+        fresh = Snapshot.of(engine)
+    assert sha256(fresh.digest) == sha256(run.snapshots[version].digest)
+    assert fresh.logprobs == run.snapshots[version].logprobs
+
+
+def test_dummy_start(policies: Policies, tmp_path: Path) -> None:
+    start, *later = policies("qwen3_moe")
+    with EngineProcess(tmp_path / "engine.log", start, 2, load_format="dummy") as engine:
+        with pytest.raises(EngineError, match="started with dummy weights") as refusal:
+            engine.generate(REQUEST)
+        assert refusal.value.status == 503
+        assert engine.control({"op": "layout"})["state"] == "quarantined"
+
+        for version, (checkpoint, stream) in enumerate(zip(later, ("bf16", "fp8"), strict=False)):
+            engine.update(checkpoint, version, stream)
+            snapshot = Snapshot.of(engine)
+            assert sha256(snapshot.digest) == expected.digests(checkpoint, 2)
+            assert set(snapshot.versions) == {version}
