@@ -30,9 +30,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from trainer_bridge import connect, update
-from trainer_bridge.correction import correct
-from trainer_bridge.rollout import Rollout, rollout
+from trainer_bridge import Rollout, connect, correct, rollout, update
 
 ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
 RANKS = 2
@@ -127,6 +125,35 @@ def evaluate(engine: Any, seed: int, version: int) -> float:
     return sum(score(problems, batch)) / len(problems)
 
 
+def sample(engine: Any, args: argparse.Namespace, step: int) -> tuple[Rollout, torch.Tensor, float]:
+    """This step's rollout, its rewards [P, G], and the seconds that sampling took (rank 0)."""
+    problems, prompts = draw_problems(args.prompts, f"{args.seed} step {step}")
+    started = time.perf_counter()
+    batch = rollout(engine, prompts, {**SAMPLING, "n": args.group}, expected_version=step)
+    seconds = time.perf_counter() - started
+    return batch, torch.tensor(score(problems, batch)).view(args.prompts, args.group), seconds
+
+
+def learn(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Rollout,
+    rewards_PG: torch.Tensor,
+) -> dict[str, float]:
+    """One policy gradient step on the whole batch; every rank calls. Returns its metrics."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = share_of(rank, world, batch)
+    advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank]
+    logprobs_BT = tiny_model.response_logprobs(
+        model, mine.prompt_tokens, mine.tokens, mine.temperature
+    )
+    correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
+    losses_BT = policy_gradient(logprobs_BT, advantages_B, correction.weights_BT)
+    tiny_model.global_mean(losses_BT, correction.mask_BT).backward()
+    gradient_norm = tiny_model.take_step(model, optimizer)
+    return {"gradient_norm": gradient_norm, **correction.metrics}
+
+
 def train_arm(
     arm: str,
     model: PreTrainedModel,
@@ -134,8 +161,7 @@ def train_arm(
     args: argparse.Namespace,
     log: report.Log | None,
 ) -> None:
-    """Run GRPO for one arm; every rank calls."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Run GRPO for one arm; every rank calls, rank 0 with the log."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -150,40 +176,20 @@ def train_arm(
         for step in range(args.steps):
             started = time.perf_counter()
             updated = update(model, engine, version=step)
-
-            batch, rewards, rollout_s = None, None, None
-            if log:
-                problems, prompts = draw_problems(args.prompts, f"{args.seed} step {step}")
-                sampled = time.perf_counter()
-                sampling = {**SAMPLING, "n": args.group}
-                batch = rollout(engine, prompts, sampling, expected_version=step)
-                rollout_s = time.perf_counter() - sampled
-                rewards = torch.tensor(score(problems, batch)).view(args.prompts, args.group)
-            batch, rewards = broadcast((batch, rewards))
-
-            advantages_B = group_advantages(rewards).flatten().chunk(world)[rank]
-            mine = share_of(rank, world, batch)
-            logprobs_BT = tiny_model.response_logprobs(
-                model, mine.prompt_tokens, mine.tokens, mine.temperature
-            )
-            correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
-            losses_BT = policy_gradient(logprobs_BT, advantages_B, correction.weights_BT)
-            tiny_model.global_mean(losses_BT, correction.mask_BT).backward()
-            gradient_norm = tiny_model.take_step(model, optimizer)
-
+            batch, rewards_PG, rollout_s = broadcast(sample(engine, args, step) if log else None)
+            metrics = learn(model, optimizer, batch, rewards_PG)
             if log:
                 log.add(
                     "step",
                     arm=arm,
                     step=step,
-                    reward=rewards.mean().item(),
+                    reward=rewards_PG.mean().item(),
                     update_s=updated.seconds["total"],
                     update_bytes=updated.bytes,
                     rollout_s=rollout_s,
                     tokens_per_s=sum(map(len, batch.tokens)) / rollout_s,
-                    gradient_norm=gradient_norm,
                     step_s=time.perf_counter() - started,
-                    **correction.metrics,
+                    **metrics,
                 )
         update(model, engine, version=args.steps)
         if log:
@@ -193,6 +199,7 @@ def train_arm(
 
 def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> None:
     """One FSDP2 rank, from the process group to the report."""
+    started = time.perf_counter()
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     log = report.Log(args.out / "grpo.jsonl") if rank == 0 else None
     model = tiny_model.build_model(args.seed)
@@ -212,7 +219,8 @@ def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> N
     if log:
         report.draw(log.rows, args.out / "grpo.png")
         print(report.table(log.rows))
-        print(f"written: {args.out}/grpo.jsonl, {args.out}/grpo.png")
+        minutes = (time.perf_counter() - started) / 60
+        print(f"{minutes:.1f} minutes; written: {args.out}/grpo.jsonl, {args.out}/grpo.png")
     dist.destroy_process_group()
 
 
@@ -224,16 +232,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", args)
-        return
+    world = int(os.environ.get("WORLD_SIZE", RANKS))
+    if args.steps < 1 or args.group < 2 or args.prompts < 1 or args.prompts % world:
+        parser.error(
+            f"need a step, groups of 2 or more, and prompts that {world} ranks can share equally"
+        )
     # Ranks and engine share the cores; with more threads each, rollouts stall for up to 30 s.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # SGLang's imports warn of each missing GPU library, once in each process.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
+    if "RANK" in os.environ:
+        work(int(os.environ["RANK"]), world, "env://", args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        torch.multiprocessing.spawn(work, args=(RANKS, store, args), nprocs=RANKS)
+        torch.multiprocessing.spawn(work, args=(world, store, args), nprocs=world)
 
 
 if __name__ == "__main__":

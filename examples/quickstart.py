@@ -17,6 +17,6 @@ if __name__ == "__main__":  # SGLang spawns its processes, which import this fil
     prompts = [[51, 43, 53, 45, 50, 61], [50, 43, 50, 61]]  # token ids
     batch = trainer_bridge.rollout(engine, prompts, {"temperature": 1.0, "max_new_tokens": 16})
     with torch.no_grad():
-        logprobs_BT = response_logprobs(model, batch.prompt_tokens, batch.tokens, batch.temperature)
-    print(batch.tokens, trainer_bridge.correct(batch, logprobs_BT).metrics)
+        logprobs = response_logprobs(model, batch.prompt_tokens, batch.tokens, batch.temperature)
+    print(batch.tokens, trainer_bridge.correct(batch, logprobs).metrics)
     engine.shutdown()

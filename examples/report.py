@@ -17,7 +17,7 @@ PRETRAINING_LINE_EVERY = 25  # steps
 
 
 class Log:
-    """Rows of kind environment, pretraining, engine, evaluation and step: kept, written, printed."""
+    """Rows of kind environment, pretraining, engine, evaluation, step: kept, written, printed."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ class Log:
         self._file = path.open("w")
 
     def add(self, kind: str, **values: Any) -> None:
-        """Take one row, and print its line where its kind has one."""
+        """Take one row, and print its line if it has one."""
         row = {"kind": kind, **values}
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")

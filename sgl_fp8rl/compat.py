@@ -28,6 +28,7 @@ SYMBOLS = {
     "UnquantizedFusedMoEMethod": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
     "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
     # loading
+    "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
     "LoadFormat": "sglang.srt.configs.load_config:LoadFormat",
     "DefaultModelLoader": "sglang.srt.model_loader.loader:DefaultModelLoader",

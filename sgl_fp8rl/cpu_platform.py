@@ -28,13 +28,6 @@ def activate() -> str | None:
     return f"{__name__}.CpuPlatform"
 
 
-def is_active() -> bool:
-    """Whether this process runs SGLang on our CPU platform."""
-    from sglang.srt.platforms import current_platform
-
-    return type(current_platform).__module__ == __name__
-
-
 class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[misc]
     """A plain CPU as an out-of-tree SGLang platform."""
 
@@ -89,7 +82,9 @@ def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any
 
 
 def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL wherever the device is unknown."""
-    if is_active():
+    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL on every device it has no name for,
+    also where the backend is gloo."""
+    backend = kwargs["backend"] if "backend" in kwargs else args[2]
+    if backend == "gloo":
         kwargs["use_pynccl"] = False
     return original(*args, **kwargs)

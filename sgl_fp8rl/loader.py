@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
@@ -59,7 +58,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         engine_weights.table = record(engine_weights.model, shapes_of(manifest))
-        skipped = skipped_by_all(engine_weights, _tp_cpu_group())
+        skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
             logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
@@ -181,9 +180,3 @@ def report(model: nn.Module) -> None:
     logger.info("fp8rl: %d of %d layers are FP8; BF16: %s", len(fp8), len(layers), why or "none")
     for layer in layers:
         logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")
-
-
-def _tp_cpu_group() -> dist.ProcessGroup:
-    from sglang.srt.distributed import get_tp_group
-
-    return get_tp_group().cpu_group  # type: ignore[no-any-return]

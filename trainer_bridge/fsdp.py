@@ -49,7 +49,7 @@ def sources(model_or_named_tensors: nn.Module | NamedTensors, dtype: torch.dtype
     if isinstance(model_or_named_tensors, nn.Module):
         family = hf_names.model_type(model_or_named_tensors)
         # tied parameters come once, under their first name, as in a checkpoint
-        named = [(hf_names.clean(n), p) for n, p in model_or_named_tensors.named_parameters()]
+        named = [(hf_names.clean(n), t) for n, t in _checkpointed(model_or_named_tensors)]
         return [
             Source(p, _sent_as(p, dtype), tuple(hf_names.split(name, tuple(p.shape), family)))
             for name, p in named
@@ -76,6 +76,15 @@ def is_sharded(model_or_named_tensors: nn.Module | NamedTensors) -> bool:
 def pairs_of(named_tensors: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
     """(Name, tensor) of a mapping or of an iterable of pairs."""
     return named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+
+
+def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and those buffers that a checkpoint holds, such as a router's bias."""
+    yield from model.named_parameters()
+    saved = {hf_names.clean(name) for name in model.state_dict()}
+    for name, buffer in model.named_buffers():
+        if hf_names.clean(name) in saved and buffer.is_floating_point():
+            yield name, buffer
 
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -102,7 +102,8 @@ class _Session:
                 begun["sockets"], begun["token"], layout["bucket_bytes"]
             )
         except EngineError:
-            client.control({"op": "end"})
+            with suppress(EngineError):
+                client.control({"op": "end"})
             raise
 
     def put(self, name: str, tensor: torch.Tensor) -> None:

@@ -89,8 +89,7 @@ class Manifest:
                 f"sgl-fp8rl on both sides"
             )
         version, tensors = data.get("version"), data.get("tensors")
-        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-            raise ManifestError(f"version is {version!r}; give a whole number from 0 up")
+        _check_version(version)
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
         return cls(version, {name: _parse_spec(name, entry) for name, entry in tensors.items()})
@@ -100,8 +99,10 @@ def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) ->
     """The manifest of tensors in memory.
 
     Raises:
-        ManifestError: a name comes twice, or a dtype is none that an update carries.
+        ManifestError: a name comes twice, a dtype is none that an update carries, or the version
+            is no whole number.
     """
+    _check_version(version)
     tensors: dict[str, TensorSpec] = {}
     for name, tensor in named_tensors:
         if name in tensors:
@@ -112,6 +113,11 @@ def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) ->
             )
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return Manifest(version, tensors)
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is not int or version < 0:
+        raise ManifestError(f"version is {version!r}; give a whole number from 0 up")
 
 
 def _parse_spec(name: str, entry: Any) -> TensorSpec:

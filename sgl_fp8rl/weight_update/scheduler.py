@@ -104,6 +104,7 @@ def _check(
     weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     error = None
+    recorded_before = weights.table is not None
     try:
         manifest = Manifest.from_json(message["manifest"])
         weights.check(manifest)
@@ -111,24 +112,24 @@ def _check(
     except ManifestError as refusal:
         error = str(refusal)
     errors = [e for e in gather(error, group) if e is not None]
-    if not errors and weights.table is not None:
+    if not errors:
         errors = _unrouted(weights, group)
     if errors:
         weights.pending = None
+        if not recorded_before:
+            weights.table = None  # recorded from this manifest, so it must not outlive it
         return {"error": errors[0]}
     return {"ok": True}
 
 
 def _unrouted(weights: EngineWeights, group: dist.ProcessGroup) -> list[str]:
     """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
-    skipped = skipped_by_all(weights, group)
-    table = weights.table
-    assert table is not None
-    if skipped <= table.skipped:
+    assert weights.table is not None
+    unrouted = skipped_by_all(weights, group) - weights.table.skipped
+    if not unrouted:
         return []
-    weights.table = None  # recorded from this manifest, so it must not outlive it
     return [
-        f"the engine keeps nothing of {sorted(skipped)[0]}; use the names of the HF checkpoint, "
+        f"the engine keeps nothing of {sorted(unrouted)[0]}; use the names of the HF checkpoint, "
         f"without the head of a tied model"
     ]
 

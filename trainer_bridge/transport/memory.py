@@ -30,19 +30,16 @@ class MemoryTransport:
     """
 
     def __init__(self, paths: list[str], token: str, bucket_bytes: int) -> None:
-        self._ranks = [_connect(path, token) for path in paths]
+        self._ranks: list[socket.socket] = []
         self._unanswered: deque[int] = deque()
-        half = bucket_bytes // 2 // ALIGNMENT * ALIGNMENT
-        self.part_bytes = half
-        fd = os.memfd_create("fp8rl-bucket")
+        self.part_bytes = bucket_bytes // 2 // ALIGNMENT * ALIGNMENT
         try:
-            os.ftruncate(fd, 2 * half)
-            self._bytes = torch.frombuffer(mmap.mmap(fd, 2 * half), dtype=torch.uint8)
-            for rank in self._ranks:
-                wire.send(rank, {"op": "bucket", "bytes": 2 * half}, (fd,))
-        finally:
-            os.close(fd)
-        self._wait()
+            for path in paths:
+                self._ranks.append(_connect(path, token))
+            self._bytes = self._share_bucket(2 * self.part_bytes)
+        except EngineError:
+            self.close()  # or ranks that did connect would wait for what never comes
+            raise
         self._half = 0
         self._fill = 0
         self._entries: list[dict[str, Any]] = []
@@ -82,6 +79,19 @@ class MemoryTransport:
         for rank in self._ranks:
             rank.close()
 
+    def _share_bucket(self, size: int) -> torch.Tensor:
+        fd = os.memfd_create("fp8rl-bucket")
+        try:
+            os.ftruncate(fd, size)
+            shared = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+            self._send({"op": "bucket", "bytes": size}, (fd,))
+        except OSError as error:
+            raise EngineError(f"no bucket of {size} bytes could be shared ({error})") from error
+        finally:
+            os.close(fd)
+        self._wait()
+        return shared
+
     def _send_part(self) -> None:
         if not self._entries:
             return
@@ -99,10 +109,10 @@ class MemoryTransport:
         self._send(message)
         self._wait()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         for rank in self._ranks:
             try:
-                wire.send(rank, message)
+                wire.send(rank, message, fds)
             except OSError:
                 continue  # it ended the session; its last reply says why
 
