@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import report
 import tiny_model
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 from transformers import PreTrainedModel
 
 from trainer_bridge import Rollout, connect, correct, rollout, update
@@ -36,8 +37,12 @@ ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
 RANKS = 2
 LEARNING_RATE = 5e-5
 EVALUATION_PROBLEMS = 256
-SAMPLING = {"temperature": 1.0, "max_new_tokens": arithmetic.MAX_NEW_TOKENS}
-SAMPLING |= {"stop_token_ids": [arithmetic.END_TOKEN], "no_stop_trim": True}
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": arithmetic.MAX_NEW_TOKENS,
+    "stop_token_ids": [arithmetic.END_TOKEN],
+    "no_stop_trim": True,  # the end token belongs to the response
+}
 
 
 def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
@@ -65,7 +70,8 @@ def share_of(rank: int, world: int, batch: Rollout) -> Rollout:
     count = len(batch.tokens) // world
     mine = slice(rank * count, (rank + 1) * count)
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return Rollout(**{k: v[mine] if isinstance(v, list) else v for k, v in values.items()})
+    lists: dict[str, Any] = {k: v[mine] for k, v in values.items() if isinstance(v, list)}
+    return replace(batch, **lists)
 
 
 def score(problems: list[arithmetic.Problem], batch: Rollout) -> list[float]:
@@ -246,7 +252,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        torch.multiprocessing.spawn(work, args=(world, store, args), nprocs=world)
+        spawn(work, args=(world, store, args), nprocs=world)
 
 
 if __name__ == "__main__":

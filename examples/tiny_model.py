@@ -126,7 +126,7 @@ def pretrain(
         responses = [arithmetic.encode(arithmetic.demonstrate(p, rng)) for p in problems]
         logprobs_BT = response_logprobs(model, prompts, responses)
         loss = global_mean(-logprobs_BT, mask_of(responses))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         take_step(model, optimizer)
         schedule.step()
         mean = loss.detach() / world

@@ -82,7 +82,7 @@ def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any
 
 
 def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL on every device it has no name for,
+    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL on a device that it cannot name,
     also where the backend is gloo."""
     backend = kwargs["backend"] if "backend" in kwargs else args[2]
     if backend == "gloo":

@@ -16,7 +16,7 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
 # Families whose checkpoints call an expert's gate, up and down w1, w3 and w2.
-_MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2", "phimoe")
+_MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2")
 # Families whose checkpoints, too, hold the experts of a layer as one tensor.
 _FUSED = ("gpt_oss", "llama4", "llama4_text")
 

@@ -203,7 +203,7 @@ def _handler(control: Control) -> Any:
 async def _json(request: Any) -> Any:
     try:
         return json.loads(await request.body())
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ControlError("the body is no JSON; send a control message") from None
 
 

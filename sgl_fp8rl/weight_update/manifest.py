@@ -88,8 +88,7 @@ class Manifest:
                 f"the manifest speaks protocol {found!r}, this engine {PROTOCOL}; install the same "
                 f"sgl-fp8rl on both sides"
             )
-        version, tensors = data.get("version"), data.get("tensors")
-        _check_version(version)
+        version, tensors = _check_version(data.get("version")), data.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
         return cls(version, {name: _parse_spec(name, entry) for name, entry in tensors.items()})
@@ -115,9 +114,10 @@ def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) ->
     return Manifest(version, tensors)
 
 
-def _check_version(version: Any) -> None:
+def _check_version(version: Any) -> int:
     if type(version) is not int or version < 0:
         raise ManifestError(f"version is {version!r}; give a whole number from 0 up")
+    return version
 
 
 def _parse_spec(name: str, entry: Any) -> TensorSpec:

@@ -217,6 +217,8 @@ def _overlap(regions: list[Region]) -> bool:
     def pairs(group: list[Region]) -> Iterator[tuple[Region, Region]]:
         return ((a, b) for i, a in enumerate(group) for b in group[i + 1 :])
 
+    if len(regions) < 2:
+        return False
     by_first: dict[Span, list[Region]] = defaultdict(list)
     for region in regions:
         by_first[region[0]].append(region)

@@ -195,12 +195,12 @@ class Server(HTTPEngine):
             raise
 
     def _await_start(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for _ in range(int(START_TIMEOUT_S)):
-                if self.status_of("/health") == 200:
-                    return
+        for _ in range(int(START_TIMEOUT_S)):
+            if self.status_of("/health") == 200:
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=1)
-                break
+                break  # it has ended
         raise RuntimeError(f"the server did not come up\n{tail(self.log)}")
 
     def status_of(self, path: str, body: bytes | None = None) -> int | None:

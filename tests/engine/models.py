@@ -53,7 +53,7 @@ COMMON = {
 }
 # Halved for two ranks, 192 and 64 are no whole blocks.
 ONE_RANK_ONLY = {"intermediate_size": 384, "moe_intermediate_size": 128}
-# No head_dim of their own: it is hidden_size / heads.
+# Where SGLang or transformers takes no head_dim: it is hidden_size / heads.
 WIDE = {"hidden_size": 512, "head_dim": None}
 MOE = {
     "num_experts": 4,
@@ -83,7 +83,7 @@ FAMILIES = {
         },
         {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads the old name, too
     ),
-    "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": Family("mixtral", {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": Family(
         "deepseek_v2",
         {

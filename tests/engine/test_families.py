@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[Why, Why]] = {
     "qwen3_ragged_kv": (RAGGED_QKV | MLP, UNTIED),
     "qwen3_moe_ragged": (ATTENTION | RAGGED_EXPERTS, UNTIED),
 }
-REFUSED = {"deepseek_v2": "DeepSeek"}
+REFUSED = {"deepseek_v2": "its MLA attention keeps tensors derived from kv_b_proj"}
 
 CHOSEN = os.environ.get("FP8RL_TEST_FAMILIES", "")
 

@@ -1,0 +1,683 @@
+"""A real server over HTTP: updates, rollouts, and all that a trainer may do wrong.
+
+After each fault the server must still be up, serve the policy that it served before or refuse with
+503, and be healed by the next complete update. What it holds is read back and compared with
+``expected.py``, byte for byte.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+import trainer_bridge
+from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec, describe
+from tests.engine import expected, models
+from tests.engine.conftest import Policies
+from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, SGLANG_SERVE, STREAMS, Server
+from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.transport.memory import MemoryTransport
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(1, 17))
+GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+ASK = {"input_ids": PROMPT, "sampling_params": GREEDY}
+STILL_WAITING_S = 2.0
+"""A request that waits is looked at for so long; one that is served takes a tenth of it."""
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+KEY = "a-shared-secret"
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    environment = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+    with Server(log, LAUNCH_SERVER, policies("qwen3")[0], environment=environment) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: Server, policies: Policies) -> Iterator[Server]:
+    """The server, which serves policy 0 as an updated version when a test begins."""
+    update(started, policies("qwen3")[0])
+    yield started
+    assert started.process.poll() is None
+    assert started.status_of("/health") == 200
+
+
+@pytest.fixture
+def policy(policies: Policies) -> Path:
+    """Another policy than the server has when a test begins."""
+    return policies("qwen3")[1]
+
+
+@pytest.fixture
+def tensors(policy: Path) -> Tensors:
+    return list(models.named_tensors(policy))
+
+
+def version_of(server: EngineClient) -> int:
+    return int(server.control({"op": "layout"})["version"])
+
+
+def update(server: Server, checkpoint: Path, stream: str = "bf16") -> int:
+    """Bring the server to a policy as its next version."""
+    version = version_of(server) + 1
+    result = trainer_bridge.update(STREAMS[stream](checkpoint), server, version=version)
+    assert result.version == version
+    return version
+
+
+def assert_serves(server: Server, checkpoint: Path, version: int) -> None:
+    """It holds this checkpoint's bytes and samples with them as this version."""
+    layout = server.control({"op": "layout"})
+    assert (layout["state"], layout["version"]) == ("serving", version)
+    assert_holds(server, checkpoint)
+    (reply,) = server.generate(ASK)
+    assert reply["meta_info"]["policy_version"] == [version] * len(reply["output_ids"])
+    assert len(reply["output_ids"]) == GREEDY["max_new_tokens"]
+
+
+def assert_holds(server: Server, checkpoint: Path) -> None:
+    (wanted,) = expected.digests(checkpoint, 1)
+    (held,) = server.control({"op": "digest"})["ranks"]
+    assert {name: held[name]["sha256"] for name in wanted} == wanted
+
+
+def assert_quarantined(server: Server, reason: str) -> None:
+    layout = server.control({"op": "layout"})
+    assert layout["state"] == "quarantined"
+    assert reason in layout["reason"]
+    with pytest.raises(EngineError, match="quarantined") as refusal:
+        server.generate(ASK)
+    assert refusal.value.status == 503
+    assert reason in str(refusal.value)
+    assert server.status_of("/health") == 200
+
+
+@contextmanager
+def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[MemoryTransport]:
+    """An update whose parts the test sends; at the end it is over, one way or another."""
+    manifest = describe(tensors, version).to_json()
+    begun = server.control({"op": "begin", "manifest": manifest})
+    transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
+    try:
+        yield transport
+    finally:
+        transport.close()
+        server.control({"op": "end"})
+
+
+def put(transport: MemoryTransport, tensors: Tensors) -> None:
+    """Send matrices by 128 rows, and all else whole."""
+    for name, tensor in tensors:
+        rows = tensor.shape[0]
+        step = 128 if tensor.dim() == 2 and rows > 128 else rows
+        for start in range(0, rows, step):
+            transport.put(name, tensor[start : start + step], (start, min(start + step, rows)))
+
+
+def send_all(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors)
+    transport.finish()
+    transport.commit()
+
+
+# ---- updates and rollouts --------------------------------------------------------------------
+
+
+def test_layout(server: Server) -> None:
+    layout = server.control({"op": "layout"})
+    assert layout["protocol"] == 1
+    assert layout["tp_size"] == 1
+    assert layout["dtype"] == "bfloat16"
+    assert layout["bucket_bytes"] == BUCKET_BYTES
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_update_and_rollout(server: Server, policy: Path, stream: str) -> None:
+    version = version_of(server) + 1
+    trainer_bridge.update(STREAMS[stream](policy), server.address, version=version)
+    rollout = trainer_bridge.rollout(
+        server.address,
+        [PROMPT, PROMPT[:5]],
+        {"n": 2, "temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True},
+        expected_version=version,
+    )
+    assert rollout.versions == [[version] * 8] * 4
+    assert rollout.finish_reasons == ["length"] * 4
+    assert_serves(server, policy, version)
+    with pytest.raises(ValueError, match="not the expected"):
+        trainer_bridge.rollout(server, [PROMPT], GREEDY, expected_version=version + 1)
+
+
+# ---- bad manifests: refused before the first write -------------------------------------------
+
+
+def without_up(manifest: dict[str, Any]) -> None:
+    del manifest["tensors"][UP]
+
+
+def with_stranger(manifest: dict[str, Any]) -> None:
+    manifest["tensors"]["model.stranger.weight"] = ["bfloat16", [4]]
+
+
+def with_shape(manifest: dict[str, Any]) -> None:
+    manifest["tensors"][UP][1] = [512, 128]
+
+
+def with_dtype(name: str, dtype: str) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][name][0] = dtype
+
+    return change
+
+
+def with_scales(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][name][0] = "float8_e4m3fn"
+        manifest["tensors"][f"{name}_scale_inv"] = ["float32", shape]
+
+    return change
+
+
+def with_field(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest[name] = value
+
+    return change
+
+
+def with_entry(entry: Any) -> Callable[[dict[str, Any]], None]:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][UP] = entry
+
+    return change
+
+
+BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "missing": (without_up, f"missing: {UP}"),
+    "unknown": (with_stranger, "unknown: model.stranger.weight"),
+    "shape": (with_shape, f"{UP} has shape (512, 128)"),
+    "no dtype of a weight": (with_dtype(UP, "int8"), f"{UP} has dtype 'int8'"),
+    "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"{UP} is FP8 without"),
+    "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
+    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "keeps this tensor in BF16"),
+    "negative version": (with_field("version", -3), "version is -3"),
+    "version is no number": (with_field("version", "7"), "version is '7'"),
+    "protocol": (with_field("protocol", 99), "protocol 99"),
+    "no tensors": (with_field("tensors", {}), "names no tensors"),
+    "tensors are no dict": (with_field("tensors", ["a"]), "names no tensors"),
+    "entry": (with_entry("bfloat16"), f"{UP} is described by"),
+    "negative size": (with_entry(["bfloat16", [-512, 256]]), f"{UP} has shape"),
+    "size of a terabyte": (with_entry(["bfloat16", [2**40, 256]]), f"{UP} has shape"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_MANIFESTS)
+def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, fault: str) -> None:
+    version = version_of(server)
+    change, sentence = BAD_MANIFESTS[fault]
+    manifest = describe(tensors, version + 1).to_json()
+    change(manifest)
+    status, reply = server.ask("/fp8rl", json.dumps({"op": "begin", "manifest": manifest}).encode())
+    assert status == 400
+    assert sentence in reply["error"]
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"not JSON", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[]", "no control message"),
+        (b'{"op": "reboot"}', "no control message 'reboot'"),
+        (b'{"op": "begin"}', "protocol"),
+        (b'{"op": "begin", "manifest": 3}', "protocol"),
+    ],
+)
+def test_bad_message(server: Server, policies: Policies, body: bytes, sentence: str) -> None:
+    version = version_of(server)
+    status, reply = server.ask("/fp8rl", body)
+    assert status == 400
+    assert sentence in reply["error"]
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+def test_replayed_and_out_of_order_version(server: Server, policy: Path) -> None:
+    version = update(server, policy) + 2
+    trainer_bridge.update(models.named_tensors(policy), server, version=version)
+    for old in (version, version - 1, 0):
+        with pytest.raises(EngineError, match=f"not newer than the engine's version {version}"):
+            trainer_bridge.update(models.named_tensors(policy), server, version=old)
+    assert_serves(server, policy, version)
+
+
+# ---- bad parts: quarantine, until a complete update -------------------------------------------
+
+
+def some_value(name: str, value: float) -> Callable[[MemoryTransport, Tensors], None]:
+    def send(transport: MemoryTransport, tensors: Tensors) -> None:
+        spoilt = dict(tensors)[name].clone()
+        spoilt.view(-1)[7] = value
+        put(transport, [*tensors[:3], (name, spoilt)])
+        transport.finish()
+
+    return send
+
+
+def twice(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, [*tensors, tensors[0]])
+    transport.finish()
+
+
+def one_missing(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:-1])
+    transport.finish()
+
+
+def some_rows_missing(transport: MemoryTransport, tensors: Tensors) -> None:
+    name, tensor = tensors[0]
+    put(transport, [*tensors[1:]])
+    transport.put(name, tensor[:128], (0, 128))
+    transport.finish()
+
+
+def never_announced(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, [*tensors, ("model.stranger.weight", torch.ones(4))])
+    transport.finish()
+
+
+def rows_out_of_range(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[1:3])
+    transport.put(UP, dict(tensors)[UP][:128], (448, 576))
+    transport.finish()
+
+
+def rows_across_a_block(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport.put(UP, dict(tensors)[UP][:100], (0, 100))
+    transport.finish()
+
+
+def outside_of_the_bucket(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport._send_part()
+    entry = {"name": NORM, "offset": BUCKET_BYTES - 64, "rows": [0, 256]}
+    transport._ask({"op": "part", "tensors": [entry]})
+
+
+def malformed_step(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport._send_part()
+    transport._ask({"op": "part", "tensors": [{"offset": None}]})
+
+
+def unknown_step(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport._send_part()
+    transport._ask({"op": "reboot"})
+
+
+def commit_before_finish(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors)
+    transport._send_part()
+    transport.commit()
+
+
+def not_json(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport._send_part()
+    transport._ranks[0].sendall(b"\x00\x00\x00\x04oops")
+    transport._wait_part()
+    transport._wait()
+
+
+def give_up(transport: MemoryTransport, tensors: Tensors) -> None:
+    put(transport, tensors[:3])
+    transport._send_part()
+    transport.abort("the trainer thought better of it")
+    transport._wait_part()
+    transport._wait()
+
+
+BAD_PARTS: dict[str, tuple[Callable[[MemoryTransport, Tensors], None], str]] = {
+    "nan": (some_value(UP, float("nan")), "NaN or Inf"),
+    "inf in a norm": (some_value(NORM, float("inf")), f"{NORM} holds NaN or Inf"),
+    "twice": (twice, "came twice"),
+    "one missing": (one_missing, "tensors are missing or incomplete"),
+    "some rows missing": (some_rows_missing, "tensors are missing or incomplete"),
+    "never announced": (never_announced, "model.stranger.weight is not in the manifest"),
+    "rows out of range": (rows_out_of_range, "the manifest announced"),
+    "rows across a block": (rows_across_a_block, "split matrices at multiples of 128"),
+    "outside of the bucket": (outside_of_the_bucket, "outside of the bucket"),
+    "malformed step": (malformed_step, "KeyError"),
+    "unknown step": (unknown_step, "no step 'reboot'"),
+    "commit before finish": (commit_before_finish, "commit came before finish"),
+    "not JSON": (not_json, "the trainer is gone"),
+    "given up": (give_up, "the trainer thought better of it"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_PARTS)
+def test_bad_part(server: Server, policy: Path, tensors: Tensors, fault: str) -> None:
+    version = version_of(server)
+    send, reason = BAD_PARTS[fault]
+    with (
+        by_hand(server, tensors, version + 1) as transport,
+        pytest.raises(EngineError),
+    ):
+        send(transport, tensors)
+    assert_quarantined(server, reason)
+    assert version_of(server) == version
+    # the failed version was never committed, so it is free
+    assert update(server, policy) == version + 1
+    assert_serves(server, policy, version + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        (UP, 0x7F, f"{UP} holds NaN or Inf"),
+        (UP, 0xFF, f"{UP} holds NaN or Inf"),
+        (f"{UP}_scale_inv", float("nan"), f"{UP}_scale_inv holds NaN or Inf"),
+        (f"{UP}_scale_inv", 0.0, f"{UP}_scale_inv holds a scale that is not positive"),
+        (f"{UP}_scale_inv", -1.0, f"{UP}_scale_inv holds a scale that is not positive"),
+    ],
+)
+def test_bad_code_or_scale(
+    server: Server, policy: Path, name: str, value: float, reason: str
+) -> None:
+    tensors = dict(STREAMS["fp8"](policy))
+    spoilt = tensors[name].clone()
+    (spoilt.view(torch.uint8) if spoilt.dtype.itemsize == 1 else spoilt).view(-1)[3] = value
+    tensors[name] = spoilt
+    with pytest.raises(EngineError, match=reason):
+        trainer_bridge.update(tensors, server, version=version_of(server) + 1)
+    assert_quarantined(server, reason)
+    assert_serves(server, policy, update(server, policy))
+
+
+def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tensors) -> None:
+    version = version_of(server) + 1
+    manifest = describe(tensors, version).to_json()
+    begun = server.control({"op": "begin", "manifest": manifest})
+    with pytest.raises(EngineError, match="another session"):
+        MemoryTransport(begun["sockets"], "0" * 32, BUCKET_BYTES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(begun["sockets"][0])
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(OSError):
+            wire.receive(stranger)
+    transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
+    send_all(transport, tensors)
+    transport.close()
+    assert server.control({"op": "end"})["ended"]
+    assert_serves(server, policy, version)
+
+
+# ---- trainers that die ------------------------------------------------------------------------
+
+
+def _trainer_that_stops(
+    connection: Connection, address: str, checkpoint: Path, version: int, sent: int | None
+) -> None:
+    """Begin an update, send so many tensors (None: do not even connect), and do nothing more."""
+    tensors = list(models.named_tensors(checkpoint))
+    client = trainer_bridge.connect(address)
+    begun = client.control({"op": "begin", "manifest": describe(tensors, version).to_json()})
+    transport = None
+    if sent is not None:
+        transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
+        put(transport, tensors[:sent])
+        transport._send_part()
+    connection.send("stopped")
+    connection.recv()
+    del transport  # held, with its connections, until the process is killed
+
+
+@contextmanager
+def trainer_that_stops(
+    address: str, checkpoint: Path, version: int, sent: int | None
+) -> Iterator[int]:
+    """The process id of a trainer that has stopped in the middle; it is killed at the end."""
+    spawn = multiprocessing.get_context("spawn")
+    connection, other = spawn.Pipe()
+    trainer = spawn.Process(
+        target=_trainer_that_stops, args=(other, address, checkpoint, version, sent)
+    )
+    trainer.start()
+    other.close()
+    try:
+        assert connection.poll(60), "the trainer did not come so far"
+        connection.recv()
+        assert trainer.pid is not None
+        yield trainer.pid
+    finally:
+        trainer.kill()
+        trainer.join()
+        connection.close()
+
+
+@pytest.mark.parametrize("sent", [1, 12, 25])
+def test_trainer_is_killed_between_parts(server: Server, policy: Path, sent: int) -> None:
+    version = version_of(server)
+    with trainer_that_stops(server.address, policy, version + 1, sent) as pid:
+        assert server.control({"op": "layout"})["state"] == "updating"
+        os.kill(pid, signal.SIGKILL)
+        ended = server.control({"op": "end"})
+    assert not ended["ended"]
+    assert_quarantined(server, "the trainer is gone")
+    assert_serves(server, policy, update(server, policy))
+
+
+def test_trainer_is_killed_before_it_wrote(server: Server, policies: Policies) -> None:
+    version = version_of(server)
+    with trainer_that_stops(server.address, policies("qwen3")[1], version + 1, 0) as pid:
+        os.kill(pid, signal.SIGKILL)
+        ended = server.control({"op": "end"})
+    assert not ended["ended"]
+    assert "the trainer is gone" in ended["failure"]
+    assert_serves(server, policies("qwen3")[0], version)  # nothing was written
+
+
+@pytest.mark.full
+def test_trainer_is_killed_before_it_connected(server: Server, policies: Policies) -> None:
+    version = version_of(server)
+    with trainer_that_stops(server.address, policies("qwen3")[1], version + 1, None) as pid:
+        os.kill(pid, signal.SIGKILL)
+        ended = server.control({"op": "end"})  # SGLang waits for a trainer for half a minute
+    assert "no trainer connected" in ended["failure"]
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+# ---- two trainers, and requests at the time of an update ---------------------------------------
+
+
+def test_two_trainers_at_once(
+    server: Server, policies: Policies, policy: Path, tensors: Tensors
+) -> None:
+    version = version_of(server) + 1
+    with by_hand(server, tensors, version) as transport:
+        put(transport, tensors[:10])
+        for other_version in (version, version + 1):
+            with pytest.raises(EngineError, match="an update is under way") as refusal:
+                trainer_bridge.update(
+                    models.named_tensors(policies("qwen3")[2]), server, version=other_version
+                )
+            assert refusal.value.status == 409
+        send_all(transport, tensors[10:])
+    assert_serves(server, policy, version)
+
+
+def generate_later(pool: ThreadPoolExecutor, server: Server) -> Future[Any]:
+    """A request that must wait for the update that is under way."""
+    waiting = pool.submit(server.generate, ASK)
+    with pytest.raises(TimeoutError):
+        waiting.result(STILL_WAITING_S)
+    return waiting
+
+
+def test_update_during_generation(server: Server, policy: Path, tensors: Tensors) -> None:
+    old = version_of(server)
+    long = {**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
+    batch = {**long, "input_ids": [PROMPT] * 3, "sampling_params": {**GREEDY, "max_new_tokens": 90}}
+    with ThreadPoolExecutor() as pool:
+        stream = server.stream(long)
+        next(stream)  # it generates now
+        beside = pool.submit(server.generate, batch)
+        with by_hand(server, tensors, old + 1) as transport:
+            *_, last = stream
+            assert last["meta_info"]["finish_reason"]["type"] == "abort"
+            assert 0 < len(last["output_ids"]) < 1500
+            assert last["meta_info"]["policy_version"] == [old] * len(last["output_ids"])
+
+            waiting = generate_later(pool, server)
+            send_all(transport, tensors)
+        (reply,) = waiting.result(60)
+        assert reply["meta_info"]["policy_version"] == [old + 1] * GREEDY["max_new_tokens"]
+        for reply in beside.result(60):
+            assert_one_version(reply, {old, old + 1})
+    assert_serves(server, policy, old + 1)
+
+
+def assert_one_version(reply: dict[str, Any], known: set[int]) -> None:
+    """All tokens are of one version; an aborted request may have none, and then tells none."""
+    versions = reply["meta_info"].get("policy_version", [])
+    if reply["meta_info"]["finish_reason"]["type"] != "abort":
+        assert len(versions) == len(reply["output_ids"]) > 0
+    assert len(set(versions)) <= 1
+    assert set(versions) <= known
+
+
+def test_request_that_waits_for_a_failing_update(
+    server: Server, policy: Path, tensors: Tensors
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        with by_hand(server, tensors, version_of(server) + 1) as transport:
+            put(transport, tensors[:12])
+            transport._send_part()
+            waiting = generate_later(pool, server)
+        with pytest.raises(EngineError, match="quarantined") as refusal:
+            waiting.result(60)
+        assert refusal.value.status == 503
+    assert_serves(server, policy, update(server, policy))
+
+
+def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -> None:
+    """One client asks without pause while the weights go to and fro under it."""
+    both = policies("qwen3")[:2]
+    answers: dict[int, list[int]] = {}
+
+    def answer_of(checkpoint: Path) -> list[int]:
+        version = update(server, checkpoint)
+        (reply,) = server.generate(ASK)
+        answers[version] = list(reply["output_ids"])
+        return answers[version]
+
+    wanted = [answer_of(checkpoint) for checkpoint in both]
+    assert wanted[0] != wanted[1]
+    stop = Event()
+
+    def ask_all_the_time() -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = []
+        while not stop.is_set():
+            replies += server.generate(ASK)
+        return replies
+
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(ask_all_the_time)
+        try:
+            for n in range(8):
+                answers[update(server, both[n % 2])] = wanted[n % 2]
+        finally:
+            stop.set()
+        replies = asking.result(60)
+    complete = [r for r in replies if r["meta_info"]["finish_reason"]["type"] != "abort"]
+    assert complete
+    for reply in replies:
+        assert_one_version(reply, set(answers))
+        for version in reply["meta_info"].get("policy_version", [])[:1]:
+            tokens = list(reply["output_ids"])
+            assert tokens == answers[version][: len(tokens)]
+
+
+# ---- SGLang's own doors, and the key -----------------------------------------------------------
+
+
+def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
+    version = version_of(server)
+    body = json.dumps({"model_path": str(policies("qwen3")[1])}).encode()
+    status, reply = server.ask("/update_weights_from_disk", body)
+    assert status == 400
+    assert "trainer_bridge.update" in reply["message"]
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+@pytest.fixture(scope="module")
+def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``sglang serve`` with dummy weights, a key, and little patience for a silent trainer."""
+    with Server(
+        tmp_path_factory.mktemp("guarded") / "server.log",
+        SGLANG_SERVE,
+        policies("qwen3")[0],
+        *("--load-format", "dummy"),
+        *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "3"),
+        environment={"FP8RL_KEY": KEY},
+        key=KEY,
+    ) as server:
+        yield server
+
+
+def test_dummy_start(guarded: Server, policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, policy, *_ = policies("qwen3")
+    assert guarded.control({"op": "layout"})["bucket_bytes"] == 1 << 20
+    assert_quarantined(guarded, "started with dummy weights")
+
+    strange = Manifest(0, {"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
+    with pytest.raises(EngineError) as refusal:
+        guarded.control({"op": "begin", "manifest": strange.to_json()})
+    assert refusal.value.status == 400
+    assert_quarantined(guarded, "started with dummy weights")
+
+    monkeypatch.setenv("FP8RL_KEY", KEY)
+    for version, checkpoint in enumerate((start, policy)):
+        trainer_bridge.update(models.named_tensors(checkpoint), guarded.address, version=version)
+        assert_serves(guarded, checkpoint, version)
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}])
+@pytest.mark.parametrize("message", ["layout", "begin", "digest", "end"])
+def test_key(guarded: Server, header: dict[str, str], message: str) -> None:
+    status, reply = guarded.ask("/fp8rl", json.dumps({"op": message}).encode(), header)
+    assert status == 401
+    assert "the key is missing or wrong" in reply["error"]
+
+
+def test_silent_trainer(guarded: Server, policies: Policies) -> None:
+    policy = policies("qwen3")[2]
+    version = update(guarded, policy)
+    tensors = list(models.named_tensors(policies("qwen3")[3]))
+    with by_hand(guarded, tensors, version + 1) as transport:
+        put(transport, tensors[:12])
+        transport._send_part()
+        ended = guarded.control({"op": "end"})
+    assert "the trainer was silent for 3 s" in ended["failure"]
+    assert_quarantined(guarded, "silent")
+    assert_serves(guarded, policy, update(guarded, policy))

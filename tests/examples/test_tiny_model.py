@@ -1,0 +1,84 @@
+"""Logprobs of padded batches, FSDP's averaging undone, and the same weights from the same seed."""
+
+from pathlib import Path
+
+import arithmetic
+import pytest
+import tiny_model
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from transformers import Qwen3ForCausalLM
+
+PROMPTS = [[51, 43, 53, 61], [50, 61]]
+RESPONSES = [[56, 10], [52, 44, 53, 10]]
+FP32_NOISE = 1e-5  # 1e-6 was measured, between a padded batch and single sequences
+STEPS = 6
+
+
+def test_dimensions_suit_block_fp8() -> None:
+    model = tiny_model.build_model(seed=0)
+    for name, weight in model.named_parameters():
+        if "_proj" in name:
+            assert all(size % 128 == 0 for size in weight.shape), name
+
+
+def test_response_logprobs_are_those_of_single_sequences() -> None:
+    model = tiny_model.build_model(seed=0)
+    with torch.no_grad():
+        logprobs_BT = tiny_model.response_logprobs(model, PROMPTS, RESPONSES, temperature=0.5)
+        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+            for t, token in enumerate(response):
+                logits_V = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
+                expected = (logits_V / 0.5).log_softmax(-1)[token]
+                assert abs(logprobs_BT[row, t] - expected) < FP32_NOISE
+                # The control: another temperature is far away.
+                other = logits_V.log_softmax(-1)[token]
+                assert abs(logprobs_BT[row, t] - other) > 100 * FP32_NOISE
+    assert tiny_model.mask_of(RESPONSES).sum(1).tolist() == [2, 4]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pretraining_learns_and_repeats_by_seed(tmp_path: Path) -> None:
+    def train(seed: int) -> tuple[Qwen3ForCausalLM, list[float]]:
+        model = tiny_model.build_model(seed)
+        tiny_model.shard(model)
+        return model, [loss for _, loss in tiny_model.pretrain(model, seed, steps=STEPS)]
+
+    (model, losses), (_, again), (_, other) = train(0), train(0), train(1)
+    assert losses == again
+    assert losses != other
+    assert losses[-1] < losses[0] - 0.5  # 5.06 to 3.05 was measured
+
+    tiny_model.save_checkpoint(model, tmp_path)
+    saved = Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert saved.dtype == torch.bfloat16
+    assert saved.config.eos_token_id == arithmetic.END_TOKEN
+    for name, weight in saved.named_parameters():
+        master = model.get_parameter(name).full_tensor()
+        assert master.dtype == torch.float32
+        assert torch.equal(weight, master.to(torch.bfloat16)), name
+
+
+def _two_ranks(rank: int, store: str) -> None:
+    """The gradient of unevenly shared tokens is that of their common mean."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    fully_shard(layer)
+    x_BT = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[10.0, 99.0, 99.0]])][rank]
+    mask_BT = torch.tensor([[True, True, True], [True, False, False]])[[rank]]
+    loss = tiny_model.global_mean(layer(x_BT[..., None])[..., 0], mask_BT)
+    loss.backward()
+    gradient = layer.weight.grad
+    assert isinstance(gradient, DTensor)
+    # A mean of the ranks' means would be 6.
+    assert gradient.full_tensor().item() == (1 + 2 + 3 + 10) / 4
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_global_mean_weighs_tokens_the_same_on_uneven_ranks(tmp_path: Path) -> None:
+    spawn(_two_ranks, args=(f"file://{tmp_path}/store",), nprocs=2)

@@ -1,0 +1,337 @@
+"""A rank's socket: whatever a trainer sends ends the session with a sentence, never the server."""
+
+import gc
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update import serve as serve_module
+from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.serve import RankSocket
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import TOKEN, RankThread
+from tests.sgl_fp8rl.weight_update.test_wire import descriptors
+
+SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
+BUCKET = 1 << 17
+AT = {"w": 0, "n": 65536}
+"""Byte offsets in the bucket of the whole tensors."""
+
+
+class Trainer:
+    """One session of one rank, and a raw connection to it."""
+
+    def __init__(self, silence_s: float = 20.0) -> None:
+        storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=toy.BF16)}
+
+        def load(model: toy.Model, weights: toy.Weights) -> None:
+            for name, weight in weights:
+                model.data(name).copy_(weight)
+
+        self.model = toy.Model(storage, load)
+        self.tensors = toy.checkpoint(shapes=SHAPES)
+        weights = toy.engine(self.model, SHAPES)
+        self.session = weights.begin(describe(self.tensors.items(), 0))
+        self.rank = RankThread(self.session, silence_s=silence_s)
+        self.sock = self.connect()
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(20)
+        sock.connect(self.rank.path)
+        return sock
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        wire.send(self.sock, message, fds)
+        return wire.receive(self.sock)[0]
+
+    def greet(self) -> None:
+        assert self.ask({"token": TOKEN}) == {"ok": True}
+
+    def open_bucket(self) -> None:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, BUCKET)
+        for name, tensor in self.tensors.items():
+            os.pwrite(fd, tensor.view(torch.uint8).numpy().tobytes(), AT[name])
+        assert self.ask({"op": "bucket", "bytes": BUCKET}, (fd,)) == {"ok": True}
+        os.close(fd)
+
+    def part(self, name: str, rows: tuple[int, int] | None = None, **changes: Any) -> Any:
+        rows = rows or (0, SHAPES[name][0])
+        entry = {"name": name, "offset": AT[name], "rows": list(rows), **changes}
+        return self.ask({"op": "part", "tensors": [entry]})
+
+    def send_all(self) -> None:
+        for name in SHAPES:
+            assert self.part(name) == {"ok": True}
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    gc.collect()
+    before = descriptors()
+    trainer = Trainer()
+    trainer.greet()
+    yield trainer
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    if trainer.rank.peer is not None:
+        trainer.rank.peer.close()
+    assert outcome.committed or len(outcome.reason) > 15
+    assert not Path(trainer.rank.path).parent.exists()
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_a_good_session_is_ready_to_commit(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    assert trainer.ask({"op": "finish"}) == {"ok": True}
+    wire.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert outcome.committed
+    assert outcome.dirty
+    serve_module.reply(trainer.rank.peer, {"ok": True})
+    assert wire.receive(trainer.sock)[0] == {"ok": True}
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_the_socket_is_for_this_user_alone() -> None:
+    rank_socket = RankSocket(3)
+    assert stat.S_IMODE(rank_socket.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(rank_socket.path.parent.stat().st_mode) == 0o700
+    rank_socket.close()
+    assert not rank_socket.path.parent.exists()
+
+
+def turned_away(hello: bytes) -> None:
+    trainer = Trainer()
+    trainer.sock.sendall(hello)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    while trainer.sock.recv(4096):
+        pass  # until the rank hung up
+    trainer.sock.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    wire.send(trainer.sock, {"op": "abort", "reason": "the right one was served"})
+    assert trainer.rank.outcome().reason == "the right one was served"
+    trainer.rank.peer.close()
+    trainer.close()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        framed(b'{"token": "another"}'),
+        framed(b"{}"),
+        framed(b'{"token": null}'),
+        framed(b"no JSON"),
+        framed(b"[" * 100_000),
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+    ],
+)
+def test_a_stranger_is_turned_away_and_the_trainer_served(hello: bytes) -> None:
+    turned_away(hello)
+
+
+def test_a_stranger_hears_why() -> None:
+    trainer = Trainer()
+    assert trainer.ask({"token": "another"}) == {"error": "this socket serves another session"}
+    trainer.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    trainer.close()
+    trainer.rank.outcome()
+
+
+def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "CONNECT_TIMEOUT_S", 0.05)
+    trainer = Trainer.__new__(Trainer)
+    monkeypatch.setattr(Trainer, "connect", lambda self: socket.socket())
+    Trainer.__init__(trainer)
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, False)
+    assert outcome.reason == "no trainer connected"
+    trainer.close()
+
+
+Act = Callable[[Trainer], Any]
+
+
+def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
+    def act(trainer: Trainer) -> Any:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, size)
+        try:
+            return trainer.ask({"op": "bucket", "bytes": announced}, (fd,) * count)
+        finally:
+            os.close(fd)
+
+    return act
+
+
+def pipe_as_bucket(trainer: Trainer) -> Any:
+    ends = os.pipe()
+    try:
+        return trainer.ask({"op": "bucket", "bytes": 64}, ends[:1])
+    finally:
+        os.close(ends[0])
+        os.close(ends[1])
+
+
+def opened(act: Act) -> Act:
+    def both(trainer: Trainer) -> Any:
+        trainer.open_bucket()
+        return act(trainer)
+
+    return both
+
+
+def with_descriptor(message: dict[str, Any]) -> Act:
+    def act(trainer: Trainer) -> Any:
+        with Path("/proc/self/stat").open() as carried:
+            return trainer.ask(message, (carried.fileno(),))
+
+    return act
+
+
+REFUSED: dict[str, tuple[Act, str]] = {
+    "smaller than announced": (bucket_of(4096, 8192), "is 4096 bytes but was announced as 8192"),
+    "empty": (bucket_of(4096, 0), "announced as 0"),
+    "negative": (bucket_of(4096, -4096), "announced as -4096"),
+    "no number": (bucket_of(4096, "many"), "many"),
+    "no size": (bucket_of(4096, None), "TypeError"),
+    "two descriptors": (bucket_of(4096, 4096, 2), "one bucket, with one descriptor"),
+    "no descriptor": (lambda t: t.ask({"op": "bucket", "bytes": 64}), "with one descriptor"),
+    "a pipe": (pipe_as_bucket, "is 0 bytes"),
+    "a second bucket": (opened(bucket_of(BUCKET, BUCKET)), "one bucket"),
+    "a part first": (lambda t: t.part("w"), "open the bucket first"),
+    "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
+    "no step": (with_descriptor({}), "no step None"),
+    "a list as a step": (lambda t: t.ask({"op": ["part"]}), "no step"),
+    "no tensors": (with_descriptor({"op": "part"}), "KeyError: 'tensors'"),
+    "tensors are null": (lambda t: t.ask({"op": "part", "tensors": None}), "TypeError"),
+    "a tensor is a string": (lambda t: t.ask({"op": "part", "tensors": "w"}), "TypeError"),
+    "a tensor is empty": (lambda t: t.ask({"op": "part", "tensors": [{}]}), "KeyError: 'name'"),
+    "an unknown name": (opened(lambda t: t.part("w", name="x")), "x is not in the manifest"),
+    "a name is a list": (opened(lambda t: t.part("w", name=["w"])), "TypeError"),
+    "three rows": (opened(lambda t: t.ask(entry(rows=[0, 1, 2]))), "too many values"),
+    "rows are text": (opened(lambda t: t.ask(entry(rows="ab"))), "invalid literal"),
+    "rows backwards": (opened(lambda t: t.ask(entry(rows=[256, 0]))), "outside of the bucket"),
+    "rows without end": (opened(lambda t: t.ask(entry(rows=[0, 2**62 + 1]))), ""),
+    "rows beyond 64 bits": (opened(lambda t: t.ask(entry(rows=[0, 2**70]))), ""),
+    "infinite offset": (opened(lambda t: t.ask(entry(offset=float("inf")))), "OverflowError"),
+    "outside": (opened(lambda t: t.part("w", offset=BUCKET - 64)), "outside of the bucket"),
+    "below": (opened(lambda t: t.part("w", offset=-2)), "outside of the bucket"),
+    "misaligned": (opened(lambda t: t.part("w", offset=1)), "outside of the bucket"),
+    "too many rows": (opened(lambda t: t.part("n", rows=(0, 65))), "the manifest announced"),
+    "split inside of a block": (opened(lambda t: t.part("w", (0, 64))), "multiples of 128"),
+    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 tensors are missing"),
+}
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"op": "part", "tensors": [{"name": "w", "offset": 0, "rows": [0, 256], **changes}]}
+
+
+@pytest.mark.parametrize(("act", "fault"), REFUSED.values(), ids=REFUSED)
+def test_a_malformed_step_ends_the_session(trainer: Trainer, act: Act, fault: str) -> None:
+    answer = act(trainer)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert not outcome.dirty
+    assert answer == {"error": outcome.reason}
+    assert fault in outcome.reason
+    assert trainer.sock.recv(1) == b""  # the rank hung up
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", framed(b"no JSON"), framed(b"[1]"), framed(b"\xff"), b"\0\0"]
+)
+def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> None:
+    trainer.sock.sendall(data)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert "the trainer is gone: " in outcome.reason
+
+
+def test_a_part_twice(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.part("w")
+    assert "came twice" in trainer.part("w")["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_nan_in_a_part(trainer: Trainer) -> None:
+    trainer.tensors["w"][200, 100] = float("nan")
+    trainer.open_bucket()
+    assert "w: FP8 quantization met NaN or Inf" in trainer.part("w")["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_commit_before_finish(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    wire.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert outcome.reason == "commit came before finish"
+    assert trainer.rank.peer is not None  # it waits for the reply of all ranks
+
+
+def test_abort_keeps_its_reason(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.part("n")
+    wire.send(trainer.sock, {"op": "abort", "reason": "out of memory in the trainer"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert outcome.reason == "out of memory in the trainer"
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_a_trainer_that_dies(trainer: Trainer, parts: int) -> None:
+    trainer.open_bucket()
+    for name in list(SHAPES)[:parts]:
+        trainer.part(name)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, parts > 0)
+    assert outcome.reason.startswith("the trainer is gone")
+
+
+def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    many = {"op": "part", "tensors": [], "padding": "x" * 10_000}
+    for _ in range(20):
+        wire.send(trainer.sock, many)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert outcome.reason.startswith("the trainer is gone")
+
+
+def test_a_trainer_that_falls_silent() -> None:
+    trainer = Trainer(silence_s=0.2)
+    trainer.greet()
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.reason) == (False, "the trainer was silent for 0 s")
+    assert trainer.sock.recv(1) == b""
+    trainer.close()
