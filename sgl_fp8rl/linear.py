@@ -31,6 +31,8 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
             layer.fp8rl_reason = reason
             layer.quant_method = compat.UnquantizedLinearMethod()
             method = layer.quant_method
+            # SGLang chose the loader by the name of this class; BF16 parameters need the other
+            kwargs["weight_loader"] = layer.weight_loader
         method.create_weights(
             layer, input_size_per_partition, output_partition_sizes, *args, **kwargs
         )

@@ -144,7 +144,8 @@ class HTTPEngine:
 def _sentence(error: urllib.error.HTTPError) -> str:
     body = error.read().decode(errors="replace")
     try:
-        found = json.loads(body)["error"]
+        reply = json.loads(body)
+        found = reply.get("error", reply)  # ours is {"error": sentence}, SGLang's has a "message"
         return str(found["message"] if isinstance(found, dict) else found)
-    except (ValueError, LookupError, TypeError):  # a stock server, or a proxy in between
+    except (ValueError, LookupError, TypeError, AttributeError):  # a proxy in between
         return f"{error.url} answered {error.code}: {body[:200]}"

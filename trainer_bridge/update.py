@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.weight_update.apply import aligned_rows
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.weight_update.manifest import Manifest, describe
+from sgl_fp8rl.weight_update.probe import FAULTS
 from trainer_bridge.engine_client import EngineClient, EngineError, connect
 from trainer_bridge.fsdp import NamedTensors, is_sharded, pairs_of, sources
 from trainer_bridge.transport.memory import MemoryTransport
@@ -172,7 +173,7 @@ class _Lead:
             return None
         try:
             return action(*args)
-        except (EngineError, ManifestError) as error:
+        except FAULTS as error:
             self._error = error
             return None
 

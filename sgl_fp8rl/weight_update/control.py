@@ -100,8 +100,9 @@ class Control:
     async def _drain_and_begin(self, token: str) -> dict[str, Any]:
         deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
         while True:
-            # SGLang's own pause sleeps for a second between its looks; this one does not
-            self._manager.abort_request(abort_all=True)
+            # SGLang's own pause sleeps for a second between its looks, and its own abort_request
+            # (0.5.17) also fails the requests that wait at the tokenizer for the new version.
+            self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
             begun = await self._ask({"op": "begin", "token": token})
             if not begun.get("busy"):
                 return begun

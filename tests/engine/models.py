@@ -83,7 +83,11 @@ FAMILIES = {
         },
         {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads the old name, too
     ),
-    "mixtral": Family("mixtral", {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # SGLang's class knows no head_dim, as above; two heads keep it narrow, and so less noisy.
+    "mixtral": Family(
+        "mixtral",
+        {"num_attention_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "deepseek_v2": Family(
         "deepseek_v2",
         {

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,24 +24,32 @@ import torch
 
 import trainer_bridge
 from sgl_fp8rl.weight_update import wire
-from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec, describe
-from tests.engine import expected, models
+from sgl_fp8rl.weight_update.manifest import describe
+from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, SGLANG_SERVE, STREAMS, Server
-from trainer_bridge.engine_client import EngineClient, EngineError
+from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, STREAMS, Server
+from tests.engine.serving import (
+    ASK,
+    GREEDY,
+    PROMPT,
+    Tensors,
+    assert_quarantined,
+    assert_serves,
+    by_hand,
+    flush,
+    put,
+    send_all,
+    update,
+    version_of,
+)
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.memory import MemoryTransport
 
 pytestmark = pytest.mark.engine
 
-PROMPT = list(range(1, 17))
-GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-ASK = {"input_ids": PROMPT, "sampling_params": GREEDY}
 STILL_WAITING_S = 2.0
 """A request that waits is looked at for so long; one that is served takes a tenth of it."""
 UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
-KEY = "a-shared-secret"
-
-Tensors = list[tuple[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -69,73 +78,6 @@ def policy(policies: Policies) -> Path:
 @pytest.fixture
 def tensors(policy: Path) -> Tensors:
     return list(models.named_tensors(policy))
-
-
-def version_of(server: EngineClient) -> int:
-    return int(server.control({"op": "layout"})["version"])
-
-
-def update(server: Server, checkpoint: Path, stream: str = "bf16") -> int:
-    """Bring the server to a policy as its next version."""
-    version = version_of(server) + 1
-    result = trainer_bridge.update(STREAMS[stream](checkpoint), server, version=version)
-    assert result.version == version
-    return version
-
-
-def assert_serves(server: Server, checkpoint: Path, version: int) -> None:
-    """It holds this checkpoint's bytes and samples with them as this version."""
-    layout = server.control({"op": "layout"})
-    assert (layout["state"], layout["version"]) == ("serving", version)
-    assert_holds(server, checkpoint)
-    (reply,) = server.generate(ASK)
-    assert reply["meta_info"]["policy_version"] == [version] * len(reply["output_ids"])
-    assert len(reply["output_ids"]) == GREEDY["max_new_tokens"]
-
-
-def assert_holds(server: Server, checkpoint: Path) -> None:
-    (wanted,) = expected.digests(checkpoint, 1)
-    (held,) = server.control({"op": "digest"})["ranks"]
-    assert {name: held[name]["sha256"] for name in wanted} == wanted
-
-
-def assert_quarantined(server: Server, reason: str) -> None:
-    layout = server.control({"op": "layout"})
-    assert layout["state"] == "quarantined"
-    assert reason in layout["reason"]
-    with pytest.raises(EngineError, match="quarantined") as refusal:
-        server.generate(ASK)
-    assert refusal.value.status == 503
-    assert reason in str(refusal.value)
-    assert server.status_of("/health") == 200
-
-
-@contextmanager
-def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[MemoryTransport]:
-    """An update whose parts the test sends; at the end it is over, one way or another."""
-    manifest = describe(tensors, version).to_json()
-    begun = server.control({"op": "begin", "manifest": manifest})
-    transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
-    try:
-        yield transport
-    finally:
-        transport.close()
-        server.control({"op": "end"})
-
-
-def put(transport: MemoryTransport, tensors: Tensors) -> None:
-    """Send matrices by 128 rows, and all else whole."""
-    for name, tensor in tensors:
-        rows = tensor.shape[0]
-        step = 128 if tensor.dim() == 2 and rows > 128 else rows
-        for start in range(0, rows, step):
-            transport.put(name, tensor[start : start + step], (start, min(start + step, rows)))
-
-
-def send_all(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors)
-    transport.finish()
-    transport.commit()
 
 
 # ---- updates and rollouts --------------------------------------------------------------------
@@ -318,42 +260,40 @@ def rows_across_a_block(transport: MemoryTransport, tensors: Tensors) -> None:
 
 def outside_of_the_bucket(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors[:3])
-    transport._send_part()
+    flush(transport)
     entry = {"name": NORM, "offset": BUCKET_BYTES - 64, "rows": [0, 256]}
     transport._ask({"op": "part", "tensors": [entry]})
 
 
 def malformed_step(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors[:3])
-    transport._send_part()
+    flush(transport)
     transport._ask({"op": "part", "tensors": [{"offset": None}]})
 
 
 def unknown_step(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors[:3])
-    transport._send_part()
+    flush(transport)
     transport._ask({"op": "reboot"})
 
 
 def commit_before_finish(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors)
-    transport._send_part()
+    flush(transport)
     transport.commit()
 
 
 def not_json(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors[:3])
-    transport._send_part()
+    flush(transport)
     transport._ranks[0].sendall(b"\x00\x00\x00\x04oops")
-    transport._wait_part()
     transport._wait()
 
 
 def give_up(transport: MemoryTransport, tensors: Tensors) -> None:
     put(transport, tensors[:3])
-    transport._send_part()
+    flush(transport)
     transport.abort("the trainer thought better of it")
-    transport._wait_part()
     transport._wait()
 
 
@@ -361,8 +301,8 @@ BAD_PARTS: dict[str, tuple[Callable[[MemoryTransport, Tensors], None], str]] = {
     "nan": (some_value(UP, float("nan")), "NaN or Inf"),
     "inf in a norm": (some_value(NORM, float("inf")), f"{NORM} holds NaN or Inf"),
     "twice": (twice, "came twice"),
-    "one missing": (one_missing, "tensors are missing or incomplete"),
-    "some rows missing": (some_rows_missing, "tensors are missing or incomplete"),
+    "one missing": (one_missing, "send every tensor of the manifest"),
+    "some rows missing": (some_rows_missing, "send every tensor of the manifest"),
     "never announced": (never_announced, "model.stranger.weight is not in the manifest"),
     "rows out of range": (rows_out_of_range, "the manifest announced"),
     "rows across a block": (rows_across_a_block, "split matrices at multiples of 128"),
@@ -446,7 +386,7 @@ def _trainer_that_stops(
     if sent is not None:
         transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
         put(transport, tensors[:sent])
-        transport._send_part()
+        flush(transport)
     connection.send("stopped")
     connection.recv()
     del transport  # held, with its connections, until the process is killed
@@ -497,6 +437,17 @@ def test_trainer_is_killed_before_it_wrote(server: Server, policies: Policies) -
     assert_serves(server, policies("qwen3")[0], version)  # nothing was written
 
 
+def test_trainer_leaves_before_it_hears_of_the_commit(
+    server: Server, policy: Path, tensors: Tensors
+) -> None:
+    version = version_of(server) + 1
+    with by_hand(server, tensors, version) as transport:
+        put(transport, tensors)
+        transport.finish()
+        transport._send({"op": "commit"})
+    assert_serves(server, policy, version)
+
+
 @pytest.mark.full
 def test_trainer_is_killed_before_it_connected(server: Server, policies: Policies) -> None:
     version = version_of(server)
@@ -529,14 +480,14 @@ def test_two_trainers_at_once(
 def generate_later(pool: ThreadPoolExecutor, server: Server) -> Future[Any]:
     """A request that must wait for the update that is under way."""
     waiting = pool.submit(server.generate, ASK)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(FutureTimeoutError):
         waiting.result(STILL_WAITING_S)
     return waiting
 
 
 def test_update_during_generation(server: Server, policy: Path, tensors: Tensors) -> None:
     old = version_of(server)
-    long = {**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
+    long = {**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 900}}
     batch = {**long, "input_ids": [PROMPT] * 3, "sampling_params": {**GREEDY, "max_new_tokens": 90}}
     with ThreadPoolExecutor() as pool:
         stream = server.stream(long)
@@ -545,7 +496,7 @@ def test_update_during_generation(server: Server, policy: Path, tensors: Tensors
         with by_hand(server, tensors, old + 1) as transport:
             *_, last = stream
             assert last["meta_info"]["finish_reason"]["type"] == "abort"
-            assert 0 < len(last["output_ids"]) < 1500
+            assert 0 < len(last["output_ids"]) < 900
             assert last["meta_info"]["policy_version"] == [old] * len(last["output_ids"])
 
             waiting = generate_later(pool, server)
@@ -572,12 +523,25 @@ def test_request_that_waits_for_a_failing_update(
     with ThreadPoolExecutor() as pool:
         with by_hand(server, tensors, version_of(server) + 1) as transport:
             put(transport, tensors[:12])
-            transport._send_part()
+            flush(transport)
             waiting = generate_later(pool, server)
         with pytest.raises(EngineError, match="quarantined") as refusal:
             waiting.result(60)
         assert refusal.value.status == 503
     assert_serves(server, policy, update(server, policy))
+
+
+def test_paused_server_stays_paused(server: Server, policy: Path) -> None:
+    assert server.status_of("/pause_generation", b'{"mode": "abort"}') == 200
+    with ThreadPoolExecutor() as pool:
+        waiting = generate_later(pool, server)
+        version = update(server, policy)
+        with pytest.raises(FutureTimeoutError):
+            waiting.result(STILL_WAITING_S)
+        assert server.status_of("/continue_generation", b"{}") == 200
+        (reply,) = waiting.result(60)
+    assert_one_version(reply, {version})
+    assert_serves(server, policy, version)
 
 
 def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -> None:
@@ -618,7 +582,7 @@ def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -
             assert tokens == answers[version][: len(tokens)]
 
 
-# ---- SGLang's own doors, and the key -----------------------------------------------------------
+# ---- SGLang's own doors -------------------------------------------------------------------------
 
 
 def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
@@ -628,56 +592,3 @@ def test_stock_update_is_refused(server: Server, policies: Policies) -> None:
     assert status == 400
     assert "trainer_bridge.update" in reply["message"]
     assert_serves(server, policies("qwen3")[0], version)
-
-
-@pytest.fixture(scope="module")
-def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``sglang serve`` with dummy weights, a key, and little patience for a silent trainer."""
-    with Server(
-        tmp_path_factory.mktemp("guarded") / "server.log",
-        SGLANG_SERVE,
-        policies("qwen3")[0],
-        *("--load-format", "dummy"),
-        *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "3"),
-        environment={"FP8RL_KEY": KEY},
-        key=KEY,
-    ) as server:
-        yield server
-
-
-def test_dummy_start(guarded: Server, policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, policy, *_ = policies("qwen3")
-    assert guarded.control({"op": "layout"})["bucket_bytes"] == 1 << 20
-    assert_quarantined(guarded, "started with dummy weights")
-
-    strange = Manifest(0, {"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
-    with pytest.raises(EngineError) as refusal:
-        guarded.control({"op": "begin", "manifest": strange.to_json()})
-    assert refusal.value.status == 400
-    assert_quarantined(guarded, "started with dummy weights")
-
-    monkeypatch.setenv("FP8RL_KEY", KEY)
-    for version, checkpoint in enumerate((start, policy)):
-        trainer_bridge.update(models.named_tensors(checkpoint), guarded.address, version=version)
-        assert_serves(guarded, checkpoint, version)
-
-
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}])
-@pytest.mark.parametrize("message", ["layout", "begin", "digest", "end"])
-def test_key(guarded: Server, header: dict[str, str], message: str) -> None:
-    status, reply = guarded.ask("/fp8rl", json.dumps({"op": message}).encode(), header)
-    assert status == 401
-    assert "the key is missing or wrong" in reply["error"]
-
-
-def test_silent_trainer(guarded: Server, policies: Policies) -> None:
-    policy = policies("qwen3")[2]
-    version = update(guarded, policy)
-    tensors = list(models.named_tensors(policies("qwen3")[3]))
-    with by_hand(guarded, tensors, version + 1) as transport:
-        put(transport, tensors[:12])
-        transport._send_part()
-        ended = guarded.control({"op": "end"})
-    assert "the trainer was silent for 3 s" in ended["failure"]
-    assert_quarantined(guarded, "silent")
-    assert_serves(guarded, policy, update(guarded, policy))

@@ -23,14 +23,15 @@ CASES = [(family, tp_size) for family in ("qwen3", "qwen3_moe") for tp_size in (
 IDS = [f"{family}-tp{tp_size}" for family, tp_size in CASES]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.
-REQUEST: dict[str, Any] = {
+ROLLOUT: dict[str, Any] = {
     "input_ids": torch.randint(
         models.VOCAB, (24,), generator=torch.Generator().manual_seed(2)
     ).tolist(),
     "sampling_params": {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True},
     "return_logprob": True,
-    "logprob_start_len": 0,
 }
+# SGLang takes no prefix from its cache where the prompt's logprobs are asked for.
+SCORE = {**ROLLOUT, "logprob_start_len": 0}
 Digest = list[dict[str, dict[str, Any]]]
 
 
@@ -40,15 +41,23 @@ class Snapshot:
 
     digest: Digest
     logprobs: list[float]
-    """Of the prompt but its first token, and of the output."""
+    """Of the prompt but its first token, and of the output of two requests."""
     versions: list[int]
+    cached_tokens: int
+    """Of the prompt, found in the prefix cache by the first request."""
 
     @classmethod
     def of(cls, engine: EngineProcess) -> "Snapshot":
         digest = engine.control({"op": "digest"})["ranks"]
-        meta = engine.generate(REQUEST)[0]["meta_info"]
-        scored = [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]
-        return cls(digest, [entry[0] for entry in scored], meta["policy_version"])
+        rollout = engine.generate(ROLLOUT)[0]["meta_info"]
+        score = engine.generate(SCORE)[0]["meta_info"]
+        scored = [
+            *rollout["output_token_logprobs"],
+            *score["input_token_logprobs"][1:],
+            *score["output_token_logprobs"],
+        ]
+        logprobs = [entry[0] for entry in scored]
+        return cls(digest, logprobs, rollout["policy_version"], rollout["cached_tokens"])
 
 
 @dataclass(frozen=True)
@@ -114,10 +123,15 @@ def test_nothing_moved(run: Run) -> None:
 
 
 def test_tokens_carry_their_version(run: Run) -> None:
-    tokens = REQUEST["sampling_params"]["max_new_tokens"]
+    tokens = ROLLOUT["sampling_params"]["max_new_tokens"]
     for version, snapshot in enumerate(run.snapshots):
         # -1 is the checkpoint that the engine started with.
         assert snapshot.versions == [version or -1] * tokens
+
+
+def test_no_prefix_of_the_policy_before_is_used(run: Run) -> None:
+    """Each version is asked the same prompt."""
+    assert [snapshot.cached_tokens for snapshot in run.snapshots] == [0] * (UPDATES + 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +149,7 @@ def test_dummy_start(policies: Policies, tmp_path: Path) -> None:
     start, *later = policies("qwen3_moe")
     with EngineProcess(tmp_path / "engine.log", start, 2, load_format="dummy") as engine:
         with pytest.raises(EngineError, match="started with dummy weights") as refusal:
-            engine.generate(REQUEST)
+            engine.generate(ROLLOUT)
         assert refusal.value.status == 503
         assert engine.control({"op": "layout"})["state"] == "quarantined"
 

@@ -34,7 +34,7 @@ def test_a_good_manifest_is_read() -> None:
 
 @pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])
 def test_another_protocol_is_refused(protocol: Any) -> None:
-    with pytest.raises(ManifestError, match="speaks protocol .* install the same sgl-fp8rl"):
+    with pytest.raises(ManifestError, match=r"speaks protocol .* install the same sgl-fp8rl"):
         Manifest.from_json({**GOOD, "protocol": protocol})
 
 
@@ -46,9 +46,9 @@ def test_what_is_no_object_is_refused(data: Any) -> None:
 
 @pytest.mark.parametrize("version", [-1, True, 1.0, "1", None, [1]])
 def test_a_version_is_a_whole_number_from_0(version: Any) -> None:
-    with pytest.raises(ManifestError, match="version is .* whole number from 0 up"):
+    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
         Manifest.from_json({**GOOD, "version": version})
-    with pytest.raises(ManifestError, match="version is .* whole number from 0 up"):
+    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
         describe([], version)
 
 

@@ -119,8 +119,8 @@ def table(
     return RouteTable(dict.fromkeys(routes, (256, 128)), routes, parameters, **rest)
 
 
-def route(dst: Region, src: Region = whole(256, 128), source: str = "a") -> Route:
-    return Route(source, src, "w", dst)
+def route(dst: Region, src: Region | None = None, source: str = "a") -> Route:
+    return Route(source, src or whole(256, 128), "w", dst)
 
 
 def bf16(*shape: int) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ def test_match_accepts_what_fits() -> None:
     [
         (Manifest(0, {"b": A_WEIGHT}), r"\(unknown: b; missing: a\)"),
         (Manifest(0, {"a": A_WEIGHT, "b": A_WEIGHT}), r"\(unknown: b\)"),
-        (Manifest(0, {n: A_WEIGHT for n in "abcdef"}), r"unknown: b, c, d and 2 more"),
+        (Manifest(0, dict.fromkeys("abcdef", A_WEIGHT)), r"unknown: b, c, d and 2 more"),
         (Manifest(0, {}), r"\(missing: a\)"),
         (Manifest(0, {"a": TensorSpec(BF16, (128, 256))}), r"a has shape \(128, 256\)"),
         (fp8_manifest(), "a is FP8, but the engine keeps this tensor in BF16"),

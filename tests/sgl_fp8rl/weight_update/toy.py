@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from sgl_fp8rl.weight_update.manifest import Manifest
+from sgl_fp8rl.weight_update.manifest import Manifest, describe
 from sgl_fp8rl.weight_update.probe import record
-from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights
+from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights, Session
 from tests import oracle
 
 FP8 = torch.float8_e4m3fn
@@ -151,10 +151,12 @@ def expected(
     parts["mlp.router.weight"] = tensors["mlp.router.weight"].float().numpy()
 
     def rows(name: str) -> NDArray[np.generic]:
-        return np.split(parts[name], tp, 0)[rank]
+        part: NDArray[np.generic] = np.split(parts[name], tp, 0)[rank]
+        return part
 
     def columns(name: str) -> NDArray[np.generic]:
-        return np.split(parts[name], tp, 1)[rank]
+        part: NDArray[np.generic] = np.split(parts[name], tp, 1)[rank]
+        return part
 
     whole: dict[str, NDArray[np.generic]] = {
         "embed.weight": np.pad(parts["embed.weight"], ((0, PADDED - VOCAB), (0, 0))),
@@ -197,3 +199,32 @@ def engine(model: nn.Module, shapes: Shapes) -> EngineWeights:
     weights.begin(Manifest(CHECKPOINT_VERSION, {}))
     weights.commit()
     return weights
+
+
+def begin(weights: EngineWeights, tensors: Tensors, version: int = 0) -> Session:
+    manifest = describe(tensors.items(), version)
+    weights.check(manifest)
+    return weights.begin(manifest)
+
+
+def update(weights: EngineWeights, tensors: Tensors, version: int = 0) -> None:
+    session = begin(weights, tensors, version)
+    for name, tensor in tensors.items():
+        session.write(name, tensor)
+    session.finish()
+    weights.commit()
+
+
+BIG: Shapes = {"w": (600, 200), "norm": (300,)}
+"""A matrix whose last blocks are ragged, and a vector."""
+
+
+def ragged(rows: int = 600, cols: int = 200) -> EngineWeights:
+    """[600, 200] in FP8, whose last blocks are ragged, and a vector."""
+    storage = {**fp8_storage("w", rows, cols), "norm": torch.zeros(300, dtype=BF16)}
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            model.data(name).copy_(weight)
+
+    return engine(Model(storage, load), BIG)

@@ -1,0 +1,79 @@
+"""``sglang serve`` with dummy weights and a key: nothing is served until the first update."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import trainer_bridge
+from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec
+from tests.engine import models
+from tests.engine.conftest import Policies
+from tests.engine.harness import SGLANG_SERVE, Server
+from tests.engine.serving import (
+    assert_quarantined,
+    assert_serves,
+    by_hand,
+    flush,
+    put,
+    update,
+)
+from trainer_bridge.engine_client import EngineError
+
+pytestmark = pytest.mark.engine
+
+KEY = "a-shared-secret"
+
+
+@pytest.fixture(scope="module")
+def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """``sglang serve`` with dummy weights, a key, and little patience for a silent trainer."""
+    with Server(
+        tmp_path_factory.mktemp("guarded") / "server.log",
+        SGLANG_SERVE,
+        policies("qwen3")[0],
+        *("--load-format", "dummy"),
+        *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "3"),
+        environment={"FP8RL_KEY": KEY},
+        key=KEY,
+    ) as server:
+        yield server
+
+
+def test_dummy_start(guarded: Server, policies: Policies, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, policy, *_ = policies("qwen3")
+    assert guarded.control({"op": "layout"})["bucket_bytes"] == 1 << 20
+    assert_quarantined(guarded, "started with dummy weights")
+
+    strange = Manifest(0, {"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
+    with pytest.raises(EngineError) as refusal:
+        guarded.control({"op": "begin", "manifest": strange.to_json()})
+    assert refusal.value.status == 400
+    assert_quarantined(guarded, "started with dummy weights")
+
+    monkeypatch.setenv("FP8RL_KEY", KEY)
+    for version, checkpoint in enumerate((start, policy)):
+        trainer_bridge.update(models.named_tensors(checkpoint), guarded.address, version=version)
+        assert_serves(guarded, checkpoint, version)
+
+
+@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}])
+@pytest.mark.parametrize("message", ["layout", "begin", "digest", "end"])
+def test_key(guarded: Server, header: dict[str, str], message: str) -> None:
+    status, reply = guarded.ask("/fp8rl", json.dumps({"op": message}).encode(), header)
+    assert status == 401
+    assert "the key is missing or wrong" in reply["error"]
+
+
+def test_silent_trainer(guarded: Server, policies: Policies) -> None:
+    policy = policies("qwen3")[2]
+    version = update(guarded, policy)
+    tensors = list(models.named_tensors(policies("qwen3")[3]))
+    with by_hand(guarded, tensors, version + 1) as transport:
+        put(transport, tensors[:12])
+        flush(transport)
+        ended = guarded.control({"op": "end"})
+    assert "the trainer was silent for 3 s" in ended["failure"]
+    assert_quarantined(guarded, "silent")
+    assert_serves(guarded, policy, update(guarded, policy))

@@ -1,0 +1,254 @@
+"""Engine clients: what ``connect`` accepts, what is sent, and every failure as one sentence."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from trainer_bridge.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
+
+
+class Server:
+    """Answers every POST as told, and keeps what came."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
+        self.answer: Callable[[Any], tuple[int, bytes]] = lambda body: (200, b"{}")
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.requests.append((self.path, dict(self.headers), body))
+                status, reply = server.answer(body)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.http.server_port}"
+
+    def answers(self, status: int, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.answer = lambda _: (status, data)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.delenv("FP8RL_KEY", raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+    thread.join(10)
+
+
+@pytest.mark.parametrize("engine", [None, 3, object(), [], {"control": 1}])
+def test_connect_refuses_what_is_no_engine(engine: Any) -> None:
+    with pytest.raises(EngineError, match=f"{type(engine).__name__} is no engine"):
+        connect(engine)
+
+
+def test_connect_refuses_an_engine_without_the_plugin() -> None:
+    class Stock:
+        def generate(self) -> None: ...
+
+    with pytest.raises(EngineError, match=r"Stock is no engine .* quantization='fp8rl'"):
+        connect(Stock())
+
+
+@pytest.mark.parametrize("address", ["localhost:30000", "", "ftp://host", "/tmp/socket"])
+def test_connect_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(EngineError, match="write it as http://host:port"):
+        connect(address)
+
+
+def test_a_client_is_its_own_client() -> None:
+    client = InProcessEngine(object())
+    assert connect(client) is client
+
+
+def test_control_posts_json(server: Server) -> None:
+    server.answers(200, {"version": 4})
+    client = connect(server.address + "/")
+    assert client.control({"op": "layout"}) == {"version": 4}
+    ((path, headers, body),) = server.requests
+    assert (path, body) == ("/fp8rl", {"op": "layout"})
+    assert headers["Content-Type"] == "application/json"
+    assert "Authorization" not in headers
+    client.close()
+
+
+def test_the_key_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(server.address, key="secret").control({})
+    monkeypatch.setenv("FP8RL_KEY", "from the environment")
+    connect(server.address).control({})
+    connect(server.address, key="secret").control({})
+    keys = [headers["Authorization"] for _, headers, _ in server.requests]
+    assert keys == ["Bearer secret", "Bearer from the environment", "Bearer secret"]
+
+
+def test_generate_always_returns_a_list(server: Server) -> None:
+    server.answers(200, {"output_ids": [1]})
+    assert connect(server.address).generate({"input_ids": [1]}) == [{"output_ids": [1]}]
+    server.answers(200, [{"output_ids": [1]}, {"output_ids": [2]}])
+    assert len(connect(server.address).generate({"input_ids": [[1], [2]]})) == 2
+    assert {path for path, _, _ in server.requests} == {"/generate"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "sentence"),
+    [
+        (409, {"error": "an update is under way"}, "an update is under way"),
+        (400, {"error": {"message": "too long", "type": "x"}}, "too long"),
+        (404, {"detail": "Not Found"}, '/fp8rl answered 404: {"detail": "Not Found"}'),
+        (502, b"<html>Bad gateway</html>", "/fp8rl answered 502: <html>Bad gateway</html>"),
+        (500, b"", "/fp8rl answered 500: "),
+        (500, [1], "/fp8rl answered 500: [1]"),
+        (500, "text", '/fp8rl answered 500: "text"'),
+        (500, b"\xff\xfe", "/fp8rl answered 500: "),
+    ],
+)
+def test_http_errors_become_sentences(
+    server: Server, status: int, body: Any, sentence: str
+) -> None:
+    server.answers(status, body)
+    with pytest.raises(EngineError) as caught:
+        connect(server.address).control({"op": "layout"})
+    assert caught.value.status == status
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"", b"\xff"])
+def test_a_page_instead_of_a_reply(server: Server, body: bytes) -> None:
+    server.answers(200, body)
+    with pytest.raises(EngineError, match="cannot be reached") as caught:
+        connect(server.address).control({"op": "layout"})
+    assert caught.value.status is None
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(EngineError, match=f"{address} cannot be reached .* is it up"):
+            connect(address).control({"op": "layout"})
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}"]
+)
+def test_a_server_that_breaks_off(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def once() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=once, daemon=True)
+        thread.start()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            HTTPEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", None).control({})
+        thread.join(10)
+
+
+class HTTPException(Exception):  # noqa: N818  (FastAPI's name)
+    def __init__(self, status_code: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status_code, self.detail = status_code, detail
+
+
+class RefusedError(RuntimeError):
+    """As the engine's ControlError."""
+
+    status = 409
+
+
+class Engine:
+    """An ``sgl.Engine`` that answers, or raises what it is told to."""
+
+    tokenizer_manager: Any
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.fault = fault
+        self.calls: list[dict[str, Any]] = []
+        self.replies: Any = {"output_ids": [1]}
+
+        class Tokenizer:
+            def encode(self, prompt: str) -> list[int]:
+                return [ord(c) for c in prompt]
+
+        class Manager:
+            tokenizer: Any = Tokenizer()
+
+        self.tokenizer_manager = Manager()
+
+    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self.fault is not None:
+            raise self.fault
+        return {"echo": message}
+
+    def generate(self, **arguments: Any) -> Any:
+        self.calls.append(arguments)
+        if self.fault is not None:
+            raise self.fault
+        return self.replies
+
+
+def test_an_engine_of_this_process() -> None:
+    client = connect(Engine())
+    assert isinstance(client, InProcessEngine)
+    assert client.control({"op": "layout"}) == {"echo": {"op": "layout"}}
+    assert client.generate({"input_ids": [1]}) == [{"output_ids": [1]}]
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [(RefusedError("wait"), 409), (RuntimeError("wait"), None), (ValueError("wait"), None)],
+)
+def test_a_refused_message(fault: Exception, status: int | None) -> None:
+    with pytest.raises(EngineError, match=r"^wait$") as caught:
+        connect(Engine(fault)).control({"op": "begin"})
+    assert caught.value.status == status
+
+
+def test_a_refused_generation_keeps_its_status() -> None:
+    fault = HTTPException(503, "engine weights are quarantined: it broke off")
+    with pytest.raises(EngineError, match="quarantined: it broke off") as caught:
+        connect(Engine(fault)).generate({"input_ids": [1]})
+    assert caught.value.status == 503
+
+
+def test_another_fault_of_generation_is_not_disguised() -> None:
+    with pytest.raises(KeyError):
+        connect(Engine(KeyError("x"))).generate({"input_ids": [1]})
+
+
+def test_prompts_are_tokenized_where_their_ids_are_wanted() -> None:
+    engine = Engine()
+    engine.replies = [{"output_ids": [1]}, {"output_ids": [2]}]
+    payload = {"text": ["a", "bc"], "return_prompt_token_ids": True, "stream": False}
+    replies = connect(engine).generate(payload)
+    assert [reply["prompt_token_ids"] for reply in replies] == [[97], [98, 99]]
+    assert engine.calls == [{"input_ids": [[97], [98, 99]], "stream": False}]
+    assert payload["text"] == ["a", "bc"]  # the caller's payload is left alone
+
+
+def test_text_needs_a_tokenizer() -> None:
+    engine = Engine()
+    engine.tokenizer_manager.tokenizer = None
+    with pytest.raises(EngineError, match="pass prompts as token ids"):
+        connect(engine).generate({"text": ["a"]})

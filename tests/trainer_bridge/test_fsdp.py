@@ -1,0 +1,248 @@
+"""FSDP2 trainers: two gloo processes gather, rank 0 sends, and both hear of every failure."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.trainer_bridge.test_hf_names import saved, tiny
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import is_sharded, sources
+from trainer_bridge.update import UpdateResult, update
+
+WORLD = 2
+JOIN_S = 120.0
+COLLECTIVE_TIMEOUT_S = 30
+"""A rank that is left waiting fails after this, and its test with it."""
+SMALL = 2 * 128 * 256 * 2
+
+
+def run(worker: Callable[..., None], folder: Path) -> None:
+    """Run ``worker(rank, folder)`` in two processes; fail if one fails or hangs."""
+    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        _main, (worker, str(folder)), nprocs=WORLD, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + JOIN_S
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < deadline, "the ranks hang"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _main(rank: int, worker: Callable[..., None], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    try:
+        worker(rank, Path(folder))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(value: Any) -> list[Any]:
+    values: list[Any] = [None] * WORLD
+    dist.all_gather_object(values, value)
+    return values
+
+
+def failure(call: Callable[[], object]) -> tuple[str, str, Any]:
+    """The error of a call on this rank, which must be that of every rank."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is compared)
+        found = (type(error).__name__, str(error), getattr(error, "status", None))
+    else:
+        found = ("nothing was raised", "", None)
+    everywhere = gathered(found)
+    assert everywhere == [found] * WORLD, everywhere
+    return found
+
+
+def toy_trainer(tensors: toy.Tensors) -> nn.Module:
+    model = toy.Model({n: t.clone() for n, t in tensors.items()}, lambda model, weights: None)
+    for block in ("attn", "mlp"):
+        fully_shard(model.get_submodule(block))
+    fully_shard(model)
+    return model
+
+
+def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
+    pairs = enumerate(engine.ranks)
+    return all(toy.same(toy.contents(w.model), toy.expected(tensors, r, 2)) for r, w in pairs)
+
+
+def update_toy(rank: int, folder: Path) -> None:
+    """Updates and failures of one engine, one after the other."""
+    engine = None
+    if rank == 0:
+        ranks = [toy.engine(toy.toy(r, 2), toy.SHAPES) for r in range(2)]
+        engine = FakeEngine(ranks, SMALL)
+
+    tensors = toy.checkpoint()
+    model = toy_trainer(tensors)
+    assert is_sharded(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    result = update(model, engine, version=0)
+    assert engine is None or holds(engine, tensors)
+    first, second = gathered(result)
+    assert isinstance(second, UpdateResult)
+    assert (first.version, first.tensors, first.bytes) == (
+        second.version,
+        second.tensors,
+        second.bytes,
+    )
+
+    # DTensors by name, as a framework that renames its parameters sends them
+    other = toy.checkpoint(1)
+    named = dict(toy_trainer(other).named_parameters())
+    update(named, engine, version=1)
+    assert engine is None or holds(engine, other)
+
+    # refused before anything is written
+    name, sentence, status = failure(lambda: update(model, engine, version=1))
+    assert (name, status) == ("EngineError", 400)
+    assert "version 1 is not newer" in sentence
+    partial = {n: t for n, t in named.items() if n != "norm.weight"}
+    assert "missing: norm.weight" in failure(lambda: update(partial, engine, version=2))[1]
+    assert failure(lambda: update(model, engine, version=-1))[0] == ManifestError.__name__
+    assert "is no engine" in failure(lambda: update(model, object(), version=2))[1]
+    assert "is no address" in failure(lambda: update(model, "host:1", version=2))[1]
+    assert engine is None or holds(engine, other)
+    for broken in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502)):
+        found = failure(lambda fault=broken: update(model, Broken(fault), version=2))  # type: ignore[misc]
+        assert found[1] == str(broken)
+
+    # failed while it was written; the other ranks still gather to the end
+    with torch.no_grad():
+        local = model.get_parameter("attn.q.weight")
+        assert isinstance(local, DTensor)
+        local.to_local()[-1, -1] = float("nan") if rank == 1 else 1.0
+    name, sentence, _ = failure(lambda: update(model, engine, version=2))
+    assert name == EngineError.__name__
+    assert "attn.q.weight" in sentence
+    assert "NaN or Inf" in sentence
+    assert engine is None or {w.state.value for w in engine.ranks} == {"quarantined"}
+
+    update(named, engine, version=2)
+    assert engine is None or holds(engine, other)
+
+
+class Broken:
+    """An engine client that fails in a way of its own."""
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "layout":
+            return {"dtype": "bfloat16", "bucket_bytes": 1 << 20}
+        raise self.fault
+
+    generate = control
+
+
+@pytest.mark.timeout(180)
+def test_a_sharded_model_updates_an_engine_and_every_rank_hears_how(tmp_path: Path) -> None:
+    run(update_toy, tmp_path)
+
+
+def stream_moe(rank: int, folder: Path) -> None:
+    """The streamed names and values of a sharded transformers model are those it saves."""
+    for family in ("qwen3_moe", "mixtral"):
+        model = tiny(family)
+        expected = saved(model, folder / f"{family}-{rank}")
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer)
+        fully_shard(model)
+        streamed = {n: t for s in sources(model, torch.float32) for n, t in s.read()}
+        assert streamed.keys() == expected.keys()
+        assert all(torch.equal(streamed[name], expected[name]) for name in expected)
+
+        engine = plain_engine(expected) if rank == 0 else None
+        result = update(model, engine, version=7)
+        assert result.tensors == len(expected)
+        if engine is not None:
+            held = engine.ranks[0].model
+            for name, tensor in expected.items():
+                assert torch.equal(held.get_parameter(name), tensor.to(toy.BF16)), name
+
+
+def plain_engine(tensors: toy.Tensors) -> FakeEngine:
+    """An engine that keeps each HF tensor in BF16 under its own name."""
+
+    def load(model: toy.Model, weights: toy.Weights) -> None:
+        for name, weight in weights:
+            model.data(name).copy_(weight)
+
+    storage = {n: torch.zeros(t.shape, dtype=toy.BF16) for n, t in tensors.items()}
+    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    return FakeEngine([toy.engine(toy.Model(storage, load), shapes)], 1 << 16)
+
+
+@pytest.mark.timeout(180)
+def test_a_sharded_transformers_model_streams_what_it_saves(tmp_path: Path) -> None:
+    run(stream_moe, tmp_path)
+
+
+# -- one process
+
+
+def test_announced_shapes_and_dtypes_are_those_that_are_read() -> None:
+    tensors = {
+        "w": torch.randn(4, 6),
+        "v": torch.randn(6),
+        "half": torch.randn(2, 3).half(),
+        "codes": torch.ones(128, 128).to(toy.FP8),
+        "codes_scale_inv": torch.ones(1, 1),
+    }
+    planned = sources(tensors, toy.BF16)
+    announced = {n: (t.dtype, t.shape) for s in planned for n, t in s.announce()}
+    read = {n: (t.dtype, t.shape) for s in planned for n, t in s.read()}
+    assert announced == read
+    assert {n: dtype for n, (dtype, _) in read.items()} == {
+        "w": toy.BF16,
+        "v": torch.float32,
+        "half": toy.BF16,
+        "codes": toy.FP8,
+        "codes_scale_inv": torch.float32,
+    }
+    assert not is_sharded(tensors)
+    assert not is_sharded(nn.Linear(2, 2))
+
+
+def test_tied_parameters_come_once() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    names = [name for source in sources(model, toy.BF16) for name, _ in source.announce()]
+    assert names == ["embed.weight"]
+
+
+def test_buffers_that_a_checkpoint_holds_are_sent() -> None:
+    model = nn.Linear(2, 4)
+    model.register_buffer("router_bias", torch.ones(4))
+    model.register_buffer("inv_freq", torch.ones(4), persistent=False)
+    model.register_buffer("steps", torch.tensor(3))
+    streamed = {n: t for source in sources(model, torch.float32) for n, t in source.read()}
+    assert set(streamed) == {"weight", "bias", "router_bias"}
+    assert not any(tensor.requires_grad for tensor in streamed.values())

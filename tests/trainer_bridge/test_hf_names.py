@@ -1,0 +1,140 @@
+"""HF names of a trainer's parameters, held against what transformers itself saves."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from trainer_bridge import hf_names
+from trainer_bridge.fsdp import sources
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.0.mlp.up.weight", "model.layers.0.mlp.up.weight"),
+        ("_orig_mod.model.norm.weight", "model.norm.weight"),
+        ("module._orig_mod.model.norm.weight", "model.norm.weight"),
+        ("_orig_mod.module.model.norm.weight", "model.norm.weight"),
+        ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.w", "model.layers.0.w"),
+        ("model.layers.0._checkpoint_wrapped_module._orig_mod.w", "model.layers.0.w"),
+        ("model.submodule.weight", "model.submodule.weight"),
+        ("a.module.weight", "a.module.weight"),
+    ],
+)
+def test_clean(name: str, expected: str) -> None:
+    assert hf_names.clean(name) == expected
+
+
+def test_model_type_of_a_plain_module_is_empty() -> None:
+    assert hf_names.model_type(nn.Linear(1, 1)) == ""
+
+
+def test_fused_experts_are_cut_apart() -> None:
+    fused = torch.arange(2 * 6 * 4).view(2, 6, 4)
+    cuts = dict(hf_names.split("l.mlp.experts.gate_up_proj", (2, 6, 4), "qwen3_moe"))
+    assert list(cuts) == [
+        f"l.mlp.experts.{e}.{x}_proj.weight" for e in (0, 1) for x in ("gate", "up")
+    ]
+    assert torch.equal(cuts["l.mlp.experts.1.gate_proj.weight"](fused), fused[1, :3])
+    assert torch.equal(cuts["l.mlp.experts.1.up_proj.weight"](fused), fused[1, 3:])
+
+
+def test_mixtral_calls_them_w1_w3_w2() -> None:
+    cuts = dict(hf_names.split("l.mlp.experts.gate_up_proj", (1, 6, 4), "mixtral"))
+    base = "l.block_sparse_moe.experts.0."
+    assert list(cuts) == [f"{base}w1.weight", f"{base}w3.weight"]
+    down = dict(hf_names.split("l.mlp.experts.down_proj", (1, 4, 3), "mixtral"))
+    assert list(down) == [f"{base}w2.weight"]
+    gate = dict(hf_names.split("l.mlp.gate.weight", (1, 4), "mixtral"))
+    assert list(gate) == ["l.block_sparse_moe.gate.weight"]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_some_families_keep_experts_fused(family: str) -> None:
+    fused = torch.zeros(2, 6, 4)
+    ((name, cut),) = hf_names.split("l.mlp.experts.gate_up_proj", (2, 6, 4), family)
+    assert name == "l.mlp.experts.gate_up_proj"
+    assert cut(fused) is fused
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+MLA = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def tiny(family: str, **changes: Any) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**TINY, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for buffer in model.buffers():  # such as a router's bias, zero at first
+            if buffer.is_floating_point():
+                buffer.uniform_()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What ``save_pretrained`` writes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3_moe", {}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 16}),
+        ("mixtral", {}),
+        ("olmoe", {}),
+        ("glm4_moe", {"n_group": 1, "topk_group": 1}),
+        ("minimax_m2", {}),
+        ("deepseek_v3", MLA),
+        ("gpt_oss", {}),
+        ("gemma2", {}),
+    ],
+)
+def test_names_and_values_are_those_that_transformers_saves(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    model = tiny(family, **changes)
+    expected = saved(model, tmp_path)
+    planned = sources(model, torch.float32)
+    streamed = dict(pair for source in planned for pair in source.read())
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(streamed[name], expected[name]) for name in expected)
+    announced = {n: t.shape for source in planned for n, t in source.announce()}
+    assert announced == {name: tensor.shape for name, tensor in expected.items()}

@@ -1,0 +1,247 @@
+"""``update`` end to end without SGLang: real transport, sockets and sessions, a fake scheduler."""
+
+import re
+import socket
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.weight_update.session import EngineWeights, State
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(120)
+
+SMALL = 2 * 128 * 256 * 2
+"""Bytes: a half holds 128 rows of the widest BF16 matrix, so tensors are split and halves turn."""
+
+
+def engine_of(tp: int, bucket_bytes: int = 1 << 20) -> FakeEngine:
+    ranks = [toy.engine(toy.toy(rank, tp), toy.SHAPES) for rank in range(tp)]
+    return FakeEngine(ranks, bucket_bytes)
+
+
+def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
+    return all(
+        toy.same(toy.contents(w.model), toy.expected(tensors, rank, len(engine.ranks)))
+        for rank, w in enumerate(engine.ranks)
+    )
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes: int) -> None:
+    engine = engine_of(tp, bucket_bytes)
+    for version in (0, 1, 5):
+        tensors = toy.checkpoint(version)
+        result = update(tensors, engine, version=version)
+        assert holds(engine, tensors)
+        assert [(w.state, w.version) for w in engine.ranks] == [(State.SERVING, version)] * tp
+        assert (result.version, result.tensors) == (version, len(toy.SHAPES))
+        assert result.bytes == sum(t.numel() * 2 for t in tensors.values())
+        assert set(result.seconds) == {"begin", "read", "write", "commit", "total"}
+        stages = sum(s for name, s in result.seconds.items() if name != "total")
+        assert stages <= result.seconds["total"]
+    assert engine.ops == ["layout", "begin", "end"] * 3
+
+
+def test_codes_and_scales_are_sent_as_they_are() -> None:
+    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
+    streamed = toy.quantized(tensors)
+    result = update(streamed, engine, version=0)
+    assert holds(engine, tensors)
+    assert result.bytes == sum(t.numel() * t.element_size() for t in streamed.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_matrices_are_sent_in_the_engines_dtype(dtype: torch.dtype) -> None:
+    """An FP32 master copy leaves the bytes of its BF16 checkpoint."""
+    engine, tensors = engine_of(1), toy.checkpoint(dtype=dtype)
+    result = update(tensors, engine, version=0)
+    assert holds(engine, {n: t.to(toy.BF16) if t.dim() > 1 else t for n, t in tensors.items()})
+    wide = sum(t.numel() for t in tensors.values() if t.dim() > 1)
+    narrow = sum(t.numel() for t in tensors.values() if t.dim() == 1)
+    assert result.bytes == 2 * wide + dtype.itemsize * narrow
+
+
+def test_a_module_or_an_iterator_will_do() -> None:
+    engine, tensors = engine_of(1), toy.checkpoint()
+    trainer = toy.Model(tensors, lambda model, weights: None)
+    trainer.get_parameter("norm.weight").requires_grad_(True)
+    update(trainer, engine, version=0)
+    assert holds(engine, tensors)
+    other = toy.checkpoint(1)
+    update(iter(other.items()), engine, version=1)
+    assert holds(engine, other)
+
+
+def test_tensors_that_are_views_of_others() -> None:
+    engine, tensors = engine_of(1, SMALL), toy.checkpoint()
+    strided = {n: t.t().contiguous().t() if t.dim() > 1 else t for n, t in tensors.items()}
+    update(strided, engine, version=0)
+    assert holds(engine, tensors)
+
+
+# -- refused: nothing is written
+
+
+def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
+    before = [toy.contents(w.model) for w in engine.ranks]
+    states = [(w.state, w.version) for w in engine.ranks]
+    with pytest.raises((EngineError, ManifestError), match=fault):
+        update(tensors, engine, version=version)
+    assert all(
+        toy.same(a, toy.contents(w.model)) for a, w in zip(before, engine.ranks, strict=True)
+    )
+    assert [(w.state, w.version) for w in engine.ranks] == states
+    assert "end" not in engine.ops
+
+
+@pytest.mark.parametrize("version", [-1, True, 1.5, "1", None, torch.tensor(3)])
+def test_a_version_that_is_no_whole_number(version: Any) -> None:
+    refused(engine_of(1), toy.checkpoint(), version, "whole number from 0 up")
+
+
+def test_a_version_that_does_not_grow() -> None:
+    engine = engine_of(2)
+    update(toy.checkpoint(), engine, version=4)
+    engine.ops.clear()
+    refused(engine, toy.checkpoint(), 4, "version 4 is not newer than the engine's version 4")
+
+
+def test_names_and_shapes_that_are_not_the_models() -> None:
+    tensors = toy.checkpoint()
+    without = {n: t for n, t in tensors.items() if n != "norm.weight"}
+    refused(engine_of(2), without, 0, r"missing: norm\.weight")
+    refused(engine_of(1), {**tensors, "x": torch.zeros(2)}, 0, "unknown: x")
+    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(2)}, 0, r"has shape \(2,\)")
+    refused(engine_of(1), [*tensors.items(), *tensors.items()], 0, "comes twice")
+    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(128, dtype=torch.int64)}, 0, "int")
+    codes = {"norm.weight": tensors["norm.weight"].to(toy.FP8)}
+    refused(engine_of(1), {**tensors, **codes}, 0, "only matrices can be FP8")
+
+
+def test_what_is_no_engine() -> None:
+    with pytest.raises(EngineError, match="NoneType is no engine"):
+        update(toy.checkpoint(), None, version=0)
+
+
+# -- failed: no rank serves what was half written, and the next update heals
+
+
+def fails(engine: FakeEngine, tensors: toy.Tensors, fault: str) -> None:
+    with pytest.raises(EngineError, match=fault):
+        update(tensors, engine, version=0)
+    assert engine.ops[-1] == "end"
+    assert len(engine.outcomes) == len(engine.ranks)
+    assert not any(outcome.committed for outcome in engine.outcomes)
+
+
+def heals(engine: FakeEngine) -> None:
+    tensors = toy.checkpoint(1)
+    update(tensors, engine, version=0)
+    assert holds(engine, tensors)
+    assert {w.state for w in engine.ranks} == {State.SERVING}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["embed.weight", "attn.v.weight", "norm.weight"])
+def test_nan_quarantines_every_rank(name: str, bad: float, bucket_bytes: int) -> None:
+    engine, tensors = engine_of(2, bucket_bytes), toy.checkpoint()
+    tensors[name].view(-1)[-1] = bad  # in the slice of rank 1
+    fails(engine, tensors, f"{name}.*NaN or Inf")
+    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
+    assert {w.version for w in engine.ranks} == {-1}
+    heals(engine)
+
+
+class FailingRank(EngineWeights):
+    """A rank whose addresses change; it learns at ``finish``."""
+
+    def check_addresses(self) -> None:
+        raise RuntimeError("rank 1 ran out of luck")
+
+
+def test_a_rank_that_fails_at_finish_ends_all_ranks() -> None:
+    engine = engine_of(2)
+    engine.ranks[1].__class__ = FailingRank
+    fails(engine, toy.checkpoint(), "RuntimeError: rank 1 ran out of luck")
+    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
+    engine.ranks[1].__class__ = EngineWeights
+    heals(engine)
+
+
+def test_a_bucket_that_is_too_small_for_128_rows() -> None:
+    engine = engine_of(2, 4096)
+    fails(engine, toy.checkpoint(), "larger --fp8rl-bucket-bytes")
+    assert {w.state for w in engine.ranks} == {State.SERVING}  # nothing was written
+    engine.bucket_bytes = SMALL
+    heals(engine)
+
+
+def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(2)
+    begin = engine._begin
+
+    def second_is_elsewhere(message: dict[str, Any]) -> dict[str, Any]:
+        begun = begin(message)
+        rank = socket.socket(socket.AF_UNIX)
+        rank.connect(begun["sockets"][1])
+        rank.close()
+        return {**begun, "sockets": [begun["sockets"][0], begun["sockets"][1] + "x"]}
+
+    monkeypatch.setattr(engine, "_begin", second_is_elsewhere)
+    monkeypatch.setattr("sgl_fp8rl.weight_update.serve.CONNECT_TIMEOUT_S", 0.5)
+    fails(engine, toy.checkpoint(), "cannot be reached")
+    assert {w.state for w in engine.ranks} == {State.SERVING}
+    monkeypatch.setattr(engine, "_begin", begin)
+    heals(engine)
+
+
+def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
+    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
+
+    class Broken(nn.Module):
+        """Its last parameter cannot be read."""
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            yield from list(tensors.items())[:-1]
+            yield "norm.weight", Unreadable(tensors["norm.weight"])
+
+    class Unreadable(torch.Tensor):
+        @staticmethod
+        def __new__(cls: type, data: torch.Tensor) -> "Unreadable":
+            return torch.Tensor._make_subclass(cls, data)
+
+        def detach(self) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        update(Broken(), engine, version=0)
+    assert engine.ops[-1] == "end"
+    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
+    assert re.search("the trainer (gave up|is gone)", engine.ranks[0].reason)
+    heals(engine)
+
+
+def test_an_engine_that_dies_is_the_error_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the failure to end a session of an engine that is gone."""
+    engine, tensors = engine_of(1), toy.checkpoint()
+    tensors["norm.weight"][0] = float("nan")
+    control = engine.control
+
+    def dies(message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "end":
+            control(message)
+            raise EngineError("cannot be reached")
+        return control(message)
+
+    monkeypatch.setattr(engine, "control", dies)
+    with pytest.raises(EngineError, match=r"norm\.weight holds NaN"):
+        update(tensors, engine, version=0)
