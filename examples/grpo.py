@@ -213,7 +213,7 @@ def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> N
         options = {k: v for k, v in vars(args).items() if k != "out"} | {"ranks": world}
         log.add("environment", **report.environment(model.num_parameters(), options))
     tiny_model.shard(model)
-    for step, loss in tiny_model.pretrain(model, args.seed):
+    for step, loss in tiny_model.pretrain(model, args.seed, args.demonstrations):
         if log:
             log.add("pretraining", step=step, loss=loss)
     checkpoint = args.out / "checkpoint"
@@ -233,10 +233,13 @@ def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO on a CPU with FP8 and BF16 rollouts.")
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each arm (60)")
+    parser.add_argument(
+        "--demonstrations", type=int, default=300, help="training steps before GRPO (300)"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="prompts a step (16)")
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt (8)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the results")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, problems and sampling (0)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="results (runs/demo)")
     args = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", RANKS))
     if args.steps < 1 or args.group < 2 or args.prompts < 1 or args.prompts % world:

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-PRETRAIN_STEPS = 300
 PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
 PRETRAIN_LR = 2e-3
 WARMUP_STEPS = 30
@@ -48,8 +47,8 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 def shard(model: Qwen3ForCausalLM) -> None:
     """Shard over all gloo ranks, in place.
 
-    All is FP32, which every CPU computes fast. The BF16 arm's mismatch is then what BF16 costs (the
-    weights rounded by the update, the engine's activations and logits); the FP8 arm's has FP8 on top.
+    All is FP32, which every CPU computes fast. The BF16 arm's mismatch is then what BF16 costs
+    (weights, activations and logits of the engine); the FP8 arm's is that of FP8 on top.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
@@ -104,9 +103,7 @@ def take_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> float
     return norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
 
 
-def pretrain(
-    model: PreTrainedModel, seed: int, steps: int = PRETRAIN_STEPS
-) -> Iterator[tuple[int, float]]:
+def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[int, float]]:
     """Train on the teacher's demonstrations; yields (steps done, loss in nats a token)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")

@@ -62,6 +62,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
             logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
+        engine_weights.table.match(manifest)
         session = engine_weights.begin(manifest)
         for name, tensor in tensors:
             session.write(name, tensor)

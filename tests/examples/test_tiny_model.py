@@ -45,7 +45,7 @@ def test_pretraining_learns_and_repeats_by_seed(tmp_path: Path) -> None:
     def train(seed: int) -> tuple[Qwen3ForCausalLM, list[float]]:
         model = tiny_model.build_model(seed)
         tiny_model.shard(model)
-        return model, [loss for _, loss in tiny_model.pretrain(model, seed, steps=STEPS)]
+        return model, [loss for _, loss in tiny_model.pretrain(model, seed, STEPS)]
 
     (model, losses), (_, again), (_, other) = train(0), train(0), train(1)
     assert losses == again

@@ -1,0 +1,74 @@
+"""The whole demo on real engines, made short: both ways to start it, then the quickstart."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES
+
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
+
+LIMIT_S = 800
+STEPS = 2
+SHORT = f"--demonstrations 60 --steps {STEPS} --prompts 2 --group 2".split()
+STARTS = {"alone": [], "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"]}
+
+
+def run(*arguments: str) -> str:
+    """A Python script's standard output; at the limit its whole process group is ended."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, out
+    return out
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(Folder of the results, standard output)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    script = str(EXAMPLES / "grpo.py")
+    return folder, run(*STARTS[request.param], script, *SHORT, "--out", str(folder))
+
+
+def test_demo(demo: tuple[Path, str]) -> None:
+    folder, out = demo
+    rows = [json.loads(line) for line in (folder / "grpo.jsonl").read_text().splitlines()]
+    assert rows[0]["kind"] == "environment"
+    assert rows[0]["omp_num_threads"] == "1"
+
+    formats = {
+        row["arm"]: [layer["format"] for layer in row["layers"]]
+        for row in rows
+        if row["kind"] == "engine"
+    }
+    assert formats["fp8"].count("fp8") == 8  # qkv, o, gate_up and down of two layers
+    assert set(formats["bf16"]) == {"bf16"}
+
+    kl = {}
+    for arm in ("fp8", "bf16"):
+        steps = [row for row in rows if row["kind"] == "step" and row["arm"] == arm]
+        assert [row["step"] for row in steps] == list(range(STEPS))
+        assert all(row["sequences"] == 4 for row in steps)
+        kl[arm] = max(row["mismatch_kl_k3"] for row in steps)
+    assert kl["fp8"] > kl["bf16"] > 0
+    assert "mismatch KL" in out
+    assert (folder / "grpo.png").stat().st_size > 0
+
+
+def test_quickstart(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    out = run(str(EXAMPLES / "quickstart.py"), str(folder / "checkpoint"))
+    assert "UpdateResult(version=0" in out
+    assert "mismatch_kl_k3" in out
