@@ -45,6 +45,7 @@ SYMBOLS = {
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
     "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
     # CPU platform
+    "current_platform": "sglang.srt.platforms:current_platform",
     "CpuDeviceMixin": "sglang.srt.platforms.cpu:CpuDeviceMixin",
     "PlatformEnum": "sglang.srt.platforms.device_mixin:PlatformEnum",
     "SRTPlatform": "sglang.srt.platforms.interface:SRTPlatform",

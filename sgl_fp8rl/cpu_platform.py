@@ -28,6 +28,11 @@ def activate() -> str | None:
     return f"{__name__}.CpuPlatform"
 
 
+def is_active() -> bool:
+    """Whether SGLang runs on our CPU platform in this process."""
+    return isinstance(compat.current_platform, CpuPlatform)
+
+
 class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[misc]
     """A plain CPU as an out-of-tree SGLang platform."""
 

@@ -58,12 +58,10 @@ def test_reexports_are_the_same_objects(name: str, home: str) -> None:
 
 
 def test_the_engine_side_does_not_take_the_name_update() -> None:
-    """``sgl_fp8rl/weight_update`` is a folder too, and an engine's process imports it."""
+    """The engine side's folder is ``weight_update``, so ``sgl_fp8rl.update`` stays the call."""
     loaded_by(
-        "import sgl_fp8rl.weight_update, trainer_bridge\n"
-        "from sgl_fp8rl.weight_update import __name__ as folder\n"
-        "assert folder == 'sgl_fp8rl.weight_update'\n"
-        "assert sgl_fp8rl.weight_update is trainer_bridge.update\n"
+        "import sgl_fp8rl.weight_update.session, trainer_bridge\n"
+        "assert sgl_fp8rl.update is trainer_bridge.update\n"
     )
 
 
