@@ -106,8 +106,6 @@ def engine_of(arm: str, checkpoint: Path, seed: int) -> Iterator[Any]:
         return
     import sglang
 
-    # torchrun sets this for its own ranks; with it the engine would wait for torchrun's store.
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ["FP8RL_IGNORED_LAYERS"] = ARMS[arm]
     engine = sglang.Engine(
         model_path=str(checkpoint),

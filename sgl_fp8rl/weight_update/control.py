@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import secrets
+import time
 from typing import Any
 
 import zmq
@@ -144,6 +145,8 @@ class Control:
 
     async def _receive(self) -> dict[str, Any]:
         while not self._rpc.poll(0):
+            # /health looks at it: schedulers that serve an update answer nothing else meanwhile
+            self._manager.last_receive_tstamp = time.time()
             await asyncio.sleep(POLL_S)
         reply = json.loads(compat.sock_recv(self._rpc).message)
         assert isinstance(reply, dict)

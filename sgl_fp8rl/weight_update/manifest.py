@@ -115,8 +115,9 @@ def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) ->
 
 
 def _check_version(version: Any) -> int:
-    if type(version) is not int or version < 0:
-        raise ManifestError(f"version is {version!r}; give a whole number from 0 up")
+    # replies carry it as a 64-bit integer
+    if type(version) is not int or not 0 <= version < 2**63:
+        raise ManifestError(f"version is {version!r}; give a whole number from 0 up, below 2**63")
     return version
 
 

@@ -161,6 +161,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
     "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "keeps this tensor in BF16"),
     "negative version": (with_field("version", -3), "version is -3"),
+    "version of 64 bits": (with_field("version", 2**63), "whole number from 0 up"),
     "version is no number": (with_field("version", "7"), "version is '7'"),
     "protocol": (with_field("protocol", 99), "protocol 99"),
     "no tensors": (with_field("tensors", {}), "names no tensors"),
@@ -473,6 +474,15 @@ def test_two_trainers_at_once(
                     models.named_tensors(policies("qwen3")[2]), server, version=other_version
                 )
             assert refusal.value.status == 409
+        send_all(transport, tensors[10:])
+    assert_serves(server, policy, version)
+
+
+def test_health_during_an_update(server: Server, policy: Path, tensors: Tensors) -> None:
+    version = version_of(server) + 1
+    with by_hand(server, tensors, version) as transport:
+        put(transport, tensors[:10])
+        assert server.status_of("/health") == 200
         send_all(transport, tensors[10:])
     assert_serves(server, policy, version)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
