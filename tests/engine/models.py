@@ -6,6 +6,7 @@ initialization and each 128x128 block has a magnitude of its own, norms and bias
 """
 
 import json
+import math
 import re
 import shutil
 import zlib
@@ -83,10 +84,15 @@ FAMILIES = {
         },
         {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads the old name, too
     ),
-    # SGLang's class knows no head_dim, as above; two heads keep it narrow, and so less noisy.
+    # SGLang's class knows no head_dim, as above; narrow, because a router makes noise larger.
     "mixtral": Family(
         "mixtral",
-        {"num_attention_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "num_attention_heads": 2,
+            "intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     ),
     "deepseek_v2": Family(
         "deepseek_v2",
@@ -180,14 +186,18 @@ def named_tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
 def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
     """Copy a checkpoint with every tensor changed, as training changes it: the next policy.
 
-    The noise is half the standard deviation of each tensor, enough to be seen in logprobs.
+    The noise is half the standard deviation of each tensor, enough to be seen in logprobs. Mean
+    and standard deviation stay: larger weights would make the logits more chaotic, and with them
+    the difference that FP8 activations alone make.
     """
     path_out = Path(path_out)
     shutil.copytree(path_in, path_out, dirs_exist_ok=True)
     changed = {}
     for name, tensor in named_tensors(path_in):
         noise = torch.randn(tensor.shape, generator=_generator(name, seed))
-        changed[name] = (tensor.float() + 0.5 * tensor.float().std() * noise).bfloat16()
+        mean, std = tensor.float().mean(), tensor.float().std()
+        moved = (tensor.float() - mean + 0.5 * std * noise) / math.hypot(1.0, 0.5)
+        changed[name] = (mean + moved).bfloat16()
     _save(path_out, changed)
     return path_out
 
