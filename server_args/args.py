@@ -45,7 +45,7 @@ class Fp8RLServerArgs:
         default=1 << 30,
         metadata=_option("bytes of the update bucket, both halves; KiB, MiB, GiB", parse_size),
     )
-    """Bytes of device memory for weights in flight, both halves together; default 1 GiB.
+    """Bytes of shared memory for weights in flight, both halves together; default 1 GiB.
 
     One half is filled while the other is applied. Smaller saves memory that the KV cache could use,
     larger saves round trips; a multiple of 512.

@@ -62,6 +62,7 @@ HOOK_TARGETS = {
     "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+    "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
     "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",
     "run_http_server": "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
 }
@@ -74,6 +75,20 @@ STOCK_UPDATES = {
     f"{_UPDATER}.update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
 }
 """Hook target and the class of its answer."""
+HOOK_TARGETS |= {
+    "release_memory": f"{_UPDATER}.release_memory_occupation",
+    "resume_memory": f"{_UPDATER}.resume_memory_occupation",
+}
+# Called, not wrapped.
+METHODS = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.continue_generation",
+    "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
+    "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+    "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
+    "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
+)
 SYMBOLS |= {name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()}
 
 
@@ -124,7 +139,7 @@ def check_symbols() -> list[tuple[str, bool]]:
     checked = []
     for path in SYMBOLS.values():
         checked.append((path.replace(":", "."), _found(path)))
-    for target in (*HOOK_TARGETS.values(), *STOCK_UPDATES):
+    for target in (*HOOK_TARGETS.values(), *STOCK_UPDATES, *METHODS):
         owner_path = _target_path(target)
         found = _found(owner_path)
         if found and not target.endswith(owner_path.partition(":")[2]):

@@ -18,7 +18,8 @@ ENTRY_POINT = "fp8rl_cpu"
 
 def activate() -> str | None:
     """Entry point of the group ``sglang.srt.platforms``: our class path, or None to stand back."""
-    if torch.cuda.is_available() or torch.xpu.is_available():
+    devices = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu", "mps", "musa"))
+    if any(device is not None and device.is_available() for device in devices):
         return None
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
@@ -45,13 +46,14 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
         return "cpu"  # SGLang's argument handling splits it as a string
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        server_args.disable_cuda_graph = True
         for name, value in {
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
-            "disable_cuda_graph": True,
         }.items():
-            setattr(server_args, name, value)
+            if getattr(server_args, name) is None:
+                setattr(server_args, name, value)
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -90,6 +92,6 @@ def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``init_model_parallel_group``: SGLang asks for NCCL on a device that it cannot name,
     also where the backend is gloo."""
     backend = kwargs["backend"] if "backend" in kwargs else args[2]
-    if backend == "gloo":
+    if backend == "gloo" and is_active():
         kwargs["use_pynccl"] = False
     return original(*args, **kwargs)

@@ -1,20 +1,24 @@
 """The SGLang plugin: the only place that writes into SGLang.
 
-SGLang calls ``register`` once in each of its processes, before it parses arguments. SGLang logs
-and forgets an exception raised here, so a failure ends the process instead: a server that was
-asked for fp8rl must never come up as a silently stock one.
+SGLang calls ``register`` once in each of its processes, before it parses arguments. It registers
+all or nothing: where something is missing the name ``fp8rl`` stays unknown, so a server that was
+asked for it does not come up, and one that was not is undisturbed.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
 from argparse import ArgumentParser
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from server_args import Fp8RLServerArgs, parse
+from server_args import Fp8RLServerArgs, env_name, parse
 from sgl_fp8rl import compat
+
+logger = logging.getLogger(__name__)
 
 NAME = "fp8rl"
 """The quantization's name, and the prefix of our keywords."""
@@ -27,10 +31,8 @@ def register() -> None:
         _leave_torchrun()
         _register()
     except (compat.IncompatibleSGLangError, ValueError) as error:
-        sys.exit(
-            f"sgl-fp8rl cannot start: {error} (to run SGLang without it, list the other plugins in "
-            f"SGLANG_PLUGINS or uninstall sgl-fp8rl)"
-        )
+        # nothing is registered: SGLang refuses the quantization by name, and serves others as ever
+        logger.error("sgl-fp8rl is not available: %s", error)
 
 
 def _register() -> None:
@@ -63,7 +65,10 @@ def _register() -> None:
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "sample": scheduler.stamp_version,
         "handle_generate_request": scheduler.refuse_generation,
+        "handle_embedding_request": scheduler.refuse_generation,
         "handle_rpc_request": scheduler.handle_rpc,
+        "release_memory": scheduler.quarantine_released,
+        "resume_memory": scheduler.note_resumed,
         "run_http_server": control.add_route,
     }
     around = compat.HookType.AROUND
@@ -78,14 +83,17 @@ def take_our_flags(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
     try:
         options, rest = parse(argv)
-        os.environ.update(options.to_env())
-        if _starts_with_dummy_weights(rest):
-            rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
-        server_args = original(rest)
-        if server_args.quantization == NAME:
-            refuse_layout(server_args)
     except ValueError as error:
         sys.exit(f"sgl-fp8rl: {error}")
+    if _starts_with_dummy_weights(rest):
+        rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
+    server_args = original(rest)
+    if server_args.quantization == NAME:
+        os.environ.update(options.to_env())
+        try:
+            refuse_layout(server_args)
+        except ValueError as error:
+            sys.exit(f"sgl-fp8rl: {error}")
     return server_args
 
 
@@ -105,18 +113,40 @@ def take_our_keywords(**keywords: Any) -> Any:
     """
     ours = {name: keywords.pop(name) for name in list(keywords) if name.startswith(f"{NAME}_")}
     options = {name.removeprefix(f"{NAME}_"): value for name, value in ours.items()}
-    os.environ.update(replace(Fp8RLServerArgs.from_env(), **options).to_env())
+    unknown = options.keys() - {field.name for field in fields(Fp8RLServerArgs)}
+    if unknown:
+        raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is no option of sgl-fp8rl")
+    _export(replace(Fp8RLServerArgs.from_env(), **options), options)
     server_args = compat.ServerArgs(**keywords)
     if server_args.quantization == NAME:
         refuse_layout(server_args)
     return server_args
 
 
+_exported: dict[str, tuple[str, str | None]] = {}
+"""Variables that the last engine's keywords set: our value, and what was there before."""
+
+
+def _export(args: Fp8RLServerArgs, names: Iterable[str]) -> None:
+    """Hand keywords to the processes that this engine spawns, and to no later engine."""
+    for variable, (ours, before) in _exported.items():
+        if os.environ.get(variable) == ours:
+            os.environ.pop(variable)
+            if before is not None:
+                os.environ[variable] = before
+    _exported.clear()
+    values = args.to_env()
+    for variable in {env_name(name) for name in names} & values.keys():
+        _exported[variable] = (values[variable], os.environ.get(variable))
+        os.environ[variable] = values[variable]
+
+
 def refuse_layout(server_args: Any) -> None:
     """Refuse what the control channel cannot reach, before anything starts.
 
     Raises:
-        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding.
+        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding,
+            disaggregation, moving experts, LoRA, a cache that outlives a flush.
     """
     for field, unset in (
         ("tokenizer_worker_num", 1),
@@ -124,9 +154,13 @@ def refuse_layout(server_args: Any) -> None:
         ("pp_size", 1),
         ("nnodes", 1),
         ("speculative_algorithm", None),
+        ("disaggregation_mode", "null"),
+        ("enable_eplb", False),
+        ("enable_lora", False),
+        ("hicache_storage_backend", None),
     ):
-        value = getattr(server_args, field)
-        if value != unset:
+        value = getattr(server_args, field, unset)
+        if (value or unset) != unset:
             raise ValueError(
                 f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
                 f"{value} yet; start it without, and run several servers for more throughput"

@@ -4,7 +4,7 @@ A parameter of an FSDP2 model (``fully_shard``) is a DTensor: every rank gathers
 order, and only rank 0 goes on with it. The whole model is never gathered at once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,18 +40,27 @@ class Source:
         return ((name, cut(whole).contiguous()) for name, cut in self.cuts)
 
 
-def sources(model_or_named_tensors: nn.Module | NamedTensors, dtype: torch.dtype) -> list[Source]:
+def sources(
+    model_or_named_tensors: nn.Module | NamedTensors,
+    dtype: torch.dtype,
+    as_they_are: Collection[str] = (),
+) -> list[Source]:
     """Plan how to read a module, or named tensors that already have HF names.
 
     Matrices in FP32 or FP16 are sent in ``dtype``, the engine's, since it rounds them to that
-    before it quantizes; small tensors keep their dtype. FP8 codes and their scales go as they are.
+    before it quantizes. Small tensors keep their dtype, and so do those ``as_they_are``, which the
+    engine keeps in FP32. FP8 codes and their scales go as they are.
     """
     if isinstance(model_or_named_tensors, nn.Module):
         family = hf_names.model_type(model_or_named_tensors)
         # tied parameters come once, under their first name, as in a checkpoint
         named = [(hf_names.clean(n), t) for n, t in _checkpointed(model_or_named_tensors)]
         return [
-            Source(p, _sent_as(p, dtype), tuple(hf_names.split(name, tuple(p.shape), family)))
+            Source(
+                p,
+                p.dtype if name in as_they_are else _sent_as(p, dtype),
+                tuple(hf_names.split(name, tuple(p.shape), family)),
+            )
             for name, p in named
         ]
     pairs = list(pairs_of(model_or_named_tensors))
@@ -59,7 +68,7 @@ def sources(model_or_named_tensors: nn.Module | NamedTensors, dtype: torch.dtype
     return [
         Source(
             tensor,
-            tensor.dtype if name in codes else _sent_as(tensor, dtype),
+            tensor.dtype if name in codes or name in as_they_are else _sent_as(tensor, dtype),
             ((name, _whole),),
         )
         for name, tensor in pairs

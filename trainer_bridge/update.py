@@ -1,6 +1,5 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.weight_update.apply import aligned_rows
-from sgl_fp8rl.weight_update.manifest import Manifest, describe
+from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec, describe
 from sgl_fp8rl.weight_update.probe import FAULTS
 from trainer_bridge.engine_client import EngineClient, EngineError, connect
 from trainer_bridge.fsdp import NamedTensors, is_sharded, pairs_of, sources
-from trainer_bridge.transport.memory import MemoryTransport
+from trainer_bridge.transport.memory import MemoryTransport, half_bytes
 
 T = TypeVar("T")
 
@@ -41,9 +40,9 @@ def update(
 ) -> UpdateResult:
     """Stream weights into a running engine and commit them as policy ``version``.
 
-    Requests that are running are aborted and come back with what they have; new ones wait until
-    the commit. If anything fails after the first write, the engine refuses to generate until a
-    later update is complete.
+    Requests that are running are aborted and come back with what they have; new ones wait for the
+    end of the update. If anything fails after the first write, the engine refuses to generate until
+    a later update is complete.
 
     Args:
         model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
@@ -68,7 +67,7 @@ def update(
 
     client: Any = lead.attempt(connect, engine)
     layout: Any = lead.share(lead.attempt(_ask_layout, client))
-    planned = sources(model_or_named_tensors, getattr(torch, layout["dtype"]))
+    planned = sources(model_or_named_tensors, getattr(torch, layout["dtype"]), layout["fp32"])
     manifest = describe((pair for source in planned for pair in source.announce()), version)
     session: Any = lead.attempt(_Session, client, manifest, layout)
     try:
@@ -95,7 +94,12 @@ class _Session:
 
     def __init__(self, client: EngineClient, manifest: Manifest, layout: dict[str, Any]) -> None:
         self._client = client
-        self._manifest = manifest
+        part_bytes = half_bytes(layout["bucket_bytes"])
+        # known before the first write, so refused before it
+        self._steps = {
+            name: _rows_at_once(name, spec, part_bytes, whole=name in layout["fallback"])
+            for name, spec in manifest.tensors.items()
+        }
         begun = client.control({"op": "begin", "manifest": manifest.to_json()})
         self._open = True
         try:
@@ -110,24 +114,10 @@ class _Session:
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Send one tensor, in pieces where it is larger than half of the bucket."""
         length = tensor.shape[0] if tensor.dim() else 1
-        step = self._rows_at_once(name, tensor)
+        step = self._steps[name]
         for start in range(0, length, step):
             rows = (start, min(start + step, length))
             self._transport.put(name, tensor[slice(*rows)] if tensor.dim() else tensor, rows)
-
-    def _rows_at_once(self, name: str, tensor: torch.Tensor) -> int:
-        length = tensor.shape[0] if tensor.dim() else 1
-        row_bytes = math.ceil(tensor.numel() / length) * tensor.element_size()
-        fits = self._transport.part_bytes // row_bytes
-        if fits >= length:
-            return length
-        unit = aligned_rows(tuple(tensor.shape))
-        if fits < unit:
-            raise EngineError(
-                f"{unit} rows of {name} need {unit * row_bytes} bytes, more than half of the "
-                f"engine's bucket; start the engine with a larger --fp8rl-bucket-bytes"
-            )
-        return fits // unit * unit
 
     def finish(self) -> None:
         """Have every rank hold that nothing is missing."""
@@ -154,6 +144,22 @@ class _Session:
         # the error that brought us here says more than an engine that is gone
         with suppress(EngineError):
             self._client.control({"op": "end"})
+
+
+def _rows_at_once(name: str, spec: TensorSpec, part_bytes: int, whole: bool) -> int:
+    """How many rows of a tensor go into half of the bucket; ``whole``: it cannot be split."""
+    length = spec.shape[0] if spec.shape else 1
+    row_bytes = spec.nbytes // length
+    fits = part_bytes // row_bytes
+    if fits >= length:
+        return length
+    unit = length if whole else aligned_rows(spec.shape)
+    if fits < unit:
+        raise EngineError(
+            f"{unit} rows of {name} need {unit * row_bytes} bytes, more than half of the "
+            f"engine's bucket; start the engine with a larger --fp8rl-bucket-bytes"
+        )
+    return fits // unit * unit
 
 
 class _Lead:

@@ -92,7 +92,7 @@ class Control:
         try:
             token = secrets.token_hex(16)
             begun = await self._drain_and_begin(token)
-        except ControlError:
+        except BaseException:  # whatever it is, the engine must not stay paused
             await self._resume(was_paused)
             raise
         self._session = asyncio.create_task(self._watch(was_paused))
@@ -117,9 +117,11 @@ class Control:
 
     async def _watch(self, was_paused: bool) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
-        self._ended = await self._receive()
-        await self._resume(was_paused)
-        self._session = None
+        try:
+            self._ended = await self._receive()
+        finally:
+            self._session = None
+            await self._resume(was_paused)
 
     async def _resume(self, was_paused: bool) -> None:
         if not was_paused:

@@ -110,6 +110,14 @@ class RouteTable:
         routes = self.routes.get(source, ())
         return any(self.parameters[route.parameter].dtype == FP8_DTYPE for route in routes)
 
+    def kept_in(self, dtype: torch.dtype) -> list[str]:
+        """The HF tensors that the engine keeps in this dtype."""
+        return [
+            source
+            for source, routes in self.routes.items()
+            if any(self.parameters[route.parameter].dtype == dtype for route in routes)
+        ]
+
     def check(self) -> None:
         """Hold what must be true before anything is written through these routes.
 
@@ -219,6 +227,8 @@ def _overlap(regions: list[Region]) -> bool:
 
     if len(regions) < 2:
         return False
+    if not regions[0]:
+        return True  # a scalar, written twice
     by_first: dict[Span, list[Region]] = defaultdict(list)
     for region in regions:
         by_first[region[0]].append(region)

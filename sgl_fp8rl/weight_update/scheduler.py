@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 RPC_METHOD = "fp8rl"
 VERSION_KEY = "policy_version"
 """Where ``meta_info`` of a response carries the policy version of each output token."""
+WEIGHTS_TAG = "weights"
+"""SGLang's memory-saver tag of the weights."""
 _ATTRIBUTE = "_fp8rl_weights"
 
 
@@ -80,6 +82,7 @@ def _status(weights: EngineWeights) -> dict[str, Any]:
         "reason": weights.reason,
         "dtype": str(weights.dtype).removeprefix("torch."),
         "fallback": sorted(weights.table.fallback) if weights.table else [],
+        "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
     }
 
 
@@ -144,13 +147,22 @@ def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]
 
 def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> Any:
     group = scheduler.tp_group.cpu_group
-    if not all(gather(scheduler.is_fully_idle(), group)):
+    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    if not all(gather(bool(idle), group)):
         return _answer({"busy": True})
     manifest, weights.pending = weights.pending, None
     if manifest is None:
         return _answer({"error": "begin came without an accepted manifest; send check first"})
-    scheduler.flush_cache(empty_cache=False)
-    rank_socket = RankSocket(dist.get_rank(group))
+    rank_socket, failure = None, None
+    try:
+        rank_socket = RankSocket(dist.get_rank(group))
+    except OSError as error:
+        failure = f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
+    failures = [f for f in gather(failure, group) if f is not None]
+    if rank_socket is None or failures:
+        if rank_socket is not None:
+            rank_socket.close()
+        return _answer({"error": failures[0]})
     try:
         session = weights.begin(manifest)
         paths = gather(str(rank_socket.path), group)
@@ -181,7 +193,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
 
 
 def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
-    """AROUND ``Scheduler.handle_generate_request``: only a committed version generates."""
+    """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
     weights = _scheduler_weights(scheduler)
     if weights is None or weights.state is State.SERVING:
         original(scheduler, request, **kwargs)
@@ -195,6 +207,25 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
         },
     )
     scheduler.ipc_channels.send_to_tokenizer.send_output(refusal, request)
+
+
+def quarantine_released(original: Any, updater: Any, request: Any) -> Any:
+    """AROUND ``release_memory_occupation``: released weights are lost, so none may be sampled."""
+    output = original(updater, request)
+    weights = weights_of(updater.tp_worker.model_runner.model)
+    if weights is not None and WEIGHTS_TAG in updater.offload_tags:
+        weights.released = True
+        weights.quarantine("the weights' memory was released; resume it and send a complete update")
+    return output
+
+
+def note_resumed(original: Any, updater: Any, request: Any) -> Any:
+    """AROUND ``resume_memory_occupation``: there is memory to update again, still quarantined."""
+    output = original(updater, request)
+    weights = weights_of(updater.tp_worker.model_runner.model)
+    if weights is not None:
+        weights.released = WEIGHTS_TAG in updater.offload_tags
+    return output
 
 
 def stamp_version(original: Any, runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,13 @@ class RankSocket:
         self._folder = Path(tempfile.mkdtemp(prefix="fp8rl-"))
         self.path = self._folder / f"rank{rank}.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.path))
-        self.path.chmod(0o600)
-        self._listener.listen(1)
+        try:
+            self._listener.bind(str(self.path))
+            self.path.chmod(0o600)
+            self._listener.listen(1)
+        except OSError:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._listener.close()
@@ -56,8 +61,10 @@ class RankSocket:
         Raises:
             TimeoutError: it did not come.
         """
-        self._listener.settimeout(CONNECT_TIMEOUT_S)
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
+            # one deadline for all: peers that are turned away must not hold the engine
+            self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
             peer, _ = self._listener.accept()
             try:
                 peer.settimeout(CONNECT_TIMEOUT_S)

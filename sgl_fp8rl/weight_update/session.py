@@ -43,6 +43,8 @@ class EngineWeights:
         self.version = CHECKPOINT_VERSION
         self.state = State.QUARANTINED
         self.reason = "no complete set of weights has been loaded yet"
+        self.released = False
+        """Whether the memory saver has taken the weights' memory away."""
         self.pending: Manifest | None = None
         """The manifest that was accepted, until its session begins."""
         self.session: Session | None = None
@@ -59,6 +61,10 @@ class EngineWeights:
             raise ManifestError(
                 f"an update to version {self.session.manifest.version} is under way; wait for its "
                 f"end before version {manifest.version} begins"
+            )
+        if self.released:
+            raise ManifestError(
+                "the weights' memory is released; resume_memory_occupation before the update"
             )
         if manifest.version <= self.version:
             raise ManifestError(
@@ -194,6 +200,10 @@ class Session:
             unwritten = sorted(self.table.by_loader - watch.written)
             if unwritten:
                 raise SessionError(f"SGLang's loader left {unwritten[0]} unwritten; report this")
+            for name in self.table.by_loader:
+                # after the cast: a large FP32 value is Inf in FP16 storage
+                if not bool(torch.isfinite(self.table.parameters[name]).all()):
+                    raise ValueError(f"{name} holds NaN or Inf; check the trainer's weights")
         self.weights.check_addresses()
         self.finished = True
 

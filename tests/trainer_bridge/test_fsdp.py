@@ -156,7 +156,7 @@ class Broken:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "layout":
-            return {"dtype": "bfloat16", "bucket_bytes": 1 << 20}
+            return {"dtype": "bfloat16", "bucket_bytes": 1 << 20, "fallback": [], "fp32": []}
         raise self.fault
 
     generate = control

@@ -22,6 +22,11 @@ SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one half of the bucket."""
 
 
+def half_bytes(bucket_bytes: int) -> int:
+    """Bytes of one half: the most that one part can carry."""
+    return bucket_bytes // 2 // ALIGNMENT * ALIGNMENT
+
+
 class MemoryTransport:
     """Carries parts to all ranks of one engine for one session.
 
@@ -32,7 +37,7 @@ class MemoryTransport:
     def __init__(self, paths: list[str], token: str, bucket_bytes: int) -> None:
         self._ranks: list[socket.socket] = []
         self._unanswered: deque[int] = deque()
-        self.part_bytes = bucket_bytes // 2 // ALIGNMENT * ALIGNMENT
+        self.part_bytes = half_bytes(bucket_bytes)
         try:
             for path in paths:
                 self._ranks.append(_connect(path, token))

@@ -6,6 +6,8 @@
 import threading
 from typing import Any
 
+import torch
+
 from sgl_fp8rl.weight_update.manifest import PROTOCOL, Manifest, ManifestError
 from sgl_fp8rl.weight_update.serve import Outcome, RankSocket, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
@@ -63,12 +65,15 @@ class FakeEngine:
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         self.ops.append(message["op"])
         if message["op"] == "layout":
+            table = self.ranks[0].table
             return {
                 "protocol": PROTOCOL,
                 "dtype": "bfloat16",
                 "bucket_bytes": self.bucket_bytes,
                 "version": self.ranks[0].version,
                 "state": self.ranks[0].state.value,
+                "fallback": sorted(table.fallback) if table else [],
+                "fp32": table.kept_in(torch.float32) if table else [],
             }
         if message["op"] == "begin":
             return self._begin(message)
