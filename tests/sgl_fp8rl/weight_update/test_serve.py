@@ -4,6 +4,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -336,3 +337,40 @@ def test_a_trainer_that_falls_silent() -> None:
     assert (outcome.committed, outcome.reason) == (False, "the trainer was silent for 0 s")
     assert trainer.sock.recv(1) == b""
     trainer.close()
+
+
+def test_a_temporary_folder_with_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A Unix socket's path has 108 bytes; what was made for it must not stay behind."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(OSError, match="AF_UNIX path too long"):
+        RankSocket(0)
+    assert list(long.iterdir()) == []
+
+
+def test_peers_that_are_turned_away_do_not_hold_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sgl_fp8rl.weight_update.serve.CONNECT_TIMEOUT_S", 0.5)
+    rank_socket = RankSocket(0)
+    done = threading.Event()
+
+    def knock() -> None:
+        while not done.wait(0.05):
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(rank_socket.path))
+                wire.send(peer, {"token": "another"})
+                wire.receive(peer)
+
+    knocker = threading.Thread(target=knock, daemon=True)
+    knocker.start()
+    try:
+        with pytest.raises(TimeoutError):
+            rank_socket.accept("mine", 1.0)
+    finally:
+        done.set()
+        knocker.join(5)
+        rank_socket.close()

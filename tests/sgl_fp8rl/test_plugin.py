@@ -1,0 +1,110 @@
+"""What the plugin does to a process before an engine starts, and the hooks around memory."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import plugin
+
+PLAIN = {
+    "tokenizer_worker_num": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "nnodes": 1,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "enable_eplb": False,
+    "enable_lora": None,
+    "hicache_storage_backend": None,
+}
+
+
+def test_a_plain_layout_is_served() -> None:
+    plugin.refuse_layout(SimpleNamespace(**PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokenizer_worker_num", 2),
+        ("dp_size", 2),
+        ("pp_size", 2),
+        ("nnodes", 2),
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "decode"),
+        ("enable_eplb", True),
+        ("enable_lora", True),
+        ("hicache_storage_backend", "file"),
+    ],
+)
+def test_a_layout_that_updates_cannot_reach_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{field.replace('_', '-')} {value}"):
+        plugin.refuse_layout(SimpleNamespace(**{**PLAIN, field: value}))
+
+
+def test_keywords_reach_one_engine_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8RL_KEY", "before")
+    monkeypatch.delenv("FP8RL_IGNORED_LAYERS", raising=False)
+    args = Fp8RLServerArgs(ignored_layers=("mlp",), key="mine")
+    plugin._export(args, ["ignored_layers", "key"])
+    assert (os.environ["FP8RL_IGNORED_LAYERS"], os.environ["FP8RL_KEY"]) == ("mlp", "mine")
+    plugin._export(Fp8RLServerArgs(), [])
+    assert "FP8RL_IGNORED_LAYERS" not in os.environ
+    assert os.environ["FP8RL_KEY"] == "before"
+
+
+def test_an_unknown_keyword_is_named() -> None:
+    with pytest.raises(ValueError, match="fp8rl_bucket_byte, which is no option"):
+        plugin.take_our_keywords(fp8rl_bucket_byte=1)
+
+
+def test_released_weights_are_quarantined_until_an_update() -> None:
+    import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+
+    from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
+    from sgl_fp8rl.weight_update.scheduler import attach, note_resumed, quarantine_released
+    from sgl_fp8rl.weight_update.session import EngineWeights, State
+
+    model = nn.Linear(2, 2)
+    weights = EngineWeights(model, torch.bfloat16)
+    weights.state = State.SERVING
+    attach(model, weights)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    updater = SimpleNamespace(tp_worker=runner, offload_tags=set())
+
+    def release(updater: Any, tags: set[str]) -> str:
+        updater.offload_tags |= tags
+        return "released"
+
+    def resume(updater: Any, tags: set[str]) -> str:
+        updater.offload_tags -= tags
+        return "resumed"
+
+    assert quarantine_released(release, updater, {"kv_cache"}) == "released"
+    assert weights.state is State.SERVING
+    quarantine_released(release, updater, {"weights"})
+    assert weights.state is State.QUARANTINED
+
+    manifest = Manifest(0, {"weight": TensorSpec(torch.bfloat16, (2, 2))})
+    with pytest.raises(ManifestError, match="resume_memory_occupation"):
+        weights.check(manifest)
+    assert note_resumed(resume, updater, {"weights"}) == "resumed"
+    assert weights.state is State.QUARANTINED
+    assert not weights.released
+
+
+def test_a_backend_that_keeps_its_own_copy_of_the_scales_is_refused() -> None:
+    import sglang  # noqa: F401
+
+    from sgl_fp8rl.linear import _storage_of
+
+    layer = nn.Linear(2, 2)
+    before = _storage_of(layer)
+    assert _storage_of(layer) == before
+    layer.padded_scale = torch.ones(2)
+    assert _storage_of(layer) != before
