@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.quant_config import NAME, list_layers
+from sgl_fp8rl.plugin import NAME
+from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
 from sgl_fp8rl.weight_update.probe import record
 from sgl_fp8rl.weight_update.routes import shapes_of

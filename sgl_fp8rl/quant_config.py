@@ -13,8 +13,7 @@ from torch import nn
 from server_args import Fp8RLServerArgs, matches
 from sgl_fp8rl import compat
 from sgl_fp8rl.numerics.reference import BLOCK
-
-NAME = "fp8rl"
+from sgl_fp8rl.plugin import NAME
 
 
 @dataclass(frozen=True)
