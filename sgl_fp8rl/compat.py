@@ -60,6 +60,7 @@ HOOK_TARGETS = {
     "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
     "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",
     "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
+    "pad_for_amx": "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",

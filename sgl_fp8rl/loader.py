@@ -148,6 +148,14 @@ def keep_mixtral(original: Any, model_config: Any) -> Any:
         model_config.quantization = NAME
 
 
+def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
+    """AROUND ``adjust_config_with_unaligned_cpu_tp``: on a CPU SGLang pads sizes that are no whole
+    blocks, for AMX kernels that we do not use; such layers stay BF16 in their own size."""
+    if model_config.quantization == NAME:
+        return model_config
+    return original(model_config, *args)
+
+
 def verify_model(original: Any, model_config: Any) -> None:
     """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right.
 

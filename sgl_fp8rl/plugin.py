@@ -63,6 +63,7 @@ def _register() -> None:
         "get_model_architecture": loader.keep_mixtral,
         "get_model_loader": loader.choose_loader,
         "init_model_parallel_group": cpu_platform.without_pynccl,
+        "pad_for_amx": loader.without_padding,
         "sample": scheduler.stamp_version,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,

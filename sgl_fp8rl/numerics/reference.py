@@ -28,7 +28,8 @@ def _scale_of(amax: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             "FP8 quantization met NaN or Inf; check the tensor before it is sent to the engine"
         )
-    return amax.clamp(min=AMAX_FLOOR) / FP8_MAX
+    # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
+    return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, FP8_MAX)
 
 
 def _encode(scaled: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,31 @@
+"""A block-FP8 checkpoint starts as the BF16 checkpoint that it was made of."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from sgl_fp8rl.numerics.reference import quantize_weight
+from tests.engine import models
+from tests.engine.harness import EngineProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def contents(log: Path, checkpoint: Path) -> dict[str, str]:
+    with EngineProcess(log, checkpoint) as engine:
+        ranks = engine.control({"op": "digest"})["ranks"]
+    return {name: tensor["sha256"] for name, tensor in ranks[0].items()}
+
+
+def test_fp8_checkpoint(tmp_path: Path) -> None:
+    bf16 = models.make_checkpoint("qwen3", tmp_path / "bf16")
+    fp8 = tmp_path / "fp8"
+    fp8.mkdir()
+    config = json.loads((bf16 / "config.json").read_text())
+    (fp8 / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    save_file(dict(models.fp8_stream(bf16, quantize_weight)), fp8 / "model.safetensors")
+    assert contents(tmp_path / "fp8.log", fp8) == contents(tmp_path / "bf16.log", bf16)
