@@ -12,7 +12,7 @@ from torch import nn
 
 from sgl_fp8rl.weight_update.apply import aligned_rows
 from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec, describe
-from sgl_fp8rl.weight_update.probe import FAULTS
+from sgl_fp8rl.weight_update.wire import FAULTS
 from trainer_bridge.engine_client import EngineClient, EngineError, connect
 from trainer_bridge.fsdp import NamedTensors, is_sharded, pairs_of, sources
 from trainer_bridge.transport.memory import MemoryTransport, half_bytes

@@ -3,6 +3,7 @@
 import torch
 
 from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, quantize_weight
+from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
 from sgl_fp8rl.weight_update.routes import Region, Route, RouteTable, to_blocks, view
 
 Rows = tuple[int, int]
@@ -41,7 +42,7 @@ def apply(
                 codes, scale_inv = quantize_weight(part.to(target.device, dtype))
             except ValueError as error:
                 raise ValueError(f"{route.source}: {error}") from error
-            scales = table.parameters[f"{route.parameter}_scale_inv"]
+            scales = table.parameters[route.parameter + SCALE_SUFFIX]
             _copy(view(target, dst), codes)
             _copy(view(scales, to_blocks(dst)), scale_inv)
 
@@ -75,7 +76,7 @@ def _check_finite(part: torch.Tensor, route: Route) -> None:
         bad = bool(((part.view(torch.uint8) & 0x7F) == 0x7F).any())
     else:
         bad = not bool(torch.isfinite(part).all())
-        if route.parameter.endswith("_scale_inv") and not bad and bool((part <= 0).any()):
+        if route.parameter.endswith(SCALE_SUFFIX) and not bad and bool((part <= 0).any()):
             raise ValueError(
                 f"{route.source} holds a scale that is not positive; send amax / 448, and a "
                 f"positive number for a block of zeros"

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
 from sgl_fp8rl.weight_update.routes import Region, Route, RouteError, RouteTable, as_region
+from sgl_fp8rl.weight_update.wire import FAULTS
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -31,17 +32,6 @@ _SAME_VALUES = {
 
 # Views that read the storage in another way than by boxes of elements.
 _REINTERPRETS = {aten.view.dtype, aten.as_strided.default}
-# What a malformed part, torch, or SGLang's loader can raise: it ends an update, not the server.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class UnrecordableError(RuntimeError):

@@ -19,7 +19,6 @@ import torch
 
 from sgl_fp8rl.weight_update import wire
 from sgl_fp8rl.weight_update.apply import Rows
-from sgl_fp8rl.weight_update.probe import FAULTS
 from sgl_fp8rl.weight_update.session import Session, SessionError
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def serve(
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
         reason = f"the trainer is gone: {error}"
-    except FAULTS as error:
+    except wire.FAULTS as error:
         reason = f"a step of the update failed with {type(error).__name__}: {error}"
         if isinstance(error, SessionError | ValueError):
             reason = str(error)

@@ -12,6 +12,17 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 256 << 20
 _LENGTH = struct.Struct("!I")
+# What a malformed part, torch, or SGLang's loader can raise: it ends an update, not the server.
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class WireError(ConnectionError):

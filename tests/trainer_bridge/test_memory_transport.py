@@ -151,19 +151,21 @@ def test_a_bucket_that_is_refused_lets_all_ranks_go(ranks: list[Rank], answer: A
     assert held.value is not None
 
 
+def send_all(transport: MemoryTransport) -> None:
+    """A whole update of four tensors."""
+    for i in range(4):
+        transport.put(f"v{i}", torch.ones(64), (0, 64))
+    transport.finish()
+    transport.commit()
+
+
 @pytest.mark.parametrize("op", ["part", "finish", "commit"])
 def test_the_sentence_of_the_rank_that_failed_is_raised(ranks: list[Rank], op: str) -> None:
     ranks[1].answer = refuse(op, f"rank 1 refused the {op}")
     transport = transport_of(ranks)
 
-    def send() -> None:
-        for i in range(4):
-            transport.put(f"v{i}", torch.ones(64), (0, 64))
-        transport.finish()
-        transport.commit()
-
     with pytest.raises(EngineError, match=f"^rank 1 refused the {op}$"):
-        send()
+        send_all(transport)
     transport.abort("the trainer gave up")
     transport.close()
     ranks[0].thread.join(20)
@@ -175,14 +177,8 @@ def test_a_rank_that_is_gone_ends_the_update(ranks: list[Rank], op: str) -> None
     ranks[0].answer = hang_up(op)
     transport = transport_of(ranks)
 
-    def send() -> None:
-        for i in range(4):
-            transport.put(f"v{i}", torch.ones(64), (0, 64))
-        transport.finish()
-        transport.commit()
-
     with pytest.raises(EngineError, match=r"the engine ended the update .* see its log"):
-        send()
+        send_all(transport)
     transport.abort("the trainer gave up")
     transport.close()
 
