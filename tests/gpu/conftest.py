@@ -1,0 +1,36 @@
+"""Tests that need an NVIDIA GPU; without one they are skipped.
+
+With TRITON_INTERPRET=1 the kernel tests run on the CPU instead, through Triton's interpreter;
+``tests/sgl_fp8rl/numerics/test_kernels.py`` starts them so.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker("gpu")
+        if INTERPRETED:
+            if "exhaustive" in item.name:
+                item.add_marker(pytest.mark.skip(reason="too much for Triton's interpreter"))
+        elif not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where kernels run."""
+    if INTERPRETED:
+        from tests.gpu import interpreter
+
+        interpreter.correct()
+        return "cpu"
+    return "cuda"
