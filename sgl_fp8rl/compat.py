@@ -27,6 +27,11 @@ SYMBOLS = {
     "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
     "UnquantizedFusedMoEMethod": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
     "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
+    # compiling
+    "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
+    "deepgemm_w8a8_block_fp8_linear_with_fallback",
+    "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
+    "get_schedule": "sglang.srt.runtime_context:get_schedule",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
@@ -40,7 +45,6 @@ SYMBOLS = {
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
     "RpcReqInput": "sglang.srt.managers.io_struct:RpcReqInput",
     "RpcReqOutput": "sglang.srt.managers.io_struct:RpcReqOutput",
-    "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
     "sock_send": "sglang.srt.managers.io_struct:sock_send",
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
     "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
@@ -61,6 +65,8 @@ HOOK_TARGETS = {
     "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",
     "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
     "pad_for_amx": "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+    "precompile_kernels": "sglang.srt.model_executor.model_runner.ModelRunner"
+    ".maybe_precompile_model_kernels_after_loading",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
@@ -80,15 +86,20 @@ HOOK_TARGETS |= {
     "release_memory": f"{_UPDATER}.release_memory_occupation",
     "resume_memory": f"{_UPDATER}.resume_memory_occupation",
 }
-# Called, not wrapped.
+_WARMUP = "sglang.srt.layers.deep_gemm_wrapper.compile_utils"
+# Called, read or set, not wrapped.
 METHODS = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
-    "sglang.srt.managers.tokenizer_manager.TokenizerManager.continue_generation",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
+    f"{_WARMUP}.ENABLE_JIT_DEEPGEMM",
+    f"{_WARMUP}._BUILTIN_M_LIST",
+    f"{_WARMUP}._ENABLE_JIT_DEEPGEMM_PRECOMPILE",
+    f"{_WARMUP}._IN_PRECOMPILE_STAGE",
+    f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
 )
 SYMBOLS |= {name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()}
 

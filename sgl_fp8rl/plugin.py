@@ -45,6 +45,7 @@ def _register() -> None:
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
     from sgl_fp8rl import cpu_platform, loader, quant_config
+    from sgl_fp8rl.gemm import warmup
     from sgl_fp8rl.weight_update import control, scheduler
 
     if NAME in compat.QUANTIZATION_METHODS:
@@ -64,6 +65,7 @@ def _register() -> None:
         "get_model_loader": loader.choose_loader,
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "pad_for_amx": loader.without_padding,
+        "precompile_kernels": warmup.warm_up,
         "sample": scheduler.stamp_version,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,
