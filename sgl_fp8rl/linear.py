@@ -66,11 +66,11 @@ def keep_storage(post_process: Any, layer: Any, name: str) -> None:
         )
 
 
-def _storage_of(layer: Any) -> dict[str, tuple[int, torch.dtype, tuple[int, ...], bool]]:
+def _storage_of(layer: Any) -> dict[str, tuple[Any, ...]]:
     # plain tensors too: a backend's own copy of the scales would be stale after an update
     tensors = {n: t for n, t in vars(layer).items() if isinstance(t, torch.Tensor)}
     tensors.update(layer.named_parameters())
     return {
-        name: (t.data_ptr(), t.dtype, tuple(t.shape), bool(getattr(t, "format_ue8m0", False)))
+        name: (t.data_ptr(), t.dtype, t.shape, t.stride(), bool(getattr(t, "format_ue8m0", False)))
         for name, t in tensors.items()
     }

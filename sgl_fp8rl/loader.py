@@ -13,9 +13,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.plugin import NAME
 from sgl_fp8rl.quant_config import list_layers
+from sgl_fp8rl.weight_update.local import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
 from sgl_fp8rl.weight_update.probe import record
 from sgl_fp8rl.weight_update.routes import shapes_of
@@ -47,7 +49,8 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
-        self._load(engine_weights, read_manifest(files), read_tensors(files))
+        part_bytes = Fp8RLServerArgs.from_env().bucket_bytes // 2
+        self._load(engine_weights, read_manifest(files, part_bytes), read_tensors(files))
         postprocess(model)
         engine_weights.check_addresses()
         report(model)
@@ -63,16 +66,14 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
             logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
-        engine_weights.table.match(manifest)
-        session = engine_weights.begin(manifest)
-        for name, tensor in tensors:
-            session.write(name, tensor)
-        session.finish()
-        engine_weights.commit()
+        engine_weights.accept(manifest)
+        write_all(engine_weights, manifest, tensors)
+        # its tables lie in memory that the memory saver may take away, and are not needed again
+        engine_weights.forget(manifest.fingerprint)
 
 
-def read_manifest(files: Iterable[str]) -> Manifest:
-    """Names, dtypes and shapes from the headers of safetensors files.
+def read_manifest(files: Iterable[str], part_bytes: int) -> Manifest:
+    """Names, dtypes and shapes from the headers of safetensors files, to be read in such parts.
 
     Raises:
         ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
@@ -89,7 +90,7 @@ def read_manifest(files: Iterable[str]) -> Manifest:
                         f"BF16, FP16, FP32 or block FP8"
                     )
                 specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
-    return Manifest(CHECKPOINT_VERSION, specs)
+    return Manifest(CHECKPOINT_VERSION, specs, part_bytes)
 
 
 def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.numerics import reference
+from sgl_fp8rl.weight_update.local import write_all
 from sgl_fp8rl.weight_update.manifest import describe
 from sgl_fp8rl.weight_update.session import EngineWeights
 
@@ -87,13 +88,9 @@ def update_and_read(device: str) -> list[Float64]:
     model = _Stacked(device)
     weights = EngineWeights(model, torch.bfloat16)
     tensors = list(zip(_Stacked.names, (weight_NK, -weight_NK), strict=True))
-    manifest = describe(tensors, version=0)
-    weights.check(manifest)
-    session = weights.begin(manifest)
-    for name, tensor in tensors:
-        session.write(name, tensor)
-    session.finish()
-    weights.commit()
+    manifest = describe(tensors, version=0, part_bytes=1 << 20)
+    weights.accept(manifest)
+    write_all(weights, manifest, tensors)
     both_NK = _to_float64(model.weight, model.weight_scale_inv)
     first_NK, second_NK = np.split(both_NK, 2)
     return [first_NK, -second_NK]

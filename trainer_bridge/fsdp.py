@@ -16,92 +16,104 @@ from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Named = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Source:
     """One parameter of the trainer and the HF tensors that it holds."""
 
-    parameter: torch.Tensor
-    dtype: torch.dtype
-    """What its tensors are sent as."""
+    shape: torch.Size
+    held_as: torch.dtype
+    """What ``read`` gives: the parameter's own dtype, or ``sent_as`` where it is sharded."""
+    sent_as: torch.dtype
+    """What its tensors are sent as, where they are copied into a bucket."""
     cuts: tuple[tuple[str, hf_names.Cut], ...]
 
-    def announce(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names with meta tensors of the right shape and dtype; nothing is gathered."""
-        whole = torch.empty(self.parameter.shape, dtype=self.dtype, device="meta")
+    def announce(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names with meta tensors, views of the whole parameter; nothing is gathered."""
+        whole = torch.empty(self.shape, dtype=dtype, device="meta")
         return ((name, cut(whole)) for name, cut in self.cuts)
 
     @torch.no_grad()
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors with their values; a collective where the parameter is sharded."""
-        tensor = self.parameter.detach().to(self.dtype)
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return ((name, cut(whole).contiguous()) for name, cut in self.cuts)
+    def read(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, contiguous; a collective where it is sharded."""
+        if isinstance(parameter, DTensor):
+            return parameter.detach().to(self.sent_as).full_tensor().contiguous()  # type: ignore[attr-defined,no-any-return]
+        return parameter.detach().contiguous()
+
+
+def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
+    """(Name, tensor) of a module's checkpoint, of a mapping, or of an iterable of pairs.
+
+    A parameter that is whole on this rank comes as a plain tensor.
+    """
+    if isinstance(model_or_named_tensors, nn.Module):
+        # tied parameters come once, under their first name, as in a checkpoint
+        named = _checkpointed(model_or_named_tensors)
+        return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
+    if isinstance(model_or_named_tensors, Mapping):
+        model_or_named_tensors = model_or_named_tensors.items()
+    return [(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors]
 
 
 def sources(
-    model_or_named_tensors: nn.Module | NamedTensors,
+    named: Named,
+    family: str | None,
     dtype: torch.dtype,
     as_they_are: Collection[str] = (),
 ) -> list[Source]:
-    """Plan how to read a module, or named tensors that already have HF names.
+    """Plan how to read named tensors.
 
     Matrices in FP32 or FP16 are sent in ``dtype``, the engine's, since it rounds them to that
     before it quantizes. Small tensors keep their dtype, and so do those ``as_they_are``, which the
     engine keeps in FP32. FP8 codes and their scales go as they are.
+
+    Args:
+        family: ``model_type`` of the module that they are parameters of; None where the names are
+            those of an HF checkpoint already.
     """
-    if isinstance(model_or_named_tensors, nn.Module):
-        family = hf_names.model_type(model_or_named_tensors)
-        # tied parameters come once, under their first name, as in a checkpoint
-        named = [(hf_names.clean(n), t) for n, t in _checkpointed(model_or_named_tensors)]
-        return [
-            Source(
-                p,
-                p.dtype if name in as_they_are else _sent_as(p, dtype),
-                tuple(hf_names.split(name, tuple(p.shape), family)),
-            )
-            for name, p in named
-        ]
-    pairs = list(pairs_of(model_or_named_tensors))
-    codes = {name + SCALE_SUFFIX for name, tensor in pairs if tensor.dtype == FP8_DTYPE}
+    scales = {name + SCALE_SUFFIX for name, tensor in named if tensor.dtype == FP8_DTYPE}
+    kept = {*scales, *as_they_are}
     return [
         Source(
-            tensor,
-            tensor.dtype if name in codes or name in as_they_are else _sent_as(tensor, dtype),
-            ((name, _whole),),
+            tensor.shape,
+            tensor.dtype if name in kept or not isinstance(tensor, DTensor) else sent,
+            tensor.dtype if name in kept else sent,
+            ((name, _whole),)
+            if family is None
+            else tuple(hf_names.split(name, tuple(tensor.shape), family)),
         )
-        for name, tensor in pairs
+        for name, tensor in named
+        for sent in (_sent_as(tensor, dtype),)
     ]
 
 
-def is_sharded(model_or_named_tensors: nn.Module | NamedTensors) -> bool:
+def is_sharded(named: Named) -> bool:
     """Whether the ranks of the trainer must read together."""
-    if isinstance(model_or_named_tensors, nn.Module):
-        return any(isinstance(p, DTensor) for p in model_or_named_tensors.parameters())
-    return any(isinstance(tensor, DTensor) for _, tensor in pairs_of(model_or_named_tensors))
-
-
-def pairs_of(named_tensors: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:
-    """(Name, tensor) of a mapping or of an iterable of pairs."""
-    return named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    return any(isinstance(tensor, DTensor) for _, tensor in named)
 
 
 def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and those buffers that a checkpoint holds, such as a router's bias."""
     yield from model.named_parameters()
-    saved = {hf_names.clean(name) for name in model.state_dict()}
-    for name, buffer in model.named_buffers():
-        if hf_names.clean(name) in saved and buffer.is_floating_point():
-            yield name, buffer
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            last = name.rpartition(".")[2]
+            saved = last not in module._non_persistent_buffers_set
+            if saved and buffer.is_floating_point():
+                yield name, buffer
+
+
+def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
+        return tensor.to_local()
+    return tensor
 
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.is_floating_point() and _is_wide_matrix(tensor) else tensor.dtype
-
-
-def _is_wide_matrix(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    wide = tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return dtype if wide and tensor.dim() > 1 else tensor.dtype
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

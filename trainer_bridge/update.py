@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.weight_update.apply import aligned_rows
-from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec, describe
+from sgl_fp8rl.weight_update.manifest import check_version
 from sgl_fp8rl.weight_update.wire import FAULTS
-from trainer_bridge.engine_client import EngineClient, EngineError, connect
-from trainer_bridge.fsdp import NamedTensors, is_sharded, pairs_of, sources
-from trainer_bridge.transport.memory import MemoryTransport, half_bytes
+from trainer_bridge import hf_names
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import NamedTensors, Source, is_sharded, named_tensors, sources
+from trainer_bridge.link import Link, gpu_of, link_to
+from trainer_bridge.plan import SendPlan
+from trainer_bridge.transport.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -29,10 +31,14 @@ class UpdateResult:
     tensors: int
     """HF tensors that were sent."""
     bytes: int
-    """Payload in bytes, sent once and read by every rank of the engine."""
+    """Payload in bytes, read by every rank of the engine."""
+    mapped_bytes: int
+    """How much of it was read in place, from the trainer's own memory."""
     seconds: dict[str, float]
     """Wall time by stage: ``begin`` (check, pause, flush), ``read`` (gather and cast), ``write``
     (copy to the bucket, wait for ranks that quantize), ``commit``; and ``total``."""
+    gpu_seconds: float | None
+    """Time of the engine's kernels on the slowest GPU; None on a CPU."""
 
 
 def update(
@@ -41,8 +47,10 @@ def update(
     """Stream weights into a running engine and commit them as policy ``version``.
 
     Requests that are running are aborted and come back with what they have; new ones wait for the
-    end of the update. If anything fails after the first write, the engine refuses to generate until
-    a later update is complete.
+    end of the update. Parameters on a GPU that lie where they lay at the last update are read in
+    place; others pass through a bucket, quantized by the trainer's GPU where it has one. If
+    anything fails after the first write, the engine refuses to generate until a later update is
+    complete.
 
     Args:
         model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
@@ -60,68 +68,119 @@ def update(
         ManifestError: the tensors cannot make an update, such as a name that comes twice.
     """
     clock = _Clock()
-    if not isinstance(model_or_named_tensors, nn.Module):
-        model_or_named_tensors = list(pairs_of(model_or_named_tensors))  # it is read twice
-    sharded = is_sharded(model_or_named_tensors)
-    lead = _Lead(sharded)
+    check_version(version)
+    family = None
+    if isinstance(model_or_named_tensors, nn.Module):
+        family = hf_names.model_type(model_or_named_tensors)
+    named = named_tensors(model_or_named_tensors)
+    lead = _Lead(is_sharded(named))
 
-    client: Any = lead.attempt(connect, engine)
-    layout: Any = lead.share(lead.attempt(_ask_layout, client))
-    planned = sources(model_or_named_tensors, getattr(torch, layout["dtype"]), layout["fp32"])
-    manifest = describe((pair for source in planned for pair in source.announce()), version)
-    session: Any = lead.attempt(_Session, client, manifest, layout)
+    link: Any = lead.attempt(link_to, engine)
+    layout: Any = lead.share(lead.attempt(Link.layout, link))
+
+    def make_sources() -> list[Source]:
+        return sources(named, family, getattr(torch, layout["dtype"]), layout["fp32"])
+
+    device = gpu_of(named, layout)
+    plan: Any = lead.attempt(Link.plan, link, named, make_sources, device)
+    planned = make_sources() if plan is None else plan.sources
+    session: Any = lead.attempt(_Session, link, plan, version, device)
+    gpu_seconds: Any = None
     try:
         lead.share(None)
         clock.lap("begin")
-        for source in planned:
-            for name, tensor in source.read():
-                clock.lap("read")
-                lead.attempt(_Session.put, session, name, tensor)
-                clock.lap("write")
-        lead.attempt(_Session.finish, session)
+        for index, (source, (_, tensor)) in enumerate(zip(planned, named, strict=True)):
+            if plan is not None and plan.mapped[index]:
+                continue
+            whole = source.read(tensor)
+            clock.lap("read")
+            lead.attempt(_Session.put, session, index, whole)
+            clock.lap("write")
+        gpu_seconds = lead.attempt(_Session.finish, session)
         clock.lap("write")
         lead.attempt(_Session.commit, session)
-        lead.share(None)
+        gpu_seconds, facts = lead.share((gpu_seconds, _facts(plan)))
         clock.lap("commit")
-    finally:
+    except BaseException as error:
         if session is not None:
-            session.close()
-    return UpdateResult(version, len(manifest.tensors), manifest.nbytes, clock.seconds())
+            session.close(error)
+        raise
+    tensors, nbytes, mapped_bytes = facts
+    return UpdateResult(version, tensors, nbytes, mapped_bytes, clock.seconds(), gpu_seconds)
+
+
+def _facts(plan: SendPlan | None) -> tuple[int, int, int]:
+    """Tensors, bytes and mapped bytes of an update; on the other ranks, places for them."""
+    if plan is None:
+        return 0, 0, 0
+    return len(plan.manifest.tensors), plan.manifest.nbytes, plan.mapped_bytes
 
 
 class _Session:
     """The sending side of one update."""
 
-    def __init__(self, client: EngineClient, manifest: Manifest, layout: dict[str, Any]) -> None:
-        self._client = client
-        part_bytes = half_bytes(layout["bucket_bytes"])
-        # known before the first write, so refused before it
-        self._steps = {
-            name: _rows_at_once(name, spec, part_bytes, whole=name in layout["fallback"])
-            for name, spec in manifest.tensors.items()
-        }
-        begun = client.control({"op": "begin", "manifest": manifest.to_json()})
+    def __init__(
+        self, link: Link, plan: SendPlan, version: int, device: torch.device | None
+    ) -> None:
+        self._link, self._plan, self._device = link, plan, device
+        if device is not None:
+            torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
+        begun = self._begin(version)
         self._open = True
+        self._part = self._turn = 0
+        self._read: dict[int, torch.Tensor] = {}
+        self._in_flight = 0
         try:
-            self._transport = MemoryTransport(
-                begun["sockets"], begun["token"], layout["bucket_bytes"]
-            )
+            self._ranks = Ranks(begun["sockets"], begun["token"])
         except EngineError:
             with suppress(EngineError):
-                client.control({"op": "end"})
+                link.client.control({"op": "end"})
+            link.forget()
+            raise
+        try:
+            self._fill = link.share(self._ranks, plan, device)
+            if self._fill is not None:
+                self._fill.begin()
+        except FAULTS as error:
+            self.close(error)
             raise
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Send one tensor, in pieces where it is larger than half of the bucket."""
-        length = tensor.shape[0] if tensor.dim() else 1
-        step = self._steps[name]
-        for start in range(0, length, step):
-            rows = (start, min(start + step, length))
-            self._transport.put(name, tensor[slice(*rows)] if tensor.dim() else tensor, rows)
+    def _begin(self, version: int) -> dict[str, Any]:
+        manifest = self._plan.manifest
+        message = {"op": "begin", "version": version, "fingerprint": manifest.fingerprint}
+        begun = self._link.client.control(message)
+        if "unknown" in begun:
+            begun = self._link.client.control({**message, "manifest": manifest.to_json()})
+        return begun
 
-    def finish(self) -> None:
-        """Have every rank hold that nothing is missing."""
-        self._transport.finish()
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
+        assert self._fill is not None
+        self._read[index] = whole if self._device is None else whole.to(self._device)
+        turns = self._plan.turns
+        while self._turn < len(turns) and turns[self._turn][1] in self._read:
+            part, source = turns[self._turn]
+            while self._part < part:
+                self._send_part()
+            self._fill.put(source, self._read[source], part)
+            self._turn += 1
+            if self._turn > self._plan.last_turns[source]:
+                del self._read[source]
+
+    def finish(self) -> float | None:
+        """Send what is left, and have every rank hold that nothing is missing.
+
+        Returns:
+            seconds that the slowest GPU took to write, or None on a CPU.
+        """
+        while self._part < len(self._plan.parts):
+            self._send_part()
+        while self._in_flight:
+            self._wait_part()
+        if self._fill is not None:
+            self._fill.finish()
+        seconds = [reply["gpu_seconds"] for reply in self._ranks.ask({"op": "finish"})]
+        return None if None in seconds else max(seconds)
 
     def commit(self) -> None:
         """Commit on all ranks, and wait until the engine generates again.
@@ -129,37 +188,37 @@ class _Session:
         Raises:
             EngineError: a rank could not; the engine is quarantined.
         """
-        self._transport.commit()
+        self._ranks.ask({"op": "commit"})
         self._open = False
-        self._transport.close()
-        self._client.control({"op": "end"})
+        self._ranks.close()
+        self._link.client.control({"op": "end"})
+        self._link.committed()
 
-    def close(self) -> None:
-        """Abort the session unless it is committed."""
+    def close(self, error: BaseException) -> None:
+        """Abort the session unless it is committed; the engine's quarantine tells why."""
         if not self._open:
             return
         self._open = False
-        self._transport.abort("the trainer gave up the update")
-        self._transport.close()
+        why = str(error) or type(error).__name__
+        self._ranks.send({"op": "abort", "reason": f"the trainer gave up the update: {why}"})
+        self._ranks.close()
         # the error that brought us here says more than an engine that is gone
         with suppress(EngineError):
-            self._client.control({"op": "end"})
+            self._link.client.control({"op": "end"})
+        self._link.forget()
 
+    def _send_part(self) -> None:
+        if self._in_flight == 1:
+            self._wait_part()  # the other half must be free before it is filled
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).synchronize()  # the half is filled
+        self._ranks.send({"op": "part", "index": self._part})
+        self._part += 1
+        self._in_flight += 1
 
-def _rows_at_once(name: str, spec: TensorSpec, part_bytes: int, whole: bool) -> int:
-    """How many rows of a tensor go into half of the bucket; ``whole``: it cannot be split."""
-    length = spec.shape[0] if spec.shape else 1
-    row_bytes = spec.nbytes // length
-    fits = part_bytes // row_bytes
-    if fits >= length:
-        return length
-    unit = length if whole else aligned_rows(spec.shape)
-    if fits < unit:
-        raise EngineError(
-            f"{unit} rows of {name} need {unit * row_bytes} bytes, more than half of the "
-            f"engine's bucket; start the engine with a larger --fp8rl-bucket-bytes"
-        )
-    return fits // unit * unit
+    def _wait_part(self) -> None:
+        self._ranks.wait()
+        self._in_flight -= 1
 
 
 class _Lead:
@@ -196,10 +255,6 @@ class _Lead:
         if self._error is not None:
             raise self._error
         return value
-
-
-def _ask_layout(client: EngineClient) -> dict[str, Any]:
-    return client.control({"op": "layout"})
 
 
 class _Clock:

@@ -1,13 +1,14 @@
-"""Apply one tensor, or some rows of it, through its routes: quantize, write codes and scales."""
+"""Apply one tensor, or some rows of it, through its routes: quantize, write codes and scales.
+
+In plain torch: what the CPU platform runs, and the twin of ``grouped.py``.
+"""
 
 import torch
 
-from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, quantize_weight
+from sgl_fp8rl.numerics.reference import FP8_DTYPE, quantize_weight
 from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
+from sgl_fp8rl.weight_update.parts import Rows
 from sgl_fp8rl.weight_update.routes import Region, Route, RouteTable, to_blocks, view
-
-Rows = tuple[int, int]
-"""Start and stop along a tensor's first dimension."""
 
 
 def apply(
@@ -27,7 +28,7 @@ def apply(
         ValueError: a value is NaN or Inf, or a scale is not positive.
     """
     for route in routes:
-        clipped = _clip(route, rows)
+        clipped = clip(route, rows)
         if clipped is None:
             continue
         src, dst = clipped
@@ -47,7 +48,7 @@ def apply(
             _copy(view(scales, to_blocks(dst)), scale_inv)
 
 
-def _clip(route: Route, rows: Rows) -> tuple[Region, Region] | None:
+def clip(route: Route, rows: Rows) -> tuple[Region, Region] | None:
     """The route's boxes where its source box meets the rows; the source box relative to them."""
     if not route.src:
         return route.src, route.dst  # a scalar
@@ -85,8 +86,3 @@ def _check_finite(part: torch.Tensor, route: Route) -> None:
         raise ValueError(
             f"{route.source} holds NaN or Inf; check the trainer's weights before the update"
         )
-
-
-def aligned_rows(shape: tuple[int, ...]) -> int:
-    """What a split of this tensor's first dimension must be a multiple of."""
-    return BLOCK if len(shape) == 2 else 1

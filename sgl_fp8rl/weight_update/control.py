@@ -22,6 +22,8 @@ from sgl_fp8rl.weight_update.manifest import PROTOCOL
 from sgl_fp8rl.weight_update.scheduler import RPC_METHOD
 
 POLL_S = 0.0005
+SPIN_S = 0.005
+"""How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler."""
 PATH = "/fp8rl"
@@ -85,28 +87,32 @@ class Control:
         }
 
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        await self._ask({"op": "check", "manifest": message.get("manifest")})
+        """Open a session, or answer ``unknown`` where the whole manifest must be sent."""
         was_paused = self._manager.is_pause
         async with self._manager.is_pause_cond:
             self._manager.is_pause = True  # new requests wait at the tokenizer
+        session = False
         try:
             token = secrets.token_hex(16)
-            begun = await self._drain_and_begin(token)
-        except BaseException:  # whatever it is, the engine must not stay paused
-            await self._resume(was_paused)
-            raise
-        self._session = asyncio.create_task(self._watch(was_paused))
-        return {"token": token, **begun}
+            begun = await self._drain_and_begin({**message, "token": token})
+            session = "sockets" in begun
+        finally:
+            if not session:  # whatever it is, the engine must not stay paused
+                await self._resume(was_paused)
+        if session:
+            self._session = asyncio.create_task(self._watch(was_paused))
+            return {"token": token, **begun}
+        return begun
 
-    async def _drain_and_begin(self, token: str) -> dict[str, Any]:
+    async def _drain_and_begin(self, message: dict[str, Any]) -> dict[str, Any]:
         deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
-        while True:
+        begun = await self._ask(message)  # refused before any request is disturbed
+        message.pop("manifest", None)
+        while begun.get("busy"):
             # SGLang's own pause sleeps for a second between its looks, and its own abort_request
             # (0.5.17) also fails the requests that wait at the tokenizer for the new version.
             self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
-            begun = await self._ask({"op": "begin", "token": token})
-            if not begun.get("busy"):
-                return begun
+            begun = await self._ask(message)
             if asyncio.get_running_loop().time() > deadline:
                 raise ControlError(
                     f"requests were still running {DRAIN_TIMEOUT_S:.0f} s after they were aborted; "
@@ -114,6 +120,7 @@ class Control:
                     503,
                 )
             await asyncio.sleep(POLL_S)
+        return begun
 
     async def _watch(self, was_paused: bool) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
@@ -125,9 +132,10 @@ class Control:
 
     async def _resume(self, was_paused: bool) -> None:
         if not was_paused:
-            await self._manager.continue_generation(
-                compat.ContinueGenerationReqInput(torch_empty_cache=False)
-            )
+            # the scheduler was never paused, so SGLang's own continue_generation has a message less
+            async with self._manager.is_pause_cond:
+                self._manager.is_pause = False
+                self._manager.is_pause_cond.notify_all()
 
     async def _end(self) -> dict[str, Any]:
         """Wait until the session that is under way has ended, and tell how the last one did."""
@@ -146,10 +154,12 @@ class Control:
         return reply
 
     async def _receive(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        soon = loop.time() + SPIN_S
         while not self._rpc.poll(0):
             # /health looks at it: schedulers that serve an update answer nothing else meanwhile
             self._manager.last_receive_tstamp = time.time()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(0 if loop.time() < soon else POLL_S)
         reply = json.loads(compat.sock_recv(self._rpc).message)
         assert isinstance(reply, dict)
         return reply

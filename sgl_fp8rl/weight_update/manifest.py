@@ -1,19 +1,24 @@
 """The manifest: what an update will deliver, sent and checked before the first write."""
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
 
-PROTOCOL = 1
+PROTOCOL = 2
 SCALE_SUFFIX = "_scale_inv"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*WEIGHT_DTYPES, FP8_DTYPE)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+PART_ALIGNMENT = 256
+"""Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
 
 
 class ManifestError(ValueError):
@@ -37,11 +42,15 @@ class Manifest:
     """One update: its policy version and every tensor by its HF checkpoint name.
 
     A weight is BF16, FP16 or FP32; or float8_e4m3fn codes, then ``<name>_scale_inv`` holds its
-    FP32 scales, one for each 128x128 block.
+    FP32 scales, one for each 128x128 block. Tensors travel in this order (``parts.py``).
     """
 
     version: int
     tensors: Mapping[str, TensorSpec]
+    part_bytes: int = 512 << 20
+    """Bytes of one half of the bucket: the most that one part carries."""
+    mapped: frozenset[str] = frozenset()
+    """Names that travel in no bucket: the engine reads them in the trainer's own memory."""
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
@@ -54,10 +63,16 @@ class Manifest:
                     f"codes with their scales, or the weight alone"
                 )
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Payload of the whole update in bytes."""
         return sum(spec.nbytes for spec in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for updates that differ in nothing but their version and values."""
+        data = {**self.to_json(), "version": None}
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
     def is_scale(self, name: str) -> bool:
         """Whether ``name`` holds the scales of FP8 codes in this manifest."""
@@ -73,6 +88,8 @@ class Manifest:
             "protocol": PROTOCOL,
             "version": self.version,
             "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
+            "part_bytes": self.part_bytes,
+            "mapped": sorted(self.mapped),
         }
 
     @classmethod
@@ -88,20 +105,33 @@ class Manifest:
                 f"the manifest speaks protocol {found!r}, this engine {PROTOCOL}; install the same "
                 f"sgl-fp8rl on both sides"
             )
-        version, tensors = _check_version(data.get("version")), data.get("tensors")
+        version, tensors = check_version(data.get("version")), data.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
-        return cls(version, {name: _parse_spec(name, entry) for name, entry in tensors.items()})
+        size, mapped = data.get("part_bytes"), data.get("mapped")
+        if type(size) is not int or not 0 < size < 2**40 or size % PART_ALIGNMENT:
+            raise ManifestError(
+                f"part_bytes is {size!r}; give a positive multiple of {PART_ALIGNMENT}"
+            )
+        if not isinstance(mapped, list) or not all(type(n) is str and n in tensors for n in mapped):
+            raise ManifestError("mapped names what is no tensor of the manifest; send it there too")
+        specs = {name: _parse_spec(name, entry) for name, entry in tensors.items()}
+        return cls(version, specs, size, frozenset(mapped))
 
 
-def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Manifest:
+def describe(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    part_bytes: int = Manifest.part_bytes,
+    mapped: Collection[str] = (),
+) -> Manifest:
     """The manifest of tensors in memory.
 
     Raises:
         ManifestError: a name comes twice, a dtype is none that an update carries, or the version
             is no whole number.
     """
-    _check_version(version)
+    check_version(version)
     tensors: dict[str, TensorSpec] = {}
     for name, tensor in named_tensors:
         if name in tensors:
@@ -110,11 +140,18 @@ def describe(named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) ->
             raise ManifestError(
                 f"{name} has dtype {tensor.dtype}; send BF16, FP16, FP32 or FP8 E4M3"
             )
+        if not tensor.numel():
+            raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(version, tensors)
+    return Manifest(version, tensors, part_bytes, frozenset(mapped))
 
 
-def _check_version(version: Any) -> int:
+def check_version(version: Any) -> int:
+    """A policy version.
+
+    Raises:
+        ManifestError: it is no whole number from 0 up.
+    """
     # replies carry it as a 64-bit integer
     if type(version) is not int or not 0 <= version < 2**63:
         raise ManifestError(f"version is {version!r}; give a whole number from 0 up, below 2**63")

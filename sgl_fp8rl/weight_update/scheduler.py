@@ -6,7 +6,7 @@ Every rank runs the same hook at the same step of its event loop, so ranks decid
 import hashlib
 import json
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.numerics.reference import FP8_DTYPE
 from sgl_fp8rl.quant_config import list_layers
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
+from sgl_fp8rl.weight_update.cuda_memory import gpu_uuid
+from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, check_version
 from sgl_fp8rl.weight_update.serve import RankSocket, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, State
+from sgl_fp8rl.weight_update.wire import FAULTS
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +65,11 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     if message["op"] == "begin":
         return _begin(scheduler, weights, message)
     group = scheduler.tp_group.cpu_group
-    if message["op"] == "check":
-        return _answer(_check(weights, message, group))
     if message["op"] == "layers":
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":
         return _answer({"ranks": gather(_digest(weights.model), group)})
-    return _answer(_status(weights))
+    return _answer(_layout(weights, group))
 
 
 def _answer(reply_: dict[str, Any]) -> Any:
@@ -80,9 +81,18 @@ def _status(weights: EngineWeights) -> dict[str, Any]:
         "version": weights.version,
         "state": weights.state.value,
         "reason": weights.reason,
+    }
+
+
+def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
+    on_gpu = weights.device.type == "cuda"
+    return {
         "dtype": str(weights.dtype).removeprefix("torch."),
         "fallback": sorted(weights.table.fallback) if weights.table else [],
         "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
+        "fp8": weights.table.kept_in(FP8_DTYPE) if weights.table else [],
+        "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
+        **_status(weights),
     }
 
 
@@ -103,26 +113,46 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _check(
-    weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
-) -> dict[str, Any]:
-    error = None
+@dataclass(frozen=True)
+class _Ready:
+    """What one rank says before a session begins."""
+
+    error: str | None = None
+    idle: bool = False
+    path: str = ""
+
+
+def _prepare(weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup) -> str:
+    """Hold an update against this engine and return the fingerprint of its manifest.
+
+    Every rank takes the same way through here, since ranks know the same manifests.
+
+    Raises:
+        ManifestError: it must not begin, on this rank or on another.
+    """
+    version = check_version(message.get("version"))
+    manifest, error = None, None
     recorded_before = weights.table is not None
     try:
+        weights.check_version(version)
+        if "manifest" not in message:
+            return str(message.get("fingerprint"))
         manifest = Manifest.from_json(message["manifest"])
-        weights.check(manifest)
-        weights.pending = manifest
-    except ManifestError as refusal:
-        error = str(refusal)
+        weights.accept(manifest)
+    except FAULTS as fault:  # whatever it is, the other ranks wait for this one's word
+        if not isinstance(fault, ManifestError):
+            logger.exception("an update to version %d could not be planned", version)
+        error = str(fault) or type(fault).__name__
     errors = [e for e in gather(error, group) if e is not None]
     if not errors:
         errors = _unrouted(weights, group)
-    if errors:
-        weights.pending = None
+    if errors or manifest is None:
+        if manifest is not None:
+            weights.forget(manifest.fingerprint)
         if not recorded_before:
             weights.table = None  # recorded from this manifest, so it must not outlive it
-        return {"error": errors[0]}
-    return {"ok": True}
+        raise ManifestError(errors[0])
+    return manifest.fingerprint
 
 
 def _unrouted(weights: EngineWeights, group: dist.ProcessGroup) -> list[str]:
@@ -147,27 +177,30 @@ def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]
 
 def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> Any:
     group = scheduler.tp_group.cpu_group
-    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
-    if not all(gather(bool(idle), group)):
-        return _answer({"busy": True})
-    manifest, weights.pending = weights.pending, None
-    if manifest is None:
-        return _answer({"error": "begin came without an accepted manifest; send check first"})
-    rank_socket, failure = None, None
     try:
-        rank_socket = RankSocket(dist.get_rank(group))
-    except OSError as error:
-        failure = f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
-    failures = [f for f in gather(failure, group) if f is not None]
-    if rank_socket is None or failures:
+        fingerprint = _prepare(weights, message, group)
+    except ManifestError as refusal:
+        return _answer({"error": str(refusal)})
+    if not all(gather(weights.knows(fingerprint), group)):
+        return _answer({"unknown": True})
+    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    rank_socket, failure = None, None
+    if idle:
+        try:
+            rank_socket = RankSocket(dist.get_rank(group))
+        except OSError as error:
+            failure = f"the engine cannot open a socket in its temporary folder: {error}"
+    path = str(rank_socket.path) if rank_socket is not None else ""
+    ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
+    errors = [rank.error for rank in ranks if rank.error is not None]
+    if rank_socket is None or errors or not all(rank.idle for rank in ranks):
         if rank_socket is not None:
             rank_socket.close()
-        return _answer({"error": failures[0]})
+        return _answer({"error": f"{errors[0]}; set TMPDIR"} if errors else {"busy": True})
     try:
-        session = weights.begin(manifest)
-        paths = gather(str(rank_socket.path), group)
+        session = weights.begin(fingerprint, message["version"])
         if scheduler.ipc_channels.recv_from_rpc is not None:
-            begun = _answer({"sockets": paths})
+            begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
         silence_s = Fp8RLServerArgs.from_env().session_timeout_s
         outcome, peer = serve(rank_socket, session, message["token"], silence_s)
@@ -180,7 +213,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         reply(peer, {"ok": True})
     elif any(o.dirty for o in outcomes):
         weights.quarantine(
-            f"the update to version {manifest.version} failed: {failed.reason}; a complete update "
+            f"the update to version {session.version} failed: {failed.reason}; a complete update "
             f"to a newer version heals the engine"
         )
         reply(peer, {"error": failed.reason})

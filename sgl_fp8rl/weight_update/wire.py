@@ -35,9 +35,9 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
     header = _LENGTH.pack(len(body))
     if fds:
         socket.send_fds(sock, [header], list(fds))
+        sock.sendall(body)
     else:
-        sock.sendall(header)
-    sock.sendall(body)
+        sock.sendall(header + body)
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:

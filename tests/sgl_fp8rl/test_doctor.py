@@ -299,6 +299,8 @@ def test_numerics_fail_on_a_wrong_quantizer(monkeypatch: pytest.MonkeyPatch, fau
     monkeypatch.setattr(reference, "quantize_weight", quantize)
     monkeypatch.setattr(apply, "quantize_weight", quantize)
     for check in doctor.check_numerics():
+        if check.name == "update on cuda":
+            continue  # quantized by a kernel, which has no fault
         assert check.status == "fail"
         assert "are not what E4M3 gives" in check.message
 

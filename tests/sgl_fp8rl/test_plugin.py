@@ -66,7 +66,7 @@ def test_an_unknown_keyword_is_named() -> None:
 def test_released_weights_are_quarantined_until_an_update() -> None:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
+    from sgl_fp8rl.weight_update.manifest import ManifestError
     from sgl_fp8rl.weight_update.scheduler import attach, note_resumed, quarantine_released
     from sgl_fp8rl.weight_update.session import EngineWeights, State
 
@@ -90,12 +90,12 @@ def test_released_weights_are_quarantined_until_an_update() -> None:
     quarantine_released(release, updater, {"weights"})
     assert weights.state is State.QUARANTINED
 
-    manifest = Manifest(0, {"weight": TensorSpec(torch.bfloat16, (2, 2))})
     with pytest.raises(ManifestError, match="resume_memory_occupation"):
-        weights.check(manifest)
+        weights.check_version(0)
     assert note_resumed(resume, updater, {"weights"}) == "resumed"
     assert weights.state is State.QUARANTINED
     assert not weights.released
+    weights.check_version(0)
 
 
 def test_a_backend_that_keeps_its_own_copy_of_the_scales_is_refused() -> None:

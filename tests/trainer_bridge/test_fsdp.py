@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
-from tests.trainer_bridge.test_hf_names import saved, tiny
+from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import is_sharded, sources
+from trainer_bridge.fsdp import is_sharded, named_tensors, sources
 from trainer_bridge.update import UpdateResult, update
 
 WORLD = 2
@@ -101,7 +102,7 @@ def update_toy(rank: int, folder: Path) -> None:
 
     tensors = toy.checkpoint()
     model = toy_trainer(tensors)
-    assert is_sharded(model)
+    assert is_sharded(named_tensors(model))
     assert all(isinstance(p, DTensor) for p in model.parameters())
     result = update(model, engine, version=0)
     assert engine is None or holds(engine, tensors)
@@ -156,7 +157,14 @@ class Broken:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "layout":
-            return {"dtype": "bfloat16", "bucket_bytes": 1 << 20, "fallback": [], "fp32": []}
+            return {
+                "dtype": "bfloat16",
+                "bucket_bytes": 1 << 20,
+                "state": "serving",
+                "fp32": [],
+                "fp8": [],
+                "gpus": [],
+            }
         raise self.fault
 
     generate = control
@@ -171,13 +179,14 @@ def stream_moe(rank: int, folder: Path) -> None:
     """The streamed names and values of a sharded transformers model are those it saves."""
     for family in ("qwen3_moe", "mixtral"):
         model = tiny(family)
-        expected = saved(model, folder / f"{family}-{rank}")
+        # newer transformers save on rank 0 alone
+        expected = gathered(saved(model, folder / f"{family}-{rank}"))[0]
         for layer in model.get_submodule("model.layers").children():
             fully_shard(layer)
         fully_shard(model)
-        streamed = {n: t for s in sources(model, torch.float32) for n, t in s.read()}
-        assert streamed.keys() == expected.keys()
-        assert all(torch.equal(streamed[name], expected[name]) for name in expected)
+        found = streamed(model, torch.float32)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
         engine = plain_engine(expected) if rank == 0 else None
         result = update(model, engine, version=7)
@@ -205,10 +214,29 @@ def test_a_sharded_transformers_model_streams_what_it_saves(tmp_path: Path) -> N
     run(stream_moe, tmp_path)
 
 
+def keep_on_one_rank(rank: int, folder: Path) -> None:
+    """A DTensor over a mesh of one rank is whole there, as in a replicated model."""
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replica", "shard"))
+    whole = torch.arange(12.0).view(4, 3)
+    here = distribute_tensor(whole, mesh["shard"], [Shard(0)])
+    named = named_tensors({"w": here})
+    assert [type(tensor) for _, tensor in named] == [torch.Tensor]
+    assert torch.equal(named[0][1], whole)
+    assert not is_sharded(named)
+    spread = distribute_tensor(whole, mesh["replica"], [Shard(0)])  # the control
+    assert is_sharded(named_tensors({"w": spread}))
+    assert torch.equal(streamed({"w": spread}, torch.float32)["w"], whole)
+
+
+@pytest.mark.timeout(180)
+def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
+    run(keep_on_one_rank, tmp_path)
+
+
 # -- one process
 
 
-def test_announced_shapes_and_dtypes_are_those_that_are_read() -> None:
+def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
     tensors = {
         "w": torch.randn(4, 6),
         "v": torch.randn(6),
@@ -216,26 +244,54 @@ def test_announced_shapes_and_dtypes_are_those_that_are_read() -> None:
         "codes": torch.ones(128, 128).to(toy.FP8),
         "codes_scale_inv": torch.ones(1, 1),
     }
-    planned = sources(tensors, toy.BF16)
-    announced = {n: (t.dtype, t.shape) for s in planned for n, t in s.announce()}
-    read = {n: (t.dtype, t.shape) for s in planned for n, t in s.read()}
-    assert announced == read
-    assert {n: dtype for n, (dtype, _) in read.items()} == {
+    found = planned(tensors, toy.BF16)
+    announced = {n: (t.dtype, t.shape) for s in found for n, t in s.announce(s.sent_as)}
+    sent = {name: (t.dtype, t.shape) for name, t in streamed(tensors, toy.BF16).items()}
+    assert announced == sent
+    assert {n: dtype for n, (dtype, _) in sent.items()} == {
         "w": toy.BF16,
         "v": torch.float32,
         "half": toy.BF16,
         "codes": toy.FP8,
         "codes_scale_inv": torch.float32,
     }
-    assert not is_sharded(tensors)
-    assert not is_sharded(nn.Linear(2, 2))
+    held = {n: t.dtype for s in found for n, t in s.announce(s.held_as)}
+    assert held == {name: tensor.dtype for name, tensor in tensors.items()}
+    assert not is_sharded(named_tensors(tensors))
+    assert not is_sharded(named_tensors(nn.Linear(2, 2)))
+
+
+def test_what_the_engine_keeps_in_fp32_is_sent_in_fp32() -> None:
+    named = [("router.weight", torch.randn(4, 6)), ("w", torch.randn(4, 6))]
+    router, w = sources(named, None, toy.BF16, ["router.weight"])
+    assert (router.sent_as, w.sent_as) == (torch.float32, toy.BF16)
+
+
+def test_a_parameter_is_read_where_it_lies() -> None:
+    """In its own dtype and, where it is contiguous, its own memory; never with its gradient."""
+    held = nn.Parameter(torch.randn(6, 4))
+    turned = held.detach().t()
+    in_place, copied = sources([("w", held), ("t", turned)], None, toy.BF16)
+    whole = in_place.read(held)
+    assert (whole.dtype, whole.data_ptr()) == (torch.float32, held.data_ptr())
+    assert not whole.requires_grad
+    assert copied.read(turned).is_contiguous()
+    assert torch.equal(copied.read(turned), turned)
+
+
+def test_names_come_without_what_wrappers_add() -> None:
+    model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 4)})
+    assert [name for name, _ in named_tensors(model)] == ["weight", "bias"]
+    pairs = [("_orig_mod.w", torch.ones(2))]  # given by name, a name is the HF name
+    assert [name for name, _ in named_tensors(pairs)] == ["_orig_mod.w"]
+    assert [name for name, _ in named_tensors(dict(pairs))] == ["_orig_mod.w"]
+    assert [name for name, _ in named_tensors(iter(pairs))] == ["_orig_mod.w"]
 
 
 def test_tied_parameters_come_once() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
     model["head"].weight = model["embed"].weight
-    names = [name for source in sources(model, toy.BF16) for name, _ in source.announce()]
-    assert names == ["embed.weight"]
+    assert list(streamed(model, toy.BF16)) == ["embed.weight"]
 
 
 def test_buffers_that_a_checkpoint_holds_are_sent() -> None:
@@ -243,6 +299,6 @@ def test_buffers_that_a_checkpoint_holds_are_sent() -> None:
     model.register_buffer("router_bias", torch.ones(4))
     model.register_buffer("inv_freq", torch.ones(4), persistent=False)
     model.register_buffer("steps", torch.tensor(3))
-    streamed = {n: t for source in sources(model, torch.float32) for n, t in source.read()}
-    assert set(streamed) == {"weight", "bias", "router_bias"}
-    assert not any(tensor.requires_grad for tensor in streamed.values())
+    found = streamed(model, torch.float32)
+    assert set(found) == {"weight", "bias", "router_bias"}
+    assert not any(tensor.requires_grad for tensor in found.values())

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainer_bridge import hf_names
-from trainer_bridge.fsdp import sources
+from trainer_bridge.fsdp import NamedTensors, Source, named_tensors, sources
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,27 @@ def saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
+def planned(model_or_named: nn.Module | NamedTensors, dtype: torch.dtype) -> list[Source]:
+    """The sources of a module's checkpoint, or of HF tensors, as an update makes them."""
+    is_module = isinstance(model_or_named, nn.Module)
+    family = hf_names.model_type(model_or_named) if is_module else None  # type: ignore[arg-type]
+    return sources(named_tensors(model_or_named), family, dtype)
+
+
+def streamed(
+    model_or_named: nn.Module | NamedTensors, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Each HF tensor as it is sent."""
+    pairs = zip(
+        planned(model_or_named, dtype), [t for _, t in named_tensors(model_or_named)], strict=True
+    )
+    found: dict[str, torch.Tensor] = {}
+    for source, parameter in pairs:
+        whole = source.read(parameter).to(source.sent_as)
+        found |= {name: cut(whole) for name, cut in source.cuts}
+    return found
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -132,9 +153,10 @@ def test_names_and_values_are_those_that_transformers_saves(
 ) -> None:
     model = tiny(family, **changes)
     expected = saved(model, tmp_path)
-    planned = sources(model, torch.float32)
-    streamed = dict(pair for source in planned for pair in source.read())
-    assert streamed.keys() == expected.keys()
-    assert all(torch.equal(streamed[name], expected[name]) for name in expected)
-    announced = {n: t.shape for source in planned for n, t in source.announce()}
+    found = streamed(model, torch.float32)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    announced = {
+        n: t.shape for s in planned(model, torch.float32) for n, t in s.announce(s.sent_as)
+    }
     assert announced == {name: tensor.shape for name, tensor in expected.items()}

@@ -2,6 +2,9 @@
 
 import re
 import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,9 @@ from sgl_fp8rl.weight_update.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
+from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.link import link_to
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -47,7 +52,7 @@ def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes:
         assert set(result.seconds) == {"begin", "read", "write", "commit", "total"}
         stages = sum(s for name, s in result.seconds.items() if name != "total")
         assert stages <= result.seconds["total"]
-    assert engine.ops == ["layout", "begin", "end"] * 3
+    assert engine.ops == ["layout", "begin", "begin", "end", *["begin", "end"] * 2]
 
 
 def test_codes_and_scales_are_sent_as_they_are() -> None:
@@ -56,6 +61,17 @@ def test_codes_and_scales_are_sent_as_they_are() -> None:
     result = update(streamed, engine, version=0)
     assert holds(engine, tensors)
     assert result.bytes == sum(t.numel() * t.element_size() for t in streamed.values())
+
+
+@pytest.mark.parametrize("order", ["scales last", "scales first"])
+def test_scales_may_come_anywhere_in_the_stream(order: str) -> None:
+    """They travel with their codes, so one waits for the other."""
+    engine, tensors = engine_of(2, SMALL), toy.checkpoint()
+    streamed = toy.quantized(tensors)
+    sign = 1 if order == "scales last" else -1
+    names = sorted(streamed, key=lambda name: sign * name.endswith("_scale_inv"))
+    update([(name, streamed[name]) for name in names], engine, version=0)
+    assert holds(engine, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -86,6 +102,159 @@ def test_tensors_that_are_views_of_others() -> None:
     strided = {n: t.t().contiguous().t() if t.dim() > 1 else t for n, t in tensors.items()}
     update(strided, engine, version=0)
     assert holds(engine, tensors)
+
+
+class Address:
+    """What stays where it is when an engine starts anew."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        return self.engine.control(message)
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.engine.generate(payload)
+
+
+@pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
+def test_a_new_engine_at_the_same_address(bucket_bytes: int) -> None:
+    """It knows neither the manifest nor the bucket that the trainer has shared."""
+    address = Address(engine_of(2, SMALL))
+    update(toy.checkpoint(), address, version=3)
+    address.engine = engine_of(2, bucket_bytes)
+    tensors = toy.checkpoint(1)
+    update(tensors, address, version=0)
+    assert holds(address.engine, tensors)
+    assert address.engine.ops == ["begin", "begin", "end"]
+    known = {tuple(weights.memory.known()) for weights in address.engine.ranks}
+    assert len(known) == 1
+
+
+def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
+    """So an FP32 router is rounded in the first update, and never again."""
+    engine = engine_of(1)
+    engine.ranks[0].table = None
+    engine.ranks[0].quarantine("started with dummy weights")
+    for version in range(3):
+        tensors = toy.checkpoint(version, torch.float32)
+        kept = "" if version == 0 else "mlp.router.weight"
+        update(tensors, engine, version=version)
+        sent = {n: t if t.dim() == 1 or n == kept else t.to(toy.BF16) for n, t in tensors.items()}
+        assert holds(engine, sent)
+    assert engine.ops == ["layout", "begin", "begin", "end"] * 2 + ["begin", "end"]
+
+
+# -- one half of the bucket is filled while the ranks read the other
+
+
+class Sockets:
+    """An engine of fake ranks; a half of its bucket holds one vector of 64 floats."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.ops: list[str] = []
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.ops.append(message["op"])
+        if message["op"] == "layout":
+            layout = {"dtype": "bfloat16", "state": "serving", "fp32": [], "fp8": [], "gpus": []}
+            return {**layout, "bucket_bytes": 512}
+        if message["op"] == "begin":
+            return {"sockets": [rank.path for rank in self.ranks], "token": TOKEN}
+        assert message["op"] == "end"
+        return {}
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[Sockets]:
+    """At the end no trainer may be left on their sockets."""
+    engine = Sockets([Rank(tmp_path), Rank(tmp_path)])
+    yield engine
+    for rank in engine.ranks:
+        rank.join()
+
+
+def vectors(count: int) -> dict[str, torch.Tensor]:
+    return {f"v{i}": torch.full((64,), float(i)) for i in range(count)}
+
+
+def first_of_each_part(rank: Rank) -> list[float]:
+    """From the half that the part lies in."""
+    halves = [torch.frombuffer(bytearray(b), dtype=torch.float32).view(2, 64) for b in rank.parts]
+    return [float(half[i % 2, 0]) for i, half in enumerate(halves)]
+
+
+def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> None:
+    result = update(vectors(5), sockets, version=0)
+    assert (result.gpu_seconds, result.mapped_bytes, result.bytes) == (None, 0, 5 * 256)
+    for rank in sockets.ranks:
+        rank.join()
+        assert first_of_each_part(rank) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert rank.ops() == ["hello", "bucket", *["part"] * 5, "finish", "commit"]
+        assert [m["index"] for m in rank.messages if m.get("op") == "part"] == [0, 1, 2, 3, 4]
+    assert sockets.ops == ["layout", "begin", "end"]
+
+
+def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) -> None:
+    """A rank that is slow with the first part still finds its values there."""
+    slow = threading.Event()
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("op") == "part":
+            slow.wait(20)
+        return DONE
+
+    sockets.ranks[1].answer = answer
+    trainer = threading.Thread(
+        target=update, args=(vectors(3), sockets), kwargs={"version": 0}, daemon=True
+    )
+    trainer.start()
+    trainer.join(0.5)
+    assert trainer.is_alive()  # v0's half is still being read, so v2 must wait
+    slow.set()
+    trainer.join(20)
+    assert not trainer.is_alive()
+    for rank in sockets.ranks:
+        rank.join()
+        assert first_of_each_part(rank) == [0.0, 1.0, 2.0]
+
+
+def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:
+    for rank, seconds in zip(sockets.ranks, (0.25, 0.5), strict=True):
+        rank.answer = lambda message, seconds=seconds: {"gpu_seconds": seconds}  # type: ignore[misc]
+    assert update(vectors(1), sockets, version=0).gpu_seconds == 0.5
+
+
+@pytest.mark.parametrize("op", ["bucket", "part", "finish", "commit"])
+@pytest.mark.parametrize(
+    ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended the update")]
+)
+def test_a_rank_that_fails_ends_the_session_of_all(
+    sockets: Sockets, op: str, fault: Any, sentence: str
+) -> None:
+    failing: Answer = fault(op, "rank 1 ran out of luck") if fault is refuse else fault(op)
+    sockets.ranks[1].answer = failing
+    with pytest.raises(EngineError, match=sentence) as held:
+        update(vectors(5), sockets, version=0)
+    assert sockets.ops == ["layout", "begin", "end"]
+    for rank in sockets.ranks:
+        rank.join()  # let go, also while the error is still held
+    # "abort" is passed over by a rank whose reply finds the trainer gone
+    assert sockets.ranks[0].ops()[-1] in ("abort", op)
+    assert held.value is not None
+
+
+def test_a_failed_update_lets_go_of_the_bucket(sockets: Sockets) -> None:
+    sockets.ranks[1].answer = refuse("finish", "no")
+    link = link_to(sockets)
+    with pytest.raises(EngineError, match=r"^no$"):
+        update(vectors(2), sockets, version=0)
+    assert link_to(sockets) is link
+    assert link._bucket is None
 
 
 # -- refused: nothing is written
@@ -192,6 +361,8 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
 
     def second_is_elsewhere(message: dict[str, Any]) -> dict[str, Any]:
         begun = begin(message)
+        if "sockets" not in begun:
+            return begun
         rank = socket.socket(socket.AF_UNIX)
         rank.connect(begun["sockets"][1])
         rank.close()

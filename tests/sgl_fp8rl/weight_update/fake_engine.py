@@ -72,8 +72,10 @@ class FakeEngine:
                 "bucket_bytes": self.bucket_bytes,
                 "version": self.ranks[0].version,
                 "state": self.ranks[0].state.value,
+                "gpus": [],
                 "fallback": sorted(table.fallback) if table else [],
                 "fp32": table.kept_in(torch.float32) if table else [],
+                "fp8": table.kept_in(torch.float8_e4m3fn) if table else [],
             }
         if message["op"] == "begin":
             return self._begin(message)
@@ -90,14 +92,21 @@ class FakeEngine:
         pass
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        version = message["version"]
         try:
-            manifest = Manifest.from_json(message["manifest"])
             for weights in self.ranks:
-                weights.check(manifest)
+                weights.check_version(version)
+            if "manifest" in message:
+                manifest = Manifest.from_json(message["manifest"])
+                assert manifest.fingerprint == message["fingerprint"]
+                for weights in self.ranks:
+                    weights.accept(manifest)
         except ManifestError as error:
             raise EngineError(str(error), 400) from error
+        if not all(weights.knows(message["fingerprint"]) for weights in self.ranks):
+            return {"unknown": True}
         threads = [
-            RankThread(weights.begin(manifest), rank, self.silence_s)
+            RankThread(weights.begin(message["fingerprint"], version), rank, self.silence_s)
             for rank, weights in enumerate(self.ranks)
         ]
         self._watch = threading.Thread(target=self._end, args=(threads,), daemon=True)

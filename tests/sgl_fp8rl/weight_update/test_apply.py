@@ -1,6 +1,6 @@
 """What the parts of an update write, byte for byte, and which parts are refused."""
 
-from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -8,9 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
+from sgl_fp8rl.weight_update.memory import Bucket
+from sgl_fp8rl.weight_update.session import EngineWeights, Session, SessionError, State
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, FP8, Model, Weights, begin, ragged, update
+
+BLOCK_ROWS = 128 * toy.HEADS
+"""Elements of 128 rows of the widest matrix of the toy model."""
 
 
 @pytest.fixture
@@ -18,23 +22,26 @@ def weights() -> EngineWeights:
     return toy.engine(toy.toy(), toy.SHAPES)
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_update_leaves_the_oracles_bytes(dtype: torch.dtype, tp: int) -> None:
+def test_an_update_leaves_the_oracles_bytes(dtype: torch.dtype, tp: int, small: bool) -> None:
     tensors = toy.checkpoint(dtype=dtype)
+    part_bytes = BLOCK_ROWS * dtype.itemsize if small else toy.PART_BYTES
     for rank in range(tp):
         weights = toy.engine(toy.toy(rank, tp), toy.SHAPES)
-        update(weights, tensors)
+        update(weights, tensors, part_bytes=part_bytes)
         assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
         assert (weights.state, weights.version) == (State.SERVING, 0)
 
 
+@pytest.mark.parametrize("part_bytes", [BLOCK_ROWS + 256, toy.PART_BYTES])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_codes_and_scales_leave_the_same_bytes_as_their_weights(tp: int) -> None:
+def test_codes_and_scales_leave_the_same_bytes_as_their_weights(tp: int, part_bytes: int) -> None:
     tensors = toy.checkpoint()
     for rank in range(tp):
         weights = toy.engine(toy.toy(rank, tp), toy.SHAPES)
-        update(weights, toy.quantized(tensors))
+        update(weights, toy.quantized(tensors), part_bytes=part_bytes)
         assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
 
 
@@ -44,27 +51,53 @@ def test_the_control_another_checkpoint_leaves_other_bytes(weights: EngineWeight
     assert all(not np.array_equal(expected[name], found[name]) for name in expected)
 
 
-@given(st.sets(st.integers(1, 4)), st.sets(st.integers(1, 299)), st.booleans(), st.randoms())
-def test_parts_in_any_order_leave_the_same_bytes(
-    cuts: set[int], vector_cuts: set[int], fp8: bool, random: object
+def write_in_any_order(session: Session, tensors: toy.Tensors, random: Random) -> None:
+    order = list(range(len(session.plan.parts)))
+    random.shuffle(order)
+    for index in order:
+        toy.fill(session, tensors, index)
+        session.write(index)
+    session.finish()
+
+
+@given(st.integers(200, 1200), st.booleans(), st.randoms(use_true_random=False))
+def test_parts_of_any_size_in_any_order_leave_the_same_bytes(
+    lines: int, fp8: bool, random: Random
 ) -> None:
+    """From 128 rows of 200 BF16 values up to the whole model in one part."""
     tensors = toy.checkpoint(shapes=BIG)
     whole, split = ragged(), ragged()
     update(whole, tensors)
     if fp8:
         data = whole.model
         tensors |= {"w": data.data("w"), "w_scale_inv": data.data("w_scale_inv")}  # type: ignore[operator]
-    session = begin(split, tensors)
-    parts = []
-    for name, tensor in tensors.items():
-        inner = {"w": [128 * c for c in cuts], "norm": list(vector_cuts)}.get(name, [])
-        borders = [0, *sorted(inner), tensor.shape[0]]
-        parts += [(name, (a, b)) for a, b in pairwise(borders)]
-    random.shuffle(parts)  # type: ignore[attr-defined]
-    for name, rows in parts:
-        session.write(name, tensors[name][slice(*rows)], rows)
-    session.finish()
+        lines = lines // 2 + 1
+    write_in_any_order(begin(split, tensors, part_bytes=256 * lines), tensors, random)
     assert toy.same(toy.contents(whole.model), toy.contents(split.model))
+
+
+def copy_all(model: Model, named: Weights) -> None:
+    for name, weight in named:
+        model.data(name).copy_(weight)
+
+
+def test_scales_are_split_with_their_codes() -> None:
+    """Wherever the manifest names them."""
+    shapes: toy.Shapes = {"w": (300, 200)}
+    codes = torch.randint(0, 0x7F, (300, 200), dtype=torch.uint8).view(FP8)
+    tensors = {"w_scale_inv": torch.rand(3, 2) + 0.5, "w": codes}
+    for stream in (tensors, dict(reversed(tensors.items()))):
+        weights = toy.engine(Model(toy.fp8_storage("w", 300, 200), copy_all), shapes)
+        session = begin(weights, stream, part_bytes=128 * 200 + 256)
+        assert [[(p.name, p.rows) for p in part] for part in session.plan.parts] == [
+            [("w", (0, 128)), ("w_scale_inv", (0, 1))],
+            [("w", (128, 256)), ("w_scale_inv", (1, 2))],
+            [("w", (256, 300)), ("w_scale_inv", (2, 3))],
+        ]
+        write_in_any_order(session, stream, Random(1))
+        found = toy.contents(weights.model)
+        for name, tensor in tensors.items():
+            assert found[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
 def test_experts_in_one_tensor_are_split_by_expert() -> None:
@@ -78,19 +111,16 @@ def test_experts_in_one_tensor_are_split_by_expert() -> None:
         toy.engine(Model(toy.fp8_storage("w", 2, 128, 256), load), shapes) for _ in range(2)
     )
     update(whole, tensors)
-    session = begin(split, tensors)
-    for expert in (3, 0, 2, 1):
-        session.write("w", tensors["w"][expert : expert + 1], (expert, expert + 1))
-    session.finish()
+    session = begin(split, tensors, part_bytes=128 * 256 * 2)
+    assert [[p.rows for p in part] for part in session.plan.parts] == [
+        [(expert, expert + 1)] for expert in range(4)
+    ]
+    write_in_any_order(session, tensors, Random(0))
     assert toy.same(toy.contents(whole.model), toy.contents(split.model))
 
 
 def test_a_scalar_is_written() -> None:
-    def load(model: Model, named: Weights) -> None:
-        for name, weight in named:
-            model.data(name).copy_(weight)
-
-    weights = toy.engine(Model({"s": torch.tensor(9.0)}, load), {"s": ()})
+    weights = toy.engine(Model({"s": torch.tensor(9.0)}, copy_all), {"s": ()})
     update(weights, {"s": torch.tensor(2.5)})
     assert weights.model.get_parameter("s").item() == 2.5
 
@@ -98,79 +128,80 @@ def test_a_scalar_is_written() -> None:
 # -- what a session refuses
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "rows", "fault"),
-    [
-        ("x", torch.zeros(4, dtype=BF16), None, "x is not awaited"),
-        ("w", torch.zeros(600, 200, dtype=torch.float16), None, r"came as torch\.float16"),
-        ("w", torch.zeros(600, 200), None, r"came as torch\.float32"),
-        ("w", torch.zeros(200, 600, dtype=BF16), None, r"came as .* \(200, 600\)"),
-        ("w", torch.zeros(128, 200, dtype=BF16), None, r"came as .* \(128, 200\)"),
-        ("w", torch.zeros(128, 100, dtype=BF16), (0, 128), r"came as .* \(128, 100\)"),
-        ("w", torch.zeros(256, 200, dtype=BF16), (0, 128), r"rows \(0, 128\) came as"),
-        ("w", torch.zeros(128, 200, dtype=BF16), (512, 640), r"rows \(512, 640\) came as"),
-        ("w", torch.zeros(128, 200, dtype=BF16), (-128, 0), "came as"),
-        ("w", torch.zeros(0, 200, dtype=BF16), (128, 128), "came as"),
-        ("w", torch.zeros(128, 200, dtype=BF16), (64, 192), "split matrices at multiples of 128"),
-        ("w", torch.zeros(100, 200, dtype=BF16), (0, 100), "split matrices at multiples of 128"),
-        ("w", torch.zeros(599, 200, dtype=BF16), (1, 600), "split matrices at multiples of 128"),
-    ],
-)
-def test_a_wrong_part_is_refused_before_it_is_written(
-    name: str, tensor: torch.Tensor, rows: tuple[int, int] | None, fault: str
-) -> None:
+def begin_split(weights: EngineWeights, tensors: toy.Tensors) -> Session:
+    """Five parts of 128 rows of ``w``, the last with ``norm``."""
+    session = begin(weights, tensors, part_bytes=128 * 200 * 2)
+    assert [[(p.name, p.rows) for p in part] for part in session.plan.parts] == [
+        *([("w", (start, start + 128))] for start in range(0, 512, 128)),
+        [("w", (512, 600)), ("norm", (0, 300))],
+    ]
+    return session
+
+
+@pytest.mark.parametrize("index", [-1, 5, 2**70, 0.5, "0", None])
+def test_a_part_that_there_is_not_is_refused_before_anything_is_written(index: int) -> None:
     weights = ragged()
     before = toy.contents(weights.model)
-    session = begin(weights, toy.checkpoint(shapes=BIG))
-    with pytest.raises(SessionError, match=fault):
-        session.write(name, tensor, rows)
+    session = begin_split(weights, toy.checkpoint(shapes=BIG))
+    with pytest.raises(SessionError, match=f"part {index!r} is not awaited"):
+        session.write(index)
     assert not session.dirty
     assert toy.same(before, toy.contents(weights.model))
 
 
-@pytest.mark.parametrize("again", [(0, 256), (0, 128), (128, 384), (0, 600)])
-def test_rows_that_come_twice_are_refused(again: tuple[int, int]) -> None:
+def test_a_part_that_comes_twice_is_refused() -> None:
+    weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
+    session = begin_split(weights, tensors)
+    session.write(1)
+    with pytest.raises(SessionError, match="part 1 is not awaited; write each part once"):
+        session.write(1)
+    for index in (0, 2, 3, 4):
+        toy.fill(session, tensors, index)
+        session.write(index)
+    session.finish()
+
+
+def test_a_part_without_a_bucket_is_refused_before_anything_is_written() -> None:
+    weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
+    before = toy.contents(weights.model)
+    session = begin_split(weights, tensors)
+    bucket, weights.memory.bucket = weights.memory.bucket, None
+    with pytest.raises(ValueError, match="open the bucket first"):
+        session.write(0)
+    assert bucket is not None
+    weights.memory.bucket = Bucket("short", bucket.content[: 2 * 128 * 200 * 2 - 1])
+    with pytest.raises(ValueError, match="holds 102399 bytes, two parts need 102400"):
+        session.write(0)
+    assert not session.dirty
+    assert toy.same(before, toy.contents(weights.model))
+    weights.memory.bucket = bucket
+    session.write(0)
+    assert session.dirty
+
+
+@pytest.mark.parametrize(("left_out", "missing"), [(0, "w"), (3, "w"), (4, "w")])
+def test_what_is_missing_is_named(left_out: int, missing: str) -> None:
     tensors = toy.checkpoint(shapes=BIG)
-    session = begin(ragged(), tensors)
-    session.write("w", tensors["w"][:256], (0, 256))
-    with pytest.raises(SessionError, match="came twice"):
-        session.write("w", tensors["w"][slice(*again)], again)
-    session.write("w", tensors["w"][256:], (256, 600))
-
-
-def test_scales_are_not_split() -> None:
-    tensors = toy.checkpoint(shapes=BIG)
-    codes = {"w": torch.ones(600, 200).to(FP8), "w_scale_inv": torch.ones(5, 2)}
-    session = begin(ragged(), {**codes, "norm": tensors["norm"]})
-    with pytest.raises(SessionError, match="w_scale_inv is split"):
-        session.write("w_scale_inv", torch.ones(3, 2), (0, 3))
-
-
-@pytest.mark.parametrize("leave_out", [("w", (0, 128)), ("norm", (299, 300)), ("norm", None)])
-def test_what_is_missing_is_named(leave_out: tuple[str, tuple[int, int] | None]) -> None:
-    tensors = toy.checkpoint(shapes=BIG)
-    session = begin(ragged(), tensors)
-    missing, rows = leave_out
-    for name, tensor in tensors.items():
-        if name != missing:
-            session.write(name, tensor)
-        elif rows is not None:
-            for part in [(0, rows[0]), (rows[1], tensor.shape[0])]:
-                if part[0] < part[1]:
-                    session.write(name, tensor[slice(*part)], part)
-    with pytest.raises(SessionError, match=f"1 of 2 tensors are missing .* such as {missing}"):
+    session = begin_split(ragged(), tensors)
+    for index in {*range(5)} - {left_out}:
+        toy.fill(session, tensors, index)
+        session.write(index)
+    with pytest.raises(SessionError, match=f"1 of 5 parts are missing, with {missing}"):
         session.finish()
     assert not session.finished
+    toy.fill(session, tensors, left_out)
+    session.write(left_out)
+    session.finish()
+    assert session.finished
 
 
 def test_nothing_is_written_after_finish() -> None:
     tensors = toy.checkpoint(shapes=BIG)
-    session = begin(ragged(), tensors)
-    for name, tensor in tensors.items():
-        session.write(name, tensor)
+    session = begin_split(ragged(), tensors)
+    toy.write(session, tensors)
     session.finish()
-    with pytest.raises(SessionError, match="w is not awaited"):
-        session.write("w", tensors["w"])
+    with pytest.raises(SessionError, match="part 0 is not awaited"):
+        session.write(0)
 
 
 # -- NaN and Inf
@@ -189,7 +220,7 @@ def test_nan_and_inf_are_refused(
     tensors[name].view(-1)[-1] = bad
     session = begin(weights, tensors)
     with pytest.raises(ValueError, match=f"{name}.*NaN or Inf"):
-        session.write(name, tensors[name])
+        toy.write(session, tensors)
     assert session.dirty
     assert weights.state is not State.SERVING
 
@@ -203,7 +234,7 @@ def test_a_value_that_overflows_in_the_engines_dtype_is_refused(
     tensors[name].view(-1)[0] = torch.finfo(torch.float32).max
     session = begin(weights, tensors)
     with pytest.raises(ValueError, match=f"{name}.*NaN or Inf"):
-        session.write(name, tensors[name])
+        toy.write(session, tensors)
 
 
 @pytest.mark.parametrize("bad", NAN_CODES)
@@ -212,7 +243,7 @@ def test_a_nan_among_codes_is_refused(weights: EngineWeights, bad: torch.Tensor)
     streamed["attn.o.weight"].view(-1)[77] = bad
     session = begin(weights, streamed)
     with pytest.raises(ValueError, match=r"attn\.o\.weight holds NaN"):
-        session.write("attn.o.weight", streamed["attn.o.weight"])
+        toy.write(session, streamed)
 
 
 @pytest.mark.parametrize(
@@ -229,4 +260,4 @@ def test_a_scale_is_positive_and_finite(weights: EngineWeights, bad: float, faul
     streamed["attn.k.weight_scale_inv"][1, 0] = bad
     session = begin(weights, streamed)
     with pytest.raises(ValueError, match=rf"attn\.k\.weight_scale_inv.*{fault}"):
-        session.write("attn.k.weight_scale_inv", streamed["attn.k.weight_scale_inv"])
+        toy.write(session, streamed)

@@ -1,6 +1,7 @@
 """The manifest: what it refuses before anything is written, and that it survives the wire."""
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ GOOD: dict[str, Any] = {
     "protocol": PROTOCOL,
     "version": 3,
     "tensors": {"a.weight": ["bfloat16", [4, 8]], "a.bias": ["float32", [4]]},
+    "part_bytes": 512,
+    "mapped": ["a.bias"],
 }
 
 
@@ -30,6 +33,7 @@ def test_a_good_manifest_is_read() -> None:
     assert manifest.version == 3
     assert manifest.tensors["a.weight"] == TensorSpec(torch.bfloat16, (4, 8))
     assert manifest.nbytes == 4 * 8 * 2 + 4 * 4
+    assert (manifest.part_bytes, manifest.mapped) == (512, {"a.bias"})
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])
@@ -83,7 +87,21 @@ def test_an_update_names_tensors(tensors: Any) -> None:
 )
 def test_a_malformed_tensor_is_refused_by_name(entry: Any) -> None:
     with pytest.raises(ManifestError, match=r"^a\.weight (is described|has (dtype|shape))"):
-        Manifest.from_json({**GOOD, "tensors": {"a.weight": entry}})
+        Manifest.from_json({**GOOD, "tensors": {"a.weight": entry}, "mapped": []})
+
+
+@pytest.mark.parametrize("size", [None, "512", True, 512.0, 0, -512, 128, 513, 2**40])
+def test_a_part_is_whole_lines_of_memory(size: Any) -> None:
+    with pytest.raises(ManifestError, match=r"part_bytes is .* positive multiple of 256"):
+        Manifest.from_json({**GOOD, "part_bytes": size})
+
+
+@pytest.mark.parametrize(
+    "mapped", [None, "a.bias", {"a.bias": 1}, ["b"], [None], [["a.bias"]], [{}], ["a.bias", 1]]
+)
+def test_only_what_is_announced_is_mapped(mapped: Any) -> None:
+    with pytest.raises(ManifestError, match="mapped names what is no tensor of the manifest"):
+        Manifest.from_json({**GOOD, "mapped": mapped})
 
 
 SCALE = TensorSpec(torch.float32, (2, 3))
@@ -131,6 +149,8 @@ def test_describe_reads_names_dtypes_and_shapes() -> None:
     pairs = [("w", torch.zeros(2, 3, dtype=torch.float16)), ("s", torch.tensor(1.0))]
     specs = {"w": TensorSpec(torch.float16, (2, 3)), "s": TensorSpec(torch.float32, ())}
     assert describe(pairs, 7) == Manifest(7, specs)
+    described = describe(pairs, 7, 1024, ["s"])
+    assert described == Manifest(7, specs, part_bytes=1024, mapped=frozenset({"s"}))
 
 
 def test_describe_refuses_a_name_that_comes_twice() -> None:
@@ -150,16 +170,31 @@ plain = st.dictionaries(
 )
 
 
-@given(plain, st.integers(0, 2**60), st.integers(1, 500), st.integers(1, 500), st.booleans())
+@given(
+    plain,
+    st.integers(0, 2**60),
+    st.integers(1, 500),
+    st.integers(1, 500),
+    st.booleans(),
+    st.integers(1, 2**30),
+    st.randoms(use_true_random=False),
+)
 def test_json_round_trip(
-    tensors: dict[str, TensorSpec], version: int, rows: int, cols: int, fp8: bool
+    tensors: dict[str, TensorSpec],
+    version: int,
+    rows: int,
+    cols: int,
+    fp8: bool,
+    lines: int,
+    random: Random,
 ) -> None:
     tensors = {n: s for n, s in tensors.items() if not n.endswith("_scale_inv")}
     if fp8 or not tensors:
         tensors["codes"] = TensorSpec(FP8, (rows, cols))
         blocks = (-(-rows // 128), -(-cols // 128))
         tensors["codes_scale_inv"] = TensorSpec(torch.float32, blocks)
-    manifest = Manifest(version, tensors)
+    mapped = frozenset(name for name in tensors if random.random() < 0.5)
+    manifest = Manifest(version, tensors, 256 * lines, mapped)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
@@ -172,7 +207,14 @@ json_values = st.recursive(
 
 @given(json_values, json_values, json_values)
 def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None:
-    for data in (a, {**GOOD, "version": a, "tensors": b}, {**GOOD, "tensors": {"w": [b, [c]]}}):
+    for data in (
+        a,
+        {**GOOD, "version": a, "tensors": b},
+        {**GOOD, "tensors": {"w": [b, [c]]}, "mapped": []},
+        {**GOOD, "part_bytes": a},
+        {**GOOD, "mapped": b},
+        {**GOOD, "mapped": [c]},
+    ):
         try:
             assert isinstance(Manifest.from_json(data), Manifest)
         except ManifestError as error:

@@ -15,6 +15,7 @@ import torch
 
 from sgl_fp8rl.weight_update import serve as serve_module
 from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update.cuda_memory import Handle
 from sgl_fp8rl.weight_update.manifest import describe
 from sgl_fp8rl.weight_update.serve import RankSocket
 from tests.sgl_fp8rl.weight_update import toy
@@ -24,7 +25,7 @@ from tests.sgl_fp8rl.weight_update.test_wire import descriptors
 SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
 BUCKET = 1 << 17
 AT = {"w": 0, "n": 65536}
-"""Byte offsets in the bucket of the whole tensors."""
+"""Byte offsets in the bucket: ``w`` is part 0 and fills a half, ``n`` is part 1."""
 
 
 class Trainer:
@@ -39,8 +40,10 @@ class Trainer:
 
         self.model = toy.Model(storage, load)
         self.tensors = toy.checkpoint(shapes=SHAPES)
-        weights = toy.engine(self.model, SHAPES)
-        self.session = weights.begin(describe(self.tensors.items(), 0))
+        self.weights = toy.engine(self.model, SHAPES)
+        manifest = describe(self.tensors.items(), 0, BUCKET // 2)
+        self.weights.accept(manifest)
+        self.session = self.weights.begin(manifest.fingerprint, 0)
         self.rank = RankThread(self.session, silence_s=silence_s)
         self.sock = self.connect()
 
@@ -55,24 +58,24 @@ class Trainer:
         return wire.receive(self.sock)[0]
 
     def greet(self) -> None:
-        assert self.ask({"token": TOKEN}) == {"ok": True}
+        assert self.ask({"token": TOKEN}) == {"ok": True, "known": self.weights.memory.known()}
 
-    def open_bucket(self) -> None:
+    def open_bucket(self, bucket_name: str = "b") -> None:
         fd = os.memfd_create("test")
         os.ftruncate(fd, BUCKET)
         for name, tensor in self.tensors.items():
             os.pwrite(fd, tensor.view(torch.uint8).numpy().tobytes(), AT[name])
-        assert self.ask({"op": "bucket", "bytes": BUCKET}, (fd,)) == {"ok": True}
+        assert self.ask({"op": "bucket", "name": bucket_name, "bytes": BUCKET}, (fd,)) == {
+            "ok": True
+        }
         os.close(fd)
 
-    def part(self, name: str, rows: tuple[int, int] | None = None, **changes: Any) -> Any:
-        rows = rows or (0, SHAPES[name][0])
-        entry = {"name": name, "offset": AT[name], "rows": list(rows), **changes}
-        return self.ask({"op": "part", "tensors": [entry]})
+    def part(self, index: Any) -> dict[str, Any]:
+        return self.ask({"op": "part", "index": index})
 
     def send_all(self) -> None:
-        for name in SHAPES:
-            assert self.part(name) == {"ok": True}
+        for index in range(len(SHAPES)):
+            assert self.part(index) == {"ok": True}
 
     def close(self) -> None:
         self.sock.close()
@@ -92,19 +95,48 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
         trainer.rank.peer.close()
     assert outcome.committed or len(outcome.reason) > 15
     assert not Path(trainer.rank.path).parent.exists()
+    trainer.weights.memory.close()
     assert descriptors() == before
 
 
 def test_a_good_session_is_ready_to_commit(trainer: Trainer) -> None:
     trainer.open_bucket()
     trainer.send_all()
-    assert trainer.ask({"op": "finish"}) == {"ok": True}
+    assert trainer.ask({"op": "finish"}) == {"ok": True, "gpu_seconds": None}
     wire.send(trainer.sock, {"op": "commit"})
     outcome = trainer.rank.outcome()
     assert outcome.committed
     assert outcome.dirty
     serve_module.reply(trainer.rank.peer, {"ok": True})
     assert wire.receive(trainer.sock)[0] == {"ok": True}
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_a_trainer_hears_what_is_open_from_the_session_before(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    trainer.ask({"op": "finish"})
+    wire.send(trainer.sock, {"op": "commit"})
+    assert trainer.rank.outcome().committed
+    trainer.weights.commit()
+    serve_module.reply(trainer.rank.peer, {"ok": True})
+    trainer.close()
+    trainer.model.data("n").zero_()
+
+    trainer.session = trainer.weights.begin(trainer.session.plan.manifest.fingerprint, 1)
+    trainer.rank = RankThread(trainer.session)
+    trainer.sock = trainer.connect()
+    assert trainer.ask({"token": TOKEN}) == {"ok": True, "known": ["b"]}
+    trainer.send_all()  # from the bucket that is open
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_another_bucket_takes_the_place_of_the_first(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.tensors["n"] += 1
+    trainer.open_bucket("another")
+    assert trainer.weights.memory.known() == ["another"]
+    trainer.send_all()
     assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
 
 
@@ -182,7 +214,8 @@ def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
         fd = os.memfd_create("test")
         os.ftruncate(fd, size)
         try:
-            return trainer.ask({"op": "bucket", "bytes": announced}, (fd,) * count)
+            message = {"op": "bucket", "name": "b", "bytes": announced}
+            return trainer.ask(message, (fd,) * count)
         finally:
             os.close(fd)
 
@@ -192,7 +225,7 @@ def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
 def pipe_as_bucket(trainer: Trainer) -> Any:
     ends = os.pipe()
     try:
-        return trainer.ask({"op": "bucket", "bytes": 64}, ends[:1])
+        return trainer.ask({"op": "bucket", "name": "b", "bytes": 64}, ends[:1])
     finally:
         os.close(ends[0])
         os.close(ends[1])
@@ -214,43 +247,53 @@ def with_descriptor(message: dict[str, Any]) -> Act:
     return act
 
 
+def part(index: Any) -> Act:
+    return lambda trainer: trainer.part(index)
+
+
+HANDLE = Handle("00" * 64, BUCKET, "GPU-00000000-0000-0000-0000-000000000000").to_json()
+SEGMENTS = {"op": "segments", "name": "s", "places": {}}
+
 REFUSED: dict[str, tuple[Act, str]] = {
     "smaller than announced": (bucket_of(4096, 8192), "is 4096 bytes but was announced as 8192"),
     "empty": (bucket_of(4096, 0), "announced as 0"),
     "negative": (bucket_of(4096, -4096), "announced as -4096"),
     "no number": (bucket_of(4096, "many"), "many"),
+    "infinite": (bucket_of(4096, float("inf")), "OverflowError"),
     "no size": (bucket_of(4096, None), "TypeError"),
-    "two descriptors": (bucket_of(4096, 4096, 2), "one bucket, with one descriptor"),
-    "no descriptor": (lambda t: t.ask({"op": "bucket", "bytes": 64}), "with one descriptor"),
+    "two descriptors": (bucket_of(4096, 4096, 2), "is 0 bytes"),
+    "no descriptor": (lambda t: t.ask({"op": "bucket", "name": "b", "bytes": 64}), "is 0 bytes"),
+    "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "KeyError: 'name'"),
     "a pipe": (pipe_as_bucket, "is 0 bytes"),
-    "a second bucket": (opened(bucket_of(BUCKET, BUCKET)), "one bucket"),
-    "a part first": (lambda t: t.part("w"), "open the bucket first"),
+    "a device bucket": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": HANDLE}),
+        "this engine runs on a CPU; share host memory with it",
+    ),
+    "no handle": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": None}),
+        "a memory handle must have the fields",
+    ),
+    "parameters in place": (lambda t: t.ask({**SEGMENTS, "handles": [HANDLE]}), "runs on a CPU"),
+    "no handles": (with_descriptor(SEGMENTS), "KeyError: 'handles'"),
+    "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "TypeError"),
+    "a part first": (part(0), "open the bucket first"),
+    "too small for two parts": (
+        lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.part(0),
+        "the bucket holds 131071 bytes, two parts need 131072",
+    ),
     "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
     "no step": (with_descriptor({}), "no step None"),
     "a list as a step": (lambda t: t.ask({"op": ["part"]}), "no step"),
-    "no tensors": (with_descriptor({"op": "part"}), "KeyError: 'tensors'"),
-    "tensors are null": (lambda t: t.ask({"op": "part", "tensors": None}), "TypeError"),
-    "a tensor is a string": (lambda t: t.ask({"op": "part", "tensors": "w"}), "TypeError"),
-    "a tensor is empty": (lambda t: t.ask({"op": "part", "tensors": [{}]}), "KeyError: 'name'"),
-    "an unknown name": (opened(lambda t: t.ask(entry(name="x"))), "x is not in the manifest"),
-    "a name is a list": (opened(lambda t: t.ask(entry(name=["w"]))), "TypeError"),
-    "three rows": (opened(lambda t: t.ask(entry(rows=[0, 1, 2]))), "too many values"),
-    "rows are text": (opened(lambda t: t.ask(entry(rows="ab"))), "invalid literal"),
-    "rows backwards": (opened(lambda t: t.ask(entry(rows=[256, 0]))), "outside of the bucket"),
-    "rows without end": (opened(lambda t: t.ask(entry(rows=[0, 2**62 + 1]))), ""),
-    "rows beyond 64 bits": (opened(lambda t: t.ask(entry(rows=[0, 2**70]))), ""),
-    "infinite offset": (opened(lambda t: t.ask(entry(offset=float("inf")))), "OverflowError"),
-    "outside": (opened(lambda t: t.part("w", offset=BUCKET - 64)), "outside of the bucket"),
-    "below": (opened(lambda t: t.part("w", offset=-2)), "outside of the bucket"),
-    "misaligned": (opened(lambda t: t.part("w", offset=1)), "outside of the bucket"),
-    "too many rows": (opened(lambda t: t.part("n", rows=(0, 65))), "the manifest announced"),
-    "split inside of a block": (opened(lambda t: t.part("w", (0, 64))), "multiples of 128"),
-    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 tensors are missing"),
+    "no number of a part": (with_descriptor({"op": "part"}), "KeyError: 'index'"),
+    "a part that there is not": (opened(part(2)), "part 2 is not awaited"),
+    "a part below": (opened(part(-1)), "part -1 is not awaited"),
+    "a part beyond 64 bits": (opened(part(2**70)), "is not awaited"),
+    "a part as text": (opened(part("0")), "part '0' is not awaited"),
+    "a part between": (opened(part(0.5)), "part 0.5 is not awaited"),
+    "a part is null": (opened(part(None)), "part None is not awaited"),
+    "a part is a list": (opened(part([0])), "TypeError"),
+    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 parts are missing, with w"),
 }
-
-
-def entry(**changes: Any) -> dict[str, Any]:
-    return {"op": "part", "tensors": [{"name": "w", "offset": 0, "rows": [0, 256], **changes}]}
 
 
 @pytest.mark.parametrize(("act", "fault"), REFUSED.values(), ids=REFUSED)
@@ -277,15 +320,15 @@ def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> No
 
 def test_a_part_twice(trainer: Trainer) -> None:
     trainer.open_bucket()
-    trainer.part("w")
-    assert "came twice" in trainer.part("w")["error"]
+    trainer.part(0)
+    assert "part 0 is not awaited; write each part once" in trainer.part(0)["error"]
     assert trainer.rank.outcome().dirty
 
 
 def test_nan_in_a_part(trainer: Trainer) -> None:
     trainer.tensors["w"][200, 100] = float("nan")
     trainer.open_bucket()
-    assert "w: FP8 quantization met NaN or Inf" in trainer.part("w")["error"]
+    assert "w: FP8 quantization met NaN or Inf" in trainer.part(0)["error"]
     assert trainer.rank.outcome().dirty
 
 
@@ -301,7 +344,7 @@ def test_commit_before_finish(trainer: Trainer) -> None:
 
 def test_abort_keeps_its_reason(trainer: Trainer) -> None:
     trainer.open_bucket()
-    trainer.part("n")
+    trainer.part(1)
     wire.send(trainer.sock, {"op": "abort", "reason": "out of memory in the trainer"})
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, True)
@@ -311,8 +354,8 @@ def test_abort_keeps_its_reason(trainer: Trainer) -> None:
 @pytest.mark.parametrize("parts", [0, 1, 2])
 def test_a_trainer_that_dies(trainer: Trainer, parts: int) -> None:
     trainer.open_bucket()
-    for name in list(SHAPES)[:parts]:
-        trainer.part(name)
+    for index in range(parts):
+        trainer.part(index)
     trainer.close()
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, parts > 0)
@@ -321,9 +364,12 @@ def test_a_trainer_that_dies(trainer: Trainer, parts: int) -> None:
 
 def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
     trainer.open_bucket()
-    many = {"op": "part", "tensors": [], "padding": "x" * 10_000}
+    again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, BUCKET)
     for _ in range(20):
-        wire.send(trainer.sock, many)
+        wire.send(trainer.sock, again, (fd,))
+    os.close(fd)
     trainer.close()
     outcome = trainer.rank.outcome()
     assert not outcome.committed
@@ -369,7 +415,7 @@ def test_peers_that_are_turned_away_do_not_hold_the_engine(
     knocker.start()
     try:
         with pytest.raises(TimeoutError):
-            rank_socket.accept("mine", 1.0)
+            rank_socket.accept("mine", 1.0, [])
     finally:
         done.set()
         knocker.join(5)

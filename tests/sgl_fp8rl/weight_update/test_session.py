@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update.manifest import ManifestError, describe
+from sgl_fp8rl.weight_update.manifest import ManifestError, TensorSpec, describe
+from sgl_fp8rl.weight_update.memory import Bucket, SharedMemoryError
+from sgl_fp8rl.weight_update.parts import Piece
 from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, Model, Weights, begin, ragged, update
@@ -22,7 +24,7 @@ def test_versions_only_grow(weights: EngineWeights) -> None:
     update(weights, tensors, version=3)
     for version in (0, 2, 3):
         with pytest.raises(ManifestError, match=f"version {version} is not newer"):
-            weights.check(describe(tensors.items(), version))
+            weights.check_version(version)
     update(weights, tensors, version=7)
     assert weights.version == 7
 
@@ -32,7 +34,7 @@ def test_a_second_session_is_refused(weights: EngineWeights) -> None:
     session = begin(weights, tensors, version=1)
     assert weights.state is State.UPDATING
     with pytest.raises(ManifestError, match="an update to version 1 is under way"):
-        weights.check(describe(tensors.items(), 2))
+        weights.check_version(2)
     assert weights.session is session
 
 
@@ -48,8 +50,9 @@ def test_a_session_that_wrote_nothing_leaves_things_as_they_were(weights: Engine
 
 def test_a_complete_update_heals_a_quarantined_engine(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
-    session = begin(weights, tensors)
-    session.write("norm.weight", tensors["norm.weight"])
+    session = begin(weights, tensors, part_bytes=1 << 17)
+    assert len(session.plan.parts) > 2
+    session.write(0)
     weights.quarantine("it broke off")
     assert (weights.state, weights.version, weights.session) == (State.QUARANTINED, -1, None)
     update(weights, tensors, version=0)
@@ -76,12 +79,128 @@ def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
     tensors = toy.checkpoint()
     wrong = {**tensors, "unknown.weight": torch.zeros(4)}
     with pytest.raises(ManifestError, match=r"failed at unknown\.weight"):
-        weights.check(describe(wrong.items(), 0))
+        weights.accept(describe(wrong.items(), 0))
     partial = {name: t for name, t in tensors.items() if name != "attn.k.weight"}
     with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
-        weights.check(describe(partial.items(), 0))
+        weights.accept(describe(partial.items(), 0))
     assert weights.table is None
     update(weights, tensors)
+
+
+# -- plans and memory that are kept from update to update
+
+
+def accept(weights: EngineWeights, tensors: toy.Tensors, part_bytes: int) -> str:
+    manifest = describe(tensors.items(), 0, part_bytes)
+    weights.accept(manifest)
+    return manifest.fingerprint
+
+
+def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
+    first, second = toy.checkpoint(0), toy.checkpoint(1)
+    update(weights, first, version=0)
+    fingerprint = describe(second.items(), 1, toy.PART_BYTES).fingerprint
+    assert weights.knows(fingerprint)
+    session = weights.begin(fingerprint, 1)
+    toy.write(session, second)
+    session.finish()
+    weights.commit()
+    assert weights.version == 1
+    assert toy.same(toy.contents(weights.model), toy.expected(second))
+
+
+def test_the_last_four_plans_are_kept(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    known = [accept(weights, tensors, 256 * lines) for lines in range(400, 404)]
+    assert all(weights.knows(fingerprint) for fingerprint in known)
+    weights.begin(known[0], 0)  # used, so it is the last to be forgotten
+    weights.resume()
+    newer = accept(weights, tensors, 256 * 500)
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, True]
+    accept(weights, tensors, 256 * 500)  # the same again pushes nothing out
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, True]
+    weights.forget(newer)
+    weights.forget("unknown")
+    assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, False]
+
+
+def test_a_manifest_that_is_refused_is_not_known(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    wrong = {**tensors, "norm.weight": torch.zeros(64)}
+    with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
+        accept(weights, wrong, toy.PART_BYTES)
+    with pytest.raises(ManifestError, match="more than half of the engine's bucket"):
+        accept(weights, tensors, 256)
+    for tried, part_bytes in ((wrong, toy.PART_BYTES), (tensors, 256)):
+        assert not weights.knows(describe(tried.items(), 0, part_bytes).fingerprint)
+
+
+def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    update(weights, tensors)
+    assert weights.memory.known() == ["toy"]
+    begin(weights, tensors, version=1)
+    weights.resume()
+    assert weights.memory.known() == []
+    begin(weights, tensors, version=1)
+    weights.quarantine("it broke off")
+    assert weights.memory.known() == []
+
+
+class FakeSegments:
+    """Parameters of the trainer that are open, with names and places but no GPU."""
+
+    name = "parameters"
+
+    def __init__(self, tensors: toy.Tensors) -> None:
+        self.tensors, self.closed = tensors, False
+
+    def tensor(self, piece: Piece, spec: TensorSpec) -> torch.Tensor:
+        found = self.tensors[piece.name]
+        assert (found.dtype, tuple(found.shape)) == (spec.dtype, spec.shape)
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_mapped_tensors_make_the_last_part() -> None:
+    """What is routed and what falls back, each once in the bucket and once in place."""
+    shapes: toy.Shapes = {"norm": (128,), "w": (256, 128), "v": (256, 128)}
+    gemma = Gemma(shapes)
+    weights = toy.engine(gemma.model, shapes)
+    for version, mapped in enumerate([("w",), ("norm", "v")]):
+        tensors = toy.checkpoint(version, shapes=shapes)
+        manifest = describe(tensors.items(), version, 1 << 16, mapped)
+        weights.accept(manifest)
+        weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
+        session = weights.begin(manifest.fingerprint, version)
+        last = len(session.plan.parts) - 1
+        with pytest.raises(SharedMemoryError, match="open the segments first"):
+            session.write(last)
+        in_place = FakeSegments({name: tensors[name] for name in mapped})
+        weights.memory.segments = in_place  # type: ignore[assignment]
+        for index in range(last):
+            toy.fill(session, tensors, index)
+            session.write(index)
+        session.write(last)
+        session.finish()
+        weights.commit()
+        for name in shapes:
+            assert torch.equal(gemma.model.data(name), tensors[name])
+        assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+        assert not in_place.closed
+        weights.memory.segments = None
+
+
+def test_an_update_that_maps_nothing_lets_go_of_the_trainers_parameters() -> None:
+    weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
+    in_place = FakeSegments({})
+    weights.memory.segments = in_place  # type: ignore[assignment]
+    assert weights.memory.known() == ["parameters"]
+    begin(weights, tensors)
+    assert in_place.closed
+    assert weights.memory.known() == ["toy"]
 
 
 # -- what goes through SGLang's loader, and addresses
@@ -90,11 +209,11 @@ def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
 class Gemma:
     """A loader that keeps weight + 1 beside a norm's weight, unless it is told to skip it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: toy.Shapes) -> None:
         self.skips = False
-        storage = {"w": torch.zeros(256, 128, dtype=BF16), "norm": torch.zeros(128, dtype=BF16)}
+        storage = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
         self.model = Model(storage, self.load)
-        self.model.register_buffer("plus_one", torch.ones(128, dtype=BF16))
+        self.model.register_buffer("plus_one", torch.ones(shapes["norm"], dtype=BF16))
 
     def load(self, model: Model, named: Weights) -> None:
         for name, weight in named:
@@ -109,7 +228,7 @@ GEMMA: toy.Shapes = {"w": (256, 128), "norm": (128,)}
 
 
 def test_what_falls_back_goes_through_the_loader_with_all_that_is_derived() -> None:
-    gemma = Gemma()
+    gemma = Gemma(GEMMA)
     weights = toy.engine(gemma.model, GEMMA)
     tensors = toy.checkpoint(shapes=GEMMA)
     update(weights, tensors)
@@ -119,7 +238,7 @@ def test_what_falls_back_goes_through_the_loader_with_all_that_is_derived() -> N
 
 
 def test_a_loader_that_leaves_its_parameter_unwritten_is_caught() -> None:
-    gemma = Gemma()
+    gemma = Gemma(GEMMA)
     weights = toy.engine(gemma.model, GEMMA)
     gemma.skips = True
     with pytest.raises(SessionError, match="left norm unwritten"):
@@ -129,7 +248,7 @@ def test_a_loader_that_leaves_its_parameter_unwritten_is_caught() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_never_reaches_the_loader(bad: float) -> None:
-    gemma = Gemma()
+    gemma = Gemma(GEMMA)
     weights = toy.engine(gemma.model, GEMMA)
     tensors = toy.checkpoint(shapes=GEMMA)
     tensors["norm"][5] = bad
@@ -139,20 +258,57 @@ def test_nan_never_reaches_the_loader(bad: float) -> None:
     assert torch.equal(gemma.model.data("norm"), torch.zeros(128, dtype=BF16))
 
 
-def test_what_falls_back_is_not_split_and_not_fp8() -> None:
-    weights = toy.engine(Gemma().model, GEMMA)
+@pytest.mark.parametrize(
+    ("shape", "pieces"),
+    [
+        ((20_000,), [(0, 16_384), (16_384, 20_000)]),
+        ((300, 128), [(0, 128), (128, 256), (256, 300)]),
+        ((5, 64, 128), [(0, 2), (2, 4), (4, 5)]),
+    ],
+)
+def test_what_falls_back_is_held_until_it_is_whole(
+    shape: tuple[int, ...], pieces: list[tuple[int, int]]
+) -> None:
+    shapes: toy.Shapes = {"norm": shape, "w": (256, 128)}
+    gemma = Gemma(shapes)
+    weights = toy.engine(gemma.model, shapes)
+    tensors = toy.checkpoint(shapes=shapes)
+    session = begin(weights, tensors, part_bytes=128 * 128 * 2)
+    assert [p.rows for part in session.plan.parts for p in part if p.name == "norm"] == pieces
+    for index in reversed(range(len(session.plan.parts))):
+        toy.fill(session, tensors, index)
+        session.write(index)
+        assert not gemma.model.data("norm").any()  # the loader takes whole tensors only
+    session.finish()
+    assert torch.equal(gemma.model.data("norm"), tensors["norm"])
+    assert torch.equal(gemma.model.get_buffer("plus_one"), tensors["norm"] + 1.0)
+    assert torch.equal(gemma.model.data("w"), tensors["w"])
+
+
+def test_a_scalar_that_falls_back_is_held() -> None:
+    gemma = Gemma({"norm": (), "w": (256, 128)})
+    weights = toy.engine(gemma.model, {"norm": (), "w": (256, 128)})
+    tensors = {"norm": torch.tensor(2.5, dtype=BF16), "w": torch.ones(256, 128, dtype=BF16)}
+    update(weights, tensors)
+    assert gemma.model.data("norm").item() == 2.5
+    assert gemma.model.get_buffer("plus_one").item() == 3.5
+
+
+def test_a_value_that_overflows_in_the_loaders_parameter_is_refused() -> None:
+    """FP32's largest number is finite, and Inf in BF16."""
+    weights = toy.engine(Gemma(GEMMA).model, GEMMA)
     tensors = toy.checkpoint(shapes=GEMMA)
-    session = begin(weights, tensors)
-    with pytest.raises(SessionError, match="norm is split"):
-        session.write("norm", tensors["norm"][:64], (0, 64))
+    tensors["norm"] = torch.full((128,), torch.finfo(torch.float32).max)
+    with pytest.raises(ValueError, match="norm holds NaN or Inf"):
+        update(weights, tensors)
+    assert weights.state is not State.SERVING
 
 
 def test_a_parameter_that_moved_is_caught() -> None:
     weights = ragged()
     tensors = toy.checkpoint(shapes=BIG)
     session = begin(weights, tensors)
-    for name, tensor in tensors.items():
-        session.write(name, tensor)
+    toy.write(session, tensors)
     parameter = weights.model.get_parameter("norm")
     parameter.data = parameter.data.clone()
     with pytest.raises(SessionError, match="norm moved in memory"):

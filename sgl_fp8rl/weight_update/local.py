@@ -1,0 +1,41 @@
+"""A complete set of weights that this process itself has, such as a checkpoint on disk."""
+
+from collections.abc import Iterable
+
+import torch
+
+from sgl_fp8rl.weight_update.manifest import Manifest
+from sgl_fp8rl.weight_update.memory import Bucket
+from sgl_fp8rl.weight_update.session import EngineWeights
+
+
+def write_all(
+    weights: EngineWeights, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write and commit an accepted manifest, as an update from another process would be.
+
+    Args:
+        tensors: all of the manifest, in its order; each is read once and let go when it is written.
+
+    Raises:
+        SessionError, ValueError: the weights are not sound.
+    """
+    on_gpu = weights.device.type == "cuda"
+    content = torch.empty(2 * manifest.part_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    weights.memory.bucket = bucket = Bucket("local", content)
+    session = weights.begin(manifest.fingerprint, manifest.version)
+    stream = iter(tensors)
+    read: dict[str, torch.Tensor] = {}  # codes and scales travel together, so two are at hand
+    for index, part in enumerate(session.plan.parts):
+        for piece in part:
+            while piece.name not in read:
+                name, tensor = next(stream)
+                read[name] = tensor
+            tensor, spec = read[piece.name], manifest.tensors[piece.name]
+            bucket.tensor(piece, spec).copy_(tensor[slice(*piece.rows)] if spec.shape else tensor)
+            if not spec.shape or piece.rows[1] == spec.shape[0]:
+                del read[piece.name]
+        session.write(index)
+    session.finish()
+    weights.commit()
+    weights.memory.close()

@@ -1,0 +1,232 @@
+"""Filling a bucket with a kernel: codes and scales land where the manifest has them.
+
+The kernel itself runs in ``tests/gpu``; here ``compile_moves`` is replaced by torch on the CPU, so
+that every box that the kernel would be given is held against the reference.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, reject
+
+from sgl_fp8rl.numerics import kernels
+from sgl_fp8rl.numerics.moves import Move
+from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks, quantize_weight
+from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, ManifestError
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fill import QuantizeFill
+from trainer_bridge.fsdp import Named, sources
+from trainer_bridge.plan import SendPlan
+from trainer_bridge.transport.ipc import DeviceBucket
+
+BF16 = torch.bfloat16
+
+
+def at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The memory at an address."""
+    memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def boxed(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    flat = at(address, (rows - 1) * stride + cols, dtype)
+    return flat.as_strided((rows, cols), (stride, 1))
+
+
+class TorchLaunch:
+    """What a launch does with one box; a block that holds NaN is told to the status."""
+
+    def __init__(self, move: Move, dtype: torch.dtype) -> None:
+        self.move, self.dtype = move, dtype
+        self.tiles = 1
+
+    def run(self, bases: torch.Tensor, status: Any) -> None:
+        move, dtype = self.move, self.dtype
+        address = int(bases[move.segment]) + move.source
+        source = boxed(address, move.rows, move.cols, move.source_stride, move.source_dtype)
+        target = boxed(move.target, move.rows, move.cols, move.target_stride, move.target_dtype)
+        status.tiles += self.tiles
+        if not bool(torch.isfinite(source.float()).all()):
+            status.bad = move.tag
+            return
+        if move.scales:
+            shape = num_blocks(move.rows), num_blocks(move.cols)
+            scales = boxed(move.scales, *shape, move.scale_stride, torch.float32)
+            codes, scale = quantize_weight(source.to(dtype))
+            target.copy_(codes)
+            scales.copy_(scale)
+        else:
+            assert move.target_dtype == source.dtype or source.dtype != FP8_DTYPE
+            target.copy_(source)
+
+
+class FakeStatus:
+    def __init__(self, device: torch.device) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.bad: int | None = None
+        self.tiles = 0
+
+    def read(self) -> tuple[int | None, int]:
+        return self.bad, self.tiles
+
+
+def compile_in_torch(
+    moves: Iterable[Move], device: torch.device, dtype: torch.dtype
+) -> list[TorchLaunch]:
+    return [TorchLaunch(move, dtype) for move in moves]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_torch() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "compile_moves", compile_in_torch)
+        patch.setattr(kernels, "Status", FakeStatus)
+        yield
+
+
+def fill_of(plan: SendPlan, bucket: torch.Tensor) -> QuantizeFill:
+    fill = QuantizeFill(plan, cast(DeviceBucket, SimpleNamespace(content=bucket)), BF16)
+    fill.begin()
+    return fill
+
+
+def replay(plan: SendPlan, named: Named) -> dict[str, torch.Tensor]:
+    """What the engine reads of each HF tensor, scales included, part by part."""
+    specs = plan.manifest.tensors
+    bucket = torch.full((2 * plan.manifest.part_bytes,), 0xA5, dtype=torch.uint8)
+    fill = fill_of(plan, bucket)
+    found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+    turns = list(plan.turns)
+    for number, part in enumerate(plan.parts):
+        while turns and turns[0][0] == number:
+            source = turns.pop(0)[1]
+            fill.put(source, plan.sources[source].read(named[source][1]), number)
+        for piece in part:
+            rows = found[piece.name][slice(*piece.rows)] if specs[piece.name].shape else None
+            target = found[piece.name] if rows is None else rows
+            stop = piece.offset + target.numel() * target.itemsize
+            target.copy_(bucket[piece.offset : stop].view(target.dtype).view(target.shape))
+    fill.finish()
+    return found
+
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 300)),
+    st.tuples(st.integers(1, 400), st.integers(1, 300)),
+    st.tuples(st.integers(1, 4), st.integers(1, 140), st.integers(1, 140)),
+)
+
+
+@st.composite
+def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str]]:
+    """Parameters, their family, and the HF tensors that the engine keeps in FP8."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    family = draw(st.sampled_from(["qwen3_moe", "gpt_oss"]))
+    named: Named = []
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(SHAPES)
+        if len(shape) == 3 and draw(st.booleans()):
+            shape, name = (shape[0], 2 * shape[1], shape[2]), f"l{number}.mlp.experts.gate_up_proj"
+        else:
+            name = f"p{number}"
+        dtype = draw(st.sampled_from([BF16, torch.float16, torch.float32]))
+        named.append((name, torch.randn(shape, generator=generator).to(dtype)))
+    matrices = sorted(
+        name
+        for source in sources(named, family, BF16)
+        for name, view in source.announce(BF16)
+        if view.dim() > 1
+    )
+    kept = draw(st.sets(st.sampled_from(matrices))) if matrices else set()
+    return named, family, kept
+
+
+@given(trainers(), st.integers(1, 1000))
+def test_codes_and_scales_are_those_of_the_reference(
+    trainer: tuple[Named, str, set[str]], units: int
+) -> None:
+    named, family, quantized = trainer
+    made = sources(named, family, BF16)
+    try:
+        plan = SendPlan(made, [False] * len(named), 256 * units, quantized)
+    except ManifestError:
+        reject()
+    found = replay(plan, named)
+    for source, (_, tensor) in zip(made, named, strict=True):
+        for name, cut in source.cuts:
+            weight = cut(tensor).to(source.sent_as)
+            if name in quantized:
+                codes, scale = quantize_weight(weight)
+                assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
+            else:
+                assert torch.equal(found.pop(name), weight)
+    assert not found
+
+
+def plan_of(named: Named, quantized: set[str], part_bytes: int = 1 << 16) -> SendPlan:
+    return SendPlan(sources(named, None, BF16), [False] * len(named), part_bytes, quantized)
+
+
+def test_half_of_the_bytes_are_sent() -> None:
+    named = [("w", torch.ones(256, 256, dtype=BF16))]
+    as_they_are, as_codes = plan_of(named, set(), 1 << 18), plan_of(named, {"w"}, 1 << 18)
+    assert as_they_are.manifest.nbytes == 256 * 256 * 2
+    assert as_codes.manifest.nbytes == 256 * 256 + 4 * 4
+
+
+def test_codes_that_the_trainer_made_go_as_they_are() -> None:
+    codes, scale = quantize_weight(torch.randn(300, 200))
+    named = [("w", codes), ("w" + SCALE_SUFFIX, scale)]
+    plan = plan_of(named, {"w"})
+    assert [run.scales for runs in plan.runs for run in runs] == [-1] * len(plan.turns)
+    found = replay(plan, named)
+    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+
+
+def test_what_is_mapped_is_quantized_by_the_engine() -> None:
+    named = [("w", torch.ones(128, 128, dtype=BF16))]
+    plan = SendPlan(sources(named, None, BF16), [True], 1 << 16, {"w"})
+    assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == {"w": BF16}
+    assert plan.turns == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
+    named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]
+    plan = plan_of(named, {"w"})
+    bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
+    fill = fill_of(plan, bucket)
+    named[1][1][200, 3] = bad
+    for healthy in (False, True):
+        if healthy:
+            named[1][1][200, 3] = 1.0
+        fill.begin()
+        for part, source in plan.turns:
+            fill.put(source, named[source][1], part)
+        if healthy:
+            fill.finish()
+        else:
+            with pytest.raises(EngineError, match="w holds NaN or Inf"):
+                fill.finish()
+
+
+def test_boxes_that_were_not_written_are_missed() -> None:
+    """As when a kernel ends early."""
+    named = [("w", torch.ones(512, 128, dtype=BF16))]
+    plan = plan_of(named, {"w"})
+    bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
+    fill = fill_of(plan, bucket)
+    part, source = plan.turns[0]
+    fill.put(source, named[source][1], part)
+    cast(Any, fill)._status.tiles -= 1
+    with pytest.raises(RuntimeError, match="blocks were written"):
+        fill.finish()

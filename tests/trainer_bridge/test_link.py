@@ -1,0 +1,445 @@
+"""What a trainer keeps of an engine between updates, and when it lets go of it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update.cuda_memory import Handle
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge import link as link_module
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fill import CopyFill
+from trainer_bridge.fsdp import Named, sources
+from trainer_bridge.link import Link, gpu_of, link_to
+from trainer_bridge.plan import SendPlan
+from trainer_bridge.transport.ipc import Placement
+from trainer_bridge.transport.memory import HostBucket
+from trainer_bridge.transport.ranks import Ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16 = torch.bfloat16
+BUCKET_BYTES = 8192
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+class Client:
+    """An engine that only tells its layout."""
+
+    def __init__(self, gpus: tuple[str, ...] = (), **layout: Any) -> None:
+        self.asked = 0
+        self.layout = {
+            "dtype": "bfloat16",
+            "bucket_bytes": BUCKET_BYTES,
+            "state": "serving",
+            "fp32": [],
+            "fp8": [],
+            "gpus": list(gpus),
+            **layout,
+        }
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert message == {"op": "layout"}
+        self.asked += 1
+        return dict(self.layout)
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def weights(**shapes: tuple[int, ...]) -> Named:
+    return [(name, torch.ones(shape, dtype=BF16)) for name, shape in shapes.items()]
+
+
+def plan_for(link: Link, named: Named, device: torch.device | None = None) -> SendPlan:
+    """The plan of one update, as ``update`` asks for it."""
+    dtype = getattr(torch, link.layout()["dtype"])
+    return link.plan(named, lambda: sources(named, None, dtype), device)
+
+
+# -- the layout
+
+
+def test_the_layout_is_asked_once() -> None:
+    client = Client()
+    link = Link(client)
+    for _ in range(3):
+        plan_for(link, weights(a=(4, 4)))
+    assert client.asked == 1
+    assert link.layout() == client.layout
+
+
+def test_the_layout_is_asked_again_after_a_failure() -> None:
+    client = Client()
+    link = Link(client)
+    plan = plan_for(link, weights(a=(4, 4)))
+    client.layout["bucket_bytes"] = 2 * BUCKET_BYTES
+    link.forget()
+    assert plan_for(link, weights(a=(4, 4))).manifest.part_bytes == 2 * plan.manifest.part_bytes
+    assert client.asked == 2
+
+
+def test_the_layout_is_asked_again_where_the_bucket_was_too_small() -> None:
+    client = Client(bucket_bytes=512)
+    link = Link(client)
+    with pytest.raises(ManifestError, match="larger --fp8rl-bucket-bytes"):
+        plan_for(link, weights(a=(128, 4)))
+    client.layout["bucket_bytes"] = BUCKET_BYTES
+    assert plan_for(link, weights(a=(128, 4))).manifest.part_bytes == BUCKET_BYTES // 2
+    assert client.asked == 2
+
+
+def test_an_engine_that_did_not_serve_is_asked_again_after_its_first_update() -> None:
+    """One with dummy weights learns from that what it keeps in FP32."""
+    client = Client(state="quarantined")
+    link = Link(client)
+    first = plan_for(link, weights(a=(4, 4)))
+    client.layout.update(state="serving", fp32=["a"])
+    link.committed()
+    assert link.layout()["fp32"] == ["a"]
+    second = plan_for(link, weights(a=(4, 4)))
+    assert second is not first
+    link.committed()
+    assert plan_for(link, weights(a=(4, 4))) is second
+    assert client.asked == 2
+
+
+# -- plans
+
+
+def test_a_plan_is_kept_while_nothing_but_values_changes() -> None:
+    link = Link(Client())
+    plan = plan_for(link, weights(a=(4, 4), b=(3,)))
+    assert plan_for(link, weights(a=(4, 4), b=(3,))) is plan
+
+
+CHANGED: dict[str, Named] = {
+    "name": weights(a=(4, 4), c=(3,)),
+    "shape": weights(a=(4, 4), b=(5,)),
+    "dtype": [*weights(a=(4, 4)), ("b", torch.ones(3))],
+    "order": weights(b=(3,), a=(4, 4)),
+    "fewer": weights(a=(4, 4)),
+    "more": weights(a=(4, 4), b=(3,), c=(1,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_plan_is_made_anew_where_something_changed(change: str) -> None:
+    link = Link(Client())
+    plan = plan_for(link, weights(a=(4, 4), b=(3,)))
+    changed = plan_for(link, CHANGED[change])
+    assert changed.manifest.fingerprint != plan.manifest.fingerprint
+    assert list(changed.manifest.tensors) == [name for name, _ in CHANGED[change]]
+    again = plan_for(link, weights(a=(4, 4), b=(3,)))
+    assert again is not plan
+    assert again.manifest.fingerprint == plan.manifest.fingerprint
+
+
+def test_what_the_engine_keeps_in_fp8_is_quantized_where_there_is_a_gpu() -> None:
+    named = weights(a=(4, 4), b=(4, 4))
+    for device, dtype in ((None, BF16), (torch.device("cuda", 0), torch.float8_e4m3fn)):
+        plan = plan_for(Link(Client((GPU,), fp8=["a"])), named, device)
+        specs = plan.manifest.tensors
+        assert (specs["a"].dtype, specs["b"].dtype) == (dtype, BF16)
+        assert ("a_scale_inv" in specs) is (device is not None)
+
+
+def test_a_failure_forgets_plans() -> None:
+    link = Link(Client())
+    plan = plan_for(link, weights(a=(4, 4)))
+    link.forget()
+    assert plan_for(link, weights(a=(4, 4))) is not plan
+
+
+# -- read in place: only where it lay at the last update
+
+
+@dataclass
+class FakeGpu:
+    """Memory where any tensor can be shared, unless told otherwise; stands in for the driver."""
+
+    placed: list[list[int]] = field(default_factory=list)
+    """Addresses, at each ``place``."""
+    shareable: bool = True
+    unable: set[int] = field(default_factory=set)
+    """Addresses that cannot be mapped."""
+    freed: set[int] = field(default_factory=set)
+    """Addresses that were freed and given out again."""
+
+    def place(self, tensors: list[torch.Tensor]) -> "FakePlacement | None":
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self.placed.append(addresses)
+        return FakePlacement(addresses, self) if self.shareable else None
+
+    def can_be_mapped(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() not in self.unable
+
+
+@dataclass
+class FakePlacement:
+    addresses: list[int]
+    gpu: FakeGpu
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        there = [tensor.data_ptr() for tensor in tensors]
+        return self.addresses == there and not self.gpu.freed & set(there)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(link_module, "place", gpu.place)
+    monkeypatch.setattr(link_module, "can_be_mapped", gpu.can_be_mapped)
+    return gpu
+
+
+def mapped(link: Link, named: Named) -> list[bool]:
+    """Which of the tensors one update reads in place."""
+    plan = plan_for(link, named)
+    assert plan.offsets.keys() == {n for (n, _), m in zip(named, plan.mapped, strict=True) if m}
+    return plan.mapped
+
+
+def test_the_second_update_reads_in_place_what_stayed(gpu: FakeGpu) -> None:
+    link, named = Link(Client((GPU,))), weights(a=(4, 4), b=(3,))
+    assert mapped(link, named) == [False, False]
+    assert mapped(link, named) == [True, True]
+    assert mapped(link, named) == [True, True]
+    assert len(gpu.placed) == 1
+
+
+def test_what_moved_is_copied_once(gpu: FakeGpu) -> None:
+    """One that moved is enough: then all are copied, and looked for anew."""
+    link, named = Link(Client((GPU,))), weights(a=(4, 4), b=(3,))
+    moved = [named[0], *weights(b=(3,))]
+    assert [mapped(link, n)[0] for n in (named, named, moved, moved)] == [False, True, False, True]
+    assert len(gpu.placed) == 2
+
+
+def test_memory_that_was_freed_meanwhile_is_not_read(gpu: FakeGpu) -> None:
+    """Also where other memory has its address now."""
+    link, named = Link(Client((GPU,))), weights(a=(4, 4))
+    mapped(link, named)
+    gpu.freed = {named[0][1].data_ptr()}
+    assert mapped(link, named) == [False]
+
+
+def test_tensors_that_are_made_anew_each_time_are_never_read_in_place(gpu: FakeGpu) -> None:
+    link = Link(Client((GPU,)))
+    alive = [weights(a=(4, 4)) for _ in range(4)]
+    assert [mapped(link, named) for named in alive] == [[False]] * 4
+
+
+def test_what_cannot_be_mapped_is_copied(gpu: FakeGpu) -> None:
+    link, named = Link(Client((GPU,))), weights(a=(4, 4), b=(3,), c=(2, 2))
+    gpu.unable = {named[1][1].data_ptr()}
+    assert mapped(link, named) == [False, False, False]
+    assert mapped(link, named) == [True, False, True]
+    assert gpu.placed == [[named[0][1].data_ptr(), named[2][1].data_ptr()]]
+
+
+def test_memory_that_cannot_be_shared_is_looked_for_each_time(gpu: FakeGpu) -> None:
+    gpu.shareable = False
+    link, named = Link(Client((GPU,))), weights(a=(4, 4))
+    assert [mapped(link, named) for _ in range(3)] == [[False]] * 3
+    gpu.shareable = True
+    assert [mapped(link, named) for _ in range(2)] == [[False], [True]]
+
+
+def test_an_engine_on_a_cpu_reads_nothing_in_place(gpu: FakeGpu) -> None:
+    link, named = Link(Client()), weights(a=(4, 4))
+    assert [mapped(link, named) for _ in range(2)] == [[False]] * 2
+    assert gpu.placed == []
+
+
+def test_after_a_failure_everything_is_copied_once(gpu: FakeGpu) -> None:
+    link, named = Link(Client((GPU,))), weights(a=(4, 4))
+    mapped(link, named)
+    assert mapped(link, named) == [True]
+    link.forget()
+    assert [mapped(link, named) for _ in range(2)] == [[False], [True]]
+
+
+def test_the_plans_of_both_ways_are_kept(gpu: FakeGpu) -> None:
+    """Where parameters move to and fro, neither side works its plan out again."""
+    link, here, there = Link(Client((GPU,))), weights(a=(4, 4)), weights(a=(4, 4))
+    copied, in_place = plan_for(link, here), plan_for(link, here)
+    assert copied is not in_place
+    assert plan_for(link, there) is copied
+    assert plan_for(link, there) is in_place
+
+
+# -- memory that the engine opens
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    """It serves three sessions, as many as each test has."""
+    rank = Rank(tmp_path, sessions=3)
+    yield rank
+    rank.join()
+
+
+def share(link: Link, rank: Rank, plan: SendPlan, known: tuple[str, ...] = ()) -> Any:
+    """What fills the bucket of one session; ``known`` has the rank say that it has more open."""
+    opened = (*rank.memory.known(), *known)
+    rank.answer = lambda message: {"ok": True, "known": opened}
+    ranks = Ranks([rank.path], TOKEN)
+    try:
+        return link.share(ranks, plan, None)
+    finally:
+        ranks.close()
+
+
+def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
+    link = Link(Client())
+    plan = plan_for(link, weights(a=(4, 4)))
+    fill = share(link, rank, plan)
+    assert isinstance(fill, CopyFill)
+    bucket = link._bucket
+    assert isinstance(bucket, HostBucket)
+    assert bucket.content.numel() == BUCKET_BYTES
+    assert share(link, rank, plan) is fill
+    assert share(link, rank, plan_for(link, weights(b=(7, 4)))) is not fill
+    assert link._bucket is bucket
+    rank.join()
+    assert rank.ops() == ["hello", "bucket", "hello", "hello"]
+
+
+def test_a_bucket_of_another_size_takes_its_place(rank: Rank) -> None:
+    client = Client()
+    link = Link(client)
+    share(link, rank, plan_for(link, weights(a=(4, 4))))
+    first = link._bucket
+    assert first is not None
+    client.layout["bucket_bytes"] = 2 * BUCKET_BYTES
+    link.forget()
+    assert not first.close.alive
+    plan = plan_for(link, weights(a=(4, 4)))
+    share(link, rank, plan)
+    second = link._bucket
+    assert second is not None
+    assert second.content.numel() == 2 * BUCKET_BYTES
+    share(link, rank, plan)
+    assert link._bucket is second
+    rank.join()
+    assert rank.ops() == ["hello", "bucket", "hello", "bucket", "hello"]
+
+
+IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), (0, 64)))
+"""Two parameters of one allocation, 16 and 64 bytes from its start."""
+
+
+def segments(rank: Rank) -> list[dict[str, Any]]:
+    return [message for message in rank.messages if message.get("op") == "segments"]
+
+
+def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
+    link = Link(Client())
+    link._placement = IN_PLACE
+    named = weights(a=(8,), b=(2, 2), c=(3,))
+    plan = SendPlan(sources(named, None, BF16), [True, False, True], BUCKET_BYTES // 2)
+    share(link, rank, plan)
+    (told,) = segments(rank)
+    assert told["places"] == {"a": [0, 16], "c": [0, 64]}  # b lies in the bucket
+    assert told["handles"] == [IN_PLACE.handles[0].to_json()]
+    share(link, rank, plan, known=(told["name"],))
+    assert len(segments(rank)) == 1
+    share(link, rank, plan)  # the rank has let go of it
+    rank.join()
+    assert segments(rank) == [told, told]
+
+
+def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
+    link = Link(Client())
+    link._placement = IN_PLACE
+    names = []
+    for flags in ([True, True], [True, False]):
+        named = weights(a=(8,), b=(8,))
+        share(link, rank, SendPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2))
+        names.append(segments(rank)[-1]["name"])
+    plan = SendPlan(sources(named, None, BF16), [False, False], BUCKET_BYTES // 2)
+    share(link, rank, plan)  # nothing is mapped, so nothing is told
+    rank.join()
+    assert len(segments(rank)) == 2
+    assert names[0] != names[1]
+
+
+def test_no_bucket_is_made_where_everything_is_mapped(rank: Rank) -> None:
+    link = Link(Client())
+    link._placement = IN_PLACE
+    named = weights(a=(8,), b=(8,))
+    for flags, has_bucket in (([True, True], False), ([True, False], True), ([False] * 2, True)):
+        plan = SendPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
+        assert (share(link, rank, plan) is not None) is has_bucket
+    rank.join()
+    assert rank.ops().count("bucket") == 1
+
+
+# -- which link
+
+
+def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_links", {})
+    monkeypatch.delenv("FP8RL_KEY", raising=False)
+    first = link_to("http://a:1")
+    assert link_to("http://a:1") is first
+    assert link_to("http://a:2") is not first
+    monkeypatch.setenv("FP8RL_KEY", "secret")
+    with_key = link_to("http://a:1")
+    assert with_key is not first
+    assert link_to("http://a:1") is with_key
+
+
+def test_an_engine_has_one_link_that_ends_with_it() -> None:
+    engine, other = Client(), Client()
+    link = link_to(engine)
+    assert link_to(engine) is link
+    assert link_to(other) is not link
+    gone = weakref.ref(link)
+    del link
+    gc.collect()
+    assert gone() is not None
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("engine", [None, object(), "host:1", 3])
+def test_what_is_no_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_links", {})
+    with pytest.raises(EngineError, match=r"is no engine|is no address"):
+        link_to(engine)
+    assert link_module._links == {}
+
+
+# -- through which GPU
+
+
+def cuda_tensor(index: int) -> torch.Tensor:
+    return cast(torch.Tensor, SimpleNamespace(is_cuda=True, device=torch.device("cuda", index)))
+
+
+def test_the_gpu_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus: dict[str, Any] = {"gpus": [GPU]}
+    on_cpu: dict[str, Any] = {"gpus": []}
+    host, held = weights(a=(4, 4)), [*weights(a=(4, 4)), ("b", cuda_tensor(1))]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_of(host, on_gpus) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert gpu_of(host, on_gpus) == torch.device("cuda", 3)
+    assert gpu_of(held, on_gpus) == torch.device("cuda", 1)
+    assert gpu_of(host, on_cpu) is None
+    assert gpu_of(held, on_cpu) is None

@@ -1,0 +1,140 @@
+"""Filling the bucket: parameters are copied into host memory, or quantized into device memory."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from sgl_fp8rl.numerics.moves import Move
+from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.plan import Run, SendPlan
+from trainer_bridge.transport.ipc import DeviceBucket
+from trainer_bridge.transport.memory import HostBucket
+
+
+class Fill(Protocol):
+    """Lays parameters into a bucket, part by part."""
+
+    def begin(self) -> None:
+        """Get ready for another update."""
+
+    def put(self, index: int, whole: torch.Tensor, part: int) -> None:
+        """Lay a parameter's share of one part into the bucket."""
+
+    def finish(self) -> None:
+        """Hold that what was laid in is sound.
+
+        Raises:
+            EngineError: NaN or Inf.
+        """
+
+
+class CopyFill:
+    """Copies parameters as they are; the engine quantizes."""
+
+    def __init__(self, plan: SendPlan, bucket: HostBucket) -> None:
+        self._plan, self._bucket = plan, bucket
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def put(self, index: int, whole: torch.Tensor, part: int) -> None:
+        flat, dtype = whole.view(-1), self._plan.sources[index].sent_as
+        for run in self._plan.runs[index]:
+            if run.part == part:
+                stop = run.offset + run.length * dtype.itemsize
+                target = self._bucket.content[run.offset : stop].view(dtype)
+                target.copy_(flat[run.start : run.start + run.length])
+
+    def finish(self) -> None:
+        """The engine looks."""
+
+
+class QuantizeFill:
+    """Writes codes and scales with the engine's own kernel: half of the bytes, the same ones.
+
+    Args:
+        dtype: the engine's, to which weights are rounded before they are quantized.
+    """
+
+    def __init__(self, plan: SendPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
+        from sgl_fp8rl.numerics.kernels import Launch, Status, compile_moves
+
+        self._names = list(plan.views)
+        tags = {name: tag for tag, name in enumerate(self._names)}
+        self._device = bucket.content.device
+        self._status = Status(self._device)
+        self._expected = 0
+        self._launches: list[dict[int, list[Launch]]] = []
+
+        address = bucket.content.data_ptr()
+
+        def moves(index: int, run: Run) -> Iterator[Move]:
+            source, spec = plan.sources[index], plan.manifest.tensors[run.name]
+            plain = Move(
+                segment=0,
+                source=run.start * source.held_as.itemsize,
+                target=address + run.offset,
+                scales=0,
+                rows=1,
+                cols=run.length,
+                source_stride=run.length,
+                target_stride=run.length,
+                scale_stride=0,
+                source_dtype=source.held_as,
+                target_dtype=source.sent_as,
+                positive=False,
+                tag=tags[run.name],
+            )
+            if run.scales < 0:
+                yield plain
+                return
+            cols = spec.shape[-1]
+            rows = spec.shape[-2] if len(spec.shape) > 2 else run.length // cols
+            for i in range(run.length // (rows * cols)):  # experts of a tensor that holds several
+                yield plain._replace(
+                    source=plain.source + i * rows * cols * source.held_as.itemsize,
+                    target=plain.target + i * rows * cols,
+                    scales=address + run.scales + 4 * i * num_blocks(rows) * num_blocks(cols),
+                    rows=rows,
+                    cols=cols,
+                    source_stride=cols,
+                    target_stride=cols,
+                    scale_stride=num_blocks(cols),
+                    target_dtype=FP8_DTYPE,
+                )
+
+        for index, runs in enumerate(plan.runs):
+            by_part: dict[int, list[Run]] = defaultdict(list)
+            for run in runs:
+                by_part[run.part].append(run)
+            self._launches.append(
+                {
+                    part: compile_moves(
+                        (move for run in share for move in moves(index, run)), self._device, dtype
+                    )
+                    for part, share in by_part.items()
+                }
+            )
+
+    def begin(self) -> None:
+        self._status.reset()
+        self._expected = 0
+
+    def put(self, index: int, whole: torch.Tensor, part: int) -> None:
+        base = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=self._device)
+        for launch in self._launches[index][part]:
+            launch.run(base, self._status)
+            self._expected += launch.tiles
+
+    def finish(self) -> None:
+        bad, tiles = self._status.read()
+        if bad is not None:
+            raise EngineError(
+                f"{self._names[bad]} holds NaN or Inf; check the trainer's weights before the "
+                f"update"
+            )
+        if tiles != self._expected:
+            raise EngineError(f"{tiles} of {self._expected} blocks were written; report this")

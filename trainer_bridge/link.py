@@ -1,0 +1,173 @@
+"""What a trainer keeps of one engine between updates: its layout, its plans and its memory."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from trainer_bridge.engine_client import EngineClient, connect
+from trainer_bridge.fill import CopyFill, Fill, QuantizeFill
+from trainer_bridge.fsdp import Named, Source
+from trainer_bridge.plan import SendPlan, Signature, can_be_mapped
+from trainer_bridge.transport.ipc import DeviceBucket, Placement, place
+from trainer_bridge.transport.memory import HostBucket
+from trainer_bridge.transport.ranks import Ranks
+
+Bucket = DeviceBucket | HostBucket
+
+
+class Link:
+    """One trainer's side of the way to one engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self._layout: dict[str, Any] | None = None
+        self._plans: dict[bool, tuple[Signature, SendPlan]] = {}
+        self._bucket: Bucket | None = None
+        self._placement: Placement | None = None
+        self._fill: tuple[SendPlan, Bucket, Fill] | None = None
+        self._segments: tuple[Placement, SendPlan, dict[str, Any]] | None = None
+
+    def layout(self) -> dict[str, Any]:
+        """The engine's layout, asked for once.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        if self._layout is None:
+            self._layout = self.client.control({"op": "layout"})
+        return self._layout
+
+    def forget(self) -> None:
+        """After a failure: another engine may answer next time."""
+        self._layout = None
+        self._plans.clear()
+        self._placement = self._segments = self._fill = None
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
+    def committed(self) -> None:
+        """After an update: an engine that did not serve before it (dummy weights) knows only now
+        what it keeps in FP8 and in FP32."""
+        if self.layout()["state"] != "serving":
+            self._layout = None
+            self._plans.clear()
+
+    def plan(
+        self, named: Named, make_sources: Callable[[], list[Source]], device: torch.device | None
+    ) -> SendPlan:
+        """The plan for these tensors, made anew where names, shapes, dtypes or places changed.
+
+        With a GPU at hand, what the engine keeps in FP8 is quantized before it is sent.
+        """
+        mapped = self._mapped(named)
+        signature = tuple(
+            (name, tensor.dtype, tensor.shape, is_mapped)
+            for (name, tensor), is_mapped in zip(named, mapped, strict=True)
+        )
+        kept = self._plans.get(any(mapped))
+        if kept is not None and kept[0] == signature:
+            return kept[1]
+        try:
+            quantized = set(self.layout()["fp8"]) if device is not None else set()
+            part_bytes = self.layout()["bucket_bytes"] // 2
+            plan = SendPlan(make_sources(), mapped, part_bytes, quantized)
+        except ManifestError:
+            self._layout = None  # an engine at the same address may have a larger bucket next time
+            raise
+        self._plans[any(mapped)] = (signature, plan)
+        return plan
+
+    def share(self, ranks: Ranks, plan: SendPlan, device: torch.device | None) -> Fill | None:
+        """Have the engine open the memory that this plan needs.
+
+        Args:
+            device: the trainer's GPU, or None where it has none that the engine can read.
+
+        Returns:
+            what fills the bucket, or None where everything is mapped.
+        """
+        if plan.offsets:
+            message = self._segments_message(plan)
+            if message["name"] not in ranks.known:
+                ranks.ask(message)
+        if len(plan.parts) == bool(plan.offsets):
+            return None
+        bucket = self._bucket_on(device, 2 * plan.manifest.part_bytes)
+        bucket.share(ranks)
+        if self._fill is None or self._fill[:2] != (plan, bucket):
+            fill: Fill
+            if isinstance(bucket, DeviceBucket):
+                fill = QuantizeFill(plan, bucket, getattr(torch, self.layout()["dtype"]))
+            else:
+                fill = CopyFill(plan, bucket)
+            self._fill = plan, bucket, fill
+        return self._fill[2]
+
+    def _mapped(self, named: Named) -> list[bool]:
+        """Which parameters the engine may read in place.
+
+        Those that lie where they lay at the last update: the engine keeps their memory open until
+        the next one, so memory that a trainer frees meanwhile must not be among it.
+        """
+        able = [bool(self.layout()["gpus"]) and can_be_mapped(tensor) for _, tensor in named]
+        tensors = [tensor for (_, tensor), is_able in zip(named, able, strict=True) if is_able]
+        stays = bool(tensors) and self._placement is not None and self._placement.holds(tensors)
+        if not stays:
+            self._placement = place(tensors) if tensors else None
+        return [is_able and stays for is_able in able]
+
+    def _segments_message(self, plan: SendPlan) -> dict[str, Any]:
+        assert self._placement is not None
+        if self._segments is None or self._segments[:2] != (self._placement, plan):
+            # spots count mapped sources only
+            ranks_of = {s: i for i, s in enumerate(s for s, m in enumerate(plan.mapped) if m)}
+            offsets = {name: (ranks_of[s], start) for name, (s, start) in plan.offsets.items()}
+            self._segments = (self._placement, plan, self._placement.message(offsets))
+        return self._segments[2]
+
+    def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
+        kind = HostBucket if device is None else DeviceBucket
+        if not isinstance(self._bucket, kind) or self._bucket.content.numel() != nbytes:
+            if self._bucket is not None:
+                self._bucket.close()
+            self._bucket = None
+            self._bucket = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+        return self._bucket
+
+
+def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
+    """The GPU through which weights reach an engine on GPUs: the trainer's own, if it has one."""
+    if not layout["gpus"]:
+        return None
+    for _, tensor in named:
+        if tensor.is_cuda:
+            return torch.device("cuda", tensor.device.index)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+_links: dict[tuple[str, str | None], Link] = {}
+
+
+def link_to(engine: Any) -> Link:
+    """The link to an engine, the same one at each update.
+
+    Args:
+        engine: an ``sgl.Engine``, an ``http://`` address, or a client.
+
+    Raises:
+        EngineError: it is none of these.
+    """
+    if isinstance(engine, str):
+        key = os.environ.get("FP8RL_KEY")
+        if (engine, key) not in _links:
+            _links[engine, key] = Link(connect(engine, key))
+        return _links[engine, key]
+    link: Link | None = getattr(engine, "_fp8rl_link", None)
+    if link is None:
+        # kept by the engine, so that it ends with it
+        link = engine._fp8rl_link = Link(connect(engine))
+    return link
