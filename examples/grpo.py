@@ -1,11 +1,11 @@
 """GRPO with FSDP2 and an FP8 SGLang engine, an update at every step, beside a BF16 control arm.
 
-    python examples/grpo.py                        starts its own two ranks
-    torchrun --nproc-per-node 2 examples/grpo.py   works as well
+    python examples/grpo.py                        starts its own ranks: one on a GPU, two on a CPU
+    torchrun --nproc-per-node 2 examples/grpo.py   works as well; on GPUs, one rank each
 
-Two FSDP2 ranks (gloo, CPU) first train a small Qwen3 on demonstrations, then train it by
-reinforcement, once for each arm, from the same weights with the same seeds. Rank 0 also owns the
-engine. Both arms run the same engine and the same code; in the BF16 arm every layer is ignored by
+The FSDP2 ranks first train a small Qwen3 on demonstrations, then train it by reinforcement, once
+for each arm, from the same weights with the same seeds. Rank 0 also owns the engine, which shares
+its GPU. Both arms run the same engine and the same code; in the BF16 arm every layer is ignored by
 the FP8 quantization.
 
 Shapes: B sequences of this rank, T tokens of the longest response, P prompts, G responses to each.
@@ -17,13 +17,12 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import arithmetic
+import placement
 import report
 import tiny_model
 import torch
@@ -34,8 +33,7 @@ from transformers import PreTrainedModel
 from trainer_bridge import Rollout, connect, correct, rollout, update
 
 ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
-RANKS = 2
-LEARNING_RATE = 5e-5
+LEARNING_RATE = 5e-5  # of the tiny size
 EVALUATION_PROBLEMS = 256
 SAMPLING: dict[str, Any] = {
     "temperature": 1.0,
@@ -91,37 +89,6 @@ def draw_problems(count: int, seed: str) -> tuple[list[arithmetic.Problem], list
     return problems, [arithmetic.encode(problem.prompt) for problem in problems]
 
 
-def broadcast(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-@contextmanager
-def engine_of(arm: str, checkpoint: Path, seed: int) -> Iterator[Any]:
-    """A running engine on rank 0, None elsewhere."""
-    if dist.get_rank() != 0:
-        yield None
-        return
-    import sglang
-
-    os.environ["FP8RL_IGNORED_LAYERS"] = ARMS[arm]
-    engine = sglang.Engine(
-        model_path=str(checkpoint),
-        quantization="fp8rl",
-        skip_tokenizer_init=True,
-        random_seed=seed,
-        max_total_tokens=8192,
-        sleep_on_idle=True,  # leave the core to the trainer
-        log_level="error",
-    )
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
 def evaluate(engine: Any, seed: int, version: int) -> float:
     """Mean reward of one sampled response to each of the evaluation problems (rank 0)."""
     problems, prompts = draw_problems(EVALUATION_PROBLEMS, f"{seed} evaluation")
@@ -147,7 +114,7 @@ def learn(
     """One policy gradient step on the whole batch; every rank calls. Returns its metrics."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = share_of(rank, world, batch)
-    advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank]
+    advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank].to(model.device)
     logprobs_BT = tiny_model.response_logprobs(
         model, mine.prompt_tokens, mine.tokens, mine.temperature
     )
@@ -167,20 +134,25 @@ def train_arm(
 ) -> None:
     """Run GRPO for one arm; every rank calls, rank 0 with the log."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        model.parameters(),
+        lr=tiny_model.learning_rate(LEARNING_RATE, model),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
     )
+    keywords = placement.engine_keywords(model.device.type, args.engine_args)
     if log:
         print(f"{arm:4s}  starting the engine", flush=True)
-    with engine_of(arm, checkpoint, args.seed) as engine:
+    with placement.engine_of(checkpoint, ARMS[arm], args.seed, keywords) as engine:
         if log:
             layers = connect(engine).control({"op": "layers"})["layers"]
-            log.add("engine", arm=arm, layers=layers)
+            log.add("engine", arm=arm, layers=layers, keywords=keywords)
             before = evaluate(engine, args.seed, version=-1)
             log.add("evaluation", arm=arm, when="before", reward=before)
         for step in range(args.steps):
             started = time.perf_counter()
             updated = update(model, engine, version=step)
-            batch, rewards_PG, rollout_s = broadcast(sample(engine, args, step) if log else None)
+            sampled = sample(engine, args, step) if log else None
+            batch, rewards_PG, rollout_s = placement.broadcast(sampled)
             metrics = learn(model, optimizer, batch, rewards_PG)
             if log:
                 log.add(
@@ -189,7 +161,9 @@ def train_arm(
                     step=step,
                     reward=rewards_PG.mean().item(),
                     update_s=updated.seconds["total"],
+                    update_gpu_s=updated.gpu_seconds,
                     update_bytes=updated.bytes,
+                    mapped_bytes=updated.mapped_bytes,
                     rollout_s=rollout_s,
                     tokens_per_s=sum(map(len, batch.tokens)) / rollout_s,
                     step_s=time.perf_counter() - started,
@@ -204,12 +178,14 @@ def train_arm(
 def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> None:
     """One FSDP2 rank, from the process group to the report."""
     started = time.perf_counter()
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
-    log = report.Log(args.out / "grpo.jsonl") if rank == 0 else None
-    model = tiny_model.build_model(args.seed)
+    device = placement.join(rank, world, init_method)
+    name = "grpo_gpu" if device.type == "cuda" else "grpo"
+    log = report.Log(args.out / f"{name}.jsonl") if rank == 0 else None
+    model = tiny_model.build_model(args.seed, args.size).to(device)
     if log:
         options = {k: v for k, v in vars(args).items() if k != "out"} | {"ranks": world}
-        log.add("environment", **report.environment(model.num_parameters(), options))
+        where = placement.device_name(device)
+        log.add("environment", **report.environment(model.num_parameters(), where, options))
     tiny_model.shard(model)
     for step, loss in tiny_model.pretrain(model, args.seed, args.demonstrations):
         if log:
@@ -221,15 +197,24 @@ def work(rank: int, world: int, init_method: str, args: argparse.Namespace) -> N
         model.load_state_dict(pretrained)
         train_arm(arm, model, checkpoint, args, log)
     if log:
-        report.draw(log.rows, args.out / "grpo.png")
+        report.draw(log.rows, args.out / f"{name}.png")
         print(report.table(log.rows))
         minutes = (time.perf_counter() - started) / 60
-        print(f"{minutes:.1f} minutes; written: {args.out}/grpo.jsonl, {args.out}/grpo.png")
+        print(f"{minutes:.1f} minutes; written: {args.out}/{name}.jsonl, {args.out}/{name}.png")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GRPO on a CPU with FP8 and BF16 rollouts.")
+    device_type = placement.device_type()
+    parser = argparse.ArgumentParser(
+        description="GRPO with FP8 and BF16 rollouts, on the GPU if there is one, else on the CPU."
+    )
+    parser.add_argument(
+        "--size",
+        choices=tiny_model.SIZES,
+        default=tiny_model.DEFAULT_SIZE[device_type],
+        help="of the model (tiny on a CPU, small on a GPU)",
+    )
     parser.add_argument("--steps", type=int, default=60, help="GRPO steps of each arm (60)")
     parser.add_argument(
         "--demonstrations", type=int, default=300, help="training steps before GRPO (300)"
@@ -238,8 +223,17 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses to each prompt (8)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, problems and sampling (0)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="results (runs/demo)")
+    parser.add_argument(
+        "--engine-args",
+        type=placement.engine_args,
+        default={},
+        metavar="JSON",
+        help="more keywords of sglang.Engine, as a JSON object",
+    )
     args = parser.parse_args()
-    world = int(os.environ.get("WORLD_SIZE", RANKS))
+    world = int(os.environ.get("WORLD_SIZE", placement.RANKS[device_type]))
+    if reason := placement.refusal(device_type, world):
+        parser.error(reason)
     if args.steps < 1 or args.group < 2 or args.prompts < 1 or args.prompts % world:
         parser.error(
             f"need a step, groups of 2 or more, and prompts that {world} ranks can share equally"

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import report
 
@@ -11,36 +12,125 @@ RESULTS = ROOT / "examples" / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def grpo() -> str:
-    """The demo's closing table."""
-    rows = [json.loads(line) for line in (RESULTS / "grpo.jsonl").read_text().splitlines()]
+def grpo(text: str) -> str:
+    """The demo's closing table, of a run on a CPU."""
+    rows = [json.loads(line) for line in text.splitlines()]
     first = rows[0]
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+    return (
+        f"{_arms(rows)}\n\n`make demo`, {first['parameters'] / 1e6:.1f} M parameters, two CPU "
+        f"cores, {_versions(first)}. KL and ESS are means over {first['steps']} steps, times are "
+        f"medians. On a CPU FP8 arithmetic is emulated, so FP8 is slower there, not faster."
+    )
+
+
+def grpo_gpu(text: str) -> str:
+    """The demo's picture and closing table, of a run on a GPU."""
+    rows = [json.loads(line) for line in text.splitlines()]
+    first = rows[0]
+    graphs = {row["keywords"].get("disable_cuda_graph", False) for row in rows if "keywords" in row}
+    mapped = min(summary["mapped"] for summary in report.summaries(rows))
+    return (
+        f"![Reward and mismatch KL over GRPO steps on the GPU](docs/grpo_gpu.png)\n\n"
+        f"{_arms(rows)}\n\n`python examples/grpo.py`, trainer and engine on the same device: "
+        f"{report.model_and_device(first)}, CUDA graphs {'off' if True in graphs else 'on'}, "
+        f"{_versions(first)}. The engine reads {mapped:.0%} of an update in the trainer's own "
+        f"memory, the rest through the bucket. KL and ESS are means over {first['steps']} steps, "
+        f"times are medians."
+    )
+
+
+def _versions(environment: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+
+
+def _arms(rows: list[dict[str, Any]]) -> str:
+    """One line an arm."""
     lines = [
         "| rollouts | reward before | after | mismatch KL (k3, nats) | ESS | update | rollout |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {s['arm'].upper()} | {s['before']:.2f} | {s['after']:.2f} | {s['mismatch_kl_k3']:.1e} "
-        f"| {s['ess']:.4f} | {1e3 * s['update_s']:.0f} ms | {s['tokens_per_s']:.0f} tokens/s |"
+        f"| {s['ess']:.4f} | {report.milliseconds(s['update_s'])} ms "
+        f"| {s['tokens_per_s']:.0f} tokens/s |"
         for s in report.summaries(rows)
-    ]
-    lines += [
-        "",
-        f"`make demo`, {first['parameters'] / 1e6:.1f} M parameters, two CPU cores, {versions}. "
-        f"KL and ESS are means over {first['steps']} steps, times are medians. On a CPU "
-        f"FP8 arithmetic is emulated, so FP8 is slower there, not faster.",
     ]
     return "\n".join(lines)
 
 
-BLOCKS = {"grpo": grpo}
+def update(text: str) -> str:
+    """One table a model: how long a full weight update takes, in each arm."""
+    content = json.loads(text)
+    e, rows = content["environment"], content["rows"]
+    lines: list[str] = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        lines += [
+            f"| {model} | update | faster than stock | floor | kernels | of copy | extra memory |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        mine = [row for row in rows if row["model"] == model]
+        lines += [_update_line(mine, *arm) for arm in dict.fromkeys(map(_arm, mine))]
+        lines.append("")
+    updates = max(row["n"] for row in rows)
+    lines.append(
+        f"`{e['command']}`: wall time of a full update, median of {updates} (least to most), "
+        f"trainer and engine on one {e['device']}, driver {e['driver']}, SGLang {e['sglang']}, "
+        f"torch {e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. "
+        f"Faster than stock: against the best stock BF16 case. Floor: the bytes that the path must "
+        f"read and write, at the bandwidth of a copy in the same run ({e['copy_tb_s']:.2f} TB/s); "
+        f"of copy: the quantize kernels' share of it. Extra memory: most that the device held "
+        f"beyond the engine and the trainer's weights, a bucket that is kept included."
+    )
+    return "\n".join(lines)
+
+
+def _arm(row: dict[str, Any]) -> tuple[str, str]:
+    return row["arm"], row["case"]
+
+
+def _update_line(rows: list[dict[str, Any]], arm: str, case: str) -> str:
+    """One arm's line; ``rows``: those of its model."""
+    metrics = {row["metric"]: row for row in rows if _arm(row) == (arm, case)}
+    if "failure" in metrics:
+        sentence = metrics["failure"]["sentence"].replace("|", "\\|")
+        return f"| {arm}, {case} | fails: {sentence} | | | | | |"
+    wall = metrics["update_wall_ms"]
+    stock = [ratio for name, ratio in wall["ratios"].items() if name.startswith("stock-bf16,")]
+    ours = not arm.startswith("stock")
+    cells = [
+        f"{arm}, {case}",
+        f"{wall['median']:.1f} ms ({wall['min']:.1f} to {wall['max']:.1f})",
+        f"{min(stock):.2f}x" if ours and stock else "",
+        f"{metrics['update_floor_ms']['median']:.1f} ms",
+        _cell(metrics, "update_gpu_ms", "{:.1f} ms"),
+        _cell(metrics, "quantize_copy_fraction", "{:.0%}"),
+        f"{metrics['peak_extra_gib']['max']:.2f} GiB",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(metrics: dict[str, dict[str, Any]], metric: str, form: str) -> str:
+    """A metric that not every arm has."""
+    return form.format(metrics[metric]["median"]) if metric in metrics else ""
+
+
+BLOCKS = {
+    "grpo": ("grpo.jsonl", grpo),
+    "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
+    "update": ("update.json", update),
+}
+
+
+def filled(match: re.Match[str]) -> str:
+    """A block made from its result file, or left as it is where there is none."""
+    file, make = BLOCKS[match[2]]
+    path = RESULTS / file
+    return f"{match[1]}{make(path.read_text())}\n{match[3]}" if path.exists() else match[0]
 
 
 def main() -> None:
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    readme.write_text(BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", text))
+    readme.write_text(BLOCK.sub(filled, readme.read_text()))
 
 
 if __name__ == "__main__":

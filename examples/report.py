@@ -5,12 +5,14 @@ import os
 import platform
 from datetime import datetime, timezone
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 Row = dict[str, Any]
 
+CPU = "CPU"  # the name of a device that is no GPU
 COLOURS = {"fp8": "tab:orange", "bf16": "tab:blue"}
 WINDOW = 10  # steps of the running mean that is drawn over the single steps
 PRETRAINING_LINE_EVERY = 25  # steps
@@ -34,10 +36,13 @@ class Log:
             print(line, flush=True)
 
 
-def environment(parameters: int, options: Row) -> Row:
+def environment(parameters: int, device: str, options: Row) -> Row:
     """What the run depends on."""
-    packages = ("sgl-fp8rl", "sglang", "torch", "transformers")
+    packages = ["sgl-fp8rl", "sglang", "torch", "transformers"]
+    if device != CPU and find_spec("flashinfer"):
+        packages.append("flashinfer-python")
     return {
+        "device": device,
         "versions": {name: version(name) for name in packages}
         | {"python": platform.python_version()},
         "parameters": parameters,
@@ -53,7 +58,7 @@ def live_line(row: Row) -> str | None:
     match row["kind"]:
         case "environment":
             versions = ", ".join(f"{name} {v}" for name, v in row["versions"].items())
-            return f"Qwen3 with {row['parameters'] / 1e6:.1f} M parameters; {versions}"
+            return f"{model_and_device(row)}; {versions}"
         case "pretraining" if row["step"] % PRETRAINING_LINE_EVERY == 0:
             return f"demonstrations  step {row['step']:3d}  loss {row['loss']:.3f} nats a token"
         case "engine":
@@ -65,10 +70,33 @@ def live_line(row: Row) -> str | None:
             return (
                 f"{row['arm']:4s}  step {row['step']:3d}  reward {row['reward']:.2f}"
                 f"  mismatch KL {row['mismatch_kl_k3']:.1e}  ESS {row['ess']:.4f}"
-                f"  update {1e3 * row['update_s']:.0f} ms  {row['tokens_per_s']:.0f} tokens/s"
-                f"  step {row['step_s']:.1f} s"
+                f"  update {milliseconds(row['update_s'])} ms, {way(mapped(row))}"
+                f"  {row['tokens_per_s']:.0f} tokens/s  step {row['step_s']:.1f} s"
             )
     return None
+
+
+def model_and_device(environment: Row) -> str:
+    """Such as ``Qwen3 with 1.2 M parameters, 2 FSDP2 ranks on CPU``."""
+    ranks = f"{environment['ranks']} FSDP2 rank{'s' if environment['ranks'] > 1 else ''}"
+    millions = environment["parameters"] / 1e6
+    return f"Qwen3 with {millions:.1f} M parameters, {ranks} on {environment['device']}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Whole ones from 10."""
+    return f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f}"
+
+
+def way(mapped: float) -> str:
+    """How the weights came."""
+    return f"{mapped:.0%} mapped" if mapped else "bucket"
+
+
+def mapped(step: Row) -> float:
+    """The part of an update that the engine read in place; the rest went through the bucket."""
+    # the oldest result files lack it: there was only the bucket
+    return float(step.get("mapped_bytes", 0) / step["update_bytes"])
 
 
 def summaries(rows: list[Row]) -> list[Row]:
@@ -86,6 +114,7 @@ def summaries(rows: list[Row]) -> list[Row]:
                 "mismatch_kl_k3": fmean(row["mismatch_kl_k3"] for row in mine),
                 "ess": fmean(row["ess"] for row in mine),
                 "update_s": median(row["update_s"] for row in mine),
+                "mapped": median(mapped(row) for row in mine),
                 "tokens_per_s": median(row["tokens_per_s"] for row in mine),
                 "step_s": median(row["step_s"] for row in mine),
             }
@@ -96,16 +125,20 @@ def summaries(rows: list[Row]) -> list[Row]:
 def table(rows: list[Row]) -> str:
     """The closing table as plain text."""
     lines = [
-        "arm   reward  reward  mismatch KL     ESS  update  rollout     step",
-        "      before   after       (nats)             (ms)  (tokens/s)   (s)",
+        "arm   reward  reward  mismatch KL     ESS  update  weights came  rollout     step",
+        "      before   after       (nats)             (ms)                (tokens/s)   (s)",
     ]
     for s in summaries(rows):
         lines.append(
             f"{s['arm']:4s}  {s['before']:6.2f}  {s['after']:6.2f}  {s['mismatch_kl_k3']:11.1e}"
-            f"  {s['ess']:.4f}  {1e3 * s['update_s']:6.0f}  {s['tokens_per_s']:10.0f}"
-            f"  {s['step_s']:4.1f}"
+            f"  {s['ess']:.4f}  {milliseconds(s['update_s']):>6s}  {way(s['mapped']):>12s}"
+            f"  {s['tokens_per_s']:10.0f}  {s['step_s']:4.1f}"
         )
-    lines.append("KL (k3, rollout || trainer) and ESS: means over the steps. Timings: medians.")
+    lines += [
+        f"{model_and_device(rows[0])}, beside the engine.",
+        "KL (k3, rollout || trainer) and ESS: means over the steps. Timings: medians.",
+        "Mapped: read by the engine where the trainer keeps it; the rest came through the bucket.",
+    ]
     return "\n".join(lines)
 
 
@@ -134,7 +167,7 @@ def draw(rows: list[Row], path: Path) -> None:
     first = rows[0]
     versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items())
     figure.suptitle(
-        f"GRPO with FP8 and BF16 rollouts: Qwen3, {first['parameters'] / 1e6:.1f} M parameters, CPU"
+        f"GRPO with FP8 and BF16 rollouts: {model_and_device(first)}"
         f"\n{versions}; dots: steps, lines: mean of the last {WINDOW}",
         fontsize=11,
     )

@@ -19,38 +19,61 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+SIZES = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "small": {  # eight of the layers of Qwen3-0.6B
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+DEFAULT_SIZE = {"cpu": "tiny", "cuda": "small"}
+
 PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
-PRETRAIN_LR = 2e-3
+PRETRAIN_LR = 2e-3  # of the tiny size
 WARMUP_STEPS = 30
 FINAL_LR_FRACTION = 0.1
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
+def build_model(seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
     """A random Qwen3 in FP32. Every FP8 matrix has sides that are multiples of 128."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=arithmetic.VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=arithmetic.END_TOKEN,
+        **SIZES[size],
     )
     return Qwen3ForCausalLM(config)
 
 
+def learning_rate(of_tiny: float, model: PreTrainedModel) -> float:
+    """A learning rate that was found on the tiny size, for a model of any width.
+
+    Adam moves every weight by the same step, so a layer's output moves with its width.
+    """
+    return float(of_tiny * SIZES["tiny"]["hidden_size"] / model.config.hidden_size)
+
+
 def shard(model: Qwen3ForCausalLM) -> None:
-    """Shard over all gloo ranks, in place.
+    """Shard over all ranks, in place, on the device where the model lies.
 
     All is FP32, which every CPU computes fast. The BF16 arm's mismatch is then what BF16 costs
     (weights, activations and logits of the engine); the FP8 arm's is that of FP8 on top.
     """
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(model.device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -62,19 +85,20 @@ def response_logprobs(
     responses: list[list[int]],
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """FP32 [B, T]: log_softmax(logits / temperature) at each response token.
+    """FP32 [B, T] on the model's device: log_softmax(logits / temperature) of each response token.
 
     Behind the end of a response the values mean nothing.
     """
     rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-    tokens_BL = pad_sequence(rows, batch_first=True)
+    tokens_BL = pad_sequence(rows, batch_first=True).to(model.device)
     # The logits that predict response token t stand one position before it. The padding is on the
     # right, where a causal model does not look.
     before_B = torch.tensor([len(prompt) - 1 for prompt in prompts])
     position_BT = before_B[:, None] + torch.arange(max(map(len, responses)))
-    position_BT = position_BT.clamp(max=tokens_BL.shape[1] - 2)
+    position_BT = position_BT.to(model.device).clamp(max=tokens_BL.shape[1] - 2)
     logits_BLV = model(tokens_BL, use_cache=False).logits
-    logits_BTV = logits_BLV[torch.arange(len(rows))[:, None], position_BT].float()
+    row_B1 = torch.arange(len(rows), device=model.device)[:, None]
+    logits_BTV = logits_BLV[row_B1, position_BT].float()
     targets_BT = tokens_BL.gather(1, position_BT + 1)
     logprobs_BTV = F.log_softmax(logits_BTV / temperature, dim=-1)
     return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
@@ -107,7 +131,9 @@ def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[in
     """Train on the teacher's demonstrations; yields (steps done, loss in nats a token)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PRETRAIN_LR, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(PRETRAIN_LR, model), betas=(0.9, 0.95)
+    )
     schedule = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -121,7 +147,7 @@ def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[in
         prompts = [arithmetic.encode(problem.prompt) for problem in problems]
         responses = [arithmetic.encode(arithmetic.demonstrate(p, rng)) for p in problems]
         logprobs_BT = response_logprobs(model, prompts, responses)
-        loss = global_mean(-logprobs_BT, mask_of(responses))
+        loss = global_mean(-logprobs_BT, mask_of(responses).to(model.device))
         loss.backward()
         take_step(model, optimizer)
         schedule.step()

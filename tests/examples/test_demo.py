@@ -47,6 +47,7 @@ def test_demo(demo: tuple[Path, str]) -> None:
     rows = [json.loads(line) for line in (folder / "grpo.jsonl").read_text().splitlines()]
     assert rows[0]["kind"] == "environment"
     assert rows[0]["omp_num_threads"] == "1"
+    assert (rows[0]["device"], rows[0]["size"], rows[0]["ranks"]) == ("CPU", "tiny", 2)
 
     formats = {
         row["arm"]: [layer["format"] for layer in row["layers"]]

@@ -1,11 +1,17 @@
-"""The loss against numbers worked out by hand, and how a batch is shared and scored."""
+"""The loss by hand, how a batch is shared and scored, and where the ranks and the engine run."""
 
+import argparse
 import math
+import sys
+from pathlib import Path
+from typing import Any
 
 import arithmetic
 import grpo
+import placement
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer_bridge import Rollout
 
@@ -92,3 +98,102 @@ def test_learning_raises_the_probability_of_what_was_rewarded() -> None:
     assert metrics["mismatch_kl_k1"] == pytest.approx(
         math.log(0.5) - sum(before) / metrics["tokens"], abs=0.05
     )
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Make torch find so many GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def arguments_of(
+    monkeypatch: pytest.MonkeyPatch, *options: str, world: int | None = None
+) -> argparse.Namespace:
+    """What ``main`` hands to its ranks; with ``world``, under torchrun."""
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *options])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    for name, value in {"WORLD_SIZE": world, "RANK": world and 0}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(grpo, "work", lambda rank, *rest: started.append(rest))
+    monkeypatch.setattr(grpo, "spawn", lambda work, args, nprocs: started.append(args))
+    grpo.main()
+    [(ranks, _, args)] = started
+    return argparse.Namespace(ranks=ranks, **vars(args))
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "size"), [(0, 2, "tiny"), (1, 1, "small"), (4, 1, "small")]
+)
+def test_device_decides_ranks_and_size(
+    monkeypatch: pytest.MonkeyPatch, count: int, ranks: int, size: str
+) -> None:
+    gpus(monkeypatch, count)
+    args = arguments_of(monkeypatch)
+    assert (args.ranks, args.size, args.engine_args) == (ranks, size, {})
+    args = arguments_of(monkeypatch, "--size", "tiny", "--engine-args", '{"page_size": 16}')
+    assert (args.size, args.engine_args) == ("tiny", {"page_size": 16})
+
+
+def test_torchrun_takes_one_rank_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus(monkeypatch, 2)
+    assert arguments_of(monkeypatch, world=2).ranks == 2
+    with pytest.raises(SystemExit):
+        arguments_of(monkeypatch, world=4)
+    assert "4 ranks need 4 GPUs" in capsys.readouterr().err
+    gpus(monkeypatch, 0)
+    assert arguments_of(monkeypatch, world=4).ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("page_size=16", "is not JSON"),
+        ("[1]", "is no object"),
+        ('{"quantization": "fp8", "page_size": 16}', "quantization: the demo sets this itself"),
+    ],
+)
+def test_engine_args_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    with pytest.raises(SystemExit):
+        arguments_of(monkeypatch, "--engine-args", text)
+    assert reason in capsys.readouterr().err
+
+
+def test_engine_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "find_spec", lambda name: None)
+    gpu = placement.engine_keywords("cuda", {})
+    assert gpu["mem_fraction_static"] < 0.5
+    assert "attention_backend" not in gpu
+    monkeypatch.setattr(placement, "find_spec", lambda name: name == "flashinfer")
+    assert placement.engine_keywords("cuda", {}) == gpu | {"attention_backend": "flashinfer"}
+    assert "attention_backend" not in placement.engine_keywords("cpu", {})
+    # What the user says holds, and is not kept for the next engine.
+    mine = {"attention_backend": "triton", "max_total_tokens": 1024, "page_size": 16}
+    assert mine.items() <= placement.engine_keywords("cuda", mine).items()
+    assert placement.engine_keywords("cuda", {})["max_total_tokens"] == gpu["max_total_tokens"]
+
+
+def test_join_takes_the_backends_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    groups: list[tuple[str, int, int]] = []
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, init_method, rank, world_size: groups.append((backend, rank, world_size)),
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    gpus(monkeypatch, 0)
+    assert placement.join(1, 2, "env://") == torch.device("cpu")
+    gpus(monkeypatch, 2)
+    assert placement.join(1, 2, "env://") == torch.device("cuda:1")
+    assert groups == [("gloo", 1, 2), ("cpu:gloo,cuda:nccl", 1, 2)]
+    assert chosen == [torch.device("cuda:1")]

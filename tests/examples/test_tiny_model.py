@@ -18,11 +18,20 @@ FP32_NOISE = 1e-5  # 1e-6 was measured, between a padded batch and single sequen
 STEPS = 6
 
 
-def test_dimensions_suit_block_fp8() -> None:
-    model = tiny_model.build_model(seed=0)
+@pytest.mark.parametrize("size", tiny_model.SIZES)
+def test_dimensions_suit_block_fp8(size: str) -> None:
+    with torch.device("meta"):
+        model = tiny_model.build_model(seed=0, size=size)
     for name, weight in model.named_parameters():
         if "_proj" in name:
             assert all(size % 128 == 0 for size in weight.shape), name
+
+
+def test_learning_rate_goes_down_with_the_width() -> None:
+    with torch.device("meta"):
+        tiny, small = (tiny_model.build_model(0, size) for size in ("tiny", "small"))
+    assert tiny_model.learning_rate(2e-3, tiny) == 2e-3
+    assert tiny_model.learning_rate(2e-3, small) == 2e-3 / 4
 
 
 def test_response_logprobs_are_those_of_single_sequences() -> None:

@@ -1,0 +1,80 @@
+"""Run one arm in a process group of its own, and learn how it ended even if it is killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.1
+CRASH = "Scheduler hit an exception"
+"""SGLang's scheduler logs this before the traceback, and its parent then kills itself."""
+_EXCEPTION = re.compile(
+    r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: with a report, or with a sentence that says why there is none."""
+
+    report: dict[str, Any] | None
+    failure: str | None
+    log: str
+    """Its standard output and error."""
+
+
+def run(
+    command: list[str], report: Path, log: Path, limit_s: float, environ: Mapping[str, str]
+) -> Outcome:
+    """Run ``command`` until it ends or ``limit_s`` have passed, and end what it left behind.
+
+    Output goes to a file, not to a pipe: a scheduler that outlives its parent keeps a pipe open.
+
+    Args:
+        report: where the process writes its JSON.
+        log: where its output goes.
+    """
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=dict(environ), start_new_session=True
+        )
+    try:
+        ended = _wait(process.pid, limit_s)
+    finally:
+        # its leader is not reaped yet, so the group is still the one that was started here
+        os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    text = log.read_text(errors="replace")
+    if ended and status == 0 and report.exists():
+        return Outcome(json.loads(report.read_text()), None, text)
+    how = _how(status) if ended else f"did not end within {limit_s:.0f} s"
+    return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
+
+
+def exception_in(log: str) -> str | None:
+    """The line of the exception that a log tells of: the scheduler's first, else the last one."""
+    before, crash, after = log.partition(CRASH)
+    found = _EXCEPTION.findall(after if crash else before)
+    return (found[0] if crash else found[-1]) if found else None
+
+
+def _wait(pid: int, limit_s: float) -> bool:
+    """Whether the process ended in time; it is left unreaped."""
+    deadline = time.monotonic() + limit_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status else "ended without a report"

@@ -1,0 +1,130 @@
+"""Result files: reports of arms become rows of medians, spreads and ratios."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import traffic
+from models import Parameter
+
+Report = dict[str, Any]
+Row = dict[str, Any]
+
+UNITS = {
+    "update_wall_ms": "ms",
+    "update_gpu_ms": "ms",
+    "update_floor_ms": "ms",
+    "update_gb_s": "GB/s",
+    "quantize_tb_s": "TB/s",
+    "quantize_copy_fraction": "1",
+    "copy_tb_s": "TB/s",
+    "peak_extra_gib": "GiB",
+}
+LOWER_IS_BETTER = {"update_wall_ms", "update_gpu_ms", "peak_extra_gib"}
+HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s"}
+NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
+# Facts of a measured arm that its wall time row carries.
+FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers")
+
+
+def label(row: Row) -> str:
+    """How ratios name an arm."""
+    return f"{row['arm']}, {row['case']}"
+
+
+def rows_of(reports: list[Report]) -> list[Row]:
+    """All rows of one run, with ratios between arms that updated the same parameters."""
+    rows = [row for report in reports for row in _rows(report)]
+    parameters = {(r["model"], label(r)): r.get("parameters") for r in reports}
+    for row in rows:
+        mine = parameters[row["model"], label(row)]
+        row["ratios"] = {
+            label(other): _ratio(row, other)
+            for other in rows
+            if other is not row
+            and (other["model"], other["metric"]) == (row["model"], row["metric"])
+            and parameters[other["model"], label(other)] == mine
+            and _comparable(row, other)
+        }
+    return rows
+
+
+def measured(
+    times_ms: list[float], gpu_ms: list[float], parameters: list[Parameter], report: Report
+) -> dict[str, list[float]]:
+    """The values of each metric from one arm's measured updates.
+
+    Args:
+        times_ms: wall time of each update.
+        gpu_ms: time of the engine's kernels in each, or empty where the arm does not tell.
+        parameters: what was updated.
+        report: its ``source``, ``moved_bytes`` (see ``traffic.update_traffic``), ``mapped_share``
+            and ``copy_tb_s``.
+    """
+    copy_tb_s = report["copy_tb_s"]
+    moved = report["moved_bytes"]
+    payload = traffic.bf16_bytes(parameters)
+    values = {
+        "update_wall_ms": times_ms,
+        "update_gb_s": [payload / ms / 1e6 for ms in times_ms],
+        "update_floor_ms": [traffic.floor_ms(moved, copy_tb_s)],
+        "copy_tb_s": [copy_tb_s],
+    }
+    if gpu_ms:
+        values["update_gpu_ms"] = gpu_ms
+    if gpu_ms and report["source"] == "bf16" and report["mapped_share"] > NEARLY_ALL:
+        rates = [moved / ms / 1e9 for ms in gpu_ms]
+        values["quantize_tb_s"] = rates
+        values["quantize_copy_fraction"] = [rate / copy_tb_s for rate in rates]
+    return values
+
+
+def save(path: Path, environment: dict[str, Any], rows: list[Row], kept: list[Row]) -> None:
+    """Write the file whole, so that a run that is cut leaves a readable one."""
+    rows = kept + rows
+    copies = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
+    copy = {"copy_tb_s": round(median(copies), 3)} if copies else {}
+    content = {"benchmark": path.stem, "environment": environment | copy, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row]:
+    """Rows of an earlier run for other models, if it ran the same commit on the same machine."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    same = all(before["environment"].get(k) == v for k, v in environment.items() if k != "date")
+    if not same:
+        return []
+    return [row for row in before["rows"] if row["model"] not in models]
+
+
+def _rows(report: Report) -> list[Row]:
+    common = {key: report[key] for key in ("arm", "model", "case")}
+    if "failure" in report:
+        row = {"metric": "failure", "unit": "", "median": None, "min": None, "max": None, "n": 0}
+        return [common | row | {"ratios": {}, "sentence": report["failure"]}]
+    rows = [common | _summary(metric, values) for metric, values in report["values"].items()]
+    rows[0] |= {fact: report[fact] for fact in FACTS}
+    return rows
+
+
+def _summary(metric: str, values: list[float]) -> Row:
+    spread = {"median": median(values), "min": min(values), "max": max(values)}
+    spread = {name: float(f"{value:.5g}") for name, value in spread.items()}
+    return {"metric": metric, "unit": UNITS.get(metric, "ms"), **spread, "n": len(values)}
+
+
+def _comparable(row: Row, other: Row) -> bool:
+    better = row["metric"] in LOWER_IS_BETTER | HIGHER_IS_BETTER
+    return better and row["median"] > 0 and other["median"] > 0
+
+
+def _ratio(row: Row, other: Row) -> float:
+    mine, others = row["median"], other["median"]
+    ratio = others / mine if row["metric"] in LOWER_IS_BETTER else mine / others
+    return float(f"{ratio:.4g}")

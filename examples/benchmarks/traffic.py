@@ -1,0 +1,51 @@
+"""Bytes that an update must move, and the time that they take at the bandwidth of a copy."""
+
+import math
+from collections.abc import Iterable
+
+from models import Parameter
+
+BLOCK = 128
+BF16, FP8, SCALE = 2, 1, 4  # bytes
+
+
+def bf16_bytes(parameters: Iterable[Parameter]) -> int:
+    """The model in BF16: what every case counts as its payload when it states GB/s."""
+    return sum(BF16 * p.numel for p in parameters)
+
+
+def payload_bytes(parameters: Iterable[Parameter], source: str) -> int:
+    """All weights as they are held. ``source``: "bf16", or "fp8" for codes and scales."""
+    return sum(_source_bytes(p, source) for p in parameters)
+
+
+def update_traffic(
+    parameters: Iterable[Parameter], source: str, target: str, bucket: str | None
+) -> int:
+    """Bytes read and written on the GPU by an update that touches each byte once on its way.
+
+    Args:
+        source: "bf16" or "fp8", as in ``payload_bytes``.
+        target: "bf16", or "fp8" for an engine that keeps its linears in FP8.
+        bucket: what is written into a bucket and read from it again, or None where the engine reads
+            the source in place.
+    """
+    parameters = list(parameters)
+    through = 2 * payload_bytes(parameters, bucket) if bucket is not None else 0
+    return payload_bytes(parameters, source) + through + payload_bytes(parameters, target)
+
+
+def floor_ms(moved: int, copy_tb_s: float) -> float:
+    """Least time in ms to read and write so many bytes, at what a copy reads and writes in TB/s."""
+    return moved / (copy_tb_s * 1e9)
+
+
+def _source_bytes(parameter: Parameter, form: str) -> int:
+    if form == "bf16" or not parameter.fp8:
+        return BF16 * parameter.numel
+    return FP8 * parameter.numel + SCALE * _blocks(parameter)
+
+
+def _blocks(parameter: Parameter) -> int:
+    *experts, rows, cols = parameter.shape
+    return math.prod(experts) * -(-rows // BLOCK) * -(-cols // BLOCK)
