@@ -44,10 +44,8 @@ class Link:
         """After a failure: another engine may answer next time."""
         self._layout = None
         self._plans.clear()
-        self._placement = self._segments = self._fill = None
-        if self._bucket is not None:
-            self._bucket.close()
-            self._bucket = None
+        self._placement = self._segments = None
+        self._free_bucket()
 
     def committed(self) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
@@ -95,6 +93,7 @@ class Link:
             if message["name"] not in ranks.known:
                 ranks.ask(message)
         if len(plan.parts) == bool(plan.offsets):
+            self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, 2 * plan.manifest.part_bytes)
         bucket.share(ranks)
@@ -129,12 +128,16 @@ class Link:
             self._segments = (self._placement, plan, self._placement.message(offsets))
         return self._segments[2]
 
+    def _free_bucket(self) -> None:
+        self._fill = None
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
     def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
         kind = HostBucket if device is None else DeviceBucket
         if not isinstance(self._bucket, kind) or self._bucket.content.numel() != nbytes:
-            if self._bucket is not None:
-                self._bucket.close()
-            self._bucket = None
+            self._free_bucket()
             self._bucket = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
         return self._bucket
 

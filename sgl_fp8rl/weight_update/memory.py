@@ -113,7 +113,7 @@ class SharedMemory:
 
     def open_bucket(self, message: dict[str, Any], fds: list[int]) -> None:
         """Open the bucket that a message announces, in the place of an older one."""
-        self._close_bucket()
+        self.close_bucket()
         name = str(message["name"])
         if "handle" in message:
             handle = Handle.from_json(message["handle"])
@@ -155,9 +155,10 @@ class SharedMemory:
     def close(self) -> None:
         """Let go of everything, as when the trainer is gone."""
         self.close_segments()
-        self._close_bucket()
+        self.close_bucket()
 
-    def _close_bucket(self) -> None:
+    def close_bucket(self) -> None:
+        """Let go of the bucket: the trainer may free it."""
         if self.bucket is not None:
             self.bucket.close()
             self.bucket = None

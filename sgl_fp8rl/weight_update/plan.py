@@ -26,6 +26,11 @@ class Plan:
         self.held = [[p for p in part if p.name in table.fallback] for part in self.parts]
         """Pieces that SGLang's loader gets at the end, by part."""
 
+    @property
+    def uses_bucket(self) -> bool:
+        """Whether any part travels through the bucket."""
+        return any(not self.is_mapped(index) for index in range(len(self.parts)))
+
     def is_mapped(self, index: int) -> bool:
         """Whether this part lies in the trainer's own memory."""
         return bool(self.manifest.mapped) and index == len(self.parts) - 1

@@ -153,8 +153,11 @@ class Session:
         self._due = set(range(len(plan.parts)))
         self._held: dict[str, torch.Tensor] = {}
         plan.begin()
+        # before the trainer connects: it may then free what this update does not use
         if not plan.manifest.mapped:
-            weights.memory.close_segments()  # the trainer's parameters are elsewhere now
+            weights.memory.close_segments()
+        if not plan.uses_bucket:
+            weights.memory.close_bucket()
 
     def write(self, index: int) -> None:
         """Write part ``index``, which lies in the trainer's shared memory.

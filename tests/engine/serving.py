@@ -3,16 +3,20 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.manifest import Manifest, describe
+from sgl_fp8rl.weight_update.memory import Bucket
+from sgl_fp8rl.weight_update.parts import cut_into_parts
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.memory import MemoryTransport
+from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.transport.memory import HostBucket
+from trainer_bridge.transport.ranks import Ranks
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -60,36 +64,74 @@ def assert_quarantined(server: Server, reason: str) -> None:
     assert server.status_of("/health") == 200
 
 
+def manifest_of(tensors: Tensors, mapped: tuple[str, ...] = ()) -> Manifest:
+    return describe(tensors, 0, BUCKET_BYTES // 2, mapped)
+
+
+def begin_message(manifest: Manifest, version: int) -> dict[str, Any]:
+    return {
+        "op": "begin",
+        "version": version,
+        "fingerprint": manifest.fingerprint,
+        "manifest": manifest.to_json(),
+    }
+
+
+def begin(engine: EngineClient, tensors: Tensors, version: int) -> dict[str, Any]:
+    return engine.control(begin_message(manifest_of(tensors), version))
+
+
+class ByHand:
+    """A trainer in the middle of an update, whose steps the test takes.
+
+    Args:
+        begun: the engine's reply to ``begin``.
+
+    Raises:
+        EngineError: a step is refused.
+    """
+
+    def __init__(self, begun: dict[str, Any], tensors: Tensors) -> None:
+        self.manifest = manifest_of(tensors)
+        self.parts = cut_into_parts(self.manifest)
+        self.ranks = Ranks(begun["sockets"], begun["token"])
+        self.bucket = HostBucket(2 * self.manifest.part_bytes)
+        self._tensors = dict(tensors)
+        self._shared = False
+
+    def write(self, *indices: int) -> None:
+        """Send these parts, each when the one before it is written."""
+        if not self._shared:
+            self.bucket.share(self.ranks)
+            self._shared = True
+        bucket = Bucket("by hand", self.bucket.content)
+        for index in indices:
+            for piece in self.parts[index]:
+                rows = self._tensors[piece.name][slice(*piece.rows)]
+                bucket.tensor(piece, self.manifest.tensors[piece.name]).copy_(rows)
+            self.ranks.ask({"op": "part", "index": index})
+
+    def write_from(self, first: int) -> None:
+        """Send this part and all that follow."""
+        self.write(*range(first, len(self.parts)))
+        self.ranks.ask({"op": "finish"})
+
+    def commit_from(self, first: int) -> None:
+        """Send this part and all that follow, and commit."""
+        self.write_from(first)
+        self.ranks.ask({"op": "commit"})
+
+    def close(self) -> None:
+        self.ranks.close()
+        self.bucket.close()
+
+
 @contextmanager
-def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[MemoryTransport]:
+def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[ByHand]:
     """An update whose parts the test sends; at the end it is over, one way or another."""
-    manifest = describe(tensors, version).to_json()
-    begun = server.control({"op": "begin", "manifest": manifest})
-    transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
+    trainer = ByHand(begin(server, tensors, version), tensors)
     try:
-        yield transport
+        yield trainer
     finally:
-        transport.close()
+        trainer.close()
         server.control({"op": "end"})
-
-
-def put(transport: MemoryTransport, tensors: Tensors) -> None:
-    """Send matrices by 128 rows, and all else whole."""
-    for name, tensor in tensors:
-        rows = tensor.shape[0]
-        step = 128 if tensor.dim() == 2 and rows > 128 else rows
-        for start in range(0, rows, step):
-            transport.put(name, tensor[start : start + step], (start, min(start + step, rows)))
-
-
-def send_all(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors)
-    transport.finish()
-    transport.commit()
-
-
-def flush(transport: MemoryTransport) -> None:
-    """Send what was put, and wait until it is written."""
-    transport._send_part()
-    while transport._unanswered:
-        transport._wait_part()

@@ -14,9 +14,8 @@ from tests.engine.harness import SGLANG_SERVE, Server
 from tests.engine.serving import (
     assert_quarantined,
     assert_serves,
+    begin_message,
     by_hand,
-    flush,
-    put,
     update,
 )
 from trainer_bridge.engine_client import EngineError
@@ -48,7 +47,7 @@ def test_dummy_start(guarded: Server, policies: Policies, monkeypatch: pytest.Mo
 
     strange = Manifest(0, {"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
     with pytest.raises(EngineError) as refusal:
-        guarded.control({"op": "begin", "manifest": strange.to_json()})
+        guarded.control(begin_message(strange, 0))
     assert refusal.value.status == 400
     assert_quarantined(guarded, "started with dummy weights")
 
@@ -70,9 +69,8 @@ def test_silent_trainer(guarded: Server, policies: Policies) -> None:
     policy = policies("qwen3")[2]
     version = update(guarded, policy)
     tensors = list(models.named_tensors(policies("qwen3")[3]))
-    with by_hand(guarded, tensors, version + 1) as transport:
-        put(transport, tensors[:12])
-        flush(transport)
+    with by_hand(guarded, tensors, version + 1) as trainer:
+        trainer.write(*range(12))
         ended = guarded.control({"op": "end"})
     assert "the trainer was silent for 3 s" in ended["failure"]
     assert_quarantined(guarded, "silent")

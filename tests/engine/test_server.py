@@ -8,8 +8,10 @@ After each fault the server must still be up, serve the policy that it served be
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -24,7 +26,7 @@ import torch
 
 import trainer_bridge
 from sgl_fp8rl.weight_update import wire
-from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.manifest import PROTOCOL
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, STREAMS, Server
@@ -32,18 +34,19 @@ from tests.engine.serving import (
     ASK,
     GREEDY,
     PROMPT,
+    ByHand,
     Tensors,
     assert_quarantined,
     assert_serves,
+    begin,
+    begin_message,
     by_hand,
-    flush,
-    put,
-    send_all,
+    manifest_of,
     update,
     version_of,
 )
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.memory import MemoryTransport
+from trainer_bridge.transport.ranks import Ranks
 
 pytestmark = pytest.mark.engine
 
@@ -85,7 +88,7 @@ def tensors(policy: Path) -> Tensors:
 
 def test_layout(server: Server) -> None:
     layout = server.control({"op": "layout"})
-    assert layout["protocol"] == 1
+    assert layout["protocol"] == PROTOCOL
     assert layout["tp_size"] == 1
     assert layout["dtype"] == "bfloat16"
     assert layout["bucket_bytes"] == BUCKET_BYTES
@@ -110,49 +113,59 @@ def test_update_and_rollout(server: Server, policy: Path, stream: str) -> None:
 
 # ---- bad manifests: refused before the first write -------------------------------------------
 
-
-def without_up(manifest: dict[str, Any]) -> None:
-    del manifest["tensors"][UP]
-
-
-def with_stranger(manifest: dict[str, Any]) -> None:
-    manifest["tensors"]["model.stranger.weight"] = ["bfloat16", [4]]
+Begin = dict[str, Any]
+"""The message that begins an update, which a test spoils."""
 
 
-def with_shape(manifest: dict[str, Any]) -> None:
-    manifest["tensors"][UP][1] = [512, 128]
+def without_up(begin: Begin) -> None:
+    del begin["manifest"]["tensors"][UP]
 
 
-def with_dtype(name: str, dtype: str) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["tensors"][name][0] = dtype
-
-    return change
+def with_stranger(begin: Begin) -> None:
+    begin["manifest"]["tensors"]["model.stranger.weight"] = ["bfloat16", [4]]
 
 
-def with_scales(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["tensors"][name][0] = "float8_e4m3fn"
-        manifest["tensors"][f"{name}_scale_inv"] = ["float32", shape]
+def with_shape(begin: Begin) -> None:
+    begin["manifest"]["tensors"][UP][1] = [512, 128]
+
+
+def with_dtype(name: str, dtype: str) -> Callable[[Begin], None]:
+    def change(begin: Begin) -> None:
+        begin["manifest"]["tensors"][name][0] = dtype
 
     return change
 
 
-def with_field(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest[name] = value
+def with_scales(name: str, shape: list[int]) -> Callable[[Begin], None]:
+    def change(begin: Begin) -> None:
+        begin["manifest"]["tensors"][name][0] = "float8_e4m3fn"
+        begin["manifest"]["tensors"][f"{name}_scale_inv"] = ["float32", shape]
 
     return change
 
 
-def with_entry(entry: Any) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["tensors"][UP] = entry
+def with_field(name: str, value: Any) -> Callable[[Begin], None]:
+    def change(begin: Begin) -> None:
+        begin["manifest"][name] = value
 
     return change
 
 
-BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+def with_version(value: Any) -> Callable[[Begin], None]:
+    def change(begin: Begin) -> None:
+        begin["version"] = value
+
+    return change
+
+
+def with_entry(entry: Any) -> Callable[[Begin], None]:
+    def change(begin: Begin) -> None:
+        begin["manifest"]["tensors"][UP] = entry
+
+    return change
+
+
+BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "missing": (without_up, f"missing: {UP}"),
     "unknown": (with_stranger, "unknown: model.stranger.weight"),
     "shape": (with_shape, f"{UP} has shape (512, 128)"),
@@ -160,15 +173,22 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"{UP} is FP8 without"),
     "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
     "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "keeps this tensor in BF16"),
-    "negative version": (with_field("version", -3), "version is -3"),
-    "version of 64 bits": (with_field("version", 2**63), "whole number from 0 up"),
-    "version is no number": (with_field("version", "7"), "version is '7'"),
+    "negative version": (with_version(-3), "version is -3"),
+    "version of 64 bits": (with_version(2**63), "whole number from 0 up"),
+    "version is no number": (with_version("7"), "version is '7'"),
+    "version of the manifest": (with_field("version", -3), "version is -3"),
     "protocol": (with_field("protocol", 99), "protocol 99"),
     "no tensors": (with_field("tensors", {}), "names no tensors"),
     "tensors are no dict": (with_field("tensors", ["a"]), "names no tensors"),
     "entry": (with_entry("bfloat16"), f"{UP} is described by"),
     "negative size": (with_entry(["bfloat16", [-512, 256]]), f"{UP} has shape"),
     "size of a terabyte": (with_entry(["bfloat16", [2**40, 256]]), f"{UP} has shape"),
+    "no half": (with_field("part_bytes", 0), "part_bytes is 0"),
+    "an odd half": (with_field("part_bytes", 1000), "part_bytes is 1000"),
+    "a half that is no number": (with_field("part_bytes", True), "part_bytes is True"),
+    "a half without room": (with_field("part_bytes", 4096), "larger --fp8rl-bucket-bytes"),
+    "mapped stranger": (with_field("mapped", ["model.stranger.weight"]), "mapped names what is no"),
+    "mapped is no list": (with_field("mapped", None), "mapped names what is no"),
 }
 
 
@@ -176,9 +196,9 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, fault: str) -> None:
     version = version_of(server)
     change, sentence = BAD_MANIFESTS[fault]
-    manifest = describe(tensors, version + 1).to_json()
-    change(manifest)
-    status, reply = server.ask("/fp8rl", json.dumps({"op": "begin", "manifest": manifest}).encode())
+    begin = begin_message(manifest_of(tensors), version + 1)
+    change(begin)
+    status, reply = server.ask("/fp8rl", json.dumps(begin).encode())
     assert status == 400
     assert sentence in reply["error"]
     assert_serves(server, policies("qwen3")[0], version)
@@ -191,8 +211,8 @@ def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, faul
         (b"[" * 100_000, "no JSON"),
         (b"[]", "no control message"),
         (b'{"op": "reboot"}', "no control message 'reboot'"),
-        (b'{"op": "begin"}', "protocol"),
-        (b'{"op": "begin", "manifest": 3}', "protocol"),
+        (b'{"op": "begin"}', "version is None"),
+        (b'{"op": "begin", "version": 1000000, "manifest": 3}', "protocol"),
     ],
 )
 def test_bad_message(server: Server, policies: Policies, body: bytes, sentence: str) -> None:
@@ -212,104 +232,206 @@ def test_replayed_and_out_of_order_version(server: Server, policy: Path) -> None
     assert_serves(server, policy, version)
 
 
-# ---- bad parts: quarantine, until a complete update -------------------------------------------
+# ---- manifests that the engine knows -----------------------------------------------------------
 
 
-def some_value(name: str, value: float) -> Callable[[MemoryTransport, Tensors], None]:
-    def send(transport: MemoryTransport, tensors: Tensors) -> None:
-        spoilt = dict(tensors)[name].clone()
-        spoilt.view(-1)[7] = value
-        put(transport, [*tensors[:3], (name, spoilt)])
-        transport.finish()
+class Recorder:
+    """A client that keeps the messages that pass through it."""
+
+    def __init__(self, server: Server) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._server = server
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.messages.append(message)
+        return self._server.control(message)
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._server.generate(payload)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def test_second_update_sends_no_manifest(server: Server, policy: Path, tensors: Tensors) -> None:
+    client, version = Recorder(server), version_of(server)
+    backwards = tensors[::-1]  # another manifest than those of the other tests
+    for later in (1, 2):
+        trainer_bridge.update(backwards, client, version=version + later)
+        assert_serves(server, policy, version + later)
+    ops = [message["op"] for message in client.messages]
+    assert ops == ["layout", "begin", "begin", "end", "begin", "end"]
+    unknown, first, second = (m for m in client.messages if m["op"] == "begin")
+    assert "manifest" in first
+    assert unknown.keys() == second.keys() == {"op", "version", "fingerprint"}
+
+
+def test_unknown_fingerprint(server: Server, policies: Policies) -> None:
+    version = version_of(server)
+    begin = {"op": "begin", "version": version + 1, "fingerprint": "0" * 64}
+    assert server.control(begin) == {"unknown": True}
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+# ---- bad steps before the first write: what was served before is served again -------------------
+
+
+def part_before_the_bucket(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "part", "index": 0})
+
+
+def bucket_without_memory(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "bucket", "name": "none", "bytes": BUCKET_BYTES})
+
+
+def bucket_in_two(trainer: ByHand) -> None:
+    fds = trainer.bucket._fd, trainer.bucket._fd
+    trainer.ranks.ask({"op": "bucket", "name": "two", "bytes": BUCKET_BYTES}, fds)
+
+
+def bucket_that_is_shorter(trainer: ByHand) -> None:
+    message = {"op": "bucket", "name": "short", "bytes": BUCKET_BYTES + 1}
+    trainer.ranks.ask(message, (trainer.bucket._fd,))
+
+
+def bucket_without_a_name(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "bucket", "bytes": BUCKET_BYTES}, (trainer.bucket._fd,))
+
+
+def bucket_that_is_too_small(trainer: ByHand, index: int = 0) -> None:
+    message = {"op": "bucket", "name": "small", "bytes": BUCKET_BYTES - 256}
+    trainer.ranks.ask(message, (trainer.bucket._fd,))
+    trainer.ranks.ask({"op": "part", "index": index})
+
+
+HANDLE = {"ipc": "0" * 128, "nbytes": BUCKET_BYTES, "gpu": f"GPU-{uuid.UUID(int=0)}"}
+
+
+def bucket_on_a_gpu(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "bucket", "name": "gpu", "handle": HANDLE})
+
+
+def segments_on_a_gpu(trainer: ByHand) -> None:
+    places = {name: [0, 0] for name in trainer.manifest.tensors}
+    trainer.ranks.ask({"op": "segments", "name": "gpu", "handles": [HANDLE], "places": places})
+
+
+def unknown_step_first(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "reboot"})
+
+
+def finish_before_any_part(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "finish"})
+
+
+BAD_STARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
+    "part before the bucket": (part_before_the_bucket, "a part came before the bucket"),
+    "bucket without memory": (bucket_without_memory, "the bucket is 0 bytes"),
+    "bucket in two": (bucket_in_two, "the bucket is 0 bytes"),
+    "bucket that is shorter": (bucket_that_is_shorter, f"announced as {BUCKET_BYTES + 1}"),
+    "bucket without a name": (bucket_without_a_name, "KeyError"),
+    "bucket that is too small": (bucket_that_is_too_small, f"two parts need {BUCKET_BYTES}"),
+    "bucket on a GPU": (bucket_on_a_gpu, "this engine runs on a CPU"),
+    "segments on a GPU": (segments_on_a_gpu, "this engine runs on a CPU"),
+    "unknown step": (unknown_step_first, "no step 'reboot'"),
+    "finish before any part": (finish_before_any_part, "parts are missing"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_STARTS)
+def test_bad_start(server: Server, policies: Policies, tensors: Tensors, fault: str) -> None:
+    version = version_of(server)
+    with by_hand(server, tensors, version + 1):
+        pass  # who hangs up takes the memory along that earlier updates shared
+    send, reason = BAD_STARTS[fault]
+    with by_hand(server, tensors, version + 1) as trainer:
+        assert trainer.ranks.known == set()
+        with pytest.raises(EngineError, match=re.escape(reason)):
+            send(trainer)
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+def test_mapped_tensors_of_a_cpu_engine(
+    server: Server, policies: Policies, tensors: Tensors
+) -> None:
+    """It takes the manifest, but there is no way to share such memory with it."""
+    version = version_of(server)
+    manifest = manifest_of(tensors, mapped=tuple(name for name, _ in tensors))
+    begun = server.control(begin_message(manifest, version + 1))
+    ranks = Ranks(begun["sockets"], begun["token"])
+    with pytest.raises(EngineError, match="a mapped part came before its memory"):
+        ranks.ask({"op": "part", "index": 0})
+    ranks.close()
+    assert not server.control({"op": "end"})["ended"]
+    assert_serves(server, policies("qwen3")[0], version)
+
+
+# ---- bad steps after the first write: quarantine, until a complete update -----------------------
+
+
+def twice(trainer: ByHand) -> None:
+    trainer.write(1, 1)
+
+
+def last_missing(trainer: ByHand) -> None:
+    trainer.write(*range(1, len(trainer.parts) - 1))
+    trainer.ranks.ask({"op": "finish"})
+
+
+def second_missing(trainer: ByHand) -> None:
+    trainer.write(*range(2, len(trainer.parts)))
+    trainer.ranks.ask({"op": "finish"})
+
+
+def after_the_last(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "part", "index": len(trainer.parts)})
+
+
+def with_number(index: Any) -> Callable[[ByHand], None]:
+    def send(trainer: ByHand) -> None:
+        trainer.ranks.ask({"op": "part", "index": index})
 
     return send
 
 
-def twice(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, [*tensors, tensors[0]])
-    transport.finish()
+def malformed_step(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "part", "tensors": []})
 
 
-def one_missing(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:-1])
-    transport.finish()
+def unknown_step(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "reboot"})
 
 
-def some_rows_missing(transport: MemoryTransport, tensors: Tensors) -> None:
-    name, tensor = tensors[0]
-    put(transport, [*tensors[1:]])
-    transport.put(name, tensor[:128], (0, 128))
-    transport.finish()
+def smaller_bucket_midway(trainer: ByHand) -> None:
+    bucket_that_is_too_small(trainer, 1)
 
 
-def never_announced(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, [*tensors, ("model.stranger.weight", torch.ones(4))])
-    transport.finish()
+def commit_before_finish(trainer: ByHand) -> None:
+    trainer.write(*range(1, len(trainer.parts)))
+    trainer.ranks.ask({"op": "commit"})
 
 
-def rows_out_of_range(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[1:3])
-    transport.put(UP, dict(tensors)[UP][:128], (448, 576))
-    transport.finish()
+def not_json(trainer: ByHand) -> None:
+    trainer.ranks._sockets[0].sendall(b"\x00\x00\x00\x04oops")
+    trainer.ranks.wait()
 
 
-def rows_across_a_block(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    transport.put(UP, dict(tensors)[UP][:100], (0, 100))
-    transport.finish()
+def give_up(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "abort", "reason": "the trainer thought better of it"})
 
 
-def outside_of_the_bucket(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    flush(transport)
-    entry = {"name": NORM, "offset": BUCKET_BYTES - 64, "rows": [0, 256]}
-    transport._ask({"op": "part", "tensors": [entry]})
-
-
-def malformed_step(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    flush(transport)
-    transport._ask({"op": "part", "tensors": [{"offset": None}]})
-
-
-def unknown_step(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    flush(transport)
-    transport._ask({"op": "reboot"})
-
-
-def commit_before_finish(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors)
-    flush(transport)
-    transport.commit()
-
-
-def not_json(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    flush(transport)
-    transport._ranks[0].sendall(b"\x00\x00\x00\x04oops")
-    transport._wait()
-
-
-def give_up(transport: MemoryTransport, tensors: Tensors) -> None:
-    put(transport, tensors[:3])
-    flush(transport)
-    transport.abort("the trainer thought better of it")
-    transport._wait()
-
-
-BAD_PARTS: dict[str, tuple[Callable[[MemoryTransport, Tensors], None], str]] = {
-    "nan": (some_value(UP, float("nan")), "NaN or Inf"),
-    "inf in a norm": (some_value(NORM, float("inf")), f"{NORM} holds NaN or Inf"),
-    "twice": (twice, "came twice"),
-    "one missing": (one_missing, "send every tensor of the manifest"),
-    "some rows missing": (some_rows_missing, "send every tensor of the manifest"),
-    "never announced": (never_announced, "model.stranger.weight is not in the manifest"),
-    "rows out of range": (rows_out_of_range, "the manifest announced"),
-    "rows across a block": (rows_across_a_block, "split matrices at multiples of 128"),
-    "outside of the bucket": (outside_of_the_bucket, "outside of the bucket"),
+BAD_PARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
+    "twice": (twice, "part 1 is not awaited"),
+    "last missing": (last_missing, "send every part of the manifest"),
+    "second missing": (second_missing, "send every part of the manifest"),
+    "after the last": (after_the_last, "is not awaited"),
+    "negative number": (with_number(-1), "part -1 is not awaited"),
+    "no number": (with_number("1"), "part '1' is not awaited"),
+    "null": (with_number(None), "part None is not awaited"),
+    "list": (with_number([1]), "TypeError"),
     "malformed step": (malformed_step, "KeyError"),
     "unknown step": (unknown_step, "no step 'reboot'"),
+    "smaller bucket midway": (smaller_bucket_midway, "two parts need"),
     "commit before finish": (commit_before_finish, "commit came before finish"),
     "not JSON": (not_json, "the trainer is gone"),
     "given up": (give_up, "the trainer thought better of it"),
@@ -320,14 +442,25 @@ BAD_PARTS: dict[str, tuple[Callable[[MemoryTransport, Tensors], None], str]] = {
 def test_bad_part(server: Server, policy: Path, tensors: Tensors, fault: str) -> None:
     version = version_of(server)
     send, reason = BAD_PARTS[fault]
-    with (
-        by_hand(server, tensors, version + 1) as transport,
-        pytest.raises(EngineError),
-    ):
-        send(transport, tensors)
+    with by_hand(server, tensors, version + 1) as trainer:
+        trainer.write(0)
+        with pytest.raises(EngineError):
+            send(trainer)
     assert_quarantined(server, reason)
     assert version_of(server) == version
     # the failed version was never committed, so it is free
+    assert update(server, policy) == version + 1
+    assert_serves(server, policy, version + 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [(UP, float("nan")), (NORM, float("inf"))])
+def test_bad_value(server: Server, policy: Path, tensors: Tensors, name: str, value: float) -> None:
+    spoilt = dict(tensors)[name].clone()
+    spoilt.view(-1)[7] = value
+    version = version_of(server)
+    with pytest.raises(EngineError, match=f"{name} holds NaN or Inf|{name}.*NaN or Inf"):
+        trainer_bridge.update({**dict(tensors), name: spoilt}, server, version=version + 1)
+    assert_quarantined(server, "NaN or Inf")
     assert update(server, policy) == version + 1
     assert_serves(server, policy, version + 1)
 
@@ -357,18 +490,17 @@ def test_bad_code_or_scale(
 
 def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tensors) -> None:
     version = version_of(server) + 1
-    manifest = describe(tensors, version).to_json()
-    begun = server.control({"op": "begin", "manifest": manifest})
+    begun = begin(server, tensors, version)
     with pytest.raises(EngineError, match="another session"):
-        MemoryTransport(begun["sockets"], "0" * 32, BUCKET_BYTES)
+        Ranks(begun["sockets"], "0" * 32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(begun["sockets"][0])
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(OSError):
             wire.receive(stranger)
-    transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
-    send_all(transport, tensors)
-    transport.close()
+    trainer = ByHand(begun, tensors)
+    trainer.commit_from(0)
+    trainer.close()
     assert server.control({"op": "end"})["ended"]
     assert_serves(server, policy, version)
 
@@ -379,18 +511,16 @@ def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tenso
 def _trainer_that_stops(
     connection: Connection, address: str, checkpoint: Path, version: int, sent: int | None
 ) -> None:
-    """Begin an update, send so many tensors (None: do not even connect), and do nothing more."""
+    """Begin an update, send so many parts (None: do not even connect), and do nothing more."""
     tensors = list(models.named_tensors(checkpoint))
-    client = trainer_bridge.connect(address)
-    begun = client.control({"op": "begin", "manifest": describe(tensors, version).to_json()})
-    transport = None
+    begun = begin(trainer_bridge.connect(address), tensors, version)
+    trainer = None
     if sent is not None:
-        transport = MemoryTransport(begun["sockets"], begun["token"], BUCKET_BYTES)
-        put(transport, tensors[:sent])
-        flush(transport)
+        trainer = ByHand(begun, tensors)
+        trainer.write(*range(sent))
     connection.send("stopped")
     connection.recv()
-    del transport  # held, with its connections, until the process is killed
+    del trainer  # held, with its connections, until the process is killed
 
 
 @contextmanager
@@ -442,10 +572,9 @@ def test_trainer_leaves_before_it_hears_of_the_commit(
     server: Server, policy: Path, tensors: Tensors
 ) -> None:
     version = version_of(server) + 1
-    with by_hand(server, tensors, version) as transport:
-        put(transport, tensors)
-        transport.finish()
-        transport._send({"op": "commit"})
+    with by_hand(server, tensors, version) as trainer:
+        trainer.write_from(0)
+        trainer.ranks.send({"op": "commit"})
     assert_serves(server, policy, version)
 
 
@@ -466,24 +595,24 @@ def test_two_trainers_at_once(
     server: Server, policies: Policies, policy: Path, tensors: Tensors
 ) -> None:
     version = version_of(server) + 1
-    with by_hand(server, tensors, version) as transport:
-        put(transport, tensors[:10])
+    with by_hand(server, tensors, version) as trainer:
+        trainer.write(*range(10))
         for other_version in (version, version + 1):
             with pytest.raises(EngineError, match="an update is under way") as refusal:
                 trainer_bridge.update(
                     models.named_tensors(policies("qwen3")[2]), server, version=other_version
                 )
             assert refusal.value.status == 409
-        send_all(transport, tensors[10:])
+        trainer.commit_from(10)
     assert_serves(server, policy, version)
 
 
 def test_health_during_an_update(server: Server, policy: Path, tensors: Tensors) -> None:
     version = version_of(server) + 1
-    with by_hand(server, tensors, version) as transport:
-        put(transport, tensors[:10])
+    with by_hand(server, tensors, version) as trainer:
+        trainer.write(*range(10))
         assert server.status_of("/health") == 200
-        send_all(transport, tensors[10:])
+        trainer.commit_from(10)
     assert_serves(server, policy, version)
 
 
@@ -503,19 +632,51 @@ def test_update_during_generation(server: Server, policy: Path, tensors: Tensors
         stream = server.stream(long)
         next(stream)  # it generates now
         beside = pool.submit(server.generate, batch)
-        with by_hand(server, tensors, old + 1) as transport:
+        with by_hand(server, tensors, old + 1) as trainer:
             *_, last = stream
             assert last["meta_info"]["finish_reason"]["type"] == "abort"
             assert 0 < len(last["output_ids"]) < 900
             assert last["meta_info"]["policy_version"] == [old] * len(last["output_ids"])
 
             waiting = generate_later(pool, server)
-            send_all(transport, tensors)
+            trainer.commit_from(0)
         (reply,) = waiting.result(60)
         assert reply["meta_info"]["policy_version"] == [old + 1] * GREEDY["max_new_tokens"]
         for reply in beside.result(60):
             assert_one_version(reply, {old, old + 1})
     assert_serves(server, policy, old + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (without_up, "missing"),
+        (with_version(0), "not newer"),
+        (lambda begin: begin.pop("manifest"), None),
+    ],
+    ids=["manifest", "version", "unknown fingerprint"],
+)
+def test_generation_does_not_notice_a_refused_update(
+    server: Server,
+    policies: Policies,
+    tensors: Tensors,
+    change: Callable[[Begin], Any],
+    sentence: str | None,
+) -> None:
+    version = version_of(server)
+    message = begin_message(manifest_of(tensors[::2] + tensors[1::2]), version + 1)
+    change(message)
+    stream = server.stream({**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 200}})
+    next(stream)  # it generates now
+    if sentence is None:
+        assert server.control(message) == {"unknown": True}
+    else:
+        with pytest.raises(EngineError, match=sentence):
+            server.control(message)
+    *_, last = stream
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+    assert last["meta_info"]["policy_version"] == [version] * 200
+    assert_serves(server, policies("qwen3")[0], version)
 
 
 def assert_one_version(reply: dict[str, Any], known: set[int]) -> None:
@@ -531,9 +692,8 @@ def test_request_that_waits_for_a_failing_update(
     server: Server, policy: Path, tensors: Tensors
 ) -> None:
     with ThreadPoolExecutor() as pool:
-        with by_hand(server, tensors, version_of(server) + 1) as transport:
-            put(transport, tensors[:12])
-            flush(transport)
+        with by_hand(server, tensors, version_of(server) + 1) as trainer:
+            trainer.write(*range(12))
             waiting = generate_later(pool, server)
         with pytest.raises(EngineError, match="quarantined") as refusal:
             waiting.result(60)

@@ -376,15 +376,19 @@ def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank
     assert names[0] != names[1]
 
 
-def test_no_bucket_is_made_where_everything_is_mapped(rank: Rank) -> None:
+def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     link = Link(Client())
     link._placement = IN_PLACE
     named = weights(a=(8,), b=(8,))
-    for flags, has_bucket in (([True, True], False), ([True, False], True), ([False] * 2, True)):
+    buckets = []
+    for flags in ([True, True], [True, False], [True, True]):
         plan = SendPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
-        assert (share(link, rank, plan) is not None) is has_bucket
+        assert (share(link, rank, plan) is None) is all(flags)
+        buckets.append(link._bucket)
     rank.join()
     assert rank.ops().count("bucket") == 1
+    assert (buckets[0], buckets[2]) == (None, None)
+    assert buckets[1] is not None and not buckets[1].close.alive
 
 
 # -- which link

@@ -577,7 +577,9 @@ def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     before = toy.contents(weights.model)
     manifest = describe(tensors.items(), 0, toy.PART_BYTES, tensors)
     weights.accept(manifest)
+    weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
     session = weights.begin(manifest.fingerprint, 0)
+    assert weights.memory.bucket is None  # not needed, so the trainer may free it
     segments = weights.memory.segments = in_place(gpu, tensors, 0)
     good = segments.places["norm.weight"]
     segments.places["norm.weight"] = good[0], (1 << 20) - 2 * toy.HIDDEN + 2
