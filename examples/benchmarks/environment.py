@@ -35,9 +35,9 @@ def environment(command: str) -> dict[str, Any]:
 def commit(root: Path = ROOT) -> str:
     """The checkout's commit, with a plus sign where files differ from it.
 
-    A copy of the tree without its repository names it in FP8RL_COMMIT, else it is "unknown".
+    FP8RL_COMMIT names it for a copy of the tree, whose repository is absent or behind.
     """
-    if not (root / ".git").exists():
+    if COMMIT_VARIABLE in os.environ or not (root / ".git").exists():
         return os.environ.get(COMMIT_VARIABLE, "unknown")
     changes = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changes)

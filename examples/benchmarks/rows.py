@@ -97,7 +97,8 @@ def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row
     if not path.exists():
         return []
     before = json.loads(path.read_text())
-    same = all(before["environment"].get(k) == v for k, v in environment.items() if k != "date")
+    facts = {k: v for k, v in environment.items() if k not in ("date", "command")}
+    same = all(before["environment"].get(k) == v for k, v in facts.items())
     if not same:
         return []
     return [row for row in before["rows"] if row["model"] not in models]
