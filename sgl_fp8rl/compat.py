@@ -31,6 +31,7 @@ SYMBOLS = {
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
+    "get_moe_runner_backend": "sglang.srt.layers.moe.utils:get_moe_runner_backend",
     "get_schedule": "sglang.srt.runtime_context:get_schedule",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",

@@ -56,6 +56,8 @@ def warm_up(original: Any, runner: Any) -> None:
         return
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
         return  # other architectures choose tiles by other rules
+    if compat.get_moe_runner_backend().is_deep_gemm():
+        return  # grouped products, of more rows than a batch has, need SGLang's own list
     shapes = gemm_shapes(runner.model)
     if not shapes or runner.model_config.dtype != torch.bfloat16:
         return  # another quantization, another GEMM backend, or FP16, which goes to Triton
@@ -132,9 +134,12 @@ def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Pat
     failure = _run_shares(shapes, rows, device, processes)
     seconds = time.perf_counter() - began
     if failure is None:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
         logger.info("Compiled DeepGEMM kernels in %.1f s", seconds)
+        try:
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
+        except OSError as error:
+            logger.warning("DeepGEMM's cache cannot be marked as complete: %s", error)
     else:
         logger.warning(
             "Compiling DeepGEMM kernels side by side failed after %.1f s, so they are compiled one "

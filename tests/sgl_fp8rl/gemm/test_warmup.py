@@ -11,6 +11,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -148,6 +149,14 @@ def test_other_architectures_are_untouched(engine: Engine) -> None:
     assert untouched(engine)
 
 
+def test_experts_on_deep_gemm_keep_sglangs_sizes(engine: Engine) -> None:
+    """Their grouped products have more rows than a batch."""
+    for backend, ours in ((MoeRunnerBackend.DEEP_GEMM, False), (MoeRunnerBackend.TRITON, True)):
+        engine.patch.setattr(compat, "get_moe_runner_backend", lambda b=backend: b, raising=False)
+        assert engine.start() is ours
+        assert bool(engine.compiled) is ours
+
+
 def test_an_engine_without_deep_gemm_is_not_asked_for_a_gpu(engine: Engine) -> None:
     engine.stock.ENABLE_JIT_DEEPGEMM = False
     engine.patch.delattr(torch.cuda, "get_device_capability")
@@ -244,6 +253,17 @@ def test_kernels_are_compiled_once(
     assert runs.largest == [warmup.LARGEST_SHARED] * 2  # again after the failure, then no more
     warmup.compile_ahead(SHAPES[:1], rows, 0, tmp_path)
     assert len(runs.largest) == 3
+
+
+def test_a_cache_that_cannot_be_marked_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine starts all the same."""
+    runs, folder = Runs(monkeypatch), tmp_path / "no folder"
+    folder.touch()
+    warmup.compile_ahead(SHAPES, [16, 64], 0, folder)
+    assert runs.largest == [64]
+    assert "cannot be marked as complete" in caplog.text
 
 
 @pytest.mark.timeout(120)
