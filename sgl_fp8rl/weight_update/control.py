@@ -113,7 +113,7 @@ class Control:
             # (0.5.17) also fails the requests that wait at the tokenizer for the new version.
             self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
             begun = await self._ask(message)
-            if asyncio.get_running_loop().time() > deadline:
+            if begun.get("busy") and asyncio.get_running_loop().time() > deadline:
                 raise ControlError(
                     f"requests were still running {DRAIN_TIMEOUT_S:.0f} s after they were aborted; "
                     f"the engine keeps its version, try again",

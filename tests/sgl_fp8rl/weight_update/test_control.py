@@ -1,0 +1,82 @@
+"""How the control channel drains an engine before a session, and what it does where that fails."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.weight_update import control as control_module
+from sgl_fp8rl.weight_update.control import Control, ControlError
+
+pytestmark = pytest.mark.timeout(60)
+
+BUSY: dict[str, Any] = {"busy": True}
+BEGUN: dict[str, Any] = {"sockets": ["a.sock"]}
+
+
+class Engine:
+    """A control channel whose schedulers answer ``begin`` as told, the last answer for ever."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *answers: dict[str, Any]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.sent: list[Any] = []
+        self.manager = SimpleNamespace(
+            is_pause=False,
+            is_pause_cond=asyncio.Condition(),
+            auto_create_handle_loop=lambda: None,
+            _dispatch_to_scheduler=self.sent.append,
+        )
+        patch.setattr(compat, "AbortReq", SimpleNamespace, raising=False)
+        rpc: Any = None
+        self.control = Control(self.manager, rpc, SimpleNamespace(tp_size=1))
+        self._answers = list(answers)
+        patch.setattr(self.control, "_ask", self._ask)
+        patch.setattr(self.control, "_receive", self._receive)
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self.manager.is_pause
+        self.asked.append(dict(message))
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+    async def _receive(self) -> dict[str, Any]:
+        return {"ended": True}
+
+    def begin(self) -> dict[str, Any]:
+        message = {"op": "begin", "version": 0, "fingerprint": "f", "manifest": {}}
+
+        async def session() -> dict[str, Any]:
+            begun = await self.control.handle(message)
+            assert self.manager.is_pause is ("sockets" in begun)
+            if "sockets" in begun:
+                assert await self.control.handle({"op": "end"}) == {"ended": True}
+            return begun
+
+        return asyncio.run(session())
+
+
+def test_requests_are_aborted_until_the_session_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
+    assert engine.begin()["sockets"] == BEGUN["sockets"]
+    assert engine.sent == [SimpleNamespace(abort_all=True)] * 2
+    assert ["manifest" in message for message in engine.asked] == [True, False, False]
+    assert not engine.manager.is_pause
+
+
+def test_a_session_that_begins_at_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks wait for the trainer: given up here, they would wait for it in vain."""
+    monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", -1.0)
+    engine = Engine(monkeypatch, BUSY, BEGUN)
+    assert engine.begin()["sockets"] == BEGUN["sockets"]
+    assert not engine.manager.is_pause
+
+
+def test_requests_that_do_not_end_are_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", -1.0)
+    engine = Engine(monkeypatch, BUSY)
+    with pytest.raises(ControlError, match="were still running") as refused:
+        engine.begin()
+    assert refused.value.status == 503
+    assert not engine.manager.is_pause
