@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from sgl_fp8rl.numerics.moves import Move
+from sgl_fp8rl.numerics.moves import ACCESS, Move
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.plan import Run, SendPlan
@@ -60,7 +60,12 @@ class QuantizeFill:
     """
 
     def __init__(self, plan: SendPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
-        from sgl_fp8rl.numerics.kernels import Launch, Status, compile_moves
+        try:
+            from sgl_fp8rl.numerics.kernels import Launch, Status, compile_moves
+        except ImportError as error:
+            raise EngineError(
+                f"the trainer's GPU cannot quantize without Triton ({error}); pip install triton"
+            ) from error
 
         self._names = list(plan.views)
         tags = {name: tag for tag, name in enumerate(self._names)}
@@ -124,6 +129,8 @@ class QuantizeFill:
         self._expected = 0
 
     def put(self, index: int, whole: torch.Tensor, part: int) -> None:
+        if whole.data_ptr() % ACCESS:
+            whole = whole.clone()  # a view into a flat buffer may begin anywhere
         base = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=self._device)
         for launch in self._launches[index][part]:
             launch.run(base, self._status)

@@ -54,7 +54,7 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
     if isinstance(model_or_named_tensors, Mapping):
         model_or_named_tensors = model_or_named_tensors.items()
-    return [(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors]
+    return _scales_behind([(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors])
 
 
 def sources(
@@ -103,6 +103,19 @@ def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             saved = last not in module._non_persistent_buffers_set
             if saved and buffer.is_floating_point():
                 yield name, buffer
+
+
+def _scales_behind(named: Named) -> Named:
+    """Each weight's scales behind it, so that no weight waits for scales that come much later."""
+    first = {name: index for index, (name, _) in enumerate(named)}
+
+    def place(entry: tuple[int, tuple[str, torch.Tensor]]) -> tuple[int, bool]:
+        index, (name, _) = entry
+        weight = name.removesuffix(SCALE_SUFFIX)
+        is_scale = weight != name and weight in first
+        return (first[weight], True) if is_scale else (index, False)
+
+    return [entry for _, entry in sorted(enumerate(named), key=place)]
 
 
 def _whole_here(tensor: torch.Tensor) -> torch.Tensor:

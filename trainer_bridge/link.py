@@ -1,15 +1,15 @@
 """What a trainer keeps of one engine between updates: its layout, its plans and its memory."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from trainer_bridge.engine_client import EngineClient, connect
 from trainer_bridge.fill import CopyFill, Fill, QuantizeFill
-from trainer_bridge.fsdp import Named, Source
+from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.plan import SendPlan, Signature, can_be_mapped
 from trainer_bridge.transport.ipc import DeviceBucket, Placement, place
 from trainer_bridge.transport.memory import HostBucket
@@ -42,8 +42,7 @@ class Link:
 
     def forget(self) -> None:
         """After a failure: another engine may answer next time."""
-        self._layout = None
-        self._plans.clear()
+        self.ask_again()
         self._placement = self._segments = None
         self._free_bucket()
 
@@ -51,30 +50,43 @@ class Link:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
         if self.layout()["state"] != "serving":
-            self._layout = None
-            self._plans.clear()
+            self.ask_again()
 
-    def plan(
-        self, named: Named, make_sources: Callable[[], list[Source]], device: torch.device | None
-    ) -> SendPlan:
-        """The plan for these tensors, made anew where names, shapes, dtypes or places changed.
+    def ask_again(self) -> None:
+        """Forget the layout and what follows from it: another engine may be at the address."""
+        self._layout = None
+        self._plans.clear()
+
+    def sources(self, named: Named, family: str | None) -> list[Source]:
+        """How to read these tensors for this engine."""
+        return sources_for(named, family, self.layout())
+
+    def plan(self, named: Named, family: str | None, device: torch.device | None) -> SendPlan:
+        """The plan for these tensors, made anew where anything but values changed.
 
         With a GPU at hand, what the engine keeps in FP8 is quantized before it is sent.
+
+        Args:
+            family: see ``fsdp.sources``.
+
+        Raises:
+            ManifestError: the tensors cannot make an update.
         """
-        mapped = self._mapped(named)
-        signature = tuple(
-            (name, tensor.dtype, tensor.shape, is_mapped)
+        mapped = self._mapped(named, device)
+        tensors = tuple(
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_mapped)
             for (name, tensor), is_mapped in zip(named, mapped, strict=True)
         )
+        signature = family, device, tensors
         kept = self._plans.get(any(mapped))
         if kept is not None and kept[0] == signature:
             return kept[1]
         try:
             quantized = set(self.layout()["fp8"]) if device is not None else set()
             part_bytes = self.layout()["bucket_bytes"] // 2
-            plan = SendPlan(make_sources(), mapped, part_bytes, quantized)
+            plan = SendPlan(self.sources(named, family), mapped, part_bytes, quantized)
         except ManifestError:
-            self._layout = None  # an engine at the same address may have a larger bucket next time
+            self.ask_again()  # an engine at the same address may have a larger bucket next time
             raise
         self._plans[any(mapped)] = (signature, plan)
         return plan
@@ -106,13 +118,13 @@ class Link:
             self._fill = plan, bucket, fill
         return self._fill[2]
 
-    def _mapped(self, named: Named) -> list[bool]:
-        """Which parameters the engine may read in place.
+    def _mapped(self, named: Named, device: torch.device | None) -> list[bool]:
+        """Which parameters the engine may read in place, all on the GPU that is synchronised.
 
         Those that lie where they lay at the last update: the engine keeps their memory open until
         the next one, so memory that a trainer frees meanwhile must not be among it.
         """
-        able = [bool(self.layout()["gpus"]) and can_be_mapped(tensor) for _, tensor in named]
+        able = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
         tensors = [tensor for (_, tensor), is_able in zip(named, able, strict=True) if is_able]
         stays = bool(tensors) and self._placement is not None and self._placement.holds(tensors)
         if not stays:
@@ -135,11 +147,18 @@ class Link:
             self._bucket = None
 
     def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
-        kind = HostBucket if device is None else DeviceBucket
-        if not isinstance(self._bucket, kind) or self._bucket.content.numel() != nbytes:
+        place = torch.device("cpu") if device is None else device
+        kept = self._bucket
+        if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
             self._free_bucket()
-            self._bucket = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
-        return self._bucket
+            kept = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+            self._bucket = kept
+        return kept
+
+
+def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
+    """How to read these tensors for an engine of this layout."""
+    return sources(named, family, getattr(torch, layout["dtype"]), layout["fp32"])
 
 
 def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:

@@ -11,8 +11,10 @@ from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, WEIGHT_DTYPES, descri
 from sgl_fp8rl.weight_update.parts import Piece, cut_into_parts
 from trainer_bridge.fsdp import Source
 
-Signature = tuple[tuple[str, torch.dtype, torch.Size, bool], ...]
-"""Name, dtype, shape, and whether it is mapped, of each parameter."""
+Signature = tuple[
+    str | None, torch.device | None, tuple[tuple[str, torch.dtype, torch.Size, bool, bool], ...]
+]
+"""Family and GPU; name, dtype, shape, whether sharded and whether mapped, of each parameter."""
 
 
 class Run(NamedTuple):

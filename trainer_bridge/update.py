@@ -14,8 +14,8 @@ from sgl_fp8rl.weight_update.manifest import check_version
 from sgl_fp8rl.weight_update.wire import FAULTS
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import NamedTensors, Source, is_sharded, named_tensors, sources
-from trainer_bridge.link import Link, gpu_of, link_to
+from trainer_bridge.fsdp import NamedTensors, is_sharded, named_tensors
+from trainer_bridge.link import Link, gpu_of, link_to, sources_for
 from trainer_bridge.plan import SendPlan
 from trainer_bridge.transport.ranks import Ranks
 
@@ -78,12 +78,9 @@ def update(
     link: Any = lead.attempt(link_to, engine)
     layout: Any = lead.share(lead.attempt(Link.layout, link))
 
-    def make_sources() -> list[Source]:
-        return sources(named, family, getattr(torch, layout["dtype"]), layout["fp32"])
-
     device = gpu_of(named, layout)
-    plan: Any = lead.attempt(Link.plan, link, named, make_sources, device)
-    planned = make_sources() if plan is None else plan.sources
+    plan: Any = lead.attempt(Link.plan, link, named, family, device)
+    planned = sources_for(named, family, layout) if plan is None else plan.sources
     session: Any = lead.attempt(_Session, link, plan, version, device)
     gpu_seconds: Any = None
     try:
@@ -113,7 +110,7 @@ def _facts(plan: SendPlan | None) -> tuple[int, int, int]:
     """Tensors, bytes and mapped bytes of an update; on the other ranks, places for them."""
     if plan is None:
         return 0, 0, 0
-    return len(plan.manifest.tensors), plan.manifest.nbytes, plan.mapped_bytes
+    return len(plan.views), plan.manifest.nbytes, plan.mapped_bytes
 
 
 class _Session:
@@ -125,7 +122,11 @@ class _Session:
         self._link, self._plan, self._device = link, plan, device
         if device is not None:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
-        begun = self._begin(version)
+        try:
+            begun = self._begin(version)
+        except EngineError:
+            link.ask_again()
+            raise
         self._open = True
         self._part = self._turn = 0
         self._read: dict[int, torch.Tensor] = {}
@@ -150,7 +151,8 @@ class _Session:
         message = {"op": "begin", "version": version, "fingerprint": manifest.fingerprint}
         begun = self._link.client.control(message)
         if "unknown" in begun:
-            begun = self._link.client.control({**message, "manifest": manifest.to_json()})
+            whole = {**manifest.to_json(), "version": version}
+            begun = self._link.client.control({**message, "manifest": whole})
         return begun
 
     def put(self, index: int, whole: torch.Tensor) -> None:

@@ -9,11 +9,13 @@ an update is a few launches, however many tensors it holds.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from subprocess import SubprocessError
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.errors import TritonError
 
 from sgl_fp8rl.numerics.moves import COLUMNS, Move, group_moves
 from sgl_fp8rl.numerics.reference import AMAX_FLOOR, BLOCK, FP8_MAX
@@ -66,7 +68,19 @@ class Launch:
 
         Args:
             bases: int64 addresses of the segments, on the device; multiples of 16.
+
+        Raises:
+            RuntimeError: the kernel cannot be compiled here.
         """
+        try:
+            self._start(bases, status)
+        except (TritonError, SubprocessError) as error:
+            raise RuntimeError(
+                f"the kernel of updates cannot be compiled ({type(error).__name__}: {error}); "
+                f"install a C compiler and Python's headers, which Triton needs"
+            ) from error
+
+    def _start(self, bases: torch.Tensor, status: Status) -> None:
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             _move_tiles[(self.tiles,)](
                 self.tile_move,

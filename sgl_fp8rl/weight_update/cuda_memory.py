@@ -104,11 +104,13 @@ class _Memory:
             raise CudaMemoryError("this device memory is closed; allocate or map it again")
         interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
         holder = SimpleNamespace(__cuda_array_interface__={**interface, "version": 3})
-        view = torch.as_tensor(holder, device=torch.device("cuda", self._device))
+        # the GPU that holds it need not be the one that it is mapped for: elsewhere torch would copy
+        holds = torch.device("cuda", _attributes(self.address)[2])
+        view = torch.as_tensor(holder, device=holds)
         if view.data_ptr() != self.address:
             raise CudaMemoryError(
-                f"torch copied the memory at {self.address:#x} to GPU {self._device} and gave no "
-                "view of it; use the GPU that holds it"
+                f"torch copied the memory at {self.address:#x} of {holds} and gave no view of it; "
+                "report this"
             )
         return view
 

@@ -20,8 +20,8 @@ def write_all(
     Raises:
         SessionError, ValueError: the weights are not sound.
     """
-    on_gpu = weights.device.type == "cuda"
-    content = torch.empty(2 * manifest.part_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    # not pinned: torch would keep pinned memory for the life of the process
+    content = torch.empty(2 * manifest.part_bytes, dtype=torch.uint8)
     weights.memory.bucket = bucket = Bucket("local", content)
     session = weights.begin(manifest.fingerprint, manifest.version)
     stream = iter(tensors)

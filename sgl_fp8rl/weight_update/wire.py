@@ -1,7 +1,7 @@
 """Messages between trainer and rank: a length and JSON on a Unix socket; no pickle anywhere.
 
-A message is ``{"op": ...}`` or a reply ``{"ok": ...}`` / ``{"error": "<sentence>"}``. The bucket
-itself travels once, as a file descriptor beside its message.
+A message is ``{"op": ...}`` or a reply ``{"ok": ...}`` / ``{"error": "<sentence>"}``. Memory is
+shared by descriptor or by handle, once; the weights themselves never pass through the socket.
 """
 
 import json

@@ -5,6 +5,7 @@ that every box that the kernel would be given is held against the reference.
 """
 
 import ctypes
+import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, reject
 
 from sgl_fp8rl.numerics import kernels
-from sgl_fp8rl.numerics.moves import Move
+from sgl_fp8rl.numerics.moves import ACCESS, Move
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks, quantize_weight
 from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, ManifestError
 from trainer_bridge.engine_client import EngineError
@@ -46,6 +47,7 @@ class TorchLaunch:
         self.tiles = 1
 
     def run(self, bases: torch.Tensor, status: Any) -> None:
+        assert not (bases % ACCESS).any(), "the kernel reads whole accesses from a base"
         move, dtype = self.move, self.dtype
         address = int(bases[move.segment]) + move.source
         source = boxed(address, move.rows, move.cols, move.source_stride, move.source_dtype)
@@ -190,6 +192,27 @@ def test_codes_that_the_trainer_made_go_as_they_are() -> None:
     found = replay(plan, named)
     assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_a_parameter_may_begin_anywhere(start: int) -> None:
+    """As a view into a flat buffer does; the kernel is given what is aligned."""
+    flat = torch.randn(start + 200 * 130, generator=torch.Generator().manual_seed(0)).to(BF16)
+    weight = flat[start:].view(200, 130)
+    named = [("w", weight), ("v", weight[3, 1:6])]
+    found = replay(plan_of(named, {"w"}), named)
+    codes, scale = quantize_weight(weight)
+    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    assert torch.equal(found["v"], named[1][1])
+
+
+def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
+    bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
+    monkeypatch.setitem(sys.modules, kernels.__name__, None)
+    with pytest.raises(EngineError, match=r"cannot quantize without Triton .*pip install triton"):
+        fill_of(plan, bucket)
 
 
 def test_what_is_mapped_is_quantized_by_the_engine() -> None:

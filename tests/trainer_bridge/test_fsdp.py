@@ -288,6 +288,25 @@ def test_names_come_without_what_wrappers_add() -> None:
     assert [name for name, _ in named_tensors(iter(pairs))] == ["_orig_mod.w"]
 
 
+def test_scales_come_behind_their_weight() -> None:
+    """Else every weight of a checkpoint whose scales come last would wait in memory for them."""
+    orders = {
+        "scales last": "a b c a_scale_inv c_scale_inv",
+        "scales first": "c_scale_inv a_scale_inv a b c",
+        "in order": "a a_scale_inv b c c_scale_inv",
+    }
+    for order in orders.values():
+        pairs = [(name, torch.ones(2)) for name in order.split()]
+        for given in (pairs, dict(pairs), iter(pairs)):
+            found = named_tensors(given)
+            assert [name for name, _ in found] == orders["in order"].split()
+            held = dict(pairs)
+            assert all(tensor is held[name] for name, tensor in found)
+    # the control: what only sounds like scales stays, and so do other weights
+    names = ["b_scale_inv", "z", "a", "_scale_inv", "a_scale"]
+    assert [name for name, _ in named_tensors({n: torch.ones(2) for n in names})] == names
+
+
 def test_tied_parameters_come_once() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
     model["head"].weight = model["embed"].weight

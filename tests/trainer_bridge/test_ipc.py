@@ -1,13 +1,15 @@
 """Where parameters lie, as an engine is told; the driver's part is tested in ``tests/gpu``."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sgl_fp8rl.weight_update.cuda_memory import Handle
 from trainer_bridge.transport import ipc
-from trainer_bridge.transport.ipc import Placement, place
+from trainer_bridge.transport.ipc import DeviceBucket, Placement, place
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 ALLOCATION = 1 << 12
@@ -110,15 +112,36 @@ def test_what_ranks_are_told(driver: Driver) -> None:
 def test_its_name_changes_with_what_is_told(driver: Driver) -> None:
     """Else a rank that knows the name would read elsewhere."""
     places = {"a": (0, 0)}
-    tensors = at(ALLOCATION)
-    first = placed(tensors).message(places)["name"]
-    assert placed(tensors).message(places)["name"] == first
+    placement = replace(placed(at(ALLOCATION)), seed="s")
+    first = placement.message(places)["name"]
+    assert placement.message(places)["name"] == first
+    assert replace(placed(at(ALLOCATION)), seed="s").message(places)["name"] == first
     names = {
         first,
-        placed(tensors).message({"a": (0, 4)})["name"],
-        placed(tensors).message({"b": (0, 0)})["name"],
-        placed(at(2 * ALLOCATION)).message(places)["name"],
+        placement.message({"a": (0, 4)})["name"],
+        placement.message({"b": (0, 0)})["name"],
+        replace(placed(at(2 * ALLOCATION)), seed="s").message(places)["name"],
     }
     driver.made[ALLOCATION] = 1
-    names.add(placed(tensors).message(places)["name"])
+    names.add(replace(placed(at(ALLOCATION)), seed="s").message(places)["name"])
     assert len(names) == 5
+
+
+def test_what_two_processes_place_has_two_names(driver: Driver) -> None:
+    """Both may be given the same handle, and a rank that knows the name maps nothing anew."""
+    told = [placed(at(ALLOCATION)).message({"a": (0, 0)}) for _ in range(2)]
+    assert told[0]["handles"] == told[1]["handles"]
+    assert told[0]["places"] == told[1]["places"]
+    assert told[0]["name"] != told[1]["name"]
+
+
+def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(
+        close=lambda: None,
+        handle=lambda: Handle("ab" * 64, ALLOCATION, GPU),
+        tensor=torch.empty(ALLOCATION, dtype=torch.uint8),
+    )
+    monkeypatch.setattr(ipc, "DeviceMemory", lambda nbytes, device: memory)
+    first, second = (DeviceBucket(ALLOCATION, torch.device("cuda", 0)) for _ in range(2))
+    assert first._handle == second._handle
+    assert first.name != second.name

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from sgl_fp8rl.weight_update.cuda_memory import Handle
 from sgl_fp8rl.weight_update.manifest import ManifestError
@@ -28,6 +31,8 @@ pytestmark = pytest.mark.timeout(60)
 
 BF16 = torch.bfloat16
 BUCKET_BYTES = 8192
+HOST = torch.device("cpu")
+CUDA = [torch.device("cuda", index) for index in range(2)]
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
 
 
@@ -64,8 +69,7 @@ def weights(**shapes: tuple[int, ...]) -> Named:
 
 def plan_for(link: Link, named: Named, device: torch.device | None = None) -> SendPlan:
     """The plan of one update, as ``update`` asks for it."""
-    dtype = getattr(torch, link.layout()["dtype"])
-    return link.plan(named, lambda: sources(named, None, dtype), device)
+    return link.plan(named, None, device)
 
 
 # -- the layout
@@ -146,6 +150,45 @@ def test_a_plan_is_made_anew_where_something_changed(change: str) -> None:
     assert again.manifest.fingerprint == plan.manifest.fingerprint
 
 
+def test_a_plan_is_made_anew_for_another_family() -> None:
+    """The names of a transformers module may be those of a mapping that cuts nothing."""
+    link, named = Link(Client()), [("l.mlp.experts.gate_up_proj", torch.ones(2, 4, 3))]
+    as_they_are = link.plan(named, None, None)
+    assert list(as_they_are.manifest.tensors) == [named[0][0]]
+    split = link.plan(named, "qwen3_moe", None)
+    assert set(split.manifest.tensors) == {
+        f"l.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in range(2)
+        for part in ("gate", "up")
+    }
+    assert link.plan(named, "qwen3_moe", None) is split
+
+
+def test_a_plan_is_made_anew_for_another_gpu() -> None:
+    """Without one, nothing is quantized on the way."""
+    link, named = Link(Client((GPU,), fp8=["a"])), weights(a=(4, 4))
+    plans = [plan_for(link, named, device) for device in (None, CUDA[0], CUDA[1])]
+    assert ["a_scale_inv" in plan.manifest.tensors for plan in plans] == [False, True, True]
+    assert plans[1] is not plans[2]
+    assert plan_for(link, named, CUDA[1]) is plans[2]
+
+
+@pytest.fixture
+def one_process() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_plan_is_made_anew_for_what_is_sharded_now(one_process: DeviceMesh) -> None:
+    """It is gathered in the engine's dtype, so a fill must not take it for what the trainer has."""
+    link, whole = Link(Client()), torch.ones(4, 4)
+    plain = plan_for(link, [("a", whole)])
+    sharded = plan_for(link, [("a", distribute_tensor(whole, one_process))])
+    assert [plan.sources[0].held_as for plan in (plain, sharded)] == [torch.float32, BF16]
+    assert plan_for(link, [("a", distribute_tensor(whole, one_process))]) is sharded
+
+
 def test_what_the_engine_keeps_in_fp8_is_quantized_where_there_is_a_gpu() -> None:
     named = weights(a=(4, 4), b=(4, 4))
     for device, dtype in ((None, BF16), (torch.device("cuda", 0), torch.float8_e4m3fn)):
@@ -205,8 +248,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 
 def mapped(link: Link, named: Named) -> list[bool]:
-    """Which of the tensors one update reads in place."""
-    plan = plan_for(link, named)
+    """Which of the tensors one update reads in place; host memory stands in for the GPU's."""
+    plan = plan_for(link, named, HOST if link.layout()["gpus"] else None)
     assert plan.offsets.keys() == {n for (n, _), m in zip(named, plan.mapped, strict=True) if m}
     return plan.mapped
 
@@ -249,6 +292,15 @@ def test_what_cannot_be_mapped_is_copied(gpu: FakeGpu) -> None:
     assert gpu.placed == [[named[0][1].data_ptr(), named[2][1].data_ptr()]]
 
 
+def test_what_lies_on_another_gpu_is_copied(gpu: FakeGpu) -> None:
+    """Only one GPU is synchronised before the engine reads, so only its parameters are final."""
+    link = Link(Client((GPU,)))
+    named = [*weights(a=(4, 4)), ("b", torch.ones(3, dtype=BF16, device="meta"))]
+    assert mapped(link, named) == [False, False]
+    assert mapped(link, named) == [True, False]
+    assert gpu.placed == [[named[0][1].data_ptr()]]
+
+
 def test_memory_that_cannot_be_shared_is_looked_for_each_time(gpu: FakeGpu) -> None:
     gpu.shareable = False
     link, named = Link(Client((GPU,))), weights(a=(4, 4))
@@ -274,10 +326,10 @@ def test_after_a_failure_everything_is_copied_once(gpu: FakeGpu) -> None:
 def test_the_plans_of_both_ways_are_kept(gpu: FakeGpu) -> None:
     """Where parameters move to and fro, neither side works its plan out again."""
     link, here, there = Link(Client((GPU,))), weights(a=(4, 4)), weights(a=(4, 4))
-    copied, in_place = plan_for(link, here), plan_for(link, here)
+    copied, in_place = plan_for(link, here, HOST), plan_for(link, here, HOST)
     assert copied is not in_place
-    assert plan_for(link, there) is copied
-    assert plan_for(link, there) is in_place
+    assert plan_for(link, there, HOST) is copied
+    assert plan_for(link, there, HOST) is in_place
 
 
 # -- memory that the engine opens
@@ -335,6 +387,31 @@ def test_a_bucket_of_another_size_takes_its_place(rank: Rank) -> None:
     assert link._bucket is second
     rank.join()
     assert rank.ops() == ["hello", "bucket", "hello", "bucket", "hello"]
+
+
+class GpuBucket:
+    """A bucket that claims to lie on a GPU."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.content = SimpleNamespace(device=device, numel=lambda: nbytes)
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "DeviceBucket", GpuBucket)
+    link = Link(Client())
+    made = [
+        cast(Any, link._bucket_on(device, BUCKET_BYTES))
+        for device in (CUDA[0], CUDA[0], CUDA[1], None, CUDA[1])
+    ]
+    assert made[0] is made[1]
+    assert [made[i].content.device for i in (0, 2, 4)] == [CUDA[0], CUDA[1], CUDA[1]]
+    assert isinstance(made[3], HostBucket)
+    assert [made[i].is_closed for i in (0, 2, 4)] == [True, True, False]
+    assert not made[3].close.alive
 
 
 IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), (0, 64)))

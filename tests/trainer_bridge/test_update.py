@@ -17,8 +17,10 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import sources
 from trainer_bridge.link import link_to
-from trainer_bridge.update import update
+from trainer_bridge.plan import SendPlan
+from trainer_bridge.update import _facts, update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,6 +131,41 @@ def test_a_new_engine_at_the_same_address(bucket_bytes: int) -> None:
     assert address.engine.ops == ["begin", "begin", "end"]
     known = {tuple(weights.memory.known()) for weights in address.engine.ranks}
     assert len(known) == 1
+
+
+def test_a_refused_update_asks_for_the_layout_again() -> None:
+    """A new engine at the address refuses the first time perhaps, and has a bucket of its own."""
+    address = Address(engine_of(1))
+    update(toy.checkpoint(), address, version=3)
+    engine = address.engine = engine_of(1, SMALL)
+    engine.ranks[0].version = 7
+    with pytest.raises(EngineError, match="is not newer"):
+        update(toy.checkpoint(), address, version=4)
+    tensors = toy.checkpoint(1)
+    update(tensors, address, version=8)
+    assert holds(engine, tensors)
+    assert engine.ops == ["begin", "layout", "begin", "begin", "end"]
+    bucket = engine.ranks[0].memory.bucket
+    assert bucket is not None
+    assert bucket.content.numel() == SMALL
+
+
+def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(1)
+    sent: list[dict[str, Any]] = []
+    begin = engine._begin
+    monkeypatch.setattr(engine, "_begin", lambda message: sent.append(message) or begin(message))
+    update(toy.checkpoint(), engine, version=5)
+    (manifest,) = [message["manifest"] for message in sent if "manifest" in message]
+    assert (manifest["version"], sent[-1]["version"]) == (5, 5)
+
+
+def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
+    """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
+    named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
+    plan = SendPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w"})
+    assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
+    assert _facts(plan) == (2, 5 * 4 + 128 * 256 + 2 * 4, 0)
 
 
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:

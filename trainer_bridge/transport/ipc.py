@@ -5,8 +5,9 @@ A rank on the trainer's own GPU reads at memory speed, one on another GPU over N
 
 import hashlib
 import json
+import secrets
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class DeviceBucket:
         self.close = weakref.finalize(self, self._memory.close)
         """Free the memory."""
         self._handle = self._memory.handle()
-        self.name = self._handle.ipc
+        # not the handle: another process may be given the same one
+        self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
 
     def share(self, ranks: Ranks) -> None:
@@ -58,6 +60,8 @@ class Placement:
     handles: tuple[Handle, ...]
     spots: tuple[tuple[int, int], ...]
     """(index of the allocation, byte offset in it) of each parameter."""
+    seed: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Tells this process's handles from another's."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these tensors lie in this very memory.
@@ -80,7 +84,7 @@ class Placement:
             for name, (index, start) in offsets.items()
         }
         handles = [handle.to_json() for handle in self.handles]
-        digest = hashlib.sha256(json.dumps([handles, places]).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([self.seed, handles, places]).encode()).hexdigest()
         return {"op": "segments", "name": digest, "handles": handles, "places": places}
 
 

@@ -1,10 +1,18 @@
-"""The kernel tests of ``tests/gpu`` on a CPU, through Triton's interpreter."""
+"""The kernel tests of ``tests/gpu`` on a CPU, through Triton's interpreter; and what needs none."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.errors import PTXASError
+
+from sgl_fp8rl.numerics import kernels
+from sgl_fp8rl.numerics.moves import Move
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,3 +39,36 @@ def test_kernels_in_the_interpreter() -> None:
     passed = re.search(r"(\d+) passed, (\d+) skipped", run.stdout)
     assert passed is not None and int(passed[1]) > 100, run.stdout[-2000:]
     assert int(passed[2]) == 3, "only what is exhaustive is left to a GPU"
+
+
+class Fails:
+    """A kernel that cannot be started."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, grid: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (PTXASError("no ptxas"), r"cannot be compiled \(PTXASError: .*no ptxas"),
+        (
+            subprocess.CalledProcessError(1, ["cc"]),
+            r"cannot be compiled \(CalledProcessError: .*cc",
+        ),
+        (RuntimeError("out of memory"), "^out of memory$"),
+    ],
+)
+def test_a_kernel_that_cannot_be_compiled_is_a_sentence(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a rank answers with, where any other exception would end its engine."""
+    monkeypatch.setattr(kernels, "_move_tiles", Fails(error))
+    memory = torch.zeros(64)
+    move = Move(0, 0, memory.data_ptr(), 0, 1, 8, 8, 8, 0, torch.float32, torch.float32, False, 0)
+    (launch,) = kernels.compile_moves([move], "cpu", torch.bfloat16)
+    with pytest.raises(RuntimeError, match=sentence):
+        launch.run(torch.tensor([memory.data_ptr()]), kernels.Status(torch.device("cpu")))

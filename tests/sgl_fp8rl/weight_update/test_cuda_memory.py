@@ -5,9 +5,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -195,6 +197,24 @@ def test_a_malformed_field_is_refused_by_name(field: str, data: st.DataObject) -
 def test_what_almost_fits_is_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"a memory handle's {field} must be"):
         Handle.from_json(handle().to_json() | {field: value})
+
+
+def test_a_view_is_of_the_gpu_that_holds_the_memory(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another GPU maps it too; torch copies what is said to lie elsewhere."""
+    driver.attributes = (2, 0, 3, 1)
+
+    def as_tensor(holder: Any, device: torch.device) -> Any:
+        address, _ = holder.__cuda_array_interface__["data"]
+        is_view = device == torch.device("cuda", 3)
+        return SimpleNamespace(data_ptr=lambda: address if is_view else address + 1)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    assert Mapping(handle(), 0).tensor.data_ptr() == BASE
+    driver.attributes = (2, 0, 2, 1)
+    with pytest.raises(CudaMemoryError, match=r"copied the memory .* of cuda:2"):
+        _ = Mapping(handle(), 0).tensor
 
 
 def test_sizes_are_those_of_the_header() -> None:

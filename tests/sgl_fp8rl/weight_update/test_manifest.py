@@ -153,6 +153,13 @@ def test_describe_reads_names_dtypes_and_shapes() -> None:
     assert described == Manifest(7, specs, part_bytes=1024, mapped=frozenset({"s"}))
 
 
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])
+def test_describe_refuses_empty_tensors(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ManifestError, match=r"^w has shape .*; send no empty tensors"):
+        describe([("w", torch.ones(shape))], 0)
+    assert describe([("w", torch.ones(()))], 0).tensors["w"].shape == ()
+
+
 def test_describe_refuses_a_name_that_comes_twice() -> None:
     with pytest.raises(ManifestError, match="w comes twice"):
         describe([("w", torch.zeros(2)), ("w", torch.zeros(2))], 0)
