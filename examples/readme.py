@@ -33,9 +33,9 @@ def grpo_gpu(text: str) -> str:
         f"![Reward and mismatch KL over GRPO steps on the GPU](docs/grpo_gpu.png)\n\n"
         f"{_arms(rows)}\n\n`python examples/grpo.py`, trainer and engine on the same device: "
         f"{report.model_and_device(first)}, CUDA graphs {'off' if True in graphs else 'on'}, "
-        f"{_versions(first)}. The engine reads {mapped:.0%} of an update in the trainer's own "
-        f"memory, the rest through the bucket. KL and ESS are means over {first['steps']} steps, "
-        f"times are medians."
+        f"{_versions(first)}. From the second update on the engine reads {mapped:.0%} in the "
+        f"trainer's own memory. KL and ESS are means over {first['steps']} steps, times are "
+        f"medians."
     )
 
 
@@ -65,13 +65,21 @@ def update(text: str) -> str:
     lines: list[str] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         lines += [
-            f"| {model} | update | faster than stock | floor | kernels | of copy | extra memory |",
+            f"| {model} | update | faster than stock | floor | engine's kernels | of copy "
+            f"| extra memory |",
             "|---|---|---|---|---|---|---|",
         ]
         mine = [row for row in rows if row["model"] == model]
         lines += [_update_line(mine, *arm) for arm in dict.fromkeys(map(_arm, mine))]
         lines.append("")
     updates = max(row["n"] for row in rows)
+    pairs = {(row["arm"], row["model"]) for row in rows}
+    absent = [
+        f"{arm} on {model}"
+        for model in dict.fromkeys(row["model"] for row in rows)
+        for arm in dict.fromkeys(row["arm"] for row in rows)
+        if (arm, model) not in pairs
+    ]
     lines.append(
         f"`{e['command']}`: wall time of a full update, median of {updates} (least to most), "
         f"trainer and engine on one {e['device']}, driver {e['driver']}, SGLang {e['sglang']}, "
@@ -80,6 +88,7 @@ def update(text: str) -> str:
         f"read and write, at the bandwidth of a copy in the same run ({e['copy_tb_s']:.2f} TB/s); "
         f"of copy: the quantize kernels' share of it. Extra memory: most that the device held "
         f"beyond the engine and the trainer's weights, a bucket that is kept included."
+        + (f" Not run: {', '.join(absent)}." if absent else "")
     )
     return "\n".join(lines)
 
@@ -92,8 +101,7 @@ def _update_line(rows: list[dict[str, Any]], arm: str, case: str) -> str:
     """One arm's line; ``rows``: those of its model."""
     metrics = {row["metric"]: row for row in rows if _arm(row) == (arm, case)}
     if "failure" in metrics:
-        sentence = metrics["failure"]["sentence"].replace("|", "\\|")
-        return f"| {arm}, {case} | fails: {sentence} | | | | | |"
+        return _failed(metrics["failure"], columns=7)
     wall = metrics["update_wall_ms"]
     stock = [ratio for name, ratio in wall["ratios"].items() if name.startswith("stock-bf16,")]
     ours = not arm.startswith("stock")
@@ -109,15 +117,73 @@ def _update_line(rows: list[dict[str, Any]], arm: str, case: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _failed(row: dict[str, Any], columns: int) -> str:
+    """The line of an arm without figures."""
+    sentence = row["sentence"].replace("|", "\\|")
+    return f"| {row['arm']}, {row['case']} | fails: {sentence} |{' |' * (columns - 2)}"
+
+
 def _cell(metrics: dict[str, dict[str, Any]], metric: str, form: str) -> str:
     """A metric that not every arm has."""
     return form.format(metrics[metric]["median"]) if metric in metrics else ""
+
+
+def start(text: str) -> str:
+    """How long the start of an engine takes, and what it compiles."""
+    content = json.loads(text)
+    e, rows = content["environment"], content["rows"]
+    lines = [
+        "| start | `Engine()` | of which DeepGEMM's warm-up | kernels compiled | after the start |",
+        "|---|---|---|---|---|",
+    ]
+    for arm in dict.fromkeys(map(_arm, rows)):
+        metrics = {row["metric"]: row for row in rows if _arm(row) == arm}
+        lines.append(_start_line(metrics))
+    imports = [row["median"] for row in rows if row["metric"] == "import_s"]
+    layers = {row["layers"] for row in rows if row["metric"] == "start_s"}
+    on = e["engine"]
+    prefill = on["cuda_graph_backend_prefill"]
+    lines += [
+        "",
+        f"`{e['command']}`: one start each of the Qwen3-8B shape with dummy weights, each in a "
+        f"process of its own, on one {e['device']}, driver {e['driver']}, SGLang {e['sglang']}, "
+        f"torch {e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. "
+        + (f"{max(layers)} layers, " if layers else "")
+        + f"CUDA graphs up to batch size {on['cuda_graph_max_bs_decode']}, prefill graphs "
+        f"{'off' if prefill == 'disabled' else prefill}, attention backend "
+        f"{on['attention_backend']}, {on['chunked_prefill_size']} tokens a chunk, SGLang's warm-up "
+        f"request {'off' if on['skip_server_warmup'] else 'on'}, FlashInfer's caches kept. After "
+        f"the start: kernels compiled while prompts of 1 to 4096 tokens and batches of 1 to 40 "
+        f"were served."
+        + (
+            f" Importing SGLang before it took {min(imports):.1f} to {max(imports):.1f} s."
+            if imports
+            else ""
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _start_line(metrics: dict[str, dict[str, Any]]) -> str:
+    """One start's line."""
+    if "failure" in metrics:
+        return _failed(metrics["failure"], columns=5)
+    took = metrics["start_s"]
+    cells = [
+        f"{took['arm']}, {took['case']}",
+        f"{took['median']:.1f} s",
+        _cell(metrics, "deep_gemm_s", "{:.1f} s"),
+        _cell(metrics, "kernels_compiled", "{:.0f}"),
+        _cell(metrics, "kernels_compiled_after_start", "{:.0f}"),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 BLOCKS = {
     "grpo": ("grpo.jsonl", grpo),
     "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
     "update": ("update.json", update),
+    "start": ("start.json", start),
 }
 
 

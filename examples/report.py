@@ -168,8 +168,8 @@ def draw(rows: list[Row], path: Path) -> None:
     versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items())
     figure.suptitle(
         f"GRPO with FP8 and BF16 rollouts: {model_and_device(first)}"
-        f"\n{versions}; dots: steps, lines: mean of the last {WINDOW}",
-        fontsize=11,
+        f"\n{versions}\ndots: steps, lines: mean of the last {WINDOW}",
+        fontsize=10,
     )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

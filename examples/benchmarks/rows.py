@@ -1,6 +1,7 @@
 """Result files: reports of arms become rows of medians, spreads and ratios."""
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,11 +21,16 @@ UNITS = {
     "quantize_copy_fraction": "1",
     "copy_tb_s": "TB/s",
     "peak_extra_gib": "GiB",
+    "start_s": "s",
+    "import_s": "s",
+    "deep_gemm_s": "s",
+    "kernels_compiled": "1",
+    "kernels_compiled_after_start": "1",
 }
-LOWER_IS_BETTER = {"update_wall_ms", "update_gpu_ms", "peak_extra_gib"}
+LOWER_IS_BETTER = {"update_wall_ms", "update_gpu_ms", "peak_extra_gib", "start_s"}
 HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s"}
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
-# Facts of a measured arm that its wall time row carries.
+# Facts of a measured arm that its first row carries, each where its benchmark has it.
 FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers")
 
 
@@ -97,11 +103,16 @@ def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row
     if not path.exists():
         return []
     before = json.loads(path.read_text())
-    facts = {k: v for k, v in environment.items() if k not in ("date", "command")}
-    same = all(before["environment"].get(k) == v for k, v in facts.items())
+    same = _setting(before["environment"]) == _setting(environment)
     if not same:
         return []
     return [row for row in before["rows"] if row["model"] not in models]
+
+
+def _setting(environment: dict[str, Any]) -> dict[str, Any]:
+    """What figures depend on: not the day, the mean copy, nor which arms ran beside them."""
+    facts = {k: v for k, v in environment.items() if k not in ("date", "copy_tb_s")}
+    return facts | {"command": re.sub(r" --arms(?: (?!--)\S+)+", "", facts.get("command", ""))}
 
 
 def _rows(report: Report) -> list[Row]:
@@ -110,7 +121,7 @@ def _rows(report: Report) -> list[Row]:
         row = {"metric": "failure", "unit": "", "median": None, "min": None, "max": None, "n": 0}
         return [common | row | {"ratios": {}, "sentence": report["failure"]}]
     rows = [common | _summary(metric, values) for metric, values in report["values"].items()]
-    rows[0] |= {fact: report[fact] for fact in FACTS}
+    rows[0] |= {fact: report[fact] for fact in FACTS if fact in report}
     return rows
 
 

@@ -135,6 +135,21 @@ def test_the_file_keeps_other_models_of_the_same_commit_only(tmp_path: Path) -> 
     assert [file.name for file in path.parent.iterdir()] == ["update.json"]
 
 
+def test_the_file_keeps_rows_whichever_arms_ran_beside_them(tmp_path: Path) -> None:
+    """One model may be run with fewer arms; its size and its number of updates must be the same."""
+    path, made = tmp_path / "update.json", rows.rows_of(all_reports())
+    rows.save(path, ENVIRONMENT, made, [])
+
+    def kept_after(*words: str) -> list[rows.Row]:
+        command = update.command(update.arguments([*words, "--output", "x"]))
+        return rows.kept(path, ENVIRONMENT | {"command": command}, ["qwen3-30b-a3b"])
+
+    assert kept_after("--arms", "fp8rl") == made
+    assert kept_after("--arms", "stock-bf16", "fp8rl") == made
+    for words in (["--updates", "3"], ["--arms", "fp8rl", "--layers", "2"]):
+        assert kept_after(*words) == []
+
+
 def test_the_readme_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     text = "a\n<!-- measured: update -->\n<!-- end -->\nb\n"
@@ -277,6 +292,15 @@ def test_a_copy_of_the_tree_names_its_commit(
     assert environment.commit(tmp_path) == "abc1234"
     monkeypatch.delenv(environment.COMMIT_VARIABLE)
     assert environment.commit(tmp_path) == "unknown"
+
+
+def test_the_commit_that_was_named_goes_before_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy's repository is not that of the tree."""
+    (tmp_path / ".git").mkdir()  # git itself would fail in it
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "abc1234")
+    assert environment.commit(tmp_path) == "abc1234"
 
 
 def test_without_a_gpu_the_benchmark_says_so(
