@@ -31,7 +31,6 @@ SYMBOLS = {
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
-    "get_moe_runner_backend": "sglang.srt.layers.moe.utils:get_moe_runner_backend",
     "get_schedule": "sglang.srt.runtime_context:get_schedule",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
@@ -96,6 +95,7 @@ METHODS = (
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
+    "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled",
     f"{_WARMUP}.ENABLE_JIT_DEEPGEMM",
     f"{_WARMUP}._BUILTIN_M_LIST",
     f"{_WARMUP}._ENABLE_JIT_DEEPGEMM_PRECOMPILE",

@@ -56,7 +56,7 @@ def warm_up(original: Any, runner: Any) -> None:
         return
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
         return  # other architectures choose tiles by other rules
-    if compat.get_moe_runner_backend().is_deep_gemm():
+    if compat.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled():
         return  # grouped products, of more rows than a batch has, need SGLang's own list
     shapes = gemm_shapes(runner.model)
     if not shapes or runner.model_config.dtype != torch.bfloat16:

@@ -104,7 +104,7 @@ class _Memory:
             raise CudaMemoryError("this device memory is closed; allocate or map it again")
         interface = {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
         holder = SimpleNamespace(__cuda_array_interface__={**interface, "version": 3})
-        # the GPU that holds it need not be the one that it is mapped for: elsewhere torch would copy
+        # the GPU that holds it need not be the one that maps it: elsewhere torch would copy
         holds = torch.device("cuda", _attributes(self.address)[2])
         view = torch.as_tensor(holder, device=holds)
         if view.data_ptr() != self.address:

@@ -174,8 +174,8 @@ def test_a_plan_is_made_anew_for_another_gpu() -> None:
 
 
 @pytest.fixture
-def one_process() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 

@@ -154,7 +154,12 @@ def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.Monk
     engine = engine_of(1)
     sent: list[dict[str, Any]] = []
     begin = engine._begin
-    monkeypatch.setattr(engine, "_begin", lambda message: sent.append(message) or begin(message))
+
+    def note(message: dict[str, Any]) -> dict[str, Any]:
+        sent.append(message)
+        return begin(message)
+
+    monkeypatch.setattr(engine, "_begin", note)
     update(toy.checkpoint(), engine, version=5)
     (manifest,) = [message["manifest"] for message in sent if "manifest" in message]
     assert (manifest["version"], sent[-1]["version"]) == (5, 5)

@@ -11,7 +11,9 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang.srt.layers.moe.utils import MoeRunnerBackend
+from sglang.srt.layers.moe import utils as moe_utils
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend
+from sglang.srt.layers.quantization import fp8
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -149,12 +151,25 @@ def test_other_architectures_are_untouched(engine: Engine) -> None:
     assert untouched(engine)
 
 
-def test_experts_on_deep_gemm_keep_sglangs_sizes(engine: Engine) -> None:
-    """Their grouped products have more rows than a batch."""
-    for backend, ours in ((MoeRunnerBackend.DEEP_GEMM, False), (MoeRunnerBackend.TRITON, True)):
-        engine.patch.setattr(compat, "get_moe_runner_backend", lambda b=backend: b, raising=False)
-        assert engine.start() is ours
-        assert bool(engine.compiled) is ours
+@pytest.mark.parametrize(
+    ("runner", "a2a", "ours"),
+    [
+        (MoeRunnerBackend.DEEP_GEMM, MoeA2ABackend.NONE, False),
+        (MoeRunnerBackend.AUTO, MoeA2ABackend.DEEPEP, False),
+        (MoeRunnerBackend.AUTO, MoeA2ABackend.NONE, True),
+        (MoeRunnerBackend.TRITON, MoeA2ABackend.NONE, True),
+    ],
+)
+def test_experts_on_deep_gemm_keep_sglangs_sizes(
+    engine: Engine, runner: MoeRunnerBackend, a2a: MoeA2ABackend, ours: bool
+) -> None:
+    """Their grouped products have more rows than a batch; "auto" is DeepGEMM with DeepEP."""
+    engine.patch.setattr(fp8, "get_moe_runner_backend", lambda: runner)
+    for module in (fp8, moe_utils):  # SGLang's versions look it up in either
+        engine.patch.setattr(module, "get_moe_a2a_backend", lambda: a2a, raising=False)
+    engine.patch.setattr("sglang.srt.layers.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM", True)
+    assert engine.start() is ours
+    assert bool(engine.compiled) is ours
 
 
 def test_an_engine_without_deep_gemm_is_not_asked_for_a_gpu(engine: Engine) -> None:
