@@ -28,14 +28,17 @@ def grpo_gpu(text: str) -> str:
     rows = [json.loads(line) for line in text.splitlines()]
     first = rows[0]
     graphs = {row["keywords"].get("disable_cuda_graph", False) for row in rows if "keywords" in row}
-    mapped = min(summary["mapped"] for summary in report.summaries(rows))
+    summaries = report.summaries(rows)
+    mapped = min(summary["mapped"] for summary in summaries)
+    rates = {summary["arm"]: summary["tokens_per_s"] for summary in summaries}
+    slower = rates["fp8"] < rates["bf16"]
     return (
         f"![Reward and mismatch KL over GRPO steps on the GPU](docs/grpo_gpu.png)\n\n"
         f"{_arms(rows)}\n\n`python examples/grpo.py`, trainer and engine on the same device: "
         f"{report.model_and_device(first)}, CUDA graphs {'off' if True in graphs else 'on'}, "
         f"{_versions(first)}. From the second update on the engine reads {mapped:.0%} in the "
         f"trainer's own memory. KL and ESS are means over {first['steps']} steps, times are "
-        f"medians."
+        f"medians." + (" At this size FP8 rollouts are slower than BF16 ones." if slower else "")
     )
 
 
