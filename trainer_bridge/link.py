@@ -57,10 +57,6 @@ class Link:
         self._layout = None
         self._plans.clear()
 
-    def sources(self, named: Named, family: str | None) -> list[Source]:
-        """How to read these tensors for this engine."""
-        return sources_for(named, family, self.layout())
-
     def plan(self, named: Named, family: str | None, device: torch.device | None) -> SendPlan:
         """The plan for these tensors, made anew where anything but values changed.
 
@@ -84,7 +80,9 @@ class Link:
         try:
             quantized = set(self.layout()["fp8"]) if device is not None else set()
             part_bytes = self.layout()["bucket_bytes"] // 2
-            plan = SendPlan(self.sources(named, family), mapped, part_bytes, quantized)
+            plan = SendPlan(
+                sources_for(named, family, self.layout()), mapped, part_bytes, quantized
+            )
         except ManifestError:
             self.ask_again()  # an engine at the same address may have a larger bucket next time
             raise
