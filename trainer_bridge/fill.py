@@ -71,7 +71,6 @@ class QuantizeFill:
         tags = {name: tag for tag, name in enumerate(self._names)}
         self._device = bucket.content.device
         self._status = Status(self._device)
-        self._expected = 0
         self._launches: list[dict[int, list[Launch]]] = []
 
         address = bucket.content.data_ptr()
@@ -126,7 +125,6 @@ class QuantizeFill:
 
     def begin(self) -> None:
         self._status.reset()
-        self._expected = 0
 
     def put(self, index: int, whole: torch.Tensor, part: int) -> None:
         if whole.data_ptr() % ACCESS:
@@ -134,7 +132,6 @@ class QuantizeFill:
         base = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=self._device)
         for launch in self._launches[index][part]:
             launch.run(base, self._status)
-            self._expected += launch.tiles
 
     def finish(self) -> None:
         bad, tiles = self._status.read()
@@ -143,5 +140,5 @@ class QuantizeFill:
                 f"{self._names[bad]} holds NaN or Inf; check the trainer's weights before the "
                 f"update"
             )
-        if tiles != self._expected:
-            raise EngineError(f"{tiles} of {self._expected} blocks were written; report this")
+        if tiles != self._status.started:
+            raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")

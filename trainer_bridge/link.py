@@ -102,7 +102,7 @@ class Link:
             message = self._segments_message(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
-        if len(plan.parts) == bool(plan.offsets):
+        if not any(plan.runs):
             self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, 2 * plan.manifest.part_bytes)

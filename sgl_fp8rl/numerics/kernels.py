@@ -34,6 +34,9 @@ _DTYPES = {
 class Status:
     """What the kernel found, on the device: the least tag of a bad value, and tiles done."""
 
+    started: int
+    """Tiles of all launches since ``reset``: how many must be done in the end."""
+
     def __init__(self, device: torch.device | str) -> None:
         self.words = torch.empty(2, dtype=torch.int64, device=device)
         self.reset()
@@ -42,6 +45,7 @@ class Status:
         """Forget all; asynchronous."""
         self.words[0].fill_(_NO_TAG)
         self.words[1].zero_()
+        self.started = 0
 
     def read(self) -> tuple[int | None, int]:
         """(least tag with a bad value or None, tiles done since ``reset``); synchronises."""
@@ -81,6 +85,7 @@ class Launch:
             ) from error
 
     def _start(self, bases: torch.Tensor, status: Status) -> None:
+        status.started += self.tiles
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             _move_tiles[(self.tiles,)](
                 self.tile_move,

@@ -36,7 +36,6 @@ class GroupedPlan(Plan):
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
         self._status = Status(device)
-        self._expected = 0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.parts)) if not self.is_mapped(i)]
         self._launches = {i: self._compile(i, lambda p: (0, p.offset)) for i in in_bucket}
@@ -45,7 +44,6 @@ class GroupedPlan(Plan):
     def begin(self) -> None:
         self._status.reset()
         self._events.clear()
-        self._expected = 0
 
     def write(self, index: int, memory: SharedMemory) -> None:
         if self.is_mapped(index):
@@ -73,9 +71,9 @@ class GroupedPlan(Plan):
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        if tiles != self._expected:
+        if tiles != self._status.started:
             raise RuntimeError(
-                f"{tiles} of {self._expected} blocks were written; report this with the model"
+                f"{tiles} of {self._status.started} blocks were written; report this with the model"
             )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
@@ -85,7 +83,6 @@ class GroupedPlan(Plan):
         start.record()
         for launch in self._launches[index]:
             launch.run(on_device, self._status)
-            self._expected += launch.tiles
         stop.record()
         stop.synchronize()
         self._events.append((start, stop))

@@ -53,6 +53,7 @@ class TorchLaunch:
         source = boxed(address, move.rows, move.cols, move.source_stride, move.source_dtype)
         target = boxed(move.target, move.rows, move.cols, move.target_stride, move.target_dtype)
         status.tiles += self.tiles
+        status.started += self.tiles
         if not bool(torch.isfinite(source.float()).all()):
             status.bad = move.tag
             return
@@ -73,7 +74,7 @@ class FakeStatus:
 
     def reset(self) -> None:
         self.bad: int | None = None
-        self.tiles = 0
+        self.tiles = self.started = 0
 
     def read(self) -> tuple[int | None, int]:
         return self.bad, self.tiles

@@ -33,7 +33,6 @@ class DeviceBucket:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._device = device
         try:
             self._memory = DeviceMemory(nbytes, device.index)
         except CudaMemoryError as error:

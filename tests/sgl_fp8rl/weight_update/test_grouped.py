@@ -71,6 +71,7 @@ class FakeLaunch:
 
     def run(self, bases: torch.Tensor, status: Status) -> None:
         assert bases.dtype == torch.int64
+        status.started += self.tiles
         for move in self.moves:
             base = int(bases[move.segment])
             size = move.source_dtype.itemsize
