@@ -2,16 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sgl_fp8rl.numerics.moves import ACCESS, Move
+from sgl_fp8rl.numerics.moves import Move
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.plan import Run, SendPlan
 from trainer_bridge.transport.ipc import DeviceBucket
 from trainer_bridge.transport.memory import HostBucket
+
+if TYPE_CHECKING:
+    from sgl_fp8rl.numerics.kernels import Launch
 
 
 class Fill(Protocol):
@@ -22,6 +25,9 @@ class Fill(Protocol):
 
     def put(self, index: int, whole: torch.Tensor, part: int) -> None:
         """Lay a parameter's share of one part into the bucket."""
+
+    def complete(self, part: int) -> None:
+        """See to it that all that was put into a part is in the bucket, or on its way there."""
 
     def finish(self) -> None:
         """Hold that what was laid in is sound.
@@ -48,6 +54,9 @@ class CopyFill:
                 target = self._bucket.content[run.offset : stop].view(dtype)
                 target.copy_(flat[run.start : run.start + run.length])
 
+    def complete(self, part: int) -> None:
+        """It is there."""
+
     def finish(self) -> None:
         """The engine looks."""
 
@@ -55,13 +64,16 @@ class CopyFill:
 class QuantizeFill:
     """Writes codes and scales with the engine's own kernel: half of the bytes, the same ones.
 
+    What is resident waits until its part is complete, and then takes a launch for all of it. What
+    is gathered or copied first has a launch of its own, so that its memory can be given back.
+
     Args:
         dtype: the engine's, to which weights are rounded before they are quantized.
     """
 
     def __init__(self, plan: SendPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
         try:
-            from sgl_fp8rl.numerics.kernels import Launch, Status, compile_moves
+            from sgl_fp8rl.numerics.kernels import Status, compile_moves
         except ImportError as error:
             raise EngineError(
                 f"the trainer's GPU cannot quantize without Triton ({error}); pip install triton"
@@ -71,14 +83,15 @@ class QuantizeFill:
         tags = {name: tag for tag, name in enumerate(self._names)}
         self._device = bucket.content.device
         self._status = Status(self._device)
-        self._launches: list[dict[int, list[Launch]]] = []
-
+        self._resident = plan.resident
+        self._bases: list[int] = []
+        """Addresses of what is resident and waits."""
         address = bucket.content.data_ptr()
 
-        def moves(index: int, run: Run) -> Iterator[Move]:
+        def moves(segment: int, index: int, run: Run) -> Iterator[Move]:
             source, spec = plan.sources[index], plan.manifest.tensors[run.name]
             plain = Move(
-                segment=0,
+                segment=segment,
                 source=run.start * source.held_as.itemsize,
                 target=address + run.offset,
                 scales=0,
@@ -110,28 +123,39 @@ class QuantizeFill:
                     target_dtype=FP8_DTYPE,
                 )
 
-        for index, runs in enumerate(plan.runs):
-            by_part: dict[int, list[Run]] = defaultdict(list)
-            for run in runs:
-                by_part[run.part].append(run)
-            self._launches.append(
-                {
-                    part: compile_moves(
-                        (move for run in share for move in moves(index, run)), self._device, dtype
-                    )
-                    for part, share in by_part.items()
-                }
-            )
+        together: dict[int, list[Move]] = defaultdict(list)
+        alone: dict[tuple[int, int], list[Move]] = defaultdict(list)
+        puts: dict[int, int] = defaultdict(int)
+        for part, index in plan.turns:
+            runs = [run for run in plan.runs[index] if run.part == part]
+            if index in plan.resident:
+                for run in runs:
+                    together[part] += moves(puts[part], index, run)
+                puts[part] += 1
+            else:
+                for run in runs:
+                    alone[part, index] += moves(0, index, run)
+        self._together: dict[int, list[Launch]] = {
+            part: compile_moves(those, self._device, dtype) for part, those in together.items()
+        }
+        self._alone: dict[tuple[int, int], list[Launch]] = {
+            turn: compile_moves(those, self._device, dtype) for turn, those in alone.items()
+        }
 
     def begin(self) -> None:
         self._status.reset()
+        self._bases.clear()
 
     def put(self, index: int, whole: torch.Tensor, part: int) -> None:
-        if whole.data_ptr() % ACCESS:
-            whole = whole.clone()  # a view into a flat buffer may begin anywhere
-        base = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=self._device)
-        for launch in self._launches[index][part]:
-            launch.run(base, self._status)
+        if index in self._resident:
+            self._bases.append(whole.data_ptr())
+        else:
+            self._run(self._alone[part, index], [whole.data_ptr()])
+
+    def complete(self, part: int) -> None:
+        if self._bases:
+            self._run(self._together[part], self._bases)
+            self._bases.clear()
 
     def finish(self) -> None:
         bad, tiles = self._status.read()
@@ -142,3 +166,8 @@ class QuantizeFill:
             )
         if tiles != self._status.started:
             raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")
+
+    def _run(self, launches: "list[Launch]", bases: list[int]) -> None:
+        on_device = torch.tensor(bases, dtype=torch.int64).to(self._device)
+        for launch in launches:
+            launch.run(on_device, self._status)

@@ -10,7 +10,7 @@ from sgl_fp8rl.weight_update.manifest import ManifestError
 from trainer_bridge.engine_client import EngineClient, connect
 from trainer_bridge.fill import CopyFill, Fill, QuantizeFill
 from trainer_bridge.fsdp import Named, Source, sources
-from trainer_bridge.plan import SendPlan, Signature, can_be_mapped
+from trainer_bridge.plan import SendPlan, Signature, can_be_mapped, is_aligned
 from trainer_bridge.transport.ipc import DeviceBucket, Placement, place
 from trainer_bridge.transport.memory import HostBucket
 from trainer_bridge.transport.ranks import Ranks
@@ -68,10 +68,15 @@ class Link:
         Raises:
             ManifestError: the tensors cannot make an update.
         """
-        mapped = self._mapped(named, device)
+        readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
+        mapped = self._mapped(named, readable)
+        resident = [
+            is_readable and is_aligned(tensor)
+            for (_, tensor), is_readable in zip(named, readable, strict=True)
+        ]
         tensors = tuple(
-            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_mapped)
-            for (name, tensor), is_mapped in zip(named, mapped, strict=True)
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
+            for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
         )
         signature = family, device, tensors
         kept = self._plans.get(any(mapped))
@@ -81,7 +86,11 @@ class Link:
             quantized = set(self.layout()["fp8"]) if device is not None else set()
             part_bytes = self.layout()["bucket_bytes"] // 2
             plan = SendPlan(
-                sources_for(named, family, self.layout()), mapped, part_bytes, quantized
+                sources_for(named, family, self.layout()),
+                mapped,
+                part_bytes,
+                quantized,
+                [index for index, is_resident in enumerate(resident) if is_resident],
             )
         except ManifestError:
             self.ask_again()  # an engine at the same address may have a larger bucket next time
@@ -116,18 +125,17 @@ class Link:
             self._fill = plan, bucket, fill
         return self._fill[2]
 
-    def _mapped(self, named: Named, device: torch.device | None) -> list[bool]:
-        """Which parameters the engine may read in place, all on the GPU that is synchronised.
+    def _mapped(self, named: Named, readable: list[bool]) -> list[bool]:
+        """Which parameters the engine reads in place, all on the GPU that is synchronised.
 
         Those that lie where they lay at the last update: the engine keeps their memory open until
         the next one, so memory that a trainer frees meanwhile must not be among it.
         """
-        able = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
-        tensors = [tensor for (_, tensor), is_able in zip(named, able, strict=True) if is_able]
+        tensors = [tensor for (_, tensor), is_able in zip(named, readable, strict=True) if is_able]
         stays = bool(tensors) and self._placement is not None and self._placement.holds(tensors)
         if not stays:
             self._placement = place(tensors) if tensors else None
-        return [is_able and stays for is_able in able]
+        return [is_able and stays for is_able in readable]
 
     def _segments_message(self, plan: SendPlan) -> dict[str, Any]:
         assert self._placement is not None

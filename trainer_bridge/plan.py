@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from sgl_fp8rl.numerics.moves import ACCESS
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
 from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, WEIGHT_DTYPES, describe
 from sgl_fp8rl.weight_update.parts import Piece, cut_into_parts
 from trainer_bridge.fsdp import Source
 
 Signature = tuple[
-    str | None, torch.device | None, tuple[tuple[str, torch.dtype, torch.Size, bool, bool], ...]
+    str | None,
+    torch.device | None,
+    tuple[tuple[str, torch.dtype, torch.Size, bool, bool, bool], ...],
 ]
-"""Family and GPU; name, dtype, shape, whether sharded and whether mapped, of each parameter."""
+"""Family and GPU; name, dtype, shape, whether sharded, resident and mapped, of each parameter."""
 
 
 class Run(NamedTuple):
@@ -39,6 +42,7 @@ class SendPlan:
     Args:
         mapped: which sources the engine reads in place.
         quantized: HF tensors that are quantized on the way into the bucket.
+        resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
 
     Raises:
         ManifestError: a name comes twice, a dtype is none that an update carries, or the bucket is
@@ -51,9 +55,11 @@ class SendPlan:
         mapped: list[bool],
         part_bytes: int,
         quantized: Collection[str] = (),
+        resident: Collection[int] = (),
     ) -> None:
         self.sources = sources
         self.mapped = mapped
+        self.resident = frozenset(resident)
         self.offsets: dict[str, tuple[int, int]] = {}
         """(index of the source, bytes from its start) of each mapped HF tensor."""
         self.views: dict[str, tuple[int, torch.Tensor]] = {}
@@ -125,3 +131,8 @@ def can_be_mapped(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     known = tensor.dtype in WEIGHT_DTYPES or tensor.dtype == FP8_DTYPE
     return plain and known and tensor.is_cuda and tensor.is_contiguous()
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the kernel can take its address as a base; a view into a flat buffer may not be."""
+    return tensor.data_ptr() % ACCESS == 0

@@ -16,7 +16,7 @@ from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import NamedTensors, is_sharded, named_tensors
 from trainer_bridge.link import Link, gpu_of, link_to, sources_for
-from trainer_bridge.plan import SendPlan
+from trainer_bridge.plan import SendPlan, is_aligned
 from trainer_bridge.transport.ranks import Ranks
 
 T = TypeVar("T")
@@ -158,7 +158,10 @@ class _Session:
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
         assert self._fill is not None
-        self._read[index] = whole if self._device is None else whole.to(self._device)
+        if self._device is not None:
+            whole = whole.to(self._device)
+            whole = whole if is_aligned(whole) else whole.clone()
+        self._read[index] = whole
         turns = self._plan.turns
         while self._turn < len(turns) and turns[self._turn][1] in self._read:
             part, source = turns[self._turn]
@@ -210,6 +213,8 @@ class _Session:
         self._link.forget()
 
     def _send_part(self) -> None:
+        if self._fill is not None:
+            self._fill.complete(self._part)
         if self._in_flight == 1:
             self._wait_part()  # the other half must be free before it is filled
         if self._device is not None:

@@ -22,7 +22,7 @@ from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, ManifestError
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fill import QuantizeFill
 from trainer_bridge.fsdp import Named, sources
-from trainer_bridge.plan import SendPlan
+from trainer_bridge.plan import SendPlan, is_aligned
 from trainer_bridge.transport.ipc import DeviceBucket
 
 BF16 = torch.bfloat16
@@ -40,20 +40,25 @@ def boxed(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -
 
 
 class TorchLaunch:
-    """What a launch does with one box; a block that holds NaN is told to the status."""
+    """What a launch does with its boxes; a block that holds NaN is told to the status."""
 
-    def __init__(self, move: Move, dtype: torch.dtype) -> None:
-        self.move, self.dtype = move, dtype
-        self.tiles = 1
+    def __init__(self, moves: list[Move], dtype: torch.dtype) -> None:
+        self.moves, self.dtype = moves, dtype
+        self.runs = 0
 
     def run(self, bases: torch.Tensor, status: Any) -> None:
         assert not (bases % ACCESS).any(), "the kernel reads whole accesses from a base"
-        move, dtype = self.move, self.dtype
+        self.runs += 1
+        for move in self.moves:
+            self._run(move, bases, status)
+
+    def _run(self, move: Move, bases: torch.Tensor, status: Any) -> None:
+        dtype = self.dtype
         address = int(bases[move.segment]) + move.source
         source = boxed(address, move.rows, move.cols, move.source_stride, move.source_dtype)
         target = boxed(move.target, move.rows, move.cols, move.target_stride, move.target_dtype)
-        status.tiles += self.tiles
-        status.started += self.tiles
+        status.tiles += 1
+        status.started += 1
         if not bool(torch.isfinite(source.float()).all()):
             status.bad = move.tag
             return
@@ -83,7 +88,7 @@ class FakeStatus:
 def compile_in_torch(
     moves: Iterable[Move], device: torch.device, dtype: torch.dtype
 ) -> list[TorchLaunch]:
-    return [TorchLaunch(move, dtype) for move in moves]
+    return [TorchLaunch(list(moves), dtype)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,7 +115,9 @@ def replay(plan: SendPlan, named: Named) -> dict[str, torch.Tensor]:
     for number, part in enumerate(plan.parts):
         while turns and turns[0][0] == number:
             source = turns.pop(0)[1]
-            fill.put(source, plan.sources[source].read(named[source][1]), number)
+            whole = plan.sources[source].read(named[source][1])
+            fill.put(source, whole if is_aligned(whole) else whole.clone(), number)
+        fill.complete(number)
         for piece in part:
             rows = found[piece.name][slice(*piece.rows)] if specs[piece.name].shape else None
             target = found[piece.name] if rows is None else rows
@@ -128,8 +135,9 @@ SHAPES = st.one_of(
 
 
 @st.composite
-def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str]]:
-    """Parameters, their family, and the HF tensors that the engine keeps in FP8."""
+def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str], set[int]]:
+    """Parameters, their family, the HF tensors that the engine keeps in FP8, and the parameters
+    that are resident."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     family = draw(st.sampled_from(["qwen3_moe", "gpt_oss"]))
     named: Named = []
@@ -148,17 +156,17 @@ def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str]]:
         if view.dim() > 1
     )
     kept = draw(st.sets(st.sampled_from(matrices))) if matrices else set()
-    return named, family, kept
+    return named, family, kept, draw(st.sets(st.integers(0, len(named) - 1)))
 
 
 @given(trainers(), st.integers(1, 1000))
 def test_codes_and_scales_are_those_of_the_reference(
-    trainer: tuple[Named, str, set[str]], units: int
+    trainer: tuple[Named, str, set[str], set[int]], units: int
 ) -> None:
-    named, family, quantized = trainer
+    named, family, quantized, resident = trainer
     made = sources(named, family, BF16)
     try:
-        plan = SendPlan(made, [False] * len(named), 256 * units, quantized)
+        plan = SendPlan(made, [False] * len(named), 256 * units, quantized, resident)
     except ManifestError:
         reject()
     found = replay(plan, named)
@@ -174,8 +182,11 @@ def test_codes_and_scales_are_those_of_the_reference(
     assert not found
 
 
-def plan_of(named: Named, quantized: set[str], part_bytes: int = 1 << 16) -> SendPlan:
-    return SendPlan(sources(named, None, BF16), [False] * len(named), part_bytes, quantized)
+def plan_of(
+    named: Named, quantized: set[str], part_bytes: int = 1 << 16, resident: tuple[int, ...] = ()
+) -> SendPlan:
+    unmapped = [False] * len(named)
+    return SendPlan(sources(named, None, BF16), unmapped, part_bytes, quantized, resident)
 
 
 def test_half_of_the_bytes_are_sent() -> None:
@@ -208,6 +219,38 @@ def test_a_parameter_may_begin_anywhere(start: int) -> None:
     assert torch.equal(found["v"], named[1][1])
 
 
+def test_what_is_resident_takes_one_launch_a_part() -> None:
+    """And what is gathered one of its own, before the next is gathered."""
+    named = [(f"w{number}", torch.randn(128, 128).to(BF16)) for number in range(6)]
+    plan = plan_of(named, {name for name, _ in named}, 1 << 16, resident=(0, 1, 2, 5))
+    assert len(plan.parts) > 1
+    bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
+    fill = fill_of(plan, bucket)
+    for number in range(len(plan.parts)):
+        mine = [source for part, source in plan.turns if part == number]
+        for source in mine:
+            started = cast(Any, fill)._status.started
+            fill.put(source, named[source][1], number)
+            assert (cast(Any, fill)._status.started > started) == (source not in plan.resident)
+        fill.complete(number)
+        launches = cast(Any, fill)._together.get(number, [])
+        assert [launch.runs for launch in launches] == [1] * any(s in plan.resident for s in mine)
+    fill.finish()
+
+
+def test_what_was_put_before_a_failure_is_forgotten() -> None:
+    named = [("v", torch.ones(128, 128, dtype=BF16)), ("w", torch.ones(128, 128, dtype=BF16))]
+    plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
+    bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
+    fill = fill_of(plan, bucket)
+    fill.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
+    fill.begin()
+    for part, source in plan.turns:
+        fill.put(source, named[source][1], part)
+    fill.complete(0)
+    fill.finish()
+
+
 def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
     bucket = torch.zeros(2 * plan.manifest.part_bytes, dtype=torch.uint8)
@@ -236,6 +279,7 @@ def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
         fill.begin()
         for part, source in plan.turns:
             fill.put(source, named[source][1], part)
+            fill.complete(part)
         if healthy:
             fill.finish()
         else:
