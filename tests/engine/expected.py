@@ -33,7 +33,7 @@ def digests(checkpoint: Path, tp_size: int) -> list[dict[str, str]]:
     }
     bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
     return [
-        {name: _sha256(array) for name, array in _parameters(fp8, bf16, rank, tp_size).items()}
+        {name: _sha256(array) for name, array in parameters_of(fp8, bf16, rank, tp_size).items()}
         for rank in range(tp_size)
     ]
 
@@ -42,9 +42,11 @@ def _sha256(array: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
-def _parameters(
+def parameters_of(
     fp8: dict[str, Pair], bf16: dict[str, Array], rank: int, tp_size: int
 ) -> dict[str, Array]:
+    """What each parameter of a rank holds, from whole codes and scales and bits of BF16."""
+
     def rows(name: str) -> Pair:
         return tuple(np.split(array, tp_size, axis=0)[rank] for array in fp8[f"{name}_proj.weight"])
 

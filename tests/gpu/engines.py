@@ -27,7 +27,7 @@ FLAGS: dict[str, Any] = {
     "cuda_graph_max_bs_decode": MAX_BATCH,
     "max_running_requests": MAX_BATCH,
     # The KV cache is bounded by max_total_tokens; several engines share the device.
-    "mem_fraction_static": 0.3,
+    "mem_fraction_static": 0.6,
     "skip_server_warmup": True,
     # A projection of the dense shape is larger than half of it, so it is split.
     "fp8rl_bucket_bytes": BUCKET_BYTES,
@@ -138,10 +138,15 @@ def _prompts(size: int) -> list[list[int]]:
     return torch.randint(4096, (size, PROMPT_TOKENS), generator=random).tolist()
 
 
+def digests_of(engine: EngineClient | EngineProcess) -> list[Digest]:
+    """Of each rank."""
+    return engine.control({"op": "digest"})["ranks"]  # type: ignore[no-any-return]
+
+
 def digest_of(engine: EngineClient | EngineProcess) -> Digest:
     """Of the only rank."""
-    (rank,) = engine.control({"op": "digest"})["ranks"]
-    return rank  # type: ignore[no-any-return]
+    (rank,) = digests_of(engine)
+    return rank
 
 
 def sha256(digest: Digest) -> dict[str, str]:

@@ -56,8 +56,8 @@ KINDS = ("in place", "in place", "in place", "codes", "new tensors")
 """How the trainer holds each version: BF16 that stays where it is; FP8 codes and scales; BF16 in
 memory that the engine has not seen."""
 UPDATES = len(KINDS)
-FRESH = (1, UPDATES)
-"""The versions that are compared with a fresh engine: the first update, and the last of a row."""
+FRESH = tuple(range(1, UPDATES + 1))
+"""The versions that are compared with a fresh engine."""
 RECLAIM_S = 30.0
 """Within this the driver gives back a killed process's memory; it takes well below a second."""
 

@@ -1,0 +1,128 @@
+"""Tensor parallel over two GPUs: a trainer on one of them reaches the rank on the other too."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from tests.engine.harness import Server
+from tests.gpu.engines import (
+    Answers,
+    digests_of,
+    sha256,
+    start_engine,
+    start_server,
+    storage,
+    together,
+    update,
+)
+from tests.gpu.policies import (
+    DENSE,
+    MOE,
+    Shape,
+    codes_and_scales,
+    draw,
+    reference_digests,
+    shared_folder,
+    write_checkpoint,
+)
+from tests.gpu.trainers import Trainer
+from trainer_bridge.update import UpdateResult
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+TP = 2
+SIZES = [1, 3, 8]
+# All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
+# shared with others may not allow.
+FLAGS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A server that was updated to each policy in turn, and what a fresh engine says of the last.
+
+    Policy ``n`` is drawn with seed ``n``.
+    """
+
+    held: list[list[dict[str, str]]]
+    """SHA-256 of each parameter, by rank, at the start and after each update."""
+    wanted: list[list[dict[str, str]]]
+    moved: list[int]
+    """Parameters of any rank that lay elsewhere after an update."""
+    answers: list[Answers]
+    results: dict[str, UpdateResult]
+    fresh: Answers
+
+
+@pytest.fixture(scope="module", params=[DENSE, MOE], ids=lambda shape: shape.name)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    shape: Shape = request.param
+    logs = tmp_path_factory.mktemp(f"{shape.name}-tp{TP}")
+    last = 5
+    with shared_folder() as folder:
+        first, final = (write_checkpoint(shape, draw(shape, n), folder / str(n)) for n in (0, last))
+        with together(
+            partial(start_server, logs / "server.log", first, tp_size=TP, **FLAGS),
+            partial(start_engine, logs / "fresh.log", final, tp_size=TP, **FLAGS),
+        ) as (server, fresh):
+            yield _update(shape, server, Answers.of(fresh, SIZES))
+
+
+def _update(shape: Shape, server: Server, fresh: Answers) -> Run:
+    digests = [digests_of(server)]
+    answers = [Answers.of(server, SIZES)]
+    trainer = Trainer(shape)
+    results: dict[str, UpdateResult] = {}
+    elsewhere = {name: t.to("cuda:1") for name, t in draw(shape, 4).items()}
+    sends = {
+        "bucket": lambda: trainer.become(draw(shape, 1)),
+        "mapped": lambda: trainer.become(draw(shape, 2)),
+        "codes": lambda: codes_and_scales(draw(shape, 3)),
+        "other GPU": lambda: elsewhere,
+        "new tensors": lambda: draw(shape, 5),
+    }
+    for name, tensors in sends.items():
+        results[name] = update(server, tensors())
+        if name == "other GPU":
+            results["other GPU, mapped"] = update(server, elsewhere)
+        digests.append(digests_of(server))
+        answers.append(Answers.of(server, SIZES))
+    wanted = [
+        [reference_digests(draw(shape, n), rank, TP) for rank in range(TP)]
+        for n in range(len(digests))
+    ]
+    moved = [
+        sum(storage(now)[name] != spot for name, spot in storage(at_first).items())
+        for ranks in digests[1:]
+        for at_first, now in zip(digests[0], ranks, strict=True)
+    ]
+    held = [[sha256(rank) for rank in ranks] for ranks in digests]
+    return Run(held, wanted, moved, answers, results, fresh)
+
+
+def test_every_byte_of_both_ranks_is_the_reference(run: Run) -> None:
+    for version, (held, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
+        assert held == wanted, f"after update {version}"
+    assert run.held[0][0] != run.held[0][1]
+
+
+def test_nothing_moved(run: Run) -> None:
+    assert run.moved == [0] * len(run.moved)
+
+
+def test_a_fresh_engine_answers_the_same(run: Run) -> None:
+    assert run.answers[-1].logprobs == run.fresh.logprobs
+    for before in run.answers[:-1]:
+        assert before.logprobs != run.fresh.logprobs
+
+
+def test_what_stays_in_place_is_read_in_place(run: Run) -> None:
+    """By the rank on the other GPU too."""
+    mapped = {name for name, result in run.results.items() if result.mapped_bytes > 0}
+    assert mapped == {"mapped", "other GPU, mapped"}
