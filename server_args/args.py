@@ -19,7 +19,7 @@ ENV_PREFIX = "FP8RL_"
 FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
 """Bytes. A bucket has two halves and each must keep 256-byte alignment, which CUDA gives."""
-KV_SCHEMES = ("unit",)
+KV_SCHEMES = ("engine", "trainer", "unit")
 QUARANTINE_POLICIES = ("reject",)
 LISTEN_SCOPES = ("loopback", "any")
 
@@ -31,6 +31,12 @@ def _option(help_: str, parse: Callable[[str], object] = str) -> dict[str, objec
 
 def _parse_patterns(text: str) -> tuple[str, ...]:
     return tuple(text.split())
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1")
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,23 @@ class Fp8RLServerArgs:
     In text form they are separated by spaces, since a regex may hold commas.
     """
     kv_scheme: str = field(
-        default="unit", metadata=_option(f"scales of an FP8 KV cache: {', '.join(KV_SCHEMES)}")
+        default="engine",
+        metadata=_option(f"FP8 KV scales of an update without: {', '.join(KV_SCHEMES)}"),
     )
-    """Where the scales of an FP8 KV cache come from; default ``"unit"``: every scale is 1."""
+    """Where the scales of an FP8 KV cache come from when an update brings none.
+
+    Default ``"engine"``: measured on the first prefill after it. ``"trainer"``: such an update is
+    refused. ``"unit"``: every scale is 1. What an update does bring is used under each.
+    """
+    kv_per_head: bool = field(
+        default=False,
+        metadata=_option("a scale for each KV head, not one for each layer", _parse_bool),
+    )
+    """Whether a head has a scale of its own: its layer's, times a power of two up to 1."""
+    kv_scales: str | None = field(
+        default=None, metadata=_option("JSON file of FP8 KV scales to start with")
+    )
+    """JSON file with the scales to start with, as the control message ``kv`` returns them."""
     tune_cache: str = field(
         default="~/.cache/sgl-fp8rl",
         metadata=_option("folder of measured kernel choices"),
@@ -117,6 +137,10 @@ class Fp8RLServerArgs:
             except ValueError as error:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
+        if not isinstance(self.kv_per_head, bool):
+            raise _invalid("kv_per_head", f"must be True or False, not {self.kv_per_head!r}")
+        if self.kv_scales is not None and not self.kv_scales.strip():
+            raise _invalid("kv_scales", "must name a file")
         _check_choice("quarantine", self.quarantine, QUARANTINE_POLICIES)
         _check_choice("listen", self.listen, LISTEN_SCOPES)
         if not self.tune_cache.strip():
@@ -156,12 +180,15 @@ class Fp8RLServerArgs:
         """Add one ``--fp8rl-*`` flag for each field; a flag not given leaves no attribute."""
         group = parser.add_argument_group("FP8 rollouts (sgl-fp8rl)")
         for option in fields(cls):
+            # a switch may stand alone
+            alone = {"nargs": "?", "const": "true"} if option.type is bool else {}
             group.add_argument(
                 flag_name(option.name),
                 dest=_dest(option.name),
                 default=SUPPRESS,
                 metavar=option.name.upper(),
                 help=option.metadata["help"],
+                **alone,  # type: ignore[arg-type]
             )
 
     @classmethod

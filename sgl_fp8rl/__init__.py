@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from server_args import Fp8RLServerArgs
-    from trainer_bridge import correct, rollout, update
+    from trainer_bridge import KVCalibrator, correct, rollout, update
 
     __version__: str
 
-__all__ = ["Fp8RLServerArgs", "__version__", "correct", "rollout", "update"]
+__all__ = ["Fp8RLServerArgs", "KVCalibrator", "__version__", "correct", "rollout", "update"]
 
 _HOMES = {
     "Fp8RLServerArgs": "server_args",
+    "KVCalibrator": "trainer_bridge",
     "correct": "trainer_bridge",
     "rollout": "trainer_bridge",
     "update": "trainer_bridge",

@@ -5,6 +5,7 @@ symbol that an SGLang version moved or dropped ends in one error that names both
 """
 
 import importlib
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -32,6 +33,11 @@ SYMBOLS = {
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
     "get_schedule": "sglang.srt.runtime_context:get_schedule",
+    # KV cache
+    "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
+    "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
+    "HEALTH_CHECK_RID_PREFIX": "sglang.srt.constants:HEALTH_CHECK_RID_PREFIX",
+    "get_model_args": "sglang.srt.runtime_context:get_model",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
@@ -43,6 +49,9 @@ SYMBOLS = {
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "http_app": "sglang.srt.entrypoints.http_server:app",
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
+    "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
+    "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
+    "CLIP_MAX_NEW_TOKENS": "sglang.srt.managers.schedule_policy:CLIP_MAX_NEW_TOKENS",
     "RpcReqInput": "sglang.srt.managers.io_struct:RpcReqInput",
     "RpcReqOutput": "sglang.srt.managers.io_struct:RpcReqOutput",
     "sock_send": "sglang.srt.managers.io_struct:sock_send",
@@ -86,6 +95,22 @@ HOOK_TARGETS |= {
     "release_memory": f"{_UPDATER}.release_memory_occupation",
     "resume_memory": f"{_UPDATER}.resume_memory_occupation",
 }
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+HOOK_TARGETS |= {
+    "forward": f"{_RUNNER}.forward",
+    "init_attention_backends": f"{_RUNNER}.init_attention_backends",
+    "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    ".configure",
+    "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+}
+_ATTENTION = "sglang.srt.layers.attention"
+# Wrapped where they serve an FP8 KV cache: importing FlashInfer takes seconds.
+ATTENTION_BACKENDS = {
+    "torch_native": f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
+    "flashinfer": f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
+    "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
+}
+"""Class by SGLang's name of the backend."""
 _WARMUP = "sglang.srt.layers.deep_gemm_wrapper.compile_utils"
 # Called, read or set, not wrapped.
 METHODS = (
@@ -93,6 +118,9 @@ METHODS = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
     "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+    "sglang.srt.managers.scheduler.Scheduler.abort_request",
+    "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+    "sglang.srt.managers.scheduler.Scheduler.continue_generation",
     "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
     "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled",
@@ -161,14 +189,14 @@ def check_symbols() -> list[tuple[str, bool]]:
     return checked
 
 
-def check_hooks() -> None:
+def check_hooks(targets: Collection[str] = (*HOOK_TARGETS.values(), *STOCK_UPDATES)) -> None:
     """Hold that every hook is in place: SGLang logs and forgets one that it cannot apply.
 
     Raises:
         IncompatibleSGLangError: a hook is not.
     """
     applied = _look_up(SYMBOLS["HookRegistry"])._patched
-    missing = sorted({*HOOK_TARGETS.values(), *STOCK_UPDATES} - applied)
+    missing = sorted({*targets} - applied)
     if missing:
         raise IncompatibleSGLangError(
             f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"

@@ -6,6 +6,8 @@ no CUDA device, no other platform plugin, SGLANG_USE_CPU_ENGINE unset.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -38,9 +40,19 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
     """A plain CPU as an out-of-tree SGLang platform."""
 
     _enum = compat.PlatformEnum.OOT
+    _makes_pools = False
 
     def is_cpu(self) -> bool:
-        return True
+        return not self._makes_pools
+
+    @contextmanager
+    def making_pools(self) -> Iterator[None]:
+        """While SGLang makes its KV pools: ours are plain ones, as on a GPU."""
+        self._makes_pools = True
+        try:
+            yield
+        finally:
+            self._makes_pools = False
 
     def get_device(self, device_id: int | None = 0) -> Any:
         return "cpu"  # SGLang's argument handling splits it as a string
@@ -86,6 +98,15 @@ def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any
     if page_size != 1:
         raise ValueError(f"the CPU platform keeps pages of one token; drop --page-size {page_size}")
     return compat.TokenToKVPoolAllocator(size, *args, **kwargs)
+
+
+def without_amx(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """AROUND ``KVCacheConfigurator.configure``: from 0.5.23 on SGLang has a CPU's FP8 KV cache
+    served by kernels that need AMX, and refuses it elsewhere."""
+    if not is_active():
+        return original(configurator, **kwargs)
+    with compat.current_platform.making_pools():
+        return original(configurator, **kwargs)
 
 
 def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:

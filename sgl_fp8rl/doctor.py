@@ -181,6 +181,18 @@ def check_device() -> Iterator[Check]:
             yield Check(label, "ok", f"{name}: FP8 tensor cores")
 
 
+def check_kv_cache() -> Iterator[Check]:
+    """Which attention backends ``--kv-cache-dtype fp8_e4m3`` would get here."""
+    backends = importlib.import_module("sgl_fp8rl.kv_cache.backends")
+    chosen = backends.choose({}, backends.capability())
+    both = chosen["attention_backend"]
+    decode = chosen.get("decode_attention_backend", both)
+    prefill = chosen.get("prefill_attention_backend", both)
+    yield Check(
+        "FP8 KV cache", "ok", f"prefill {prefill}, decode {decode}: {backends.REASONS[decode]}"
+    )
+
+
 def _cpu_platform() -> Check:
     if _version("sglang") is None:
         return Check("device", "ok", "no CUDA GPU: FP8 arithmetic by the torch reference")
@@ -260,6 +272,7 @@ PROBES: dict[str, Callable[[], Iterator[Check]]] = {
     "entry points": check_entry_points,
     "quantization fp8rl": check_registration,
     "device": check_device,
+    "FP8 KV cache": check_kv_cache,
     "packages": check_shadowing,
     "environment": check_environment,
     "numerics": check_numerics,

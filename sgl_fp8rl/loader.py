@@ -15,7 +15,10 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.plugin import NAME
+from sgl_fp8rl.kv_cache import backends
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.kv_cache.scales import attach as attach_layers
+from sgl_fp8rl.plugin import NAME, wrap_attention
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.local import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
@@ -45,12 +48,14 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights_and_postprocess(self, model: nn.Module, _: Any, target_device: Any) -> None:
         """Replaces the base's static method, and its reader, which holds whole shards in memory."""
-        engine_weights = EngineWeights(model, self._model_config.dtype)
+        kv = attach_kv_scales(model, self._model_config)
+        engine_weights = EngineWeights(model, self._model_config.dtype, kv)
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
         part_bytes = Fp8RLServerArgs.from_env().bucket_bytes // 2
         self._load(engine_weights, read_manifest(files, part_bytes), read_tensors(files))
+        load_kv_scales(kv)
         postprocess(model)
         engine_weights.check_addresses()
         report(model)
@@ -61,7 +66,8 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         manifest: Manifest,
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
-        engine_weights.table = record(engine_weights.model, shapes_of(manifest))
+        kv_scales = engine_weights.kv_scales_in(manifest)
+        engine_weights.table = record(engine_weights.model, shapes_of(manifest, kv_scales))
         skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
@@ -106,11 +112,87 @@ class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
 
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         model = super().load_model(model_config=model_config, device_config=device_config)
-        weights = EngineWeights(model, model_config.dtype)
+        kv = attach_kv_scales(model, model_config)
+        load_kv_scales(kv)
+        weights = EngineWeights(model, model_config.dtype, kv)
         weights.quarantine("the engine was started with dummy weights; send a complete update")
         attach(model, weights)
         report(model)
         return model  # type: ignore[no-any-return]
+
+
+def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
+    """Give a model with an FP8 KV cache its scales, all 1, or return None where it is not FP8.
+
+    Raises:
+        ValueError: an attention layer that does more than our hooks know.
+    """
+    if compat.get_model_args().kv_cache_dtype != backends.FP8_KV:
+        return None
+    if model_config.is_hybrid_swa:
+        raise ValueError(
+            "quantization fp8rl cannot scale the FP8 KV cache of a model whose sliding-window "
+            "layers have a pool of their own yet; start it without --kv-cache-dtype"
+        )
+    layers = [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
+    for layer in layers:
+        if (
+            layer.attn_type != compat.AttentionType.DECODER
+            or layer.is_cross_attention
+            or layer.qk_head_dim != layer.v_head_dim
+        ):
+            raise ValueError(
+                f"quantization fp8rl cannot scale the FP8 KV cache of attention layer "
+                f"{layer.layer_id} yet: it is no plain decoder attention; start the model without "
+                f"--kv-cache-dtype"
+            )
+    group, options = compat.get_tp_group(), Fp8RLServerArgs.from_env()
+    total = model_config.get_total_num_kv_heads()
+    heads = Heads.of(total, group.rank_in_group, group.world_size)
+    by_id = {layer.layer_id: layer for layer in layers}
+    if not layers or {layer.tp_k_head_num for layer in layers} != {heads.count}:
+        raise ValueError(
+            f"quantization fp8rl expects {heads.count} KV heads on this rank in every attention "
+            f"layer to scale an FP8 KV cache; start the model without --kv-cache-dtype"
+        )
+    scales = KVScales(
+        [by_id[i].scaling * by_id[i].qk_head_dim ** 0.5 for i in sorted(by_id)],
+        heads,
+        options.kv_scheme,
+        options.kv_per_head,
+        next(model.parameters()).device,
+    )
+    scales.elements = [heads.count * by_id[i].qk_head_dim for i in sorted(by_id)]
+    attach_layers(scales, model, layers)
+    return scales
+
+
+def load_kv_scales(scales: KVScales | None) -> None:
+    """Start with the scales of the option ``kv_scales``, which win over a checkpoint's."""
+    path = Fp8RLServerArgs.from_env().kv_scales
+    if scales is not None and path is not None:
+        scales.load(path)
+
+
+def check_kv_cache(original: Any, runner: Any) -> None:
+    """AROUND ``ModelRunner.init_attention_backends``: hold and wrap what really serves the cache.
+
+    Raises:
+        ValueError: a backend or a pool that our hooks do not reach.
+    """
+    original(runner)
+    if getattr(runner.model, "fp8rl_kv", None) is None:
+        return
+    prefill, decode = runner.prefill_attention_backend_str, runner.decode_attention_backend_str
+    backends.check(prefill, decode, backends.capability())
+    pool = runner.token_to_kv_pool
+    if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
+            f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
+        )
+    wrap_attention(prefill, decode)
+    backends.log(prefill, decode, runner.page_size)
 
 
 def choose_loader(original: Any, load_config: Any, model_config: Any = None) -> Any:

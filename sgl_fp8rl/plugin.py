@@ -10,13 +10,15 @@ import multiprocessing
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from server_args import Fp8RLServerArgs, env_name, parse
 from sgl_fp8rl import compat
+from sgl_fp8rl.kv_cache import backends
+from sgl_fp8rl.kv_cache.scales import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def _register() -> None:
 
     from sgl_fp8rl import cpu_platform, loader, quant_config
     from sgl_fp8rl.gemm import warmup
+    from sgl_fp8rl.kv_cache import calibrate, probes
     from sgl_fp8rl.weight_update import control, scheduler
 
     if NAME in compat.QUANTIZATION_METHODS:
@@ -66,6 +69,10 @@ def _register() -> None:
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "pad_for_amx": loader.without_padding,
         "precompile_kernels": warmup.warm_up,
+        "configure_kv_cache": cpu_platform.without_amx,
+        "init_attention_backends": loader.check_kv_cache,
+        "forward": calibrate.watch_forward,
+        "generate_request": probes.name_warm_up,
         "sample": scheduler.stamp_version,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,
@@ -82,30 +89,81 @@ def _register() -> None:
         compat.HookRegistry.register(target, hook, around)
 
 
+def wrap_attention(prefill: str, decode: str) -> None:
+    """Put our hooks around the attention backends that serve an FP8 KV cache in this process.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has not what is wrapped.
+    """
+    from sgl_fp8rl.kv_cache import attention
+
+    decoding = attention.xqa_decode if decode == backends.XQA else attention.folded_decode
+    hooks = {
+        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": attention.folded_extend,
+        f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
+    }
+    for target, hook in hooks.items():
+        if target not in compat.HookRegistry._patched:
+            compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
+    compat.HookRegistry.apply_hooks()
+    compat.check_hooks(hooks)
+
+
 def take_our_flags(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
     try:
         options, rest = parse(argv)
+        given = _given(rest)
+        for name, value in _for_fp8_kv(given).items():
+            rest += [f"--{name.replace('_', '-')}", str(value)]
     except ValueError as error:
         sys.exit(f"sgl-fp8rl: {error}")
-    if _starts_with_dummy_weights(rest):
+    if given["quantization"] == NAME and given["load_format"] == "dummy":
         rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
     server_args = original(rest)
     if server_args.quantization == NAME:
         os.environ.update(options.to_env())
         try:
             refuse_layout(server_args)
+            refuse_kv_cache(server_args, options)
         except ValueError as error:
             sys.exit(f"sgl-fp8rl: {error}")
     return server_args
 
 
-def _starts_with_dummy_weights(argv: list[str]) -> bool:
+_LOOKED_AT = ("quantization", "load_format", "kv_cache_dtype", *backends.ARGUMENTS)
+"""Arguments of SGLang that we read before it does."""
+
+
+def _given(argv: list[str]) -> dict[str, Any]:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--quantization")
-    parser.add_argument("--load-format")
-    known, _ = parser.parse_known_args(argv)
-    return bool(known.quantization == NAME and known.load_format == "dummy")
+    for name in _LOOKED_AT:
+        kind = int if name == "page_size" else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    return vars(parser.parse_known_args(argv)[0])
+
+
+def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
+    """The arguments that an FP8 KV cache needs beside those given.
+
+    Raises:
+        ValueError: what was given cannot honour KV scales here.
+    """
+    if given.get("quantization") != NAME or not backends.check_dtype(given.get("kv_cache_dtype")):
+        return {}
+    return backends.choose(given, backends.capability())
+
+
+def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
+    """Refuse a KV cache that could not be scaled, and scales that cannot be read.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if backends.check_dtype(server_args.kv_cache_dtype):
+        backends.check_resolved(server_args, options.kv_scheme)
+        if options.kv_scales is not None:
+            read_file(options.kv_scales)
 
 
 def take_our_keywords(**keywords: Any) -> Any:
@@ -120,9 +178,10 @@ def take_our_keywords(**keywords: Any) -> Any:
     if unknown:
         raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is no option of sgl-fp8rl")
     _export(replace(Fp8RLServerArgs.from_env(), **options), options)
-    server_args = compat.ServerArgs(**keywords)
+    server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
     if server_args.quantization == NAME:
         refuse_layout(server_args)
+        refuse_kv_cache(server_args, Fp8RLServerArgs.from_env())
     return server_args
 
 

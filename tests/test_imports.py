@@ -43,6 +43,7 @@ def test_sgl_fp8rl_loads_neither_torch_nor_sglang() -> None:
         ("update", "trainer_bridge"),
         ("rollout", "trainer_bridge"),
         ("correct", "trainer_bridge"),
+        ("KVCalibrator", "trainer_bridge"),
         ("Fp8RLServerArgs", "server_args"),
     ],
 )

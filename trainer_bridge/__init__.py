@@ -3,8 +3,16 @@
 >>> trainer_bridge.update(model, engine, version=step)
 >>> rollout = trainer_bridge.rollout(engine, prompts, sampling)
 >>> correction = trainer_bridge.correct(rollout, trainer_logprobs)
+
+For an FP8 KV cache, scales that follow the policy:
+
+>>> calibrator = trainer_bridge.KVCalibrator.of(model)
+>>> with calibrator.watch(model):
+...     logits = model(tokens).logits
+>>> trainer_bridge.update(model, engine, version=step, kv_scales=calibrator.scales())
 """
 
+from trainer_bridge.calibrate import KVCalibrator
 from trainer_bridge.correction import Correction, correct, mismatch_metrics
 from trainer_bridge.engine_client import EngineError, connect
 from trainer_bridge.rollout import Rollout, rollout
@@ -13,6 +21,7 @@ from trainer_bridge.update import UpdateResult, update
 __all__ = [
     "Correction",
     "EngineError",
+    "KVCalibrator",
     "Rollout",
     "UpdateResult",
     "connect",

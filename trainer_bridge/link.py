@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.kv_cache.names import KV_SCALES, ROWS
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from trainer_bridge.engine_client import EngineClient, connect
 from trainer_bridge.fill import CopyFill, Fill, QuantizeFill
@@ -24,7 +25,8 @@ class Link:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         self._layout: dict[str, Any] | None = None
-        self._plans: dict[bool, tuple[Signature, SendPlan]] = {}
+        self._plans: dict[tuple[bool, bool], tuple[Signature, SendPlan]] = {}
+        self._kv_scales: torch.Tensor | None = None
         self._bucket: Bucket | None = None
         self._placement: Placement | None = None
         self._fill: tuple[SendPlan, Bucket, Fill] | None = None
@@ -57,6 +59,26 @@ class Link:
         self._layout = None
         self._plans.clear()
 
+    def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
+        """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
+
+        So they are read in place where the weights are, and are new at each step all the same.
+
+        Raises:
+            ManifestError: the engine has no FP8 KV cache, or one of other layers or heads.
+        """
+        try:
+            _check_kv_scales(scales, self.layout().get("kv_cache"))
+        except ManifestError:
+            self.ask_again()  # an engine at the same address may have an FP8 KV cache next time
+            raise
+        if device is None:
+            return scales  # type: ignore[no-any-return]
+        kept = self._kv_scales
+        if kept is None or kept.device != device or kept.shape != scales.shape:
+            kept = self._kv_scales = torch.empty(scales.shape, device=device)
+        return kept.copy_(scales.detach())
+
     def plan(self, named: Named, family: str | None, device: torch.device | None) -> SendPlan:
         """The plan for these tensors, made anew where anything but values changed.
 
@@ -79,7 +101,8 @@ class Link:
             for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
         )
         signature = family, device, tensors
-        kept = self._plans.get(any(mapped))
+        way = any(mapped), KV_SCALES in (name for name, _ in named)
+        kept = self._plans.get(way)
         if kept is not None and kept[0] == signature:
             return kept[1]
         try:
@@ -95,7 +118,7 @@ class Link:
         except ManifestError:
             self.ask_again()  # an engine at the same address may have a larger bucket next time
             raise
-        self._plans[any(mapped)] = (signature, plan)
+        self._plans[way] = (signature, plan)
         return plan
 
     def share(self, ranks: Ranks, plan: SendPlan, device: torch.device | None) -> Fill | None:
@@ -129,12 +152,20 @@ class Link:
         """Which parameters the engine reads in place, all on the GPU that is synchronised.
 
         Those that lie where they lay at the last update: the engine keeps their memory open until
-        the next one, so memory that a trainer frees meanwhile must not be among it.
+        the next one, so memory that a trainer frees meanwhile must not be among it. KV scales come
+        last, have their place also in an update without them, and are no reason to map anything.
         """
-        tensors = [tensor for (_, tensor), is_able in zip(named, readable, strict=True) if is_able]
-        stays = bool(tensors) and self._placement is not None and self._placement.holds(tensors)
+        weights = [
+            tensor
+            for (_, tensor), is_able in zip(named, readable, strict=True)
+            if is_able and tensor is not self._kv_scales
+        ]
+        tensors, scales = weights, self._kv_scales
+        if weights and scales is not None and scales.device == weights[0].device:
+            tensors = [*weights, scales]
+        stays = bool(weights) and self._placement is not None and self._placement.holds(tensors)
         if not stays:
-            self._placement = place(tensors) if tensors else None
+            self._placement = place(tensors) if weights else None
         return [is_able and stays for is_able in readable]
 
     def _segments_message(self, plan: SendPlan) -> dict[str, Any]:
@@ -164,7 +195,8 @@ class Link:
 
 def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
     """How to read these tensors for an engine of this layout."""
-    return sources(named, family, getattr(torch, layout["dtype"]), layout["fp32"])
+    as_they_are = [*layout["fp32"], KV_SCALES]
+    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
 
 
 def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
@@ -175,6 +207,26 @@ def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
         if tensor.is_cuda:
             return torch.device("cuda", tensor.device.index)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
+    if kv_cache is None:
+        raise ManifestError(
+            "kv_scales are for an FP8 KV cache, and the engine has none; start it with "
+            "--kv-cache-dtype fp8_e4m3, or update it without kv_scales"
+        )
+    shape = kv_cache["layers"], len(ROWS), kv_cache["kv_heads"]
+    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
+        found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise ManifestError(f"kv_scales is {found}; give an FP32 tensor of shape {shape}")
+    if scales.shape != shape:
+        raise ManifestError(
+            f"kv_scales has shape {tuple(scales.shape)}, and the engine's KV cache {shape}; "
+            f"calibrate the model that it serves, with [layers, {len(ROWS)}, KV heads]"
+        )
+    values = scales.detach().cpu()
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        raise ManifestError("kv_scales holds what is no positive number; calibrate again")
 
 
 _links: dict[tuple[str, str | None], Link] = {}

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.weight_update.manifest import check_version
+from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.weight_update.manifest import ABORT, check_in_flight, check_version
 from sgl_fp8rl.weight_update.wire import FAULTS
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
@@ -42,15 +43,20 @@ class UpdateResult:
 
 
 def update(
-    model_or_named_tensors: nn.Module | NamedTensors, engine: Any, *, version: int
+    model_or_named_tensors: nn.Module | NamedTensors,
+    engine: Any,
+    *,
+    version: int,
+    kv_scales: torch.Tensor | None = None,
+    in_flight: str = ABORT,
 ) -> UpdateResult:
     """Stream weights into a running engine and commit them as policy ``version``.
 
-    Requests that are running are aborted and come back with what they have; new ones wait for the
-    end of the update. Parameters on a GPU that lie where they lay at the last update are read in
-    place; others pass through a bucket, quantized by the trainer's GPU where it has one. If
-    anything fails after the first write, the engine refuses to generate until a later update is
-    complete.
+    Requests that are running are aborted, finished or retracted, as ``in_flight`` says; new ones
+    wait for the end of the update. Parameters on a GPU that lie where they lay at the last update
+    are read in place; others pass through a bucket, quantized by the trainer's GPU where it has
+    one. If anything fails after the first write, the engine refuses to generate until a later
+    update is complete.
 
     Args:
         model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
@@ -59,16 +65,26 @@ def update(
         engine: an ``sgl.Engine`` or an ``http://`` address. With FSDP2 every rank calls, and only
             rank 0's engine is used; the others pass None.
         version: a whole number, greater than the engine's version.
+        in_flight: what becomes of requests in flight. ``"abort"``: they come back with what they
+            have. ``"finish"``: the update begins at their end; it is refused where that takes
+            longer than 570 s. ``"retract"``: they wait with what they have
+            and go on under the new version, whose weights prefill prompt and tokens again; each
+            token keeps the logprob and the version that it was sampled with.
+        kv_scales: for an FP8 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
+            of K, V and Q, as ``KVCalibrator.scales`` gives them. They begin with this version.
+            Of several ranks, rank 0's are used.
 
     Returns:
         what happened, the same on every rank.
 
     Raises:
         EngineError: the engine refused the update (nothing was written), or it failed.
-        ManifestError: the tensors cannot make an update, such as a name that comes twice.
+        ManifestError: the tensors cannot make an update, such as a name that comes twice, or the
+            KV scales are not for this engine.
     """
     clock = _Clock()
     check_version(version)
+    check_in_flight(in_flight)
     family = None
     if isinstance(model_or_named_tensors, nn.Module):
         family = hf_names.model_type(model_or_named_tensors)
@@ -79,9 +95,12 @@ def update(
     layout: Any = lead.share(lead.attempt(Link.layout, link))
 
     device = gpu_of(named, layout)
+    if kv_scales is not None:
+        kept: Any = lead.attempt(Link.kv_scales, link, kv_scales, device)
+        named = named if kept is None else [*named, (KV_SCALES, kept)]
     plan: Any = lead.attempt(Link.plan, link, named, family, device)
     planned = sources_for(named, family, layout) if plan is None else plan.sources
-    session: Any = lead.attempt(_Session, link, plan, version, device)
+    session: Any = lead.attempt(_Session, link, plan, version, in_flight, device)
     gpu_seconds: Any = None
     try:
         lead.share(None)
@@ -117,13 +136,18 @@ class _Session:
     """The sending side of one update."""
 
     def __init__(
-        self, link: Link, plan: SendPlan, version: int, device: torch.device | None
+        self,
+        link: Link,
+        plan: SendPlan,
+        version: int,
+        in_flight: str,
+        device: torch.device | None,
     ) -> None:
         self._link, self._plan, self._device = link, plan, device
         if device is not None:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
         try:
-            begun = self._begin(version)
+            begun = self._begin(version, in_flight)
         except EngineError:
             link.ask_again()
             raise
@@ -146,9 +170,14 @@ class _Session:
             self.close(error)
             raise
 
-    def _begin(self, version: int) -> dict[str, Any]:
+    def _begin(self, version: int, in_flight: str) -> dict[str, Any]:
         manifest = self._plan.manifest
-        message = {"op": "begin", "version": version, "fingerprint": manifest.fingerprint}
+        message = {
+            "op": "begin",
+            "version": version,
+            "fingerprint": manifest.fingerprint,
+            "in_flight": in_flight,
+        }
         begun = self._link.client.control(message)
         if "unknown" in begun:
             whole = {**manifest.to_json(), "version": version}

@@ -18,7 +18,13 @@ import zmq
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.plugin import NAME
-from sgl_fp8rl.weight_update.manifest import PROTOCOL
+from sgl_fp8rl.weight_update.manifest import (
+    ABORT,
+    FINISH,
+    PROTOCOL,
+    ManifestError,
+    check_in_flight,
+)
 from sgl_fp8rl.weight_update.scheduler import RPC_METHOD
 
 POLL_S = 0.0005
@@ -26,6 +32,9 @@ SPIN_S = 0.005
 """How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler."""
+FINISH_POLL_S = 0.05
+FINISH_TIMEOUT_S = 570.0
+"""How long an update waits for the end of requests: less than its trainer waits for the answer."""
 PATH = "/fp8rl"
 
 
@@ -68,7 +77,7 @@ class Control:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
                 return await self._begin(message)
-            if op in ("layers", "digest"):
+            if op in ("layers", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
         raise ControlError(f"there is no control message {op!r}; install the same sgl-fp8rl")
 
@@ -88,13 +97,17 @@ class Control:
 
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         """Open a session, or answer ``unknown`` where the whole manifest must be sent."""
+        try:
+            in_flight = check_in_flight(message.get("in_flight", ABORT))
+        except ManifestError as error:
+            raise ControlError(str(error)) from None
         was_paused = self._manager.is_pause
         async with self._manager.is_pause_cond:
             self._manager.is_pause = True  # new requests wait at the tokenizer
         session = False
         try:
             token = secrets.token_hex(16)
-            begun = await self._drain_and_begin({**message, "token": token})
+            begun = await self._drain_and_begin({**message, "token": token}, in_flight)
             session = "sockets" in begun
         finally:
             if not session:  # whatever it is, the engine must not stay paused
@@ -104,22 +117,27 @@ class Control:
             return {"token": token, **begun}
         return begun
 
-    async def _drain_and_begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        deadline = asyncio.get_running_loop().time() + DRAIN_TIMEOUT_S
+    async def _drain_and_begin(self, message: dict[str, Any], in_flight: str) -> dict[str, Any]:
+        limit_s, poll_s = (
+            (FINISH_TIMEOUT_S, FINISH_POLL_S) if in_flight == FINISH else (DRAIN_TIMEOUT_S, POLL_S)
+        )
+        deadline = asyncio.get_running_loop().time() + limit_s
         begun = await self._ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
         while begun.get("busy"):
-            # SGLang's own pause sleeps for a second between its looks, and its own abort_request
-            # (0.5.17) also fails the requests that wait at the tokenizer for the new version.
-            self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
+            if in_flight == ABORT:
+                # SGLang's own pause sleeps for a second between its looks, and its own
+                # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the
+                # new version.
+                self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
             begun = await self._ask(message)
             if begun.get("busy") and asyncio.get_running_loop().time() > deadline:
                 raise ControlError(
-                    f"requests were still running {DRAIN_TIMEOUT_S:.0f} s after they were aborted; "
-                    f"the engine keeps its version, try again",
+                    f"requests were still running after {limit_s:.0f} s (in_flight is "
+                    f"{in_flight!r}); the engine keeps its version, try again",
                     503,
                 )
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
         return begun
 
     async def _watch(self, was_paused: bool) -> None:
@@ -150,7 +168,7 @@ class Control:
         compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
         reply = await self._receive()
         if "error" in reply:
-            raise ControlError(reply["error"])
+            raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
         return reply
 
     async def _receive(self) -> dict[str, Any]:
@@ -178,6 +196,7 @@ def add_route(
         port_args = kw["port_args"] if "port_args" in kw else args[1]
         rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
         control = Control(tokenizer_manager, rpc, server_args)
+        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/probes.py)
         compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
     return original(server_args, tokenizer_manager, *args, **kw)
 

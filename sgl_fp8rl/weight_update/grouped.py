@@ -3,7 +3,7 @@
 No launch, no allocation and no Python for each tensor: a 30B-A3B has 18,432 expert matrices.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 
 import torch
@@ -29,9 +29,14 @@ class GroupedPlan(Plan):
     """Parts compiled into tables for ``numerics.kernels``."""
 
     def __init__(
-        self, table: RouteTable, manifest: Manifest, dtype: torch.dtype, device: torch.device
+        self,
+        table: RouteTable,
+        manifest: Manifest,
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_scales: Collection[str] = (),
     ) -> None:
-        super().__init__(table, manifest, dtype)
+        super().__init__(table, manifest, dtype, kv_scales)
         self._device = device
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
@@ -99,7 +104,7 @@ class GroupedPlan(Plan):
         return compile_moves(moves, self._device, self.dtype)
 
     def _moves(self, piece: Piece, segment: int, offset: int) -> Iterator[Move]:
-        if piece.name in self.table.fallback:
+        if self.is_held(piece.name):
             return
         spec = self.manifest.tensors[piece.name]
         first, last = piece.rows

@@ -12,13 +12,19 @@ import torch
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
 
-PROTOCOL = 2
+PROTOCOL = 3
 SCALE_SUFFIX = "_scale_inv"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*WEIGHT_DTYPES, FP8_DTYPE)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 PART_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
+
+
+ABORT, FINISH, RETRACT = "abort", "finish", "retract"
+IN_FLIGHT = (ABORT, FINISH, RETRACT)
+"""What becomes of requests in flight. Abort: they come back with what they have. Finish: the update
+waits for their end. Retract: they wait for its end, and go on under the new version."""
 
 
 class ManifestError(ValueError):
@@ -156,6 +162,17 @@ def check_version(version: Any) -> int:
     if type(version) is not int or not 0 <= version < 2**63:
         raise ManifestError(f"version is {version!r}; give a whole number from 0 up, below 2**63")
     return version
+
+
+def check_in_flight(choice: Any) -> str:
+    """What becomes of requests in flight.
+
+    Raises:
+        ManifestError: it is none of ``IN_FLIGHT``.
+    """
+    if choice not in IN_FLIGHT:
+        raise ManifestError(f"in_flight is {choice!r}; give one of {', '.join(IN_FLIGHT)}")
+    return str(choice)
 
 
 def _parse_spec(name: str, entry: Any) -> TensorSpec:

@@ -1,5 +1,6 @@
 """Plans: how a manifest is written on one rank, worked out once and replayed at each update."""
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -14,17 +15,31 @@ from sgl_fp8rl.weight_update.routes import RouteTable
 class Plan:
     """The parts of a manifest, written piece by piece in plain torch.
 
+    Args:
+        kv_scales: names that no route leads to, since they are KV scales.
+
     Raises:
         ManifestError: the manifest cannot be cut into parts.
     """
 
-    def __init__(self, table: RouteTable, manifest: Manifest, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        table: RouteTable,
+        manifest: Manifest,
+        dtype: torch.dtype,
+        kv_scales: Collection[str] = (),
+    ) -> None:
         self.table = table
         self.manifest = manifest
         self.dtype = dtype
+        self.kv_scales = frozenset(kv_scales)
         self.parts = cut_into_parts(manifest)
-        self.held = [[p for p in part if p.name in table.fallback] for part in self.parts]
-        """Pieces that SGLang's loader gets at the end, by part."""
+        self.held = [[p for p in part if self.is_held(p.name)] for part in self.parts]
+        """Pieces that are kept until the end, by part: for SGLang's loader, or KV scales."""
+
+    def is_held(self, name: str) -> bool:
+        """Whether this tensor is not written part by part."""
+        return name in self.table.fallback or name in self.kv_scales
 
     @property
     def uses_bucket(self) -> bool:
@@ -56,7 +71,7 @@ class Plan:
         """
         source = self.source(index, memory)
         for piece in self.parts[index]:
-            if piece.name not in self.table.fallback:
+            if not self.is_held(piece.name):
                 tensor = source.tensor(piece, self.manifest.tensors[piece.name])
                 routes = self.table.routes_for(piece.name, self.manifest)
                 apply(self.table, routes, tensor, piece.rows, self.dtype)
@@ -81,11 +96,15 @@ class Source(Protocol):
 
 
 def plan_for(
-    table: RouteTable, manifest: Manifest, dtype: torch.dtype, device: torch.device
+    table: RouteTable,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_scales: Collection[str] = (),
 ) -> Plan:
     """The plan for the device that the weights are on."""
     if device.type == "cuda":
         from sgl_fp8rl.weight_update.grouped import GroupedPlan
 
-        return GroupedPlan(table, manifest, dtype, device)
-    return Plan(table, manifest, dtype)
+        return GroupedPlan(table, manifest, dtype, device, kv_scales)
+    return Plan(table, manifest, dtype, kv_scales)

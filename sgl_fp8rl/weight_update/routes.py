@@ -6,7 +6,7 @@ tensors (``probe.py``); each copy that it makes becomes a route, replayed at eve
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -176,13 +176,16 @@ class RouteTable:
             + "; this model family cannot be updated in place yet"
         )
 
-    def match(self, manifest: Manifest) -> None:
+    def match(self, manifest: Manifest, kv_scales: Collection[str] = ()) -> None:
         """Hold a manifest against what this model needs.
+
+        Args:
+            kv_scales: names of the manifest that are no weights.
 
         Raises:
             ManifestError: an unknown or missing name, a wrong shape, FP8 for a BF16 layer.
         """
-        offered = dict(manifest.weights())
+        offered = {name: spec for name, spec in manifest.weights() if name not in kv_scales}
         unknown = sorted(offered.keys() - self.sources.keys())
         missing = sorted(self.sources.keys() - self.skipped - offered.keys())
         if unknown or missing:
@@ -242,6 +245,6 @@ def _overlap(regions: list[Region]) -> bool:
     )
 
 
-def shapes_of(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+def shapes_of(manifest: Manifest, kv_scales: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Shape by name of everything but scales."""
-    return {name: spec.shape for name, spec in manifest.weights()}
+    return {name: spec.shape for name, spec in manifest.weights() if name not in kv_scales}

@@ -15,10 +15,19 @@ import torch.distributed as dist
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.kv_cache import report
+from sgl_fp8rl.kv_cache.probes import set_apart
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.cuda_memory import gpu_uuid
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, check_version
+from sgl_fp8rl.weight_update.in_flight import refuse, refuse_waiting, retract
+from sgl_fp8rl.weight_update.manifest import (
+    FINISH,
+    RETRACT,
+    Manifest,
+    ManifestError,
+    check_version,
+)
 from sgl_fp8rl.weight_update.serve import RankSocket, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from sgl_fp8rl.weight_update.wire import FAULTS
@@ -28,6 +37,10 @@ logger = logging.getLogger(__name__)
 RPC_METHOD = "fp8rl"
 VERSION_KEY = "policy_version"
 """Where ``meta_info`` of a response carries the policy version of each output token."""
+PAUSED = (
+    "generation is paused, so requests in flight cannot finish; continue_generation first, or "
+    "update with in_flight='retract'"
+)
 WEIGHTS_TAG = "weights"
 """SGLang's memory-saver tag of the weights."""
 _ATTRIBUTE = "_fp8rl_weights"
@@ -69,6 +82,12 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":
         return _answer({"ranks": gather(_digest(weights.model), group)})
+    if message["op"] == "kv":
+        return _answer(report.read(weights.kv, group))
+    if message["op"] == "kv_observe":
+        return _answer(report.start_observing(weights.kv))
+    if message["op"] == "kv_recalibrate":
+        return _answer(_recalibrate(scheduler, weights, group))
     return _answer(_layout(weights, group))
 
 
@@ -92,8 +111,22 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
         "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
         "fp8": weights.table.kept_in(FP8_DTYPE) if weights.table else [],
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
+        "kv_cache": report.layout(weights.kv),
         **_status(weights),
     }
+
+
+def _recalibrate(
+    scheduler: Any, weights: EngineWeights, group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Let the next prefill measure the KV scales anew: nothing stored under the old ones stays."""
+    if weights.kv is None:
+        return {"error": report.NO_FP8_KV}
+    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    if not all(gather(bool(idle), group)):
+        return {"error": "requests are running; recalibrate when they have ended", "busy": True}
+    weights.kv.recalibrate()
+    return {"pending": True}
 
 
 def _digest(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -183,21 +216,29 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         return _answer({"error": str(refusal)})
     if not all(gather(weights.knows(fingerprint), group)):
         return _answer({"unknown": True})
-    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    retracts = message.get("in_flight") == RETRACT
+    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
+    idle = retracts or (scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
     rank_socket, failure = None, None
     if idle:
         try:
             rank_socket = RankSocket(dist.get_rank(group))
         except OSError as error:
-            failure = f"the engine cannot open a socket in its temporary folder: {error}"
+            failure = (
+                f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
+            )
+    elif message.get("in_flight") == FINISH and scheduler._engine_paused:
+        failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
     ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
     errors = [rank.error for rank in ranks if rank.error is not None]
     if rank_socket is None or errors or not all(rank.idle for rank in ranks):
         if rank_socket is not None:
             rank_socket.close()
-        return _answer({"error": f"{errors[0]}; set TMPDIR"} if errors else {"busy": True})
+        return _answer({"error": errors[0]} if errors else {"busy": True})
     try:
+        if retracts and not all(gather(retract(scheduler), group)):
+            return _answer({"busy": True})
         session = weights.begin(fingerprint, message["version"])
         if scheduler.ipc_channels.recv_from_rpc is not None:
             begun = _answer({"sockets": [rank.path for rank in ranks]})
@@ -216,6 +257,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
             f"the update to version {session.version} failed: {failed.reason}; a complete update "
             f"to a newer version heals the engine"
         )
+        refuse_waiting(scheduler, *_refusal(weights))
         reply(peer, {"error": failed.reason})
     else:
         weights.resume()
@@ -229,17 +271,16 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
     """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
     weights = _scheduler_weights(scheduler)
     if weights is None or weights.state is State.SERVING:
+        if weights is not None and weights.kv is not None:
+            set_apart(request)
         original(scheduler, request, **kwargs)
         return
-    refusal = compat.AbortReq(
-        rid=request.rid,
-        finished_reason={
-            "type": "abort",
-            "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
-            "message": f"engine weights are quarantined: {weights.reason}",
-        },
-    )
-    scheduler.ipc_channels.send_to_tokenizer.send_output(refusal, request)
+    refuse(scheduler, request, *_refusal(weights))
+
+
+def _refusal(weights: EngineWeights) -> tuple[str, int]:
+    """Why no policy generates, and the HTTP status that tells of it."""
+    return f"engine weights are quarantined: {weights.reason}", HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def quarantine_released(original: Any, updater: Any, request: Any) -> Any:

@@ -11,6 +11,9 @@ from enum import Enum
 import torch
 from torch import nn
 
+from sgl_fp8rl.kv_cache import brought
+from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
 from sgl_fp8rl.weight_update.memory import SharedMemory
 from sgl_fp8rl.weight_update.plan import Plan, plan_for
@@ -38,11 +41,16 @@ class SessionError(RuntimeError):
 
 
 class EngineWeights:
-    """The weights of one rank: its routes, its policy version and its state."""
+    """The weights of one rank: its routes, its policy version and its state.
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    Args:
+        kv: the scales of an FP8 KV cache, or None where it is not FP8.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, kv: KVScales | None = None) -> None:
         self.model = model
         self.dtype = dtype
+        self.kv = kv
         self.device = next(model.parameters()).device
         self.table: RouteTable | None = None
         self.memory = SharedMemory(self.device)
@@ -86,15 +94,40 @@ class EngineWeights:
         Raises:
             ManifestError: the names, shapes or dtypes are not this model's.
         """
+        kv_scales = self.kv_scales_in(manifest)
         if self.table is None:
             try:
-                self.table = record(self.model, shapes_of(manifest))
+                self.table = record(self.model, shapes_of(manifest, kv_scales))
             except RouteError as error:
                 raise ManifestError(str(error)) from error
-        self.table.match(manifest)
-        self._plans[manifest.fingerprint] = plan_for(self.table, manifest, self.dtype, self.device)
+        self.table.match(manifest, kv_scales)
+        plan = plan_for(self.table, manifest, self.dtype, self.device, kv_scales)
+        self._plans[manifest.fingerprint] = plan
         while len(self._plans) > PLANS_KEPT:
             self._plans.popitem(last=False)
+
+    def kv_scales_in(self, manifest: Manifest) -> frozenset[str]:
+        """Names of the manifest's KV scales, held against the model.
+
+        Raises:
+            ManifestError: scales for a cache that has none, of wrong shapes, or missing where
+                ``kv_scheme`` is ``trainer``.
+        """
+        if self.kv is None:
+            if KV_SCALES in manifest.tensors:
+                raise ManifestError(
+                    f"the update brings {KV_SCALES}, but the engine's KV cache is not FP8; start "
+                    f"it with --kv-cache-dtype fp8_e4m3, or send none"
+                )
+            return frozenset()
+        names = brought.check(manifest, self.kv.layers, self.kv.heads.total)
+        is_update = manifest.version != CHECKPOINT_VERSION
+        if not names and is_update and self.kv.scheme == "trainer":
+            raise ManifestError(
+                f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "
+                f"needs; pass kv_scales to trainer_bridge.update, or start with scheme engine"
+            )
+        return names
 
     def forget(self, fingerprint: str) -> None:
         """Take back an ``accept``: another rank refused."""
@@ -110,6 +143,8 @@ class EngineWeights:
     def commit(self) -> None:
         """Make the session's version the one that generates; the session was ``finish``ed."""
         assert self.session is not None
+        if self.kv is not None:
+            self.kv.after_update(self.session.kv_scales)
         self.version = self.session.version
         self.state, self.reason, self.session = State.SERVING, "", None
 
@@ -150,6 +185,8 @@ class Session:
         self.dirty = False
         """Whether engine storage was written; before that, the old version is still whole."""
         self.finished = False
+        self.kv_scales: torch.Tensor | None = None
+        """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
         self._due = set(range(len(plan.parts)))
         self._held: dict[str, torch.Tensor] = {}
         plan.begin()
@@ -188,7 +225,7 @@ class Session:
 
         Raises:
             SessionError: something is missing, or a parameter moved.
-            ValueError: NaN or Inf.
+            ValueError: NaN or Inf, or KV scales that are not positive.
         """
         if self._due:
             missing = self.plan.parts[min(self._due)][0].name
@@ -197,9 +234,14 @@ class Session:
                 f"send every part of the manifest before commit"
             )
         seconds = self.plan.finish()
+        kv_scales = {name: self._held.pop(name) for name in self.plan.kv_scales}
         if self._held:
             self._load_held()
         self.weights.check_addresses()
+        if kv_scales and self.weights.kv is not None:
+            kv = self.weights.kv
+            self.kv_scales = brought.assemble(kv_scales, kv.layers, kv.heads.total)
+            kv.check(self.kv_scales)
         self.finished = True
         return seconds
 

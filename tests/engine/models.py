@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 BLOCK = 128
 VOCAB = 512
+HEAD_DIM = 128
 WEIGHTS = "model.safetensors"
 
 Tensors = dict[str, torch.Tensor]
@@ -199,6 +200,47 @@ def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
         moved = (tensor.float() - mean + 0.5 * std * noise) / math.hypot(1.0, 0.5)
         changed[name] = (mean + moved).bfloat16()
     _save(path_out, changed)
+    return path_out
+
+
+OUTLIER_CHANNELS = [5, 69]
+"""Of each head of 128: RoPE turns them into each other, so both are given the same outliers."""
+OUTLIER = 1000.0
+"""About what |K| is there; E4M3 ends at 448. Not so large that other channels come to lie below
+its normal numbers."""
+OUTLIER_WEIGHT = 20.0
+"""How much these channels count in q . k, beside 126 others of about 1."""
+
+
+def plant_outliers(path_in: Path | str, path_out: Path | str) -> Path:
+    """Copy a checkpoint with K channels beyond E4M3's range, as trained models have them.
+
+    They come from the weight of QK-norm where the model has one, else from the bias of k_proj. q is
+    made small in the same channels, so that attention stays as sharp as it was.
+    """
+    path_out = Path(path_out)
+    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
+    tensors = dict(named_tensors(path_in))
+    has_bias = any(name.endswith("k_proj.bias") for name in tensors)
+    for name, tensor in tensors.items():
+        heads = tensor.unflatten(0, (-1, HEAD_DIM)) if "self_attn" in name else tensor
+        if name.endswith("k_norm.weight"):
+            heads[:, OUTLIER_CHANNELS] = OUTLIER
+        elif name.endswith("q_norm.weight"):
+            heads[:, OUTLIER_CHANNELS] = OUTLIER_WEIGHT / OUTLIER
+        elif name.endswith("k_proj.bias"):
+            heads[:, OUTLIER_CHANNELS] = OUTLIER
+        elif has_bias and name.endswith(("q_proj.weight", "q_proj.bias")):
+            heads[:, OUTLIER_CHANNELS] *= OUTLIER_WEIGHT / OUTLIER
+    _save(path_out, tensors)
+    return path_out
+
+
+def with_tensors(path_in: Path | str, path_out: Path | str, more: Tensors) -> Path:
+    """Copy a checkpoint with more tensors in it, such as KV scales."""
+    path_out = Path(path_out)
+    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
+    _save(path_out, {**dict(named_tensors(path_in)), **more})
     return path_out
 
 

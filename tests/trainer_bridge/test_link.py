@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+from sgl_fp8rl.kv_cache.names import KV_SCALES
 from sgl_fp8rl.weight_update.cuda_memory import Handle
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
@@ -330,6 +331,115 @@ def test_the_plans_of_both_ways_are_kept(gpu: FakeGpu) -> None:
     assert copied is not in_place
     assert plan_for(link, there, HOST) is copied
     assert plan_for(link, there, HOST) is in_place
+
+
+# -- KV scales: new at each step, and no reason to copy the weights
+
+KV_CACHE = {"dtype": "fp8_e4m3", "scheme": "engine", "layers": 2, "kv_heads": 4, "per_head": False}
+
+
+def kv_client() -> Client:
+    return Client((GPU,), kv_cache=KV_CACHE)
+
+
+def scaled(link: Link, named: Named, value: float) -> Named:
+    """What one update sends that brings scales, as ``update`` puts it together."""
+    return [*named, (KV_SCALES, link.kv_scales(torch.full((2, 3, 4), value), HOST))]
+
+
+def test_scales_that_are_new_each_time_are_read_in_place(gpu: FakeGpu) -> None:
+    link, named = Link(kv_client()), weights(a=(4, 4), b=(3,))
+    ways, plans = [], []
+    for step in range(4):
+        both = scaled(link, named, step + 1.0)
+        plans.append(plan_for(link, both, HOST))
+        ways.append(plans[-1].mapped)
+        assert torch.equal(both[-1][1], torch.full((2, 3, 4), step + 1.0))
+    assert ways == [[False] * 3, *[[True] * 3] * 3]
+    assert plans[1] is plans[2] is plans[3]
+    assert len(gpu.placed) == 1
+    assert plans[1].offsets[KV_SCALES] == (2, 0)
+    # the control: sent from where they were made, nothing would stay
+    link, alive = Link(kv_client()), []
+    for _ in range(3):
+        alive.append([*named, (KV_SCALES, torch.ones(2, 3, 4))])
+        assert plan_for(link, alive[-1], HOST).mapped == [False] * 3
+
+
+def test_updates_with_and_without_scales_may_alternate(gpu: FakeGpu) -> None:
+    link, named = Link(kv_client()), weights(a=(4, 4))
+    assert mapped(link, named) == [False]
+    assert mapped(link, named) == [True]
+    assert plan_for(link, scaled(link, named, 1.0), HOST).mapped == [False, False]  # a new place
+    plans = []
+    for step in range(4):
+        sent = named if step % 2 else scaled(link, named, step + 2.0)
+        plans.append(plan_for(link, sent, HOST))
+        assert plans[-1].mapped == [True] * len(sent)
+    assert plans[0] is plans[2] and plans[1] is plans[3]
+    assert len(gpu.placed) == 2
+
+
+def test_scales_alone_are_not_mapped(gpu: FakeGpu) -> None:
+    """Where the weights pass through the bucket, it takes them along."""
+    link, named = Link(kv_client()), weights(a=(4, 4))
+    gpu.unable = {named[0][1].data_ptr()}
+    for _ in range(3):
+        assert plan_for(link, scaled(link, named, 1.0), HOST).mapped == [False, False]
+    assert gpu.placed == []
+
+
+def test_scales_keep_their_spot_beside_weights_that_are_copied(gpu: FakeGpu) -> None:
+    link, named = Link(kv_client()), weights(a=(4, 4), b=(3,), c=(2, 2))
+    gpu.unable = {named[1][1].data_ptr()}
+    for way in ([False] * 4, [True, False, True, True]):
+        both = scaled(link, named, 1.0)
+        assert plan_for(link, both, HOST).mapped == way
+    assert gpu.placed == [[t.data_ptr() for n, t in both if n != "b"]]
+
+
+def test_scales_are_sent_in_fp32_whoever_sends_them() -> None:
+    link = Link(kv_client())
+    for family in (None, "qwen3"):
+        both = scaled(link, weights(a=(4, 4)), 1.0)
+        spec = link.plan(both, family, None).manifest.tensors[KV_SCALES]
+        assert (spec.dtype, spec.shape) == (torch.float32, (2, 3, 4))
+
+
+def test_scales_come_without_their_gradient() -> None:
+    link = Link(kv_client())
+    for value in (1.0, 2.0):
+        given = torch.full((2, 3, 4), value, requires_grad=True)
+        assert not link.kv_scales(given, HOST).requires_grad
+
+
+def test_scales_that_are_not_for_this_engine() -> None:
+    """A new engine at the address may be what they are for, so it is asked again."""
+    good = torch.ones(2, 3, 4)
+    bad: list[tuple[str, Any]] = [
+        (r"shape \(3, 3, 4\), and the engine's KV cache \(2, 3, 4\)", torch.ones(3, 3, 4)),
+        (r"shape \(2, 2, 4\)", torch.ones(2, 2, 4)),
+        (r"shape \(2, 3, 2\)", torch.ones(2, 3, 2)),
+        ("float64", good.double()),
+        ("bfloat16", good.bfloat16()),
+        ("list", good.tolist()),
+        *(("no positive number", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
+    ]
+    client = kv_client()
+    link = Link(client)
+    for sentence, scales in bad:
+        asked = client.asked
+        with pytest.raises(ManifestError, match=sentence):
+            link.kv_scales(scales, None)
+        assert torch.equal(link.kv_scales(good, None), good)
+        assert client.asked <= asked + 2
+    for layout in ({}, {"kv_cache": None}):
+        client = Client((GPU,), **layout)
+        link = Link(client)
+        with pytest.raises(ManifestError, match="start it with --kv-cache-dtype fp8_e4m3"):
+            link.kv_scales(good, None)
+        client.layout["kv_cache"] = KV_CACHE
+        assert torch.equal(link.kv_scales(good, None), good)
 
 
 # -- memory that the engine opens

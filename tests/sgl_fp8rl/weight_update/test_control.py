@@ -10,6 +10,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 from sgl_fp8rl import compat
 from sgl_fp8rl.weight_update import control as control_module
 from sgl_fp8rl.weight_update.control import Control, ControlError
+from trainer_bridge.engine_client import HTTP_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,8 +45,8 @@ class Engine:
     async def _receive(self) -> dict[str, Any]:
         return {"ended": True}
 
-    def begin(self) -> dict[str, Any]:
-        message = {"op": "begin", "version": 0, "fingerprint": "f", "manifest": {}}
+    def begin(self, **more: Any) -> dict[str, Any]:
+        message = {"op": "begin", "version": 0, "fingerprint": "f", "manifest": {}, **more}
 
         async def session() -> dict[str, Any]:
             begun = await self.control.handle(message)
@@ -65,6 +66,26 @@ def test_requests_are_aborted_until_the_session_begins(monkeypatch: pytest.Monke
     assert not engine.manager.is_pause
 
 
+@pytest.mark.parametrize("in_flight", ["finish", "retract"])
+def test_no_request_is_aborted_where_that_was_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, in_flight: str
+) -> None:
+    engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
+    assert engine.begin(in_flight=in_flight)["sockets"] == BEGUN["sockets"]
+    assert engine.sent == []
+    assert [message["in_flight"] for message in engine.asked] == [in_flight] * 3
+    assert not engine.manager.is_pause
+
+
+def test_an_unknown_choice_is_refused_before_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, BEGUN)
+    with pytest.raises(ControlError, match="in_flight is 'wait'; give one of abort, finish") as no:
+        engine.begin(in_flight="wait")
+    assert no.value.status == 400
+    assert engine.asked == []
+    assert not engine.manager.is_pause
+
+
 def test_a_session_that_begins_at_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks wait for the trainer: given up here, they would wait for it in vain."""
     monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", -1.0)
@@ -73,10 +94,20 @@ def test_a_session_that_begins_at_the_deadline_is_kept(monkeypatch: pytest.Monke
     assert not engine.manager.is_pause
 
 
-def test_requests_that_do_not_end_are_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", -1.0)
+@pytest.mark.parametrize(
+    ("in_flight", "limit"),
+    [("abort", "DRAIN"), ("retract", "DRAIN"), ("finish", "FINISH")],
+)
+def test_requests_that_do_not_end_are_given_up_on(
+    monkeypatch: pytest.MonkeyPatch, in_flight: str, limit: str
+) -> None:
+    monkeypatch.setattr(control_module, f"{limit}_TIMEOUT_S", -1.0)
     engine = Engine(monkeypatch, BUSY)
-    with pytest.raises(ControlError, match="were still running") as refused:
-        engine.begin()
+    with pytest.raises(ControlError, match=f"were still running .*'{in_flight}'") as refused:
+        engine.begin(in_flight=in_flight)
     assert refused.value.status == 503
     assert not engine.manager.is_pause
+
+
+def test_the_trainer_still_listens_when_a_long_wait_is_given_up() -> None:
+    assert control_module.FINISH_TIMEOUT_S + control_module.DRAIN_TIMEOUT_S / 2 <= HTTP_TIMEOUT_S

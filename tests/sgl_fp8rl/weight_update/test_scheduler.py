@@ -48,9 +48,13 @@ class FakeScheduler:
 
     def __init__(self, group: Group, rpc: "queue.Queue[Any] | None") -> None:
         self.tp_group = SimpleNamespace(cpu_group=group)
-        self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc)
-        self.idle = self.flushes = True
-        self.asked = 0
+        self.sent: list[Any] = []
+        tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
+        self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc, send_to_tokenizer=tokenizer)
+        self.idle = self.flushes = self.retracts = True
+        self.asked = self.retracted = 0
+        self.waiting_queue: list[Any] = []
+        self._engine_paused = False
 
     def is_fully_idle(self) -> bool:
         self.asked += 1
@@ -59,6 +63,10 @@ class FakeScheduler:
     def flush_cache(self, empty_cache: bool) -> bool:
         assert not empty_cache
         return self.flushes
+
+    def abort_request(self, request: Any) -> None:
+        assert request.abort_all
+        self.waiting_queue.clear()
 
 
 class Engine:
@@ -121,6 +129,12 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(scheduler, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(scheduler.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
+
+    def retract(rank: FakeScheduler) -> bool:
+        rank.retracted += 1
+        return rank.retracts
+
+    monkeypatch.setattr(scheduler, "retract", retract)
     return scheduler
 
 
@@ -291,15 +305,88 @@ def test_a_rank_without_a_socket_is_told(
     assert [weights.session for weights in engine.ranks] == [None, None]
 
 
+# -- requests in flight
+
+RETRACT = {"in_flight": "retract"}
+
+
+def test_nothing_is_retracted_for_what_does_not_begin(
+    engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(toy.checkpoint())
+    assert "version is -1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
+    assert engine.answer({"version": 0, "fingerprint": "never seen", **RETRACT}) == {
+        "unknown": True
+    }
+
+    def broken(rank: int) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(module, "RankSocket", broken)
+    assert "cannot open a socket" in engine.answer(whole(manifest) | RETRACT)["error"]
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+
+
+def test_only_who_chose_it_retracts(engine: Engine) -> None:
+    for scheduler in engine.schedulers:
+        scheduler.idle = False
+    for in_flight in ("abort", "finish"):
+        message = whole(manifest_of(toy.checkpoint())) | {"in_flight": in_flight}
+        assert engine.answer(message) == {"busy": True}
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+
+
+def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
+    message = whole(manifest_of(toy.checkpoint())) | {"in_flight": "finish"}
+    for scheduler in engine.schedulers:
+        scheduler.idle, scheduler._engine_paused = False, True
+    assert "generation is paused" in engine.answer(message)["error"]
+    for scheduler in engine.schedulers:
+        scheduler._engine_paused = False
+    assert engine.answer(message) == {"busy": True}
+
+
+def test_a_rank_whose_cache_is_not_reset_keeps_all_waiting(engine: Engine) -> None:
+    engine.schedulers[1].retracts = False
+    message = whole(manifest_of(toy.checkpoint())) | RETRACT
+    assert engine.answer(message) == {"busy": True}
+    assert [weights.session for weights in engine.ranks] == [None, None]
+    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+
+
+@pytest.mark.parametrize("end", ["commit", "nothing written", "failure"])
+def test_what_waits_for_an_update_ends_only_with_a_quarantine(engine: Engine, end: str) -> None:
+    for scheduler in engine.schedulers:
+        scheduler.idle = False
+        scheduler.waiting_queue = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
+    trainer = Trainer(engine, toy.checkpoint(), **RETRACT)
+    if end != "nothing written":
+        trainer.write()
+    if end == "commit":
+        trainer.ranks.ask({"op": "finish"})
+        trainer.ranks.ask({"op": "commit"})
+    trainer.ended()
+    for scheduler in engine.schedulers:
+        assert scheduler.retracted == 1
+        if end == "failure":
+            assert scheduler.waiting_queue == []
+            assert [refusal.rid for refusal in scheduler.sent] == ["a", "b"]
+            reason = scheduler.sent[0].finished_reason
+            assert (reason["type"], reason["status_code"]) == ("abort", 503)
+            assert "quarantined: the update to version 0 failed" in reason["message"]
+        else:
+            assert (len(scheduler.waiting_queue), scheduler.sent) == (2, [])
+
+
 # -- whole sessions
 
 
 class Trainer:
     """Speaks to both ranks of a session that has begun."""
 
-    def __init__(self, engine: Engine, tensors: toy.Tensors, version: int = 0) -> None:
+    def __init__(self, engine: Engine, tensors: toy.Tensors, version: int = 0, **more: str) -> None:
         self.engine, self.tensors = engine, tensors
-        self.futures = engine.begin(whole(manifest_of(tensors), version))
+        self.futures = engine.begin(whole(manifest_of(tensors), version) | more)
         begun = json.loads(engine.rpc.get(timeout=TIMEOUT_S).message)
         self.ranks = Ranks(begun["sockets"], TOKEN)
 

@@ -1,0 +1,1 @@
+"""An FP8 KV cache whose scales follow the policy."""

@@ -1,0 +1,240 @@
+"""The K, V and Q scales of one rank: FP32 device buffers, written in place, read at graph replay.
+
+A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
+v_scale``; ``factors.py`` derives what each kernel needs of that. All are registered
+buffers: the memory saver keeps those, where Parameters are lost.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl.kv_cache.factors import as_kept, derive
+from sgl_fp8rl.kv_cache.names import ROWS
+from sgl_fp8rl.numerics.kv import STATS
+
+ERRORS = 7
+"""Sums of a layer, float64 (``observe.py``): tokens; then for K and for V those of squared errors
+and of squares, and NaN and Inf elements."""
+
+
+class KVScalesError(ValueError):
+    """KV scales that are not this model's, or are no scales."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The KV heads of the whole model, and which of them this rank keeps."""
+
+    total: int
+    first: int
+    count: int
+
+    @classmethod
+    def of(cls, total: int, rank: int, tp_size: int) -> "Heads":
+        """As SGLang shares them out: with more ranks than heads, each head is on several."""
+        if tp_size <= total:
+            return cls(total, rank * (total // tp_size), total // tp_size)
+        return cls(total, rank // (tp_size // total), 1)
+
+    @property
+    def mine(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+
+class KVScales(nn.Module):
+    """The scales of one rank's KV cache and the statistics of what was stored under them.
+
+    Args:
+        softmax: for each layer, by what its softmax differs from 1 / sqrt(head dim): ``scaling *
+            sqrt(head dim)``.
+        heads: the KV heads of the model.
+        scheme: ``kv_scheme`` of the server arguments.
+        per_head: whether a head has a scale of its own.
+    """
+
+    def __init__(
+        self,
+        softmax: Sequence[float],
+        heads: Heads,
+        scheme: str,
+        per_head: bool,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layers, self.heads = len(softmax), heads
+        self.scheme, self.per_head = scheme, per_head
+        self.pending: set[int] = set()
+        """Layers whose next prefill measures their scales."""
+        self.measuring = False
+        """Whether the forward pass under way may be measured (``calibrate.watch_forward``)."""
+        self.to_observe = [0] * self.layers
+        """Prefilled tokens of each layer whose error is still to be measured (``observe.py``)."""
+        self.errors: torch.Tensor | None = None
+        """``[layers, ERRORS]`` from the first time that it is asked for; no graph reads it."""
+        self.elements = [0] * self.layers
+        """Elements of K that one token has in each layer, on this rank; V has as many."""
+        # SGLang loads models with BF16 as the default dtype
+        shape = (self.layers, len(ROWS), heads.total)
+        ones = torch.ones(shape, dtype=torch.float32, device=device)
+        softmax_L = torch.tensor(softmax, dtype=torch.float32, device=device)
+        factors = derive(ones[..., heads.mine], softmax_L)
+        self.scales: torch.Tensor
+        self.statistics: torch.Tensor
+        self.register_buffer("scales", ones)  # of the whole model, on each rank
+        self.register_buffer("softmax", softmax_L)
+        self.register_buffer("store", factors.store_2Lh)
+        self.register_buffer("xqa", factors.xqa_2L)
+        self.register_buffer("ratio", factors.ratio_2Lh)
+        self.register_buffer(
+            "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the scales of the whole model: layers, rows, KV heads."""
+        return self.layers, len(ROWS), self.heads.total
+
+    def check(self, scales_L3H: torch.Tensor) -> None:
+        """Hold that these can be this model's scales. Waits for the device.
+
+        Raises:
+            KVScalesError: another shape, or a scale that is no positive number.
+        """
+        if tuple(scales_L3H.shape) != self.shape:
+            raise KVScalesError(
+                f"the KV scales have shape {tuple(scales_L3H.shape)}; this model needs "
+                f"{self.shape}: layers, K V Q, KV heads"
+            )
+        sound = torch.isfinite(scales_L3H) & (scales_L3H > 0)
+        if not bool(sound.all()):
+            layer, row, head = (~sound).nonzero()[0].tolist()
+            value = float(scales_L3H[layer, row, head])
+            raise KVScalesError(
+                f"the {ROWS[row].upper()} scale of layer {layer}, KV head {head} is {value}; send "
+                f"amax * margin / 448, positive and finite"
+            )
+
+    def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
+        """Put scales in force, in place and without waiting for the device.
+
+        Args:
+            scales_L3H: for as many layers as it has, from layer ``first`` on; checked by the
+                caller.
+        """
+        layers = slice(first, first + len(scales_L3H))
+        wanted = scales_L3H.to(self.scales.device, torch.float32)
+        self.scales[layers].copy_(as_kept(wanted, self.per_head))
+        factors = derive(self.scales[layers, :, self.heads.mine], self.softmax[layers])  # type: ignore[index]
+        self.store[:, layers].copy_(factors.store_2Lh)  # type: ignore[index]
+        self.xqa[:, layers].copy_(factors.xqa_2L)  # type: ignore[index]
+        self.ratio[:, layers].copy_(factors.ratio_2Lh)  # type: ignore[index]
+        self.statistics[layers].zero_()
+        if self.errors is not None:
+            self.errors[layers].zero_()
+        self.pending -= set(range(layers.start, layers.stop))
+
+    def after_update(self, brought_L3H: torch.Tensor | None) -> None:
+        """Follow new weights: take the scales that came with them, or what the scheme says."""
+        if brought_L3H is not None:
+            self.write(brought_L3H)
+        elif self.scheme == "unit":
+            self.write(torch.ones_like(self.scales))
+        elif self.scheme == "engine":
+            self.recalibrate()
+
+    def recalibrate(self) -> None:
+        """Let the next prefill measure every layer; the cache must be empty."""
+        self.pending = set(range(self.layers))
+
+    def load(self, path: str | Path) -> None:
+        """Put a file's scales in force.
+
+        Raises:
+            KVScalesError: it cannot be read, or its scales are not this model's.
+        """
+        scales = torch.tensor(read_file(path), dtype=torch.float32)
+        self.check(scales)
+        self.write(scales)
+
+    def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and statistics on the host, without waiting for what the device computes."""
+        return on_host(self.scales), on_host(self.statistics)
+
+
+class LayerKV:
+    """One layer's share of ``KVScales``: what a hook on its attention needs, made once.
+
+    Kept on SGLang's layer, beside its parameters: it is no module, so it adds no names.
+    """
+
+    def __init__(self, scales: KVScales, row: int) -> None:
+        self.scales, self.row = scales, row
+        (self.k_scale_h, self.v_scale_h) = scales.store[:, row]  # type: ignore[index]
+        (self.q_ratio_h, self.out_ratio_h) = scales.ratio[:, row]  # type: ignore[index]
+        self.xqa_q_scale = scales.xqa[0, row : row + 1]  # type: ignore[index]
+        self.xqa_kv_scale = scales.xqa[1, row : row + 1]  # type: ignore[index]
+        self.statistics = scales.statistics[row]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this layer is to be measured on the tokens at hand."""
+        return self.scales.measuring and self.row in self.scales.pending
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the error of the tokens at hand is to be measured."""
+        return self.scales.measuring and self.scales.to_observe[self.row] > 0
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x, without waiting for what its device computes."""
+    if not x.is_cuda:
+        return x.clone()
+    with torch.cuda.stream(torch.cuda.Stream(x.device)):
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    return copy
+
+
+def read_file(path: str | Path) -> list[Any]:
+    """The scales in a JSON file that holds what the control message ``kv`` answered.
+
+    Raises:
+        KVScalesError: there is no such file, or it holds no scales.
+    """
+    try:
+        content = json.loads(Path(path).expanduser().read_text())
+        scales = content["scales"]
+        if not math.prod(torch.tensor(scales, dtype=torch.float32).shape):
+            raise ValueError("it holds no scales")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise KVScalesError(
+            f"no KV scales can be read from {path} ({type(error).__name__}: {error}); save what "
+            f"the control message kv returns as JSON"
+        ) from error
+    return scales  # type: ignore[no-any-return]
+
+
+def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Register the buffers with the model, and give each attention layer its share.
+
+    Args:
+        layers: in the order of their rows; layers of one ``layer_id`` share a row.
+    """
+    model.fp8rl_kv = scales
+    rows = {layer_id: row for row, layer_id in enumerate(sorted({_id(la) for la in layers}))}
+    for layer in layers:
+        layer.fp8rl_layer = LayerKV(scales, rows[_id(layer)])  # type: ignore[assignment]
+
+
+def _id(layer: nn.Module) -> int:
+    return int(layer.layer_id)  # type: ignore[arg-type]

@@ -1,0 +1,374 @@
+"""What becomes of requests that are in flight when an update begins, on real servers.
+
+One server has the rollouts, a fresh engine of the next policy knows how they must go on. Requests
+run one at a time where numbers are compared: SGLang's kernels round otherwise with other batches.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer_bridge
+from tests.engine import forgetful_server, models
+from tests.engine.conftest import Policies
+from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.serving import (
+    GREEDY,
+    PROMPT,
+    ByHand,
+    assert_quarantined,
+    assert_serves,
+    begin_message,
+    manifest_of,
+    update,
+    version_of,
+)
+from trainer_bridge.engine_client import EngineError
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two engines start
+
+TOKENS = 192
+"""Output of a request that is to be caught: an update begins after a few of them."""
+SAMPLING = {**GREEDY, "max_new_tokens": TOKENS}
+ASK = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
+LONG_PROMPT = [7 * n % 509 for n in range(160)]
+CHUNK = 64
+"""Tokens that are prefilled at once: the long prompt takes three steps."""
+
+Reply = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def keep_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, the server keeps its cache through a retraction."""
+    return tmp_path_factory.mktemp("control") / "keep"
+
+
+@pytest.fixture(scope="module")
+def started(
+    policies: Policies, tmp_path_factory: pytest.TempPathFactory, keep_cache: Path
+) -> Iterator[Server]:
+    with Server(
+        tmp_path_factory.mktemp("server") / "server.log",
+        [sys.executable, "-m", "tests.engine.forgetful_server"],
+        policies("qwen3")[0],
+        *("--chunked-prefill-size", str(CHUNK), "--sleep-on-idle"),
+        environment={forgetful_server.KEEP_CACHE: str(keep_cache)},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: Server, policies: Policies) -> Iterator[Server]:
+    """The server, which serves policy 0 as an updated version when a test begins."""
+    update(started, policies("qwen3")[0])
+    yield started
+    assert started.process.poll() is None
+    assert started.status_of("/health") == 200
+
+
+@pytest.fixture(scope="module")
+def fresh(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine that was started with policy 1."""
+    log = tmp_path_factory.mktemp("fresh") / "engine.log"
+    checkpoint = policies("qwen3")[1]
+    # two engines on few cores: each leaves them to the other while it has no request
+    options = {"chunked_prefill_size": CHUNK, "sleep_on_idle": True}
+    with EngineProcess(log, checkpoint, **options) as engine:
+        yield engine
+
+
+@pytest.fixture
+def policy(policies: Policies) -> Path:
+    return policies("qwen3")[1]
+
+
+def update_beside(server: Server, checkpoint: Path, in_flight: str) -> int:
+    """Bring the server to a policy while requests run; its new version."""
+    version = version_of(server) + 1
+    trainer_bridge.update(
+        models.named_tensors(checkpoint), server, version=version, in_flight=in_flight
+    )
+    return version
+
+
+def logprobs_of(reply: Reply) -> list[float]:
+    entries = reply["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == reply["output_ids"]
+    return [entry[0] for entry in entries]
+
+
+def changes(reply: Reply, *versions: int) -> list[int]:
+    """After how many tokens each of these versions took over from the one before."""
+    given = reply["meta_info"]["policy_version"]
+    assert given == sorted(given)
+    assert set(given) == set(versions)
+    assert len(given) == len(reply["output_ids"]) == TOKENS
+    assert reply["meta_info"]["finish_reason"]["type"] == "length"
+    return [given.index(version) for version in versions[1:]]
+
+
+def assert_grows(events: list[Reply]) -> None:
+    """What a streaming client sees has neither gaps nor tokens that come twice."""
+    for before, after in pairwise(events):
+        known = len(before["output_ids"])
+        assert after["output_ids"][:known] == before["output_ids"]
+        assert logprobs_of(after)[:known] == logprobs_of(before)
+        versions = after["meta_info"]["policy_version"]
+        assert versions[:known] == before["meta_info"]["policy_version"]
+        assert len(versions) == len(after["output_ids"])
+
+
+@contextmanager
+def by_hand(server: Server, checkpoint: Path, version: int) -> Iterator[ByHand]:
+    """An update that retracts and whose parts the test sends."""
+    tensors = list(models.named_tensors(checkpoint))
+    message = begin_message(manifest_of(tensors), version)
+    trainer = ByHand(server.control({**message, "in_flight": "retract"}), tensors)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+        server.control({"op": "end"})
+
+
+@contextmanager
+def caught(server: Server, **more: Any) -> Iterator[tuple[Future[list[Reply]], Reply]]:
+    """A streaming request that has some tokens: all of its events later, and the first of them."""
+    stream = server.stream({**ASK, **more})
+    first = next(stream)
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(lambda: [first, *stream]), first
+
+
+# ---- retract -----------------------------------------------------------------------------------
+
+
+def assert_continues(before: Reply, reply: Reply, old: int, new: int, fresh: Any) -> None:
+    """The first tokens are those of an undisturbed rollout, the others of the new policy."""
+    (cut,) = changes(reply, old, new)
+    tokens, logprobs = reply["output_ids"], logprobs_of(reply)
+    assert tokens[:cut] == before["output_ids"][:cut]
+    assert logprobs[:cut] == logprobs_of(before)[:cut]
+
+    rest = {**SAMPLING, "max_new_tokens": TOKENS - cut}
+    ask = {**ASK, "input_ids": [*PROMPT, *tokens[:cut]], "sampling_params": rest}
+    (continued,) = fresh.generate(ask)
+    assert tokens[cut:] == continued["output_ids"]
+    assert logprobs[cut:] == logprobs_of(continued)
+    assert tokens[cut:] != before["output_ids"][cut:]  # else any policy would have passed
+
+
+def test_retracted_request_goes_on_under_the_new_version(
+    server: Server, policy: Path, fresh: EngineProcess
+) -> None:
+    old = version_of(server)
+    (before,) = server.generate(ASK)
+    with caught(server) as (events, _):
+        new = update_beside(server, policy, "retract")
+        replies = events.result(60)
+    assert_grows(replies)
+    assert replies[-1]["meta_info"]["num_retractions"] == 1
+    assert_continues(before, replies[-1], old, new, fresh)
+    assert_serves(server, policy, new)
+
+
+def test_no_entry_of_the_old_cache_is_read(
+    server: Server, policies: Policies, fresh: EngineProcess, keep_cache: Path
+) -> None:
+    start, policy, *_ = policies("qwen3")
+    ask = {**ASK, "input_ids": LONG_PROMPT, "sampling_params": GREEDY}
+    (wanted,) = fresh.generate(ask)
+
+    def after_an_update() -> tuple[Reply, int]:
+        (cached,) = server.generate(ask)
+        with caught(server, input_ids=LONG_PROMPT[:-9]) as (events, _):
+            update_beside(server, policy, "retract")
+            (reply,) = server.generate(ask)
+            old = events.result(60)[-1]
+        assert logprobs_of(cached) != logprobs_of(wanted)
+        return reply, old["meta_info"]["num_retractions"]
+
+    keep_cache.touch()
+    try:
+        control, retractions = after_an_update()
+    finally:
+        keep_cache.unlink()
+    assert retractions == 1
+    assert control["meta_info"]["cached_tokens"] > 0
+    assert logprobs_of(control) != logprobs_of(wanted)
+
+    update(server, start)
+    reply, retractions = after_an_update()
+    assert retractions == 1
+    assert reply["output_ids"] == wanted["output_ids"]
+    assert logprobs_of(reply) == logprobs_of(wanted)
+
+
+def test_running_queued_and_half_prefilled_requests(server: Server, policies: Policies) -> None:
+    """More than run at once, some of them prefilled in chunks, through three updates."""
+    old = version_of(server)
+    sampling = {**GREEDY, "max_new_tokens": 40}
+    asks = [
+        {**ASK, "input_ids": prompt[n:], "sampling_params": sampling, "logprob_start_len": start}
+        for n in range(3)
+        for prompt, start in ((PROMPT, 0), (PROMPT, -1), (LONG_PROMPT, -1), (LONG_PROMPT, 0))
+    ]
+    with caught(server) as (events, _), ThreadPoolExecutor(len(asks)) as pool:
+        answers = [pool.submit(server.generate, ask) for ask in asks]
+        for n in range(3):
+            new = update_beside(server, policies("qwen3")[n + 1], "retract")
+        replies = [answer.result(60)[0] for answer in answers]
+        assert_grows(events.result(60))
+    for ask, reply in zip(asks, replies, strict=True):
+        versions = reply["meta_info"]["policy_version"]
+        assert len(versions) == len(reply["output_ids"]) == len(logprobs_of(reply)) == 40
+        assert versions == sorted(versions)
+        assert set(versions) <= set(range(old, new + 1))
+        if ask["logprob_start_len"] == 0:
+            scored = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+            assert scored == ask["input_ids"]
+    assert any(reply["meta_info"]["num_retractions"] for reply in replies)
+    assert_serves(server, policies("qwen3")[3], new)
+
+
+def test_an_update_that_fails_ends_what_waits_for_it(server: Server, policy: Path) -> None:
+    with caught(server) as (events, _), ThreadPoolExecutor() as pool:
+        plain = pool.submit(server.generate, ASK)
+        with by_hand(server, policy, version_of(server) + 1) as trainer:
+            trainer.write(*range(12))
+        reason = events.result(60)[-1]["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["status_code"]) == ("abort", 503)
+        assert "quarantined: the update to version" in reason["message"]
+        with pytest.raises(EngineError, match="quarantined: the update to version") as refusal:
+            plain.result(60)
+        assert refusal.value.status == 503
+    assert_quarantined(server, "the update to version")
+    assert_serves(server, policy, update(server, policy))
+
+
+def test_an_update_that_wrote_nothing_changes_nothing(server: Server, policy: Path) -> None:
+    version = version_of(server)
+    (before,) = server.generate(ASK)
+    with caught(server) as (events, _):
+        with by_hand(server, policy, version + 1):
+            pass
+        replies = events.result(60)
+    assert_grows(replies)
+    assert changes(replies[-1], version) == []
+    assert replies[-1]["meta_info"]["num_retractions"] == 1
+    assert replies[-1]["output_ids"] == before["output_ids"]
+
+
+def test_a_client_that_gives_up_meanwhile(server: Server, policy: Path) -> None:
+    version = version_of(server) + 1
+    with caught(server, rid="given-up") as (events, _), caught(server) as (others, _):
+        with by_hand(server, policy, version) as trainer:
+            assert server.status_of("/abort_request", b'{"rid": "given-up"}') == 200
+            trainer.commit_from(0)
+        assert events.result(60)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        changes(others.result(60)[-1], version - 1, version)
+    assert_serves(server, policy, version)
+
+
+def test_a_paused_engine(server: Server, policy: Path) -> None:
+    """What cannot finish is not awaited; what is retracted goes on when it may."""
+    old = version_of(server)
+    with caught(server) as (events, _):
+        assert server.status_of("/pause_generation", b'{"mode": "in_place"}') == 200
+        with pytest.raises(EngineError, match="generation is paused"):
+            update_beside(server, policy, "finish")
+        new = update_beside(server, policy, "retract")
+        assert not events.done()
+        assert server.status_of("/continue_generation", b'{"torch_empty_cache": false}') == 200
+        replies = events.result(60)
+    assert_grows(replies)
+    changes(replies[-1], old, new)
+    assert_serves(server, policy, new)
+
+
+# ---- finish ------------------------------------------------------------------------------------
+
+
+def test_requests_are_finished_first(server: Server, policy: Path) -> None:
+    old = version_of(server)
+    with caught(server) as (events, _), ThreadPoolExecutor() as pool:
+        updated = pool.submit(update_beside, server, policy, "finish")
+        versions = {old}
+        while versions == {old}:  # until one waits for the update
+            (reply,) = server.generate({**ASK, "sampling_params": GREEDY})
+            versions = set(reply["meta_info"]["policy_version"])
+        new = updated.result(60)
+        assert versions == {new}
+        last = events.result(60)[-1]
+    assert changes(last, old) == []
+    assert last["meta_info"]["num_retractions"] == 0
+    assert_serves(server, policy, new)
+
+
+# ---- either way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "retract"])
+def test_a_refused_update_disturbs_no_request(server: Server, policy: Path, in_flight: str) -> None:
+    version = version_of(server)
+    tensors = list(models.named_tensors(policy))
+    message = begin_message(manifest_of(tensors), version) | {"in_flight": in_flight}
+    with caught(server) as (events, _):
+        with pytest.raises(EngineError, match="not newer"):
+            server.control(message)
+        strange = {**message, "version": version + 1, "fingerprint": "never seen"}
+        del strange["manifest"]
+        assert server.control(strange) == {"unknown": True}
+        last = events.result(60)[-1]
+    assert changes(last, version) == []
+    assert last["meta_info"]["num_retractions"] == 0
+
+
+@pytest.mark.parametrize("in_flight", ["wait", None, 1, ["retract"]])
+def test_an_unknown_choice(server: Server, policy: Path, in_flight: Any) -> None:
+    tensors = list(models.named_tensors(policy))
+    version = version_of(server) + 1
+    message = begin_message(manifest_of(tensors), version) | {"in_flight": in_flight}
+    status, reply = server.ask("/fp8rl", json.dumps(message).encode())
+    assert status == 400
+    assert "give one of abort, finish, retract" in reply["error"]
+    with pytest.raises(ValueError, match="give one of abort, finish, retract"):
+        trainer_bridge.update(tensors, server, version=version, in_flight=in_flight)
+
+
+# ---- tensor parallel ---------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
+    """The engine itself is the reference: an update leaves what a fresh engine holds."""
+    start, policy, *_ = policies("qwen3")
+    with Server(
+        tmp_path / "server.log",
+        LAUNCH_SERVER,
+        start,
+        *("--tp-size", "2", "--chunked-prefill-size", str(CHUNK)),
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as server:
+        (before,) = server.generate(ASK)
+        with caught(server) as (events, _):
+            new = update_beside(server, policy, "retract")
+            replies = events.result(60)
+        assert_grows(replies)
+        update(server, policy)
+        assert_continues(before, replies[-1], -1, new, server)
+        with caught(server) as (events, _), by_hand(server, policy, new + 2) as trainer:
+            trainer.write(*range(3))
+        assert events.result(60)[-1]["meta_info"]["finish_reason"]["status_code"] == 503
+        assert_quarantined(server, "the update to version")
+        healed = update(server, policy)
+        (reply,) = server.generate({**ASK, "sampling_params": GREEDY})
+        assert set(reply["meta_info"]["policy_version"]) == {healed}

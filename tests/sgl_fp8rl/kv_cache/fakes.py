@@ -1,0 +1,169 @@
+"""An attention layer, a pool and a backend without SGLang, in the shapes of SGLang's own.
+
+``reference`` is float64 attention that shares nothing with what is tested: it decodes the pool's
+bytes by ``tests.oracle`` and multiplies each head's scale in.
+"""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales, attach
+from tests import oracle
+
+HEADS, GROUP, DIM, SLOTS, PAGE = 2, 2, 64, 64, 16
+FP8 = torch.float8_e4m3fn
+BF16 = torch.bfloat16
+
+
+def layer(layer_id: int = 0, scaling: float = DIM**-0.5) -> nn.Module:
+    """What our hooks read of a ``RadixAttention``."""
+    made = nn.Module()
+    for name, value in {
+        "layer_id": layer_id,
+        "scaling": scaling,
+        "tp_q_head_num": HEADS * GROUP,
+        "tp_k_head_num": HEADS,
+        "tp_v_head_num": HEADS,
+        "head_dim": DIM,
+        "qk_head_dim": DIM,
+        "v_head_dim": DIM,
+        "logit_cap": 0.0,
+        "sliding_window_size": -1,
+    }.items():
+        setattr(made, name, value)
+    return made
+
+
+def scaled(
+    layers: int = 1,
+    scheme: str = "engine",
+    per_head: bool = False,
+    heads: Heads | None = None,
+    scaling: float = DIM**-0.5,
+) -> tuple[KVScales, list[Any]]:
+    """Scales of a model of such layers, and the layers."""
+    made: list[Any] = [layer(i, scaling) for i in range(layers)]
+    softmax = [scaling * DIM**0.5] * layers
+    scales = KVScales(
+        softmax, heads or Heads(HEADS, 0, HEADS), scheme, per_head, torch.device("cpu")
+    )
+    attach(scales, nn.Module(), made)
+    return scales, made
+
+
+class Backend:
+    """Attends to the codes of its pool as BF16, one sequence, as torch_native does."""
+
+    is_xqa_impl = True
+    page_size = PAGE
+
+    def __init__(self) -> None:
+        self.k = torch.full((SLOTS, HEADS, DIM), 7.0).to(FP8)
+        self.v = self.k.clone()
+        self.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda _: (self.k, self.v))
+        self.forward_metadata = SimpleNamespace(use_ragged=False)
+        self.saved: list[bool] = []
+        self.handed: tuple[Any, Any] = (None, None)
+
+    def forward(
+        self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True
+    ) -> torch.Tensor:
+        self.saved.append(save_kv_cache)
+        self.handed = (k, v)
+        keys, values = (
+            c[batch.slots].to(BF16).repeat_interleave(GROUP, 1) for c in (self.k, self.v)
+        )
+        q_THD = q.view(-1, HEADS * GROUP, DIM)
+        out = nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1).float() for x in (q_THD, keys, values)), scale=layer.scaling
+        )
+        return out.transpose(0, 1).to(BF16).reshape(len(q), -1)
+
+    def _reshape_paged_kv_cache(self, k: Any, v: Any, layer: Any, dim: int) -> Any:
+        return tuple(c.view(-1, PAGE, HEADS, dim).permute(0, 2, 1, 3) for c in (k, v))
+
+
+def batch(tokens: int, first: int = 0, seen: int | None = None) -> Any:
+    """Tokens that are stored from slot ``first`` on, and attend to the first ``seen`` slots."""
+    slots = torch.arange(1, 1 + (first + tokens if seen is None else seen))
+    return SimpleNamespace(out_cache_loc=torch.arange(first + 1, first + 1 + tokens), slots=slots)
+
+
+def qkv(tokens: int, seed: int = 0, size: float = 1.0) -> tuple[torch.Tensor, ...]:
+    """q, k, v as slices of a fused projection, with heads of unlike sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    width = (HEADS * GROUP + 2 * HEADS) * DIM
+    fused = torch.randn(tokens, width, generator=generator)
+    fused *= torch.exp2(torch.arange(width // DIM) % 3 * 1.0).repeat_interleave(DIM)
+    fused = (fused * size).to(BF16)
+    q, k, v = fused.split([HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM], -1)
+    return q, k.unflatten(1, (HEADS, DIM)), v.unflatten(1, (HEADS, DIM))
+
+
+def reference(
+    q: torch.Tensor, backend: Backend, slots: torch.Tensor, scale_3H: torch.Tensor, scaling: float
+) -> np.ndarray[Any, Any]:
+    """Float64: softmax(scaling * k_scale * q . c_k) @ c_v * v_scale, [tokens, q heads, dim]."""
+    decoded = [
+        oracle.decode(cache.view(torch.uint8).numpy())[slots.numpy()].astype(np.float64)
+        for cache in (backend.k, backend.v)
+    ]
+    scales = scale_3H.double().numpy()
+    q_THD = q.double().view(-1, HEADS * GROUP, DIM).numpy()
+    out = np.empty_like(q_THD)
+    for head in range(HEADS * GROUP):
+        h = head // GROUP
+        logits = scaling * scales[0, h] * (q_THD[:, head] @ decoded[0][:, h].T)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out[:, head] = weights @ decoded[1][:, h] * scales[1, h]
+    return out
+
+
+def relative_error(out: torch.Tensor, wanted: np.ndarray[Any, Any]) -> float:
+    """Root mean square of the error by that of what was wanted, head by head; the largest."""
+    got = out.double().view(wanted.shape).numpy()
+    by_head = np.sqrt(((got - wanted) ** 2).mean((0, 2)) / (wanted**2).mean((0, 2)))
+    return float(by_head.max())
+
+
+def xqa_kernel(seen: dict[str, Any]) -> Any:
+    """``flashinfer.xqa.xqa`` by its arithmetic on Hopper: q is cast to E4M3, out is times
+    ``kv_scale``, logits are times ``q_scale * kv_scale / sqrt(head dim)``."""
+
+    def xqa(
+        q: Any,
+        k_cache: Any,
+        v_cache: Any,
+        table: Any,
+        lengths: Any,
+        out: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        scratch, semaphores, heads, page = args
+        seen.update(kw, q=q, scratch=scratch, semaphores=semaphores, page=page)
+        assert kw["kv_layout"] == "HND"
+        assert k_cache.shape[1:] == (heads, page, q.shape[-1])
+        logit_scale = kw["q_scale"] * kw["kv_scale"] / math.sqrt(q.shape[-1])
+        for row in range(len(q)):
+            length = int(lengths[row, 0])
+            keys, values = (
+                c[table[row].long()]
+                .transpose(1, 2)
+                .reshape(-1, heads, q.shape[-1])[:length]
+                .float()
+                for c in (k_cache, v_cache)
+            )
+            for head in range(q.shape[2]):
+                h = head // (q.shape[2] // heads)
+                codes = q[row, 0, head].to(FP8).float()
+                weights = torch.softmax(logit_scale * (keys[:, h] @ codes), 0)
+                out[row, 0, head] = (weights @ values[:, h] * kw["kv_scale"]).to(out.dtype)
+
+    return xqa

@@ -1,0 +1,191 @@
+"""The scales' buffers: what each kernel is given, in place, and the file that holds them."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from sgl_fp8rl.kv_cache.factors import MAX_OCTAVES, as_kept, derive, power_of_two_above
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, read_file
+from tests.sgl_fp8rl.kv_cache import fakes
+
+CPU = torch.device("cpu")
+POSITIVE = st.floats(2.0**-30, 2.0**30, width=32)
+
+
+def random_scales(layers: int = 3, heads: int = 4, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp(3 * torch.randn(layers, 3, heads, generator=generator))
+
+
+@given(POSITIVE)
+def test_power_of_two_above(value: float) -> None:
+    mantissa, exponent = math.frexp(value)
+    wanted = math.ldexp(1.0, exponent - (mantissa == 0.5))
+    assert float(power_of_two_above(torch.tensor([value]))) == wanted
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=6), st.booleans())
+def test_kept_scales(values: list[float], per_head: bool) -> None:
+    wanted = torch.tensor(values).expand(2, 3, -1)
+    kept = as_kept(wanted, per_head)
+    assert kept.shape == wanted.shape
+    assert torch.equal(kept.amax(-1), wanted.amax(-1))
+    # what a head needs is given to it, but for the rounding of a quotient
+    assert bool((kept >= wanted * (1 - 2**-23)).all())
+    octaves = torch.log2(kept / kept.amax(-1, keepdim=True))
+    assert torch.equal(octaves, octaves.round())
+    if per_head:
+        assert bool(((kept < 2 * wanted * (1 + 2**-22)) | (octaves <= -MAX_OCTAVES)).all())
+    else:
+        assert bool((octaves == 0).all())
+    assert torch.equal(as_kept(kept, per_head), kept), "a file must round-trip"
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_factors_are_those_of_float64(per_head: bool) -> None:
+    """Each kernel's products restore scaling * k_scale * q and v_scale, head by head."""
+    scaling, dim = 0.05, 96
+    heads = Heads(4, 1, 2)
+    scales = KVScales([scaling * math.sqrt(dim)] * 3, heads, "engine", per_head, CPU)
+    scales.write(random_scales())
+    kept = scales.scales.double().numpy()[:, :, 1:3]
+    factors = derive(scales.scales[..., heads.mine], scales.softmax)
+    for mine, derived in (
+        (scales.store, factors.store_2Lh),
+        (scales.xqa, factors.xqa_2L),
+        (scales.ratio, factors.ratio_2Lh),
+    ):
+        assert torch.equal(mine, derived)
+    store, xqa, ratio = (x.double().numpy() for x in (scales.store, scales.xqa, scales.ratio))
+    assert np.array_equal(store[0], kept[:, 0]) and np.array_equal(store[1], kept[:, 1])
+    logits = xqa[0] * xqa[1] / math.sqrt(dim)
+    query = np.exp2(np.ceil(np.log2(np.maximum(kept[:, 2].max(-1), 1))))
+    np.testing.assert_allclose(
+        logits[:, None] * ratio[0], scaling * kept[:, 0], rtol=1e-6, err_msg="q . k"
+    )
+    np.testing.assert_allclose(xqa[1][:, None] * ratio[1], kept[:, 1], rtol=1e-6, err_msg="p @ v")
+    for exact in (ratio[0] * query[:, None], ratio[1]):
+        assert np.array_equal(np.log2(exact), np.round(np.log2(exact)))
+        assert (exact <= 1).all()
+        assert (exact == 1).all() or per_head
+
+
+def test_unit_scales_make_unit_factors() -> None:
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "unit", False, CPU)
+    for buffer in (scales.scales, scales.store, scales.xqa, scales.ratio):
+        assert bool((buffer == 1).all())
+
+
+def test_buffers_are_fp32_under_sglangs_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        scales = KVScales([1.0], Heads(2, 0, 2), "engine", False, CPU)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    dtypes = {name: buffer.dtype for name, buffer in scales.named_buffers()}
+    assert dtypes.pop("statistics") == torch.int64
+    assert set(dtypes.values()) == {torch.float32}
+
+
+def test_everything_is_written_in_place() -> None:
+    """The views that graphs read see new scales, and no buffer moves."""
+    scales, (first, second) = fakes.scaled(layers=2, per_head=True)
+    addresses = {name: buffer.data_ptr() for name, buffer in scales.named_buffers()}
+    scales.statistics += 1
+    scales.pending = {0, 1}
+    scales.write(torch.tensor([[[8.0, 2.0], [1.0, 4.0], [1.0, 1.0]]]), first=1)
+    assert addresses == {name: buffer.data_ptr() for name, buffer in scales.named_buffers()}
+    mine, other = second.fp8rl_layer, first.fp8rl_layer
+    assert mine.k_scale_h.tolist() == [8.0, 2.0] and mine.v_scale_h.tolist() == [1.0, 4.0]
+    assert mine.q_ratio_h.tolist() == [1.0, 0.25] and mine.out_ratio_h.tolist() == [0.25, 1.0]
+    assert (float(mine.xqa_q_scale), float(mine.xqa_kv_scale)) == (2.0, 4.0)
+    assert other.k_scale_h.tolist() == [1.0, 1.0]
+    assert mine.statistics.tolist() == [0] * 5 and other.statistics.tolist() == [1] * 5
+    assert scales.pending == {0}
+
+
+def test_buffers_belong_to_the_model_and_layers_of_one_id_share_a_row() -> None:
+    from sgl_fp8rl.kv_cache.scales import attach
+
+    model, layers = nn.Module(), [fakes.layer(i) for i in (7, 3, 7)]
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    attach(scales, model, layers)
+    assert {name.split(".")[0] for name, _ in model.named_buffers()} == {"fp8rl_kv"}
+    assert [layer.fp8rl_layer.row for layer in layers] == [1, 0, 1]  # type: ignore[union-attr]
+    assert not list(layers[0].named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("total", "tp_size", "kept"),
+    [
+        (8, 1, [range(8)]),
+        (8, 4, [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]),
+        (2, 4, [range(0, 1), range(0, 1), range(1, 2), range(1, 2)]),  # replicated
+        (1, 2, [range(0, 1), range(0, 1)]),
+    ],
+)
+def test_heads_of_each_rank(total: int, tp_size: int, kept: list[range]) -> None:
+    for rank, wanted in enumerate(kept):
+        assert list(range(total))[Heads.of(total, rank, tp_size).mine] == list(wanted)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scales_after", "pending"),
+    [("engine", 3.0, {0, 1}), ("trainer", 3.0, set()), ("unit", 1.0, set())],
+)
+def test_an_update_without_scales(scheme: str, scales_after: float, pending: set[int]) -> None:
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), scheme, False, CPU)
+    scales.after_update(torch.full((2, 3, 2), 3.0))
+    assert not scales.pending
+    assert bool((scales.scales == 3.0).all()), "what an update brings is used under each scheme"
+    scales.after_update(None)
+    assert bool((scales.store == scales_after).all())
+    assert scales.pending == pending
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_scale_is_refused(bad: float) -> None:
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    wrong = torch.ones(2, 3, 2)
+    scales.check(wrong)
+    wrong[1, 2, 0] = bad
+    with pytest.raises(KVScalesError, match=f"Q scale of layer 1, KV head 0 is {bad}"):
+        scales.check(wrong)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 2), (2, 2, 2), (2, 3, 1), (2, 3, 4), (12,)])
+def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    with pytest.raises(KVScalesError, match=r"needs \(2, 3, 2\)"):
+        scales.check(torch.ones(shape))
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_file_round_trips(per_head: bool, tmp_path: Path) -> None:
+    one, other = (KVScales([1.0] * 3, Heads(4, 0, 4), "engine", per_head, CPU) for _ in "ab")
+    one.write(random_scales())
+    in_force, _ = one.snapshot()
+    path = tmp_path / "scales.json"
+    path.write_text(json.dumps({"scheme": "engine", "scales": in_force.tolist()}))
+    other.recalibrate()
+    other.load(path)
+    assert not other.pending
+    for name, buffer in one.named_buffers():
+        assert torch.equal(other.get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"scale": 1}', '{"scales": [[1], [1, 2]]}', "{}"])
+def test_files_without_scales(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    path.write_text(content)
+    with pytest.raises(KVScalesError, match="no KV scales can be read from"):
+        read_file(path)
+    with pytest.raises(KVScalesError, match="no KV scales can be read from"):
+        read_file(tmp_path / "absent.json")

@@ -1,0 +1,156 @@
+"""KV scales on their way through ``update``: real transport and sockets, ranks that note it all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from tests.trainer_bridge.test_fsdp import failure, run
+from trainer_bridge.calibrate import KVCalibrator
+from trainer_bridge.link import link_to
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(60)
+
+LAYERS, KV_HEADS = 2, 3
+KV_CACHE = {"dtype": "fp8_e4m3", "layers": LAYERS, "kv_heads": KV_HEADS}
+
+
+class Engine:
+    """One that reads parts and keeps the manifest of each update."""
+
+    def __init__(self, folder: Path, sessions: int, **layout: Any) -> None:
+        self.rank = Rank(folder, sessions=sessions)
+        self.layout = {
+            "dtype": "bfloat16",
+            "bucket_bytes": 4096,
+            "state": "serving",
+            "fp32": [],
+            "fp8": [],
+            "gpus": [],
+            **layout,
+        }
+        self.manifests: list[dict[str, Any]] = []
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] == "layout":
+            return dict(self.layout)
+        if message["op"] == "begin":
+            if "manifest" not in message:
+                return {"unknown": True}
+            self.manifests.append(message["manifest"]["tensors"])
+            return {"sockets": [self.rank.path], "token": TOKEN}
+        return {}
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def received(self, update: int) -> torch.Tensor:
+        """The KV scales of one update of a single part, where they lie behind the weights."""
+        plans = link_to(self)._plans.values()
+        pieces = [piece for _, plan in plans for part in plan.parts for piece in part]
+        (piece,) = [piece for piece in pieces if piece.name == KV_SCALES]
+        raw = self.rank.parts[update][piece.offset :][: 4 * LAYERS * 3 * KV_HEADS]
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(LAYERS, 3, KV_HEADS)
+
+
+def scales(seed: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.rand(LAYERS, 3, KV_HEADS, generator=made) + 0.01
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path, 3, kv_cache=KV_CACHE)
+    yield engine
+    engine.rank.join()
+
+
+WEIGHTS = {"a": torch.ones(4, 4, dtype=torch.bfloat16), "b": torch.ones(3)}
+
+
+def test_they_come_behind_the_weights_bit_for_bit(engine: Engine) -> None:
+    """In FP32: BF16, the control, is another number."""
+    for step in range(3):
+        sent = scales(step)
+        result = update(WEIGHTS, engine, version=step, kv_scales=sent)
+        assert torch.equal(engine.received(step), sent)
+        assert not torch.equal(sent.bfloat16().float(), sent)
+        assert list(engine.manifests[step]) == ["a", "b", KV_SCALES]
+        assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 3, KV_HEADS]]
+        assert result.bytes == 32 + 12 + 4 * LAYERS * 3 * KV_HEADS
+
+
+def test_a_strided_view_with_a_gradient_will_do(engine: Engine) -> None:
+    sent = scales(0).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    for version in range(2):
+        update(WEIGHTS, engine, version=version, kv_scales=sent)
+        assert torch.equal(engine.received(version), sent.detach())
+    update(WEIGHTS, engine, version=2)
+
+
+def test_without_them_nothing_is_sent(engine: Engine) -> None:
+    for step in range(3):
+        result = update(WEIGHTS, engine, version=step)
+        assert list(engine.manifests[step]) == ["a", "b"]
+        assert (result.tensors, result.bytes) == (2, 32 + 12)
+
+
+def test_an_engine_without_an_fp8_kv_cache_refuses_before_anything_begins(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 1, kv_cache=None)
+    with pytest.raises(ManifestError, match="FP8 KV cache, and the engine has none"):
+        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
+    assert engine.manifests == []
+    engine.layout["kv_cache"] = {**KV_CACHE, "layers": LAYERS + 1}
+    with pytest.raises(ManifestError, match="has shape"):
+        update(WEIGHTS, engine, version=0, kv_scales=scales(0))
+    assert engine.manifests == []
+    engine.layout["kv_cache"] = KV_CACHE
+    update(WEIGHTS, engine, version=0, kv_scales=scales(0))
+    assert torch.equal(engine.received(0), scales(0))
+    engine.rank.join()
+
+
+# -- FSDP2
+
+
+def sharded_update(rank: int, folder: Path) -> None:
+    """Calibrated together, sent by rank 0; refused on both."""
+    engine = Engine(folder, 2, kv_cache=KV_CACHE) if rank == 0 else None
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+
+    calibrator = KVCalibrator(LAYERS, KV_HEADS)
+    made = torch.Generator().manual_seed(rank)
+    for layer in range(LAYERS):
+        q, k, v = (torch.randn(1, KV_HEADS, 5, 8, generator=made) for _ in range(3))
+        calibrator.observe(layer, q, k, v)
+    sent = calibrator.scales()
+    update(model, engine, version=0, kv_scales=sent)
+    assert engine is None or torch.equal(engine.received(0), sent)
+    # only rank 0's count, so the others need not have them
+    update(model, engine, version=1, kv_scales=sent if rank == 0 else None)
+    assert engine is None or torch.equal(engine.received(1), sent)
+
+    found = failure(lambda: update(model, engine, version=2, kv_scales=sent[:1]))
+    assert found[0] == "ManifestError" and "has shape (1, 3, 3)" in found[1]
+    if engine is not None:
+        engine.layout["kv_cache"] = None
+    found = failure(lambda: update(model, engine, version=2, kv_scales=sent))
+    assert found[0] == "ManifestError" and "the engine has none" in found[1]
+    if engine is not None:
+        assert len(engine.manifests) == 2
+        engine.rank.join()
+
+
+@pytest.mark.timeout(180)
+def test_a_sharded_trainer_sends_them_from_rank_0(tmp_path: Path) -> None:
+    run(sharded_update, tmp_path)

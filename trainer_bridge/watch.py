@@ -1,0 +1,162 @@
+"""Watch what the attention functions of a transformers model are given, without touching it."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Observe = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    None,
+]
+"""``KVCalibrator.observe``: layer, query, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
+
+
+class Watch:
+    """One model: which modules are its attention, and the mask of its batch.
+
+    Raises:
+        ValueError: it is no transformers model.
+    """
+
+    def __init__(self, observe: Observe, model: nn.Module) -> None:
+        config = text_config(model)
+        self._observe = observe
+        # a vision tower's layers have a configuration of another kind
+        self._layers = {
+            module: int(module.layer_idx)  # type: ignore[arg-type]
+            for module in model.modules()
+            if isinstance(getattr(module, "layer_idx", None), int)
+            and type(getattr(module, "config", None)) is type(config)
+        }
+        self._model = model
+        self._outermost: nn.Module | None = None
+        self._mask: torch.Tensor | None = None
+
+    def see(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Observe a call of the attention function, where it is one of this model."""
+        if module in self._layers:
+            self._observe(self._layers[module], query, key, value, self._mask)
+
+    @contextmanager
+    def masks(self) -> Iterator[None]:
+        """Keep the mask of each batch for the time of its forward."""
+        hooks = []
+        for module in self._model.modules():
+            signature = inspect.signature(module.forward)
+            # a model or its decoder, whichever is called; a layer is given other masks
+            if {"input_ids", "attention_mask"} <= signature.parameters.keys():
+                before = functools.partial(self._enter, signature)
+                hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(
+        self,
+        signature: inspect.Signature,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if self._outermost is not None:
+            return
+        self._outermost = module
+        mask = signature.bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+            what = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask is {what}, which does not tell padding; under watch() give "
+                f"[batch, tokens], 0 where a token is padding, or none"
+            )
+        self._mask = mask
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if module is self._outermost:
+            self._outermost = self._mask = None
+
+
+_watches: list[Watch] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def installed(watch: Watch) -> Iterator[None]:
+    """Have transformers' attention functions report to ``watch``.
+
+    Every attention layer of transformers asks ``get_interface`` for its function at each forward,
+    for its own eager one too, and calls it with itself, query, key and value.
+
+    Raises:
+        ValueError: transformers is older than that.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    with _lock:
+        original = getattr(AttentionInterface, "get_interface", None)
+        if original is None:
+            raise ValueError(
+                "this transformers has no AttentionInterface.get_interface; install 5.0 or newer, "
+                "or call observe() in the model's attention"
+            )
+        if not _watches:
+            AttentionInterface.get_interface = _reporting(original)
+        _watches.append(watch)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watches.remove(watch)
+            if not _watches:
+                AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+
+
+def _reporting(get_interface: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_interface)
+    def get_reporting(*args: Any, **kwargs: Any) -> Any:
+        attend = get_interface(*args, **kwargs)
+
+        @functools.wraps(attend)
+        def attend_and_report(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            # a graph would keep reporting after the context, or never begin to
+            if not torch.compiler.is_compiling():
+                for watch in tuple(_watches):
+                    watch.see(module, query, key, value)
+            return attend(module, query, key, value, *args, **kwargs)
+
+        return attend_and_report
+
+    return get_reporting
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a transformers model's decoder, also inside a wrapper.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "get_text_config"):
+            return config.get_text_config(decoder=True)
+    raise ValueError(
+        f"{type(model).__name__} is no transformers model; make KVCalibrator(layers=..., "
+        f"kv_heads=...) and call observe() in its attention"
+    )
