@@ -5,6 +5,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from sgl_fp8rl import doctor
@@ -15,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.command == "doctor":
         return doctor.run(arguments.json)
+    if arguments.command == "kv-report":
+        return _kv_report(arguments)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
 
 
@@ -31,7 +35,40 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("model", help="folder of the model; its weights are not read")
     layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     layers.add_argument("--json", action="store_true", help="print the list as JSON")
+
+    report = commands.add_parser("kv-report", help="tell what the scales of an FP8 KV cache do")
+    report.add_argument("source", help="an engine's http:// address, or a file of --json")
+    report.add_argument("--json", metavar="FILE", type=Path, help="save the answer and the report")
+    report.add_argument("--picture", metavar="FILE.png", type=Path, help="draw it")
+    report.add_argument(
+        "--observe",
+        action="store_true",
+        help="no report yet: let the engine measure the error of what it prefills next",
+    )
     return parser
+
+
+def _kv_report(arguments: argparse.Namespace) -> int:
+    from sgl_fp8rl.kv_cache import table
+    from trainer_bridge.engine_client import EngineError
+
+    if arguments.picture and find_spec("matplotlib") is None:
+        sys.exit("kv-report --picture needs matplotlib; run pip install 'sgl-fp8rl[plot]'")
+    try:
+        if arguments.observe:
+            tokens = table.observe(arguments.source)
+            print(f"the next {tokens} prefilled tokens are measured; ask for a report after them")
+            return 0
+        reply = table.read(arguments.source)
+        lines = table.lines_of(reply)
+        print(table.render(reply, lines))
+        if arguments.json:
+            arguments.json.write_text(table.as_json(reply, lines))
+        if arguments.picture:
+            table.draw(reply, lines, arguments.picture)
+    except (EngineError, OSError, ValueError) as error:
+        sys.exit(f"sgl-fp8rl kv-report: {error}")
+    return 0
 
 
 def _print_layers(model: str, tp_size: int, as_json: bool) -> int:

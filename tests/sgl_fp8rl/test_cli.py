@@ -1,8 +1,11 @@
-"""``sgl-fp8rl layers``: its table, and what a real engine answers."""
+"""``sgl-fp8rl layers`` and ``kv-report``: what they print, and what a real engine answers."""
 
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 
 from sgl_fp8rl import cli
 from tests.engine.models import make_checkpoint
+from tests.sgl_fp8rl.kv_cache.test_table import PNG_SIGNATURE, a_reply
+from tests.sgl_fp8rl.kv_cache.test_table import TABLE as KV_TABLE
 
 LAYERS: list[dict[str, Any]] = [
     {"name": "model.embed_tokens", "format": "bf16", "reason": "embedding", "shape": [512, 256]},
@@ -53,13 +58,95 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "{doctor,layers}" in capsys.readouterr().err
+    assert "{doctor,layers,kv-report}" in capsys.readouterr().err
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(SystemExit, match="needs SGLang"):
         cli.main(["layers", "some/model"])
+
+
+KEY = "a shared secret"
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """The control route of a server that has a key."""
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        replies = {"kv": a_reply(), "kv_observe": {"tokens": 4096}}
+        status, reply = 200, replies[message["op"]]
+        if self.headers["Authorization"] != f"Bearer {KEY}" or self.path != "/fp8rl":
+            status, reply = 401, {"error": "the key is missing or wrong"}
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing among the test's output."""
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("FP8RL_KEY", KEY)
+    with HTTPServer(("127.0.0.1", 0), FakeEngine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_kv_report_of_an_engine(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "kv.json"
+    assert cli.main(["kv-report", address, "--json", str(saved)]) == 0
+    assert capsys.readouterr().out == KV_TABLE + "\n"
+    assert json.loads(saved.read_text()).items() >= a_reply().items()
+    assert cli.main(["kv-report", str(saved)]) == 0
+    assert capsys.readouterr().out == KV_TABLE + "\n"
+
+
+def test_kv_report_without_the_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FP8RL_KEY")
+    with pytest.raises(SystemExit, match="kv-report: the key is missing"):
+        cli.main(["kv-report", address])
+
+
+def test_kv_report_asks_to_observe(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["kv-report", address, "--observe"]) == 0
+    assert capsys.readouterr().out.startswith("the next 4096 prefilled tokens are measured")
+    with pytest.raises(SystemExit, match="is no engine"):
+        cli.main(["kv-report", str(tmp_path), "--observe"])
+
+
+def test_kv_report_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, picture = tmp_path / "kv.json", tmp_path / "kv.png"
+    saved.write_text(json.dumps(a_reply()))
+    draw = ["kv-report", str(saved), "--picture", str(picture)]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(SystemExit, match=r"pip install 'sgl-fp8rl\[plot\]'"):
+            cli.main(draw)
+        assert not picture.exists()
+    pytest.importorskip("matplotlib")
+    assert cli.main(draw) == 0
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:1 cannot be reached"):
+        cli.main(["kv-report", "http://127.0.0.1:1"])
+    with pytest.raises(SystemExit, match="cannot be read"):
+        cli.main(["kv-report", str(tmp_path / "none.json")])
+    saved = tmp_path / "kv.json"
+    saved.write_text(json.dumps(a_reply()))
+    with pytest.raises(SystemExit, match="No such file or directory"):
+        cli.main(["kv-report", str(saved), "--json", str(tmp_path / "none" / "kv.json")])
 
 
 @pytest.mark.engine
