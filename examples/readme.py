@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+from kv_tables import kv
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -187,6 +188,7 @@ BLOCKS = {
     "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
     "update": ("update.json", update),
     "start": ("start.json", start),
+    "kv": ("kv.json", kv),
 }
 
 

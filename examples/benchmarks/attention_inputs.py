@@ -1,0 +1,136 @@
+"""q, k and v as real models make them, and attention over them in float64.
+
+Shape suffixes: B sequences, T tokens of a sequence, S tokens of all sequences, one after the other,
+H KV heads, G query heads of a KV head, D head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+HEADS, GROUP, DIM = 8, 4, 128
+"""Qwen3-8B's: 8 KV heads, 32 query heads."""
+ROPE_BASE = 1e6
+GAIN_SPREAD = 0.4
+"""Standard deviation of the logarithm of QK-norm's weights."""
+OUTLIER_CHANNELS = {"q": (17, 81), "k": (5, 69)}
+"""RoPE turns the channels of a pair into each other."""
+OUTLIER_GAIN = 5.0
+BEYOND_HEADS = slice(0, 2)
+"""KV heads whose K leaves E4M3's range in a case that says so, as K biases and norms make it."""
+BEYOND = 1000.0
+BEYOND_WEIGHT = 20.0
+"""How much those channels count in q . k, beside 126 others of about 1."""
+V_SPREAD = 0.8
+"""Standard deviation of the logarithm of V's channels."""
+V_OCTAVES = 4
+"""V's heads differ by up to so many powers of two."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one decode step of attention reads."""
+
+    batch: int
+    context: int
+    beyond: bool = False
+    """Whether K has channels beyond 448."""
+
+    @property
+    def name(self) -> str:
+        """The case in the result file."""
+        return f"{self.batch}x{self.context}" + (", K beyond 448" if self.beyond else "")
+
+    def cache_bytes(self, itemsize: int) -> int:
+        """K and V of all tokens."""
+        return 2 * self.batch * self.context * HEADS * DIM * itemsize
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """BF16: q of one token a sequence, and everything that it attends to."""
+
+    load: Load
+    q_BHGD: torch.Tensor
+    k_SHD: torch.Tensor
+    v_SHD: torch.Tensor
+
+    def amax_3H(self) -> torch.Tensor:
+        """Largest magnitudes of K, V and Q by KV head, FP32."""
+        k_H = self.k_SHD.abs().amax((0, 2))
+        v_H = self.v_SHD.abs().amax((0, 2))
+        return torch.stack([k_H, v_H, self.q_BHGD.abs().amax((0, 2, 3))]).float()
+
+
+def draw(load: Load, device: str, seed: int = 0) -> Inputs:
+    """The same values for the same seed on the same device, drawn a sequence at a time."""
+    random = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device=device)
+
+    q_gain_HD, k_gain_HD = (_gain(normal(DIM), name).expand(HEADS, DIM).clone() for name in "qk")
+    if load.beyond:
+        channels = list(OUTLIER_CHANNELS["k"])
+        k_gain_HD[BEYOND_HEADS, channels] = BEYOND
+        q_gain_HD[BEYOND_HEADS, channels] = BEYOND_WEIGHT / BEYOND
+    common_HD = normal(HEADS, DIM)  # keys of a head are alike in part
+    v_gain_HD = torch.exp(V_SPREAD * normal(HEADS, DIM))
+    v_gain_HD *= torch.exp2(-V_OCTAVES * torch.linspace(0, 1, HEADS, device=device))[:, None]
+
+    tokens = load.batch * load.context
+    k_SHD = torch.empty(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device)
+    v_SHD = torch.empty_like(k_SHD)
+    q_BHGD = torch.empty(load.batch, HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
+    positions_T = torch.arange(load.context, device=device)
+    for sequence in range(load.batch):
+        mine = slice(sequence * load.context, (sequence + 1) * load.context)
+        k_THD = _rms_normed(normal(load.context, HEADS, DIM) + common_HD) * k_gain_HD
+        k_SHD[mine] = _rotated(k_THD, positions_T)
+        v_SHD[mine] = normal(load.context, HEADS, DIM) * v_gain_HD
+        q_HGD = _rms_normed(normal(HEADS, GROUP, DIM)) * q_gain_HD[:, None]
+        q_BHGD[sequence] = _rotated(q_HGD.flatten(0, 1)[None], positions_T[-1:]).view_as(q_HGD)
+    return Inputs(load, q_BHGD, k_SHD, v_SHD)
+
+
+def exact(inputs: Inputs) -> torch.Tensor:
+    """``softmax(q . k / sqrt(D)) @ v`` in float64: BHGD."""
+    out_BHGD = torch.empty(inputs.q_BHGD.shape, dtype=torch.float64, device=inputs.q_BHGD.device)
+    context = inputs.load.context
+    for sequence in range(inputs.load.batch):
+        mine = slice(sequence * context, (sequence + 1) * context)
+        k_THD, v_THD = inputs.k_SHD[mine].double(), inputs.v_SHD[mine].double()
+        scores = torch.einsum("hgd,thd->hgt", inputs.q_BHGD[sequence].double(), k_THD)
+        weights = (scores * DIM**-0.5).softmax(-1)
+        out_BHGD[sequence] = torch.einsum("hgt,thd->hgd", weights, v_THD)
+    return out_BHGD
+
+
+def errors(out: torch.Tensor, exact_BHGD: torch.Tensor) -> dict[str, list[float]]:
+    """Of each sequence: the relative L2 error, and the largest error over the largest output."""
+    error = (out.double().view_as(exact_BHGD) - exact_BHGD).flatten(1)
+    wanted = exact_BHGD.flatten(1)
+    return {
+        "kv_error": (error.norm(dim=1) / wanted.norm(dim=1)).tolist(),
+        "kv_error_max": (error.abs().amax(1) / wanted.abs().amax(1)).tolist(),
+    }
+
+
+def _gain(normal_D: torch.Tensor, name: str) -> torch.Tensor:
+    gain_D = torch.exp(GAIN_SPREAD * normal_D)
+    gain_D[list(OUTLIER_CHANNELS[name])] *= OUTLIER_GAIN
+    return gain_D
+
+
+def _rms_normed(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def _rotated(x_THD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    """RoPE: channel ``d`` of the first half and of the second half are a pair."""
+    half = DIM // 2
+    frequency = ROPE_BASE ** -(torch.arange(half, device=x_THD.device) / half)
+    angle_T1d = (positions_T[:, None] * frequency)[:, None]
+    first, second = x_THD[..., :half], x_THD[..., half:]
+    cos, sin = angle_T1d.cos(), angle_T1d.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

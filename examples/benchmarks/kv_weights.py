@@ -1,0 +1,72 @@
+"""Weights for the KV cache benchmark: shared ones for speed, and ones whose KV is hard to keep."""
+
+from dataclasses import replace
+from typing import Any
+
+import models
+import torch
+import weights
+from attention_inputs import BEYOND, BEYOND_WEIGHT, GAIN_SPREAD, OUTLIER_CHANNELS, OUTLIER_GAIN
+from torch import nn
+
+PLANTED = ("no outliers", "K beyond 448")
+"""Sets of weights; the second has K channels that leave E4M3's range."""
+SEED = 11
+V_OCTAVES = 3.0
+"""V's heads differ by up to so many powers of two."""
+
+
+def shared(shape: models.Shape, device: str) -> weights.Named:
+    """All tensors of a model, where every layer has the memory of the first: it takes no room
+    beside an engine that fills the device."""
+    first = dict(weights.hf_named(weights.bf16_module(replace(shape, layers=1), device)))
+    return [
+        (p.name, first[_in_first_layer(p.name)])
+        for p in models.parameters(shape)  # of a dense model, whose names are those of HF
+    ]
+
+
+def module(shape: models.Shape, device: str, planted: str) -> nn.Module:
+    """The trainer's model: random, with norms and V as real models have them, the same in every
+    process on the same kind of device."""
+    torch.manual_seed(SEED)
+    made = weights.bf16_module(shape, device)
+    for name, parameter in made.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            side = name.split("_norm")[0][-1]
+            parameter.normal_(0.0, GAIN_SPREAD).exp_()
+            parameter[list(OUTLIER_CHANNELS[side])] *= OUTLIER_GAIN
+            if planted == PLANTED[1]:
+                beyond = BEYOND if side == "k" else BEYOND_WEIGHT / BEYOND
+                parameter[list(OUTLIER_CHANNELS["k"])] = beyond
+        elif name.endswith("v_proj.weight"):
+            octaves_H = torch.linspace(0, V_OCTAVES, shape.kv_heads, device=parameter.device)
+            heads = parameter.unflatten(0, (shape.kv_heads, -1))
+            heads *= torch.exp2(-octaves_H)[:, None, None].to(parameter.dtype)
+    return made
+
+
+def trainer_scales(
+    given: nn.Module, shape: models.Shape, sequences: list[list[int]]
+) -> torch.Tensor:
+    """KV scales from transformers' own forward of these weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer_bridge import KVCalibrator
+
+    config = AutoConfig.for_model(**models.config(shape))
+    state: dict[str, Any] = given.state_dict()
+    device = next(given.parameters()).device
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(state)
+    calibrator = KVCalibrator.of(model)
+    with torch.inference_mode(), calibrator.watch(model):
+        for sequence in sequences:  # the logits of all at once would be large
+            model(torch.tensor([sequence], device=device))
+    return calibrator.scales()
+
+
+def _in_first_layer(name: str) -> str:
+    head, mark, rest = name.partition("model.layers.")
+    return f"{head}{mark}0.{rest.partition('.')[2]}" if mark else name

@@ -1,0 +1,168 @@
+"""Decode attention over FP8 KV without an engine: our hooks on FA2 and XQA, and stock SGLang's.
+
+Inputs and stand-ins are those of the benchmark (``examples/benchmarks/attention_kernels.py``).
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+
+import attention_kernels as kernels
+from attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
+
+from sgl_fp8rl.numerics.reference import FP8_DTYPE
+
+LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))
+KERNELS = ("fa2", "xqa", "xqa-bf16-mma")
+OF_CODES = {"fa2": 0.03, "xqa": 0.2, "xqa-bf16-mma": 0.03}
+"""Relative L2 error against float64 attention over what the codes mean. FA2 and the BF16 MMA round
+q, P and out to BF16 (about 0.005 expected), the FP8 MMA rounds q and P to E4M3 (about 0.1
+expected); not run on a GPU yet, so these are guesses."""
+WRONG = 1.5
+"""The control: K and V scales off by this factor are seen by every kernel."""
+REPLAYED = Load(4, 1024)
+
+
+def attend_by(kernel: str, inputs: Inputs, layer: Any) -> kernels.Attend:
+    if kernel == "fa2":
+        return kernels.attend_fa2(inputs, layer, kernels.fa2(inputs, FP8_DTYPE))
+    return kernels.attend_xqa(inputs, layer, fp8_mma=kernel == "xqa")
+
+
+def meant(inputs: Inputs, layer: Any, caches: kernels.Caches) -> Inputs:
+    """What the codes stand for."""
+    mine = layer.fp8rl_layer
+    k, v = (
+        cache.float() * scale_H[:, None]
+        for cache, scale_H in zip(caches, (mine.k_scale_h, mine.v_scale_h), strict=True)
+    )
+    return replace(inputs, k_SHD=k, v_SHD=v)
+
+
+@pytest.mark.parametrize("scheme", kernels.SCHEMES)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+def test_attention_over_codes(
+    load: Load, kernel: str, scheme: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The arithmetic of scales alone: what the codes lost is on both sides."""
+    inputs = draw(load, "cuda")
+    layer = kernels.layer_of(scheme, inputs)
+    caches = kernels.stored(layer, inputs)
+    wanted = exact(meant(inputs, layer, caches))
+    attend = attend_by(kernel, inputs, layer)
+    found = errors(attend(caches), wanted)
+    record_property(f"{load.name}, {kernel}, {scheme}", found)
+    assert max(found["kv_error"]) < OF_CODES[kernel]
+    # the control: the same codes under other scales
+    scales = layer.fp8rl_layer.scales
+    other = scales.scales.clone()
+    other[:, :2] *= WRONG
+    scales.write(other)
+    assert min(errors(attend(caches), wanted)["kv_error"]) > OF_CODES[kernel]
+
+
+@pytest.mark.parametrize("scheme", ["layer", "head"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_graph_reads_the_scales_of_its_replay(kernel: str, scheme: str) -> None:
+    inputs = draw(REPLAYED, "cuda")
+    layer = kernels.layer_of(scheme, inputs)
+    caches = kernels.stored(layer, inputs)
+    attend = attend_by(kernel, inputs, layer)
+    replay = captured(lambda: attend(caches))
+    first = replay()
+    assert torch.equal(first, attend(caches))
+    scales = layer.fp8rl_layer.scales
+    other = scales.scales * torch.rand_like(scales.scales).add(1)
+    # q's scale beyond 1 takes the other branch of XQA's factors
+    other[:, 2] *= 64
+    scales.write(other)
+    second = replay()
+    assert torch.equal(second, attend(caches))
+    assert not torch.equal(first, second)
+    assert bool(second.isfinite().all())
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "xqa"])
+def test_stock_keeps_the_scales_of_the_capture(kernel: str) -> None:
+    """The control of the test above: SGLang's own decode, with its scales as Python floats."""
+    inputs = draw(REPLAYED, "cuda")
+    layer = kernels.layer_of("layer", inputs)
+    caches = kernels.stored(layer, inputs)
+    decode = stock_fa2(inputs, caches) if kernel == "fa2" else stock_xqa(inputs, caches)
+    layer.k_scale_float, layer.v_scale_float = (
+        float(scale_H[0]) for scale_H in (layer.fp8rl_layer.k_scale_h, layer.fp8rl_layer.v_scale_h)
+    )
+    wanted = exact(meant(inputs, layer, caches))
+    replay = captured(lambda: decode(layer))
+    first = replay()
+    assert max(errors(first, wanted)["kv_error"]) < OF_CODES[kernel]
+    layer.k_scale_float *= 2
+    layer.v_scale_float *= 2
+    assert not torch.equal(decode(layer), first)  # outside of the graph the new ones are used
+    assert torch.equal(replay(), first)
+
+
+def captured(action: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Capture it in a CUDA graph; what is returned replays it and gives a copy of its result."""
+    action()  # compiles and loads kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = action()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out.clone()
+
+    return replay
+
+
+Decode = Callable[[Any], torch.Tensor]
+"""SGLang's ``forward_decode`` of a layer whose K and V are stored."""
+
+
+def stock_fa2(inputs: Inputs, caches: kernels.Caches) -> Decode:
+    from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+
+    run = kernels.fa2(inputs, FP8_DTYPE)
+    backend = SimpleNamespace(
+        forward_metadata=SimpleNamespace(decode_wrappers=[run.__self__]),
+        decode_uses_dequant_workspace=False,
+        token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: caches),
+        _get_wrapper_idx=lambda _: 0,
+    )
+    return partial(_decode, FlashInferAttnBackend, backend, inputs)
+
+
+def stock_xqa(inputs: Inputs, caches: kernels.Caches) -> Decode:
+    from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+
+    backend = kernels.xqa_backend(inputs)
+    backend.data_type, backend.q_data_type = FP8_DTYPE, torch.bfloat16
+    backend.is_nvfp4_kvcache = False
+    backend.max_context_len = inputs.load.context
+    backend.token_to_kv_pool.get_kv_buffer = lambda _: caches
+    backend._should_use_fused_fp8_path = lambda *_: False
+    backend._get_scalar_scale = TRTLLMHAAttnBackend._get_scalar_scale
+    backend._get_bmm_scales = partial(TRTLLMHAAttnBackend._get_bmm_scales, backend)
+    return partial(_decode, TRTLLMHAAttnBackend, backend, inputs)
+
+
+def _decode(backend_class: Any, backend: Any, inputs: Inputs, layer: Any) -> torch.Tensor:
+    q = inputs.q_BHGD.view(-1, HEADS * GROUP * DIM)
+    batch = SimpleNamespace(out_cache_loc=None)
+    layer.is_cross_attention = False
+    out: torch.Tensor = backend_class.forward_decode(
+        backend, q, None, None, layer, batch, save_kv_cache=False
+    )
+    return out
