@@ -14,8 +14,8 @@ def kv(text: str) -> str:
     found = {(row["arm"], row["case"], row["metric"]): row for row in rows}
     parts = (
         _table(
-            "| engine | KV tokens | of floor | prefill 64 x 8192 | step 128 x 512 | step 64 x 8192 "
-            "| faster than stock BF16 |",
+            "| engine | KV tokens | of what fits | prefill 64 x 8192 | step 128 x 512 "
+            "| step 64 x 8192 | faster than stock BF16 |",
             [_engine(found, arm) for arm in _arms(rows, "kv_tokens")],
         ),
         _table(
@@ -43,11 +43,13 @@ def kv(text: str) -> str:
         ),
         f"`{e['command']}`: Qwen3-8B shape, random weights, one {e['device']}, driver "
         f"{e['driver']}, SGLang {e['sglang']}, torch {e['torch']}, FlashInfer {e['flashinfer']}, "
-        f"{e['date']}, commit {e['commit']}. Medians. KV tokens: floor is the static memory less "
-        f"the weights, over the bytes of a token. Step: sequences x prompt tokens, all in the "
-        f"prefix cache, logprobs returned. Attention: relative L2 error against float64, time of "
-        f"one layer's decode, floor the cache's bytes at the bandwidth of a copy. Logprobs: mean "
-        f"absolute difference to prefill over BF16 KV in nats, 6 layers.",
+        f"{e['date']}, commit {e['commit']}. Medians. KV tokens: what fits is the static memory "
+        f"less the weights, over the bytes of a token. Step: sequences x prompt tokens, in the "
+        f"prefix cache but for the last page (1 token; XQA: 64), logprobs returned. Attention: "
+        f"relative L2 error against float64, time of one layer's decode, floor the cache's bytes "
+        f"at the bandwidth of a copy. Logprobs: mean absolute difference to prefill over BF16 KV "
+        f"in nats, 6 layers. Update: scales are sent; "
+        f"measuring them is not in it.",
     )
     return "\n\n".join(part for part in parts if part)
 

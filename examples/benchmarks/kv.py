@@ -6,7 +6,7 @@ with the reason. On an H200, where kernels were compiled before (the first run c
   attention, attention-bf16-mma   error against float64, time of a call       30 s each
   engine-*                        capacity, prefill, decode of Qwen3-8B       65 to 80 s each
   logprobs-*                      error against a BF16 KV cache, 6 layers     30 s each
-  update                          updates with KV scales and without          45 s
+  update                          updates with KV scales and without          75 s
 
 Without --cases all but engine-stock-bf16-kv8-xqa and engine-fp8rl-kv8-per-head run. Ratios are
 between cases of one call. Cases may be run in several calls: rows of the others stay where machine

@@ -13,7 +13,7 @@ import rows
 import torch
 import traffic
 import weights
-from kv_cases import CUT_LAYERS, CUT_VOCAB, FULL, MODEL, Case
+from kv_cases import CUT_LAYERS, CUT_VOCAB, ENGINE, FULL, MODEL, Case
 
 DEVICE = "cuda"
 WORK = ((128, 512, 256), (64, 8192, 256))
@@ -24,8 +24,11 @@ DECODES = 3
 SEQUENCES, LENGTH = 16, 512
 PROMPT, NEW = 256, 128
 """Of what is sampled to compare decode's logprobs."""
-UPDATES = 10
-WARM_UP = 3  # from the second on weights are mapped; each way has a plan of its own
+UPDATES = 40
+BLOCK = 10
+"""Updates of one way that are timed in a row: from one way to the other the engine opens the
+weights' memory anew, which no loop does at each step."""
+WARM_UP = 3  # of a block; from the second update on weights are mapped
 KV_BYTES = {"auto": 2, "fp8_e4m3": 1}
 
 Prompts = list[list[int]]
@@ -97,7 +100,9 @@ def speed(case: Case, shape: models.Shape, folder: str, copy_tb_s: float) -> lis
         }
     }
     for seed, (batch, length, new) in enumerate(WORK):
-        generate(engine, prompts_of(100 + seed, QUARTERS, length, shape.vocab), 16)
+        # whole chunks, as the timed ones: kernels for so many tokens are compiled here
+        warm = max(QUARTERS, ENGINE["chunked_prefill_size"] // length)
+        generate(engine, prompts_of(100 + seed, warm, length, shape.vocab), 16)
         if not case.stock:
             assert_calibrated(engine)
         values[f"{batch}x{length}"] = timed_work(
@@ -115,7 +120,8 @@ def timed_work(engine: Any, prompts: Prompts, new: int) -> dict[str, list[float]
     """``prefill_s`` of all prompts, and ``decode_step_ms`` with their KV in the prefix cache.
 
     A prefill value is the time of one batch of prompts times the number of batches; a step is the
-    time of ``new`` tokens for all prompts over ``new``, a short prefill included.
+    time of ``new`` tokens for all prompts over ``new``. That includes a short prefill: the last
+    token of each prompt, or with pages of 64 tokens its last 64.
     """
     size = len(prompts) // QUARTERS
     prefill = [
@@ -258,7 +264,8 @@ def updates(case: Case, shape: models.Shape, folder: str) -> list[rows.Report]:
 
 
 def turns() -> Iterator[tuple[str, bool]]:
-    """With scales and without in turn, and whether that one is timed."""
-    for number in range(WARM_UP + UPDATES):
+    """Blocks with scales and without in turn, and whether an update is timed."""
+    for _ in range(UPDATES // BLOCK):
         for name in ("with KV scales", "without KV scales"):
-            yield name, number >= WARM_UP
+            for number in range(WARM_UP + BLOCK):
+                yield name, number >= WARM_UP

@@ -386,7 +386,8 @@ def test_updates_are_taken_in_turn(engines: list[FakeEngine], tmp_path: Path) ->
     assert with_scales["case"] == "update, with KV scales"
     assert without["case"] == "update, without KV scales"
     assert len(with_scales["values"]["update_wall_ms"]) == kv_engines.UPDATES
-    assert engines[0].version == 2 * (kv_engines.WARM_UP + kv_engines.UPDATES) - 1
+    blocks = 2 * kv_engines.UPDATES // kv_engines.BLOCK
+    assert engines[0].version == blocks * (kv_engines.WARM_UP + kv_engines.BLOCK) - 1
 
 
 def test_scales_that_are_not_in_force_are_seen(
