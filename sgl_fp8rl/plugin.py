@@ -161,7 +161,7 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
         ValueError: one sentence.
     """
     if backends.check_dtype(server_args.kv_cache_dtype):
-        backends.check_resolved(server_args, options.kv_scheme)
+        backends.check_resolved(server_args)
         if options.kv_scales is not None:
             read_file(options.kv_scales)
 
@@ -220,6 +220,7 @@ def refuse_layout(server_args: Any) -> None:
         ("enable_eplb", False),
         ("enable_lora", False),
         ("hicache_storage_backend", None),
+        ("enable_lmcache", False),
     ):
         value = getattr(server_args, field, unset)
         if (value or unset) != unset:

@@ -114,7 +114,7 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
     return False
 
 
-def check_resolved(server_args: Any, scheme: str) -> None:
+def check_resolved(server_args: Any) -> None:
     """Hold SGLang's arguments, from whatever source they came; 0.5.23 resolves them later.
 
     Raises:
@@ -127,10 +127,10 @@ def check_resolved(server_args: Any, scheme: str) -> None:
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     asked = (server_args.cuda_graph_backend_prefill, getattr(graphs, "backend", None))
     # breakable and piecewise graphs run attention between their pieces; a full one replays it
-    if scheme == "engine" and "full" in asked:
+    if "full" in asked:
         raise ValueError(
-            "--cuda-graph-backend-prefill full hides the prefill that measures KV scales; use "
-            "breakable, or --fp8rl-kv-scheme trainer"
+            "--cuda-graph-backend-prefill full hides the prefills on which KV scales are measured; "
+            "use breakable"
         )
     for field in ("dcp_size", "attn_cp_size"):
         if getattr(server_args, field, 1) not in (None, 1):

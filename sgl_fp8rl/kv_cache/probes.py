@@ -4,12 +4,15 @@ They come before any request of a user, so they must neither set the scales of a
 leave entries in it that are read after the scales have changed.
 """
 
+import math
 import uuid
 from typing import Any
 
 from sgl_fp8rl import compat
 
 WARM_UP_PREFIX = "FP8RL_WARM_UP"
+WARM_UP_TOKENS = 8
+"""What SGLang's warm-up asks for at most."""
 APART = "fp8rl probe"
 """Their own namespace of the prefix cache."""
 
@@ -21,14 +24,22 @@ def is_probe(rid: str) -> bool:
 
 def set_apart(request: Any) -> None:
     """Keep what a probe stores out of every other request's prefix."""
-    if is_probe(request.rid):
+    if is_probe(request.rid) and hasattr(request, "extra_key"):  # embeddings have none
         request.extra_key = APART
 
 
 def name_warm_up(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``TokenizerManager.generate_request``: what a server is asked before it has started is
-    its warm-up (an ``Engine`` in a process has none)."""
+    """AROUND ``TokenizerManager.generate_request``: the few tokens that a server is asked for
+    before it has started are its warm-up (an ``Engine`` in a process has none)."""
     is_server = getattr(manager, "fp8rl_is_server", False)
-    if is_server and obj.rid is None and manager.server_status.name == "Starting":
+    starting = is_server and manager.server_status.name == "Starting"
+    if starting and obj.rid is None and _asks_for_few(obj):
         obj.rid = f"{WARM_UP_PREFIX}_{uuid.uuid4().hex}"
     return original(manager, obj, *args, **kw)
+
+
+def _asks_for_few(obj: Any) -> bool:
+    """As SGLang's warm-up does; a user who comes early asks for more."""
+    params = getattr(obj, "sampling_params", None) or {}
+    asked = params if isinstance(params, list) else [params]
+    return all((p.get("max_new_tokens") or math.inf) <= WARM_UP_TOKENS for p in asked)

@@ -5,6 +5,7 @@ v_scale``; ``factors.py`` derives what each kernel needs of that. All are regist
 buffers: the memory saver keeps those, where Parameters are lost.
 """
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -197,12 +198,18 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
     """A copy of x, without waiting for what its device computes."""
     if not x.is_cuda:
         return x.clone()
-    with torch.cuda.stream(torch.cuda.Stream(x.device)):
+    with torch.cuda.stream(_beside(x.device)):
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
     done.synchronize()
     return copy
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """One stream, kept: torch gives out a few in turn, and the next may be SGLang's own."""
+    return torch.cuda.Stream(device)
 
 
 def read_file(path: str | Path) -> list[Any]:
@@ -214,8 +221,9 @@ def read_file(path: str | Path) -> list[Any]:
     try:
         content = json.loads(Path(path).expanduser().read_text())
         scales = content["scales"]
-        if not math.prod(torch.tensor(scales, dtype=torch.float32).shape):
-            raise ValueError("it holds no scales")
+        shape = torch.tensor(scales, dtype=torch.float32).shape
+        if len(shape) != 3 or not math.prod(shape):
+            raise ValueError("it holds no scales of layers, K V Q and heads")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise KVScalesError(
             f"no KV scales can be read from {path} ({type(error).__name__}: {error}); save what "

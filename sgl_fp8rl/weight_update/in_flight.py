@@ -39,7 +39,8 @@ def retract(scheduler: Any) -> bool:
         given_up, scheduler._pending_chunked_abort_req = scheduler._pending_chunked_abort_req, None
         goes_on = [r is not given_up and fits(scheduler, r) for r in retracted]
         scheduler.waiting_queue = [r for r, on in zip(retracted, goes_on, strict=True) if not on]
-        refuse_waiting(scheduler, TOO_LONG)
+        if scheduler.waiting_queue:
+            refuse_waiting(scheduler, TOO_LONG)
         retracted = list(compress(retracted, goes_on))
     scheduler.waiting_queue = [*retracted, *waiting]
     return flushed

@@ -41,6 +41,9 @@ PAUSED = (
     "generation is paused, so requests in flight cannot finish; continue_generation first, or "
     "update with in_flight='retract'"
 )
+READS_MEMORY = ("digest", "kv", "kv_observe", "kv_recalibrate")
+"""Messages whose answer lies in memory that the memory saver takes away with the weights."""
+RELEASED = "the weights' memory is released; resume_memory_occupation first"
 WEIGHTS_TAG = "weights"
 """SGLang's memory-saver tag of the weights."""
 _ATTRIBUTE = "_fp8rl_weights"
@@ -78,6 +81,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     if message["op"] == "begin":
         return _begin(scheduler, weights, message)
     group = scheduler.tp_group.cpu_group
+    if weights.released and message["op"] in READS_MEMORY:
+        return _answer({"error": RELEASED})
     if message["op"] == "layers":
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":

@@ -32,6 +32,10 @@ ONES = torch.ones(LAYERS, 3, KV_HEADS)
 REPAIR = 3.0
 """Calibrated scales make the error smaller by at least this. Healthy: 6.5 with outliers through
 QK-norm (1.56 / 0.24); through a bias (1.54) 4.3 by hand (0.36) and 4.5 by a trainer (0.34)."""
+E4M3_ERROR = 0.03
+"""Relative L2 error of K and V that E4M3 rounds and does not clip. Healthy: 0.026 to 0.028."""
+CLIPPED_ERROR = 0.3
+"""Least error of K whose outliers are clipped. Healthy: 0.66."""
 FLIPS = 0.5
 """A decoded token's logprob differs from the one that prefill gives it by less than this part of
 what FP8 KV costs. Healthy: 0.19 (0.045 / 0.241): one row and many are rounded otherwise, which
@@ -138,6 +142,7 @@ def history(qk_norm: Model, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             return str(refusal.value)
 
         def look(name: str) -> None:
+            engine.control({"op": "kv_observe"})
             seen[name] = score(engine)
             seen[f"kv {name}"] = kv(engine)
 
@@ -202,6 +207,14 @@ def test_calibration_repairs_what_unit_scales_break(
     print(f"error with unit scales {unit:.3f}, calibrated {calibrated:.3f}")
     assert clipped(history["kv unit"]) > 0
     assert unit > REPAIR * calibrated
+
+
+def test_what_is_stored_is_measured_on_demand(history: dict[str, Any]) -> None:
+    pairs = zip(history["kv unit"]["errors"], history["kv first"]["errors"], strict=True)
+    for unit, calibrated in pairs:
+        assert unit["tokens"] == calibrated["tokens"] == len(PROMPT)
+        assert max(calibrated["error_k"], calibrated["error_v"]) < E4M3_ERROR
+        assert unit["error_k"] > CLIPPED_ERROR
 
 
 def test_changed_scales_are_used_at_once(history: dict[str, Any]) -> None:

@@ -195,12 +195,6 @@ def test_what_sglang_was_told_elsewhere_is_held_too(changes: dict[str, Any], mes
         plugin.refuse_kv_cache(resolved(**changes), options)
 
 
-def test_a_full_prefill_graph_may_replay_a_trainers_scales() -> None:
-    plugin.refuse_kv_cache(
-        resolved(cuda_graph_backend_prefill="full"), Fp8RLServerArgs(kv_scheme="trainer")
-    )
-
-
 def test_a_file_of_scales_is_looked_for_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"no KV scales can be read from /absent\.json"):
         plugin.refuse_kv_cache(resolved(), Fp8RLServerArgs(kv_scales="/absent.json"))

@@ -203,22 +203,33 @@ def test_probes_have_a_namespace_of_their_own(rid: str, namespace: str) -> None:
     assert request.extra_key == namespace
 
 
+def test_a_probe_for_an_embedding_has_no_namespace() -> None:
+    request = SimpleNamespace(rid="HEALTH_CHECK_7")
+    probes.set_apart(request)
+    assert not hasattr(request, "extra_key")
+
+
 @pytest.mark.parametrize(
-    ("is_server", "status", "rid", "named"),
+    ("is_server", "status", "rid", "asked", "named"),
     [
-        (True, "Starting", None, True),
-        (True, "Starting", "mine", False),
-        (True, "Up", None, False),
-        (False, "Starting", None, False),  # an Engine in a process never says that it is up
+        (True, "Starting", None, {"max_new_tokens": 8}, True),
+        (True, "Starting", None, [{"max_new_tokens": 8}] * 2, True),
+        (True, "Starting", None, {"max_new_tokens": 9}, False),  # a user who comes early
+        (True, "Starting", None, [{"max_new_tokens": 8}, {}], False),
+        (True, "Starting", None, None, False),
+        (True, "Starting", "mine", {"max_new_tokens": 8}, False),
+        (True, "Up", None, {"max_new_tokens": 8}, False),
+        # an Engine in a process never says that it is up
+        (False, "Starting", None, {"max_new_tokens": 8}, False),
     ],
 )
-def test_what_comes_before_the_start_is_the_warm_up(
-    is_server: bool, status: str, rid: str | None, named: bool
+def test_the_few_tokens_asked_for_before_the_start_are_the_warm_up(
+    is_server: bool, status: str, rid: str | None, asked: Any, named: bool
 ) -> None:
     manager = SimpleNamespace(server_status=SimpleNamespace(name=status))
     if is_server:
         manager.fp8rl_is_server = True
-    request = SimpleNamespace(rid=rid)
+    request = SimpleNamespace(rid=rid, sampling_params=asked)
     answer = probes.name_warm_up(lambda m, obj, r: (m, obj, r), manager, request, "http")
     assert answer == (manager, request, "http")
     assert (request.rid is not None and probes.is_probe(request.rid)) is named

@@ -42,10 +42,27 @@ def test_kept_scales(values: list[float], per_head: bool) -> None:
     octaves = torch.log2(kept / kept.amax(-1, keepdim=True))
     assert torch.equal(octaves, octaves.round())
     if per_head:
-        assert bool(((kept < 2 * wanted * (1 + 2**-22)) | (octaves <= -MAX_OCTAVES)).all())
+        least = -torch.tensor(MAX_OCTAVES)[:, None]
+        assert bool((octaves >= least).all())
+        assert bool(((kept < 2 * wanted * (1 + 2**-22)) | (octaves == least)).all())
     else:
         assert bool((octaves == 0).all())
     assert torch.equal(as_kept(kept, per_head), kept), "a file must round-trip"
+
+
+def test_a_small_head_of_k_leaves_q_in_the_range_of_e4m3() -> None:
+    """XQA rounds q times K's ratio to E4M3; V's ratio meets out, in BF16."""
+    wanted = torch.tensor([1.0, 2.0**-12]).expand(1, 3, 2)
+    ratio = derive(as_kept(wanted, per_head=True), torch.ones(1)).ratio_2Lh
+    assert ratio[:, 0, 1].tolist() == [2.0**-4, 2.0**-12]
+    q = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+
+    def lost(factor: float) -> float:
+        back = (q * factor).to(torch.float8_e4m3fn).float() / factor
+        return float((back - q).norm() / q.norm())
+
+    assert lost(float(ratio[0, 0, 1])) < 1.1 * lost(1.0)  # 1.02 was measured
+    assert lost(2.0**-12) > 10 * lost(1.0)  # the control
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -181,7 +198,9 @@ def test_a_file_round_trips(per_head: bool, tmp_path: Path) -> None:
         assert torch.equal(other.get_buffer(name), buffer), name
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"scale": 1}', '{"scales": [[1], [1, 2]]}', "{}"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"scale": 1}', '{"scales": [[1], [1, 2]]}', '{"scales": 3}', "{}"]
+)
 def test_files_without_scales(content: str, tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text(content)

@@ -470,3 +470,20 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
         assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
         for weights in engine.ranks:
             weights.state = State.SERVING
+
+
+# ---- what a released engine is asked
+
+
+@pytest.mark.parametrize("op", ["digest", "kv", "kv_observe", "kv_recalibrate"])
+def test_released_memory_is_not_read(
+    engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = engine.ranks[0]
+    monkeypatch.setattr(engine.module, "_scheduler_weights", lambda scheduler: weights)
+    message = {"message": json.dumps({"op": op})}
+    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
+    weights.released = True
+    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
+    assert not answer.success
+    assert "resume_memory_occupation first" in answer.message
