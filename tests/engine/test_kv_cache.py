@@ -294,6 +294,7 @@ def test_scales_of_a_file_of_names_and_of_a_trainer(tmp_path: Path) -> None:
     assert unit_error > REPAIR * max(errors)
 
 
+@pytest.mark.full
 def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
     qk_norm: Model,
     history: dict[str, Any],
@@ -353,6 +354,7 @@ def update_server(server: Server, checkpoint: Path) -> None:
     trainer_bridge.update(models.named_tensors(checkpoint), server, version=0)
 
 
+@pytest.mark.full
 def test_a_backend_that_cannot_scale_is_refused(
     policies: Callable[[str], list[Path]], tmp_path: Path
 ) -> None:

@@ -263,7 +263,7 @@ def test_second_update_sends_no_manifest(server: Server, policy: Path, tensors: 
     assert ops == ["layout", "begin", "begin", "end", "begin", "end"]
     unknown, first, second = (m for m in client.messages if m["op"] == "begin")
     assert "manifest" in first
-    assert unknown.keys() == second.keys() == {"op", "version", "fingerprint"}
+    assert unknown.keys() == second.keys() == {"op", "version", "fingerprint", "in_flight"}
 
 
 def test_unknown_fingerprint(server: Server, policies: Policies) -> None:
