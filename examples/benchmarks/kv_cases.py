@@ -4,35 +4,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import rows
 from start import BLOCK_FP8
 
 MODEL = "qwen3-8b"
 CUT_LAYERS = 6
 CUT_VOCAB = 32768
 CUT_MODEL = f"{MODEL}, {CUT_LAYERS} layers"
-
-rows.UNITS |= {
-    "kv_error": "1",
-    "kv_error_max": "1",
-    "attention_us": "us",
-    "attention_floor_us": "us",
-    "kv_tokens": "1",
-    "kv_tokens_floor": "1",
-    "prefill_s": "s",
-    "logprob_error": "nats",
-    "logprob_error_decode": "nats",
-}
-rows.LOWER_IS_BETTER |= {
-    "kv_error",
-    "kv_error_max",
-    "attention_us",
-    "decode_step_ms",
-    "prefill_s",
-    "logprob_error",
-    "logprob_error_decode",
-}
-rows.HIGHER_IS_BETTER |= {"kv_tokens"}
 
 ENGINE: dict[str, Any] = {
     "load_format": "dummy",

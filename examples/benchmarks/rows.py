@@ -26,9 +26,30 @@ UNITS = {
     "deep_gemm_s": "s",
     "kernels_compiled": "1",
     "kernels_compiled_after_start": "1",
+    "kv_error": "1",
+    "kv_error_max": "1",
+    "attention_us": "us",
+    "attention_floor_us": "us",
+    "kv_tokens": "1",
+    "kv_tokens_floor": "1",
+    "prefill_s": "s",
+    "logprob_error": "nats",
+    "logprob_error_decode": "nats",
 }
-LOWER_IS_BETTER = {"update_wall_ms", "update_gpu_ms", "peak_extra_gib", "start_s"}
-HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s"}
+LOWER_IS_BETTER = {
+    "update_wall_ms",
+    "update_gpu_ms",
+    "peak_extra_gib",
+    "start_s",
+    "kv_error",
+    "kv_error_max",
+    "attention_us",
+    "decode_step_ms",
+    "prefill_s",
+    "logprob_error",
+    "logprob_error_decode",
+}
+HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s", "kv_tokens"}
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
 # Facts of a measured arm that its first row carries, each where its benchmark has it.
 FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers")

@@ -50,11 +50,15 @@ Digest = dict[str, dict[str, Any]]
 
 
 def start_server(
-    log: Path, checkpoint: Path, environment: dict[str, str] | None = None, **flags: Any
+    log: Path,
+    checkpoint: Path,
+    environment: dict[str, str] | None = None,
+    common: dict[str, Any] = FLAGS,
+    **flags: Any,
 ) -> Server:
     """An SGLang server with the flags that the GPU needs, and ``flags``."""
     arguments: list[str] = []
-    for name, value in (FLAGS | flags).items():
+    for name, value in (common | flags).items():
         arguments.append(f"--{name.replace('_', '-')}")
         if value is not True:
             arguments.append(str(value))

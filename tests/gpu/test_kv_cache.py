@@ -8,15 +8,16 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import torch
 
 import trainer_bridge
-from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.harness import EngineProcess, Server
+from tests.gpu import engines
 from tests.gpu.engines import (
     FLAGS,
     PADDED,
@@ -56,18 +57,8 @@ CAPACITY = 0.99
 """Of the tokens that fit beside the weights into the static memory."""
 
 
-def start_server(
-    log: Path, checkpoint: Path, environment: dict[str, str] | None = None, **flags: Any
-) -> Server:
-    """As ``engines.start_server``, but no attention backend is named unless ``flags`` does."""
-    arguments: list[str] = []
-    for name, value in (CHOSEN | flags).items():
-        arguments.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            arguments.append(str(value))
-    quiet = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
-    environment = quiet | (environment or {})
-    return Server(log, LAUNCH_SERVER, checkpoint, *arguments, environment=environment)
+start_server = partial(engines.start_server, common=CHOSEN)
+"""As ``engines.start_server``, but no attention backend is named unless a flag does."""
 
 
 def start_engine(log: Path, checkpoint: Path, scales: torch.Tensor, path: Path) -> EngineProcess:
