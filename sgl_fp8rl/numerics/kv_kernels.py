@@ -67,6 +67,7 @@ def store_kv(
                 HEADS=H,
                 D_K=D_K,
                 D_V=D_V,
+                COLS=width,
                 ROWS=rows,
                 READ_BACK=read_back,
                 num_warps=4,
@@ -105,12 +106,13 @@ def _store_side(
     SIDE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
+    COLS: tl.constexpr,
     ROWS: tl.constexpr,
     READ_BACK: tl.constexpr,
 ) -> None:
     """``ROWS`` heads of K (side 0) or of V (side 1), in the order of tokens, then heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    col = tl.arange(0, COLS)[None, :]
     inside = row < rows
     token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows is past 2**31 elements
     head = row % HEADS
@@ -169,6 +171,7 @@ def _store_rows(
     HEADS: tl.constexpr,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
+    COLS: tl.constexpr,
     ROWS: tl.constexpr,
     READ_BACK: tl.constexpr,
 ) -> None:
@@ -190,6 +193,7 @@ def _store_rows(
             0,
             HEADS,
             D_K,
+            COLS,
             ROWS,
             READ_BACK,
         )
@@ -210,6 +214,7 @@ def _store_rows(
             1,
             HEADS,
             D_V,
+            COLS,
             ROWS,
             READ_BACK,
         )

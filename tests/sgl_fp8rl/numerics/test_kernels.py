@@ -1,17 +1,20 @@
 """The kernel tests of ``tests/gpu`` on a CPU, through Triton's interpreter; and what needs none."""
 
+import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from triton.runtime.errors import PTXASError
 
-from sgl_fp8rl.numerics import kernels
+from sgl_fp8rl.numerics import kernels, kv_kernels
 from sgl_fp8rl.numerics.moves import Move
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +46,26 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
     passed = re.search(r"(\d+) passed, (\d+) skipped", run.stdout)
     assert passed is not None and int(passed[1]) > least, run.stdout[-2000:]
     assert int(passed[2]) == skipped, "only graphs and what is exhaustive are left to a GPU"
+
+
+@pytest.mark.parametrize("module", [kernels, kv_kernels])
+def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:
+    # SGLang sets triton.next_power_of_2 to a plain function, which no kernel may then call.
+    bodies = [
+        node
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.FunctionDef)
+        and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]
+    assert bodies
+    called = {
+        node.attr
+        for body in bodies
+        for statement in body.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "triton"
+    }
+    assert not called
 
 
 class Fails:
