@@ -84,7 +84,8 @@ class KVScales(nn.Module):
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(ROWS), heads.total)
         ones = torch.ones(shape, dtype=torch.float32, device=device)
-        softmax_L = torch.tensor(softmax, dtype=torch.float32, device=device)
+        self._softmax_host = torch.tensor(softmax, dtype=torch.float32, device="cpu")
+        softmax_L = self._softmax_host.to(device)
         factors = derive(ones[..., heads.mine], softmax_L)
         self.scales: torch.Tensor
         self.statistics: torch.Tensor
@@ -123,16 +124,20 @@ class KVScales(nn.Module):
             )
 
     def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
-        """Put scales in force, in place and without waiting for the device.
+        """Put scales in force, in place; without waiting for the device if they are on it.
+
+        Factors are worked out where the scales are: an update brings them to the host, where a
+        dozen small operations cost less than their launches.
 
         Args:
-            scales_L3H: for as many layers as it has, from layer ``first`` on; checked by the
+            scales_L3H: FP32, for as many layers as it has, from layer ``first`` on; checked by the
                 caller.
         """
         layers = slice(first, first + len(scales_L3H))
-        wanted = scales_L3H.to(self.scales.device, torch.float32)
-        self.scales[layers].copy_(as_kept(wanted, self.per_head))
-        factors = derive(self.scales[layers, :, self.heads.mine], self.softmax[layers])  # type: ignore[index]
+        softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
+        kept = as_kept(scales_L3H, self.per_head)
+        factors = derive(kept[:, :, self.heads.mine], softmax_L[layers])  # type: ignore[index]
+        self.scales[layers].copy_(kept)
         self.store[:, layers].copy_(factors.store_2Lh)  # type: ignore[index]
         self.xqa[:, layers].copy_(factors.xqa_2L)  # type: ignore[index]
         self.ratio[:, layers].copy_(factors.ratio_2Lh)  # type: ignore[index]
