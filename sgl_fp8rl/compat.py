@@ -38,6 +38,11 @@ SYMBOLS = {
     "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
     "HEALTH_CHECK_RID_PREFIX": "sglang.srt.constants:HEALTH_CHECK_RID_PREFIX",
     "get_model_args": "sglang.srt.runtime_context:get_model",
+    # decode step
+    "get_exec": "sglang.srt.runtime_context:get_exec",
+    "get_token_to_kv_pool": "sglang.srt.model_executor.forward_context:get_token_to_kv_pool",
+    "RMSNorm": "sglang.srt.layers.layernorm:RMSNorm",
+    "RotaryEmbedding": "sglang.srt.layers.rotary_embedding:RotaryEmbedding",
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
@@ -111,6 +116,15 @@ ATTENTION_BACKENDS = {
     "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
 }
 """Class by SGLang's name of the backend."""
+_MODELS = "sglang.srt.models"
+# Wrapped where the model at hand has them; subclasses have other ways.
+DECODED_ATTENTION = (
+    f"{_MODELS}.llama.LlamaAttention.forward",
+    f"{_MODELS}.qwen2.Qwen2Attention.forward",
+    f"{_MODELS}.qwen3.Qwen3Attention.forward",
+    f"{_MODELS}.qwen3_moe.Qwen3MoeAttention.forward",
+)
+"""Attention modules that project, norm, rotate and attend, and do nothing else in a decode step."""
 _WARMUP = "sglang.srt.layers.deep_gemm_wrapper.compile_utils"
 # Called, read or set, not wrapped.
 METHODS = (

@@ -191,7 +191,7 @@ def check_kv_cache(original: Any, runner: Any) -> None:
             f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
             f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
         )
-    wrap_attention(prefill, decode)
+    wrap_attention(prefill, decode, runner.model)
     backends.log(prefill, decode, runner.page_size)
 
 

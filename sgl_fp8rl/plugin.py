@@ -89,8 +89,9 @@ def _register() -> None:
         compat.HookRegistry.register(target, hook, around)
 
 
-def wrap_attention(prefill: str, decode: str) -> None:
-    """Put our hooks around the attention backends that serve an FP8 KV cache in this process.
+def wrap_attention(prefill: str, decode: str, model: Any) -> None:
+    """Put our hooks around what serves an FP8 KV cache in this process: the attention backends, and
+    the model's attention modules where XQA decodes.
 
     Raises:
         IncompatibleSGLangError: SGLang has not what is wrapped.
@@ -98,10 +99,14 @@ def wrap_attention(prefill: str, decode: str) -> None:
     from sgl_fp8rl.kv_cache import attention
 
     decoding = attention.xqa_decode if decode == backends.XQA else attention.folded_decode
-    hooks = {
+    hooks: dict[str, Any] = {
         f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": attention.folded_extend,
         f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
     }
+    if decode == backends.XQA:
+        from sgl_fp8rl.kv_cache.decode import fused_forward, mark
+
+        hooks |= dict.fromkeys(mark(model), fused_forward)
     for target, hook in hooks.items():
         if target not in compat.HookRegistry._patched:
             compat.HookRegistry.register(target, hook, compat.HookType.AROUND)

@@ -92,12 +92,16 @@ def xqa_decode(
     layer: Any,
     forward_batch: Any,
     save_kv_cache: bool = True,
+    fp8rl_q_is_ready: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
 
     XQA casts q to E4M3 itself, so scales are not folded into q: only powers of two are, one for a
     head and one for q where it leaves E4M3's range.
+
+    Args:
+        fp8rl_q_is_ready: q has those factors already, and is contiguous (``decode.py``).
 
     Raises:
         RuntimeError: the layer needs what XQA has not, or the backend would run another kernel.
@@ -117,8 +121,10 @@ def xqa_decode(
     if save_kv_cache and k is not None:
         _store(backend, mine, k, v, layer, forward_batch, read_back=False)
     dim = layer.head_dim
-    # one launch; where q is a slice of a fused projection it replaces the copy that XQA needs
-    q = _times_heads(q, mine.q_ratio_h).view(-1, layer.tp_q_head_num, dim)
+    if not fp8rl_q_is_ready:
+        # one launch; where q is a slice of a fused projection it replaces the copy that XQA needs
+        q = _times_heads(q, mine.q_ratio_h)
+    q = q.view(-1, layer.tp_q_head_num, dim)
     k_cache, v_cache = backend._reshape_paged_kv_cache(
         *backend.token_to_kv_pool.get_kv_buffer(layer.layer_id), layer, dim
     )

@@ -76,17 +76,51 @@ def store_kv(
 
 
 _LARGEST = tl.constexpr(FP8_MAX)
-_PADDING = tl.constexpr(PADDING_SLOT)
+PADDING = tl.constexpr(PADDING_SLOT)
 # FP32 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _saturate(quotient: tl.tensor) -> tl.tensor:
+def saturate(quotient: tl.tensor) -> tl.tensor:
     """Clamped to what E4M3 holds; NaN becomes the one NaN whose code is 0x7F."""
     clamped = tl.minimum(tl.maximum(quotient, -_LARGEST), _LARGEST)
     return tl.where(quotient == quotient, clamped, float("nan"))
+
+
+@triton.jit
+def clipped(quotient: tl.tensor, real: tl.tensor) -> tl.tensor:
+    """1 where a real element does not fit E4M3, int32."""
+    return (real & (tl.abs(quotient) > _LARGEST)).to(tl.int32)
+
+
+@triton.jit
+def magnitude(values: tl.tensor, real: tl.tensor) -> tl.tensor:
+    """The bits of ``|values|``, FP32; 0 where an element is not real or not finite."""
+    bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
+    return tl.where(real & (bits < _INF), bits, 0)
+
+
+@triton.jit
+def count(
+    beyond: tl.tensor,
+    bits: tl.tensor,
+    largest: tl.tensor,
+    stats: tl.tensor,
+    SIDE: tl.constexpr,
+) -> None:
+    """Add a tile of ``clipped`` and of ``magnitude`` to the statistics of K (side 0) or V (1).
+
+    ``largest`` was read from the statistics before: an old value is too small at worst, which is
+    one atomic more.
+    """
+    total = tl.sum(beyond)
+    if total > 0:
+        tl.atomic_add(stats + 1 + SIDE, total.to(tl.int64), sem="relaxed")
+    top = tl.max(bits).to(tl.int64)
+    if top > largest:
+        tl.atomic_max(stats + 3 + SIDE, top, sem="relaxed")
 
 
 @triton.jit
@@ -116,31 +150,25 @@ def _store_side(
     inside = row < rows
     token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows is past 2**31 elements
     head = row % HEADS
-    slot = tl.load(slots + token, mask=inside, other=_PADDING)
+    slot = tl.load(slots + token, mask=inside, other=PADDING)
     scale = tl.load(scales + head * scale_stride, mask=inside, other=1.0)[:, None]
-    real = (inside & (slot != _PADDING))[:, None] & (col < D)
+    real = (inside & (slot != PADDING))[:, None] & (col < D)
     box = inside[:, None] & (col < D)
 
+    largest = tl.load(stats + 3 + SIDE)
     source = x + (token * token_stride + head * head_stride)[:, None] + col
     values = tl.load(source, mask=box, other=0.0).to(tl.float32)
     quotient = tl.div_rn(values, scale)
-    codes = _saturate(quotient).to(tl.float8e4nv)
+    codes = saturate(quotient).to(tl.float8e4nv)
     target = cache + (slot * slot_stride + head * cache_head_stride)[:, None] + col
     tl.store(target, codes, mask=box)
     if READ_BACK:
         read = codes.to(tl.float32).to(back.dtype.element_ty)
         tl.store(back + (row.to(tl.int64) * D)[:, None] + col, read, mask=box)
 
-    clipped = tl.sum((real & (tl.abs(quotient) > _LARGEST)).to(tl.int32))
-    if clipped > 0:
-        tl.atomic_add(stats + 1 + SIDE, clipped.to(tl.int64), sem="relaxed")
-    bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
-    top = tl.max(tl.where(real & (bits < _INF), bits, 0)).to(tl.int64)
-    # An old value here is too small at worst: one atomic more.
-    if top > tl.load(stats + 3 + SIDE):
-        tl.atomic_max(stats + 3 + SIDE, top, sem="relaxed")
+    count(clipped(quotient, real), magnitude(values, real), largest, stats, SIDE)
     if SIDE == 0:
-        tokens = tl.sum((inside & (slot != _PADDING) & (head == 0)).to(tl.int32))
+        tokens = tl.sum((inside & (slot != PADDING) & (head == 0)).to(tl.int32))
         if tokens > 0:
             tl.atomic_add(stats, tokens.to(tl.int64), sem="relaxed")
 

@@ -213,7 +213,7 @@ def test_control_the_clamp_is_what_saturates(device: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(interpreter, "_convert_float", unsaturated)
     made = case((2, 2, 32), spread=9)
     made.on(device).run(kv_kernels.store_kv).check(made.want())
-    monkeypatch.setattr(kv_kernels, "_saturate", lambda quotient: quotient)
+    monkeypatch.setattr(kv_kernels, "saturate", lambda quotient: quotient)
     with pytest.raises(AssertionError, match="codes of K differ"):
         made.on(device).run(kv_kernels.store_kv).check(made.want())
 

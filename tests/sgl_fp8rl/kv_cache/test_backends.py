@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, doctor, plugin
@@ -257,7 +258,7 @@ def test_what_serves_is_wrapped_once(
     monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
     monkeypatch.setattr(compat, "_look_up", lambda _: registry)
     for _ in "twice":
-        plugin.wrap_attention(prefill, decode)
+        plugin.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
     assert wrapped == hooks
 
@@ -268,4 +269,4 @@ def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.Mon
     monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
     monkeypatch.setattr(compat, "_look_up", lambda _: registry)
     with pytest.raises(compat.IncompatibleSGLangError, match="did not let sgl-fp8rl wrap"):
-        plugin.wrap_attention("flashinfer", XQA)
+        plugin.wrap_attention("flashinfer", XQA, nn.Module())

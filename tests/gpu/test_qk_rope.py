@@ -1,0 +1,229 @@
+"""The one launch of a decode step against its twin, the oracle, and SGLang's own kernels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_fp8rl.kv_cache.attention import _times_heads
+from sgl_fp8rl.numerics import kv_kernels, qk_rope, qk_rope_kernels
+from sgl_fp8rl.numerics.qk_rope_kernels import norm_rope_store
+from tests.gpu.conftest import INTERPRETED
+from tests.qk_rope_oracle import Case, Got, assert_equal, assert_near, exact, usual
+
+SHAPES = [(1, 2, 1, 32), (5, 4, 2, 64), (3, 8, 8, 32), (4, 18, 9, 128), (2, 10, 2, 256)]
+"""Tokens, query heads, KV heads, head dim; programs of whole and of unfilled rows."""
+
+
+def launched(made: Case, device: str) -> Got:
+    return made.on(device).run(norm_rope_store)
+
+
+@pytest.mark.parametrize("rotary", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_where_fp32_is_exact_every_bit_is_the_oracles(
+    device: str, shape: tuple[int, int, int, int], normed: bool, rotary: torch.dtype
+) -> None:
+    made = exact(shape, normed=normed, rotary=rotary, gap=16, seed=sum(shape))
+    assert_equal(launched(made, device).left(), made.want())
+
+
+@pytest.mark.parametrize("gap", [0, 1, 8])
+def test_tokens_and_heads_may_lie_apart(device: str, gap: int) -> None:
+    made = exact((4, 4, 2, 64), normed=True, gap=gap)
+    assert_equal(launched(made, device).left(), made.want())
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
+@pytest.mark.parametrize("shape", [(33, 32, 8, 128), (40, 14, 2, 64)], ids=str)
+def test_elsewhere_all_but_rare_neighbours_are_the_twins(
+    device: str, shape: tuple[int, int, int, int], normed: bool
+) -> None:
+    made = usual(shape, normed=normed)
+    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    assert_near(launched(made, device).left(), twin)
+
+
+@given(
+    st.integers(1, 12),
+    st.integers(1, 10),
+    st.integers(1, 5),
+    st.sampled_from([32, 64, 128]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=8 if INTERPRETED else 60)
+def test_any_step(device: str, T: int, H: int, group: int, D: int, normed: bool, seed: int) -> None:
+    made = exact((T, H * group, H, D), normed=normed, seed=seed)
+    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    assert_equal(launched(made, device).left(), twin)
+
+
+def test_padding_tokens_alone_count_nothing(device: str) -> None:
+    made = exact((9, 4, 2, 32), normed=True)
+    made.slots_T.zero_()
+    assert launched(made, device).left()[3] == [5, 1, 2, 0, 0]
+
+
+def test_no_tokens_change_nothing(device: str) -> None:
+    got = launched(exact((0, 4, 2, 32), normed=True), device)
+    assert got.q.shape == (0, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("head", [0, 4, 7], ids=["q", "k", "v"])
+def test_what_is_no_number(device: str, value: float, head: int) -> None:
+    made = exact((3, 4, 2, 32), normed=True)
+    made.qkv_THD[0, head, 7] = value
+    twin = made.on("cpu").run(qk_rope.norm_rope_store)
+    got = launched(made, device)
+    for mine, other in zip(got.left()[1:], twin.left()[1:], strict=True):
+        assert torch.equal(torch.tensor(mine), torch.tensor(other))
+    assert torch.equal(got.q.isnan().cpu(), twin.q.isnan())
+
+
+def test_statistics_add_up_and_the_largest_stays(device: str) -> None:
+    made = exact((6, 4, 2, 64), normed=False)
+    twin, got = made.on("cpu"), made.on(device)
+    got.cache.stats_C[3] = twin.cache.stats_C[3] = 0x7F000000
+    for _ in range(2):
+        got.run(norm_rope_store)
+        twin.run(qk_rope.norm_rope_store)
+    assert got.left()[3] == twin.left()[3]
+    assert got.left()[3][0] == 5 + 2 * 5 and got.left()[3][3] == 0x7F000000
+
+
+def test_what_does_not_fit_is_a_sentence(device: str) -> None:
+    got = exact((3, 4, 2, 32), normed=True).on(device)
+    got.slots = got.slots.int()
+    with pytest.raises(ValueError, match=r"slots are torch\.int32"):
+        got.run(norm_rope_store)
+
+
+# ---- controls
+
+
+@pytest.mark.parametrize("name", ["eps", "weights", "position", "factor", "scale"])
+def test_control_a_wrong_argument_is_seen(device: str, name: str) -> None:
+    made = exact((5, 16, 8, 64), normed=True)
+    want = made.want()
+    assert made.norms is not None
+    if name == "eps":
+        made.norms = replace(made.norms, eps=0.9)
+    elif name == "weights":
+        made.norms = replace(made.norms, k_D=made.norms.k_D.flip(0))
+    elif name == "position":
+        made.positions_T[2] = (made.positions_T[2] + 1) % 40
+    elif name == "factor":
+        made.factor_H[7] *= 2
+    elif name == "scale":
+        made.scale_2H[1, 7] *= 1.25
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equal(launched(made, device).left(), want)
+
+
+def test_control_values_that_are_rounded_once_too_little_are_seen(device: str) -> None:
+    made = usual((33, 32, 8, 128), normed=True)
+    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    made.qkv_THD = (made.qkv_THD.view(torch.int16) & ~1).view(torch.bfloat16)  # a bit less
+    with pytest.raises(AssertionError, match=r"differ|no neighbours"):
+        assert_near(launched(made, device).left(), twin)
+
+
+# ---- only on a GPU
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_a_graph_reads_what_is_there_when_it_is_replayed(device: str, tokens: int) -> None:
+    shape = (tokens, 32, 8, 128)
+    live = launched(exact(shape, normed=True), device)  # compiled before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        live.run_captured = norm_rope_store(  # type: ignore[attr-defined]
+            live.qkv, live.positions, live.cos_sin, live.norms, live.slots, live.cache
+        )
+    for seed in (1, 2):
+        made = exact(shape, normed=True, seed=seed)
+        fresh = made.on(device)
+        assert live.norms is not None and fresh.norms is not None
+        for mine, other in (
+            (live.qkv, fresh.qkv),
+            (live.positions, fresh.positions),
+            (live.cos_sin, fresh.cos_sin),
+            (live.slots, fresh.slots),
+            (live.norms.q_D, fresh.norms.q_D),
+            (live.norms.k_D, fresh.norms.k_D),
+            (live.cache.k_scale_H, fresh.cache.k_scale_H),
+            (live.cache.v_scale_H, fresh.cache.v_scale_H),
+            (live.cache.q_factor_H, fresh.cache.q_factor_H),
+            (live.cache.stats_C, fresh.cache.stats_C),
+        ):
+            mine.copy_(other)
+        for cache in (live.k_cache, live.v_cache):
+            cache.box.view(torch.uint8).zero_()
+        graph.replay()
+        live.q = live.run_captured  # type: ignore[attr-defined]
+        assert_equal(live.left(), made.on("cpu").run(qk_rope.norm_rope_store).left())
+
+
+def sglangs(got: Got) -> Got:
+    """SGLang's kernels one after the other, and our store and product."""
+    from sglang.kernels.ops.attention.rope import apply_rope_with_cos_sin_cache_inplace
+    from sglang.kernels.ops.layernorm.norm import fused_inplace_qknorm
+
+    _, H, D = got.k_cache.shape
+    heads = got.qkv.clone().unflatten(1, (-1, D))
+    q, k, v = heads.split([heads.shape[1] - 2 * H, H, H], 1)
+    if got.norms is not None:
+        fused_inplace_qknorm(q, k, got.norms.q_D, got.norms.k_D, got.norms.eps, head_dim=D)
+    apply_rope_with_cos_sin_cache_inplace(
+        positions=got.positions, q=q, k=k, cos_sin_cache=got.cos_sin, is_neox=True
+    )
+    cache = got.cache
+    kv_kernels.store_kv(
+        k,
+        v,
+        got.slots,
+        cache.k_SHD,
+        cache.v_SHD,
+        cache.k_scale_H,
+        cache.v_scale_H,
+        cache.stats_C,
+        read_back=False,
+    )
+    got.q = _times_heads(q.flatten(1), cache.q_factor_H)
+    return got
+
+
+@pytest.mark.skipif(INTERPRETED, reason="SGLang's kernels are CUDA")
+@pytest.mark.parametrize("shape", [(1, 32, 8, 128), (128, 32, 8, 128), (64, 14, 2, 64)], ids=str)
+def test_it_is_what_sglangs_kernels_make(device: str, shape: tuple[int, int, int, int]) -> None:
+    pytest.importorskip("sglang.kernels.ops.layernorm.norm")
+    made = usual(shape, normed=True)
+    assert_near(launched(made, device).left(), sglangs(made.on(device)).left())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="SGLang's kernels are CUDA")
+@pytest.mark.parametrize("shape", [(128, 32, 8, 128), (64, 14, 2, 64)], ids=str)
+def test_without_norms_it_is_that_to_the_last_bit(
+    device: str, shape: tuple[int, int, int, int]
+) -> None:
+    pytest.importorskip("sglang.kernels.ops.attention.rope")
+    made = usual(shape, normed=False)
+    assert_equal(launched(made, device).left(), sglangs(made.on(device)).left())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+def test_a_program_spills_no_registers(device: str) -> None:
+    launched(usual((2, 32, 8, 128), normed=True), device)
+    kernels = [
+        kernel
+        for caches in qk_rope_kernels._some_heads.device_caches.values()
+        for kernel in caches[0].values()
+    ]
+    assert kernels and not any(kernel.n_spills for kernel in kernels)
