@@ -1,0 +1,1 @@
+"""Drawing tokens and their log-probabilities in one pass over the vocabulary."""
