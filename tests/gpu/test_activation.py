@@ -1,0 +1,361 @@
+"""The activation kernels against their twin byte for byte, and against SGLang's own kernels."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_fp8rl.numerics import activation, activation_kernels, reference
+from sgl_fp8rl.numerics.activation import Quantized
+from tests import activation_oracle as exact
+from tests.activation_oracle import apart, planted, rows
+from tests.gpu.conftest import INTERPRETED
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+CANARY = 0xA5
+MAX_APART = 1
+"""BF16 values between y here and there, by the order of a sum or the exponential."""
+LEAST_EQUAL = 0.99
+
+needs_sglang = pytest.mark.skipif(
+    INTERPRETED or find_spec("sglang") is None, reason="SGLang's kernels run on a GPU"
+)
+
+
+@triton.jit
+def _reciprocals(x: tl.tensor, out: tl.tensor, size: tl.tensor, INTERPRETED: tl.constexpr) -> None:
+    index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    values = tl.load(x + index, mask=index < size, other=1.0)
+    reciprocals = activation_kernels._reciprocal(values, INTERPRETED)
+    tl.store(out + index, reciprocals, mask=index < size)
+
+
+def reciprocals(x: Tensor, device: str) -> Tensor:
+    """As the device's instruction has them: the twin's, but for the last bit."""
+    source = x.to(device).contiguous()
+    out = torch.empty_like(source)
+    _reciprocals[(-(-x.numel() // 1024),)](source, out, x.numel(), INTERPRETED=INTERPRETED)
+    return out.to(x.device)
+
+
+@pytest.fixture(autouse=True)
+def twin_of_this_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin takes its reciprocals from the device: then all of its bytes are the kernels'."""
+    monkeypatch.setattr(
+        activation, "_reciprocal", lambda x: reciprocals(x, device) if x.numel() else x
+    )
+
+
+@pytest.fixture(autouse=True)
+def canaries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Outputs lie among canaries; what is returned holds that these are as they were."""
+    checks: list[Callable[[], None]] = []
+
+    def empty(M: int, K: int, where: torch.device) -> Quantized:
+        padded = -(-M // 4) * 4
+        sizes = M * K, K // 128 * padded * 4
+        buffers = [torch.full((s + 128,), CANARY, dtype=torch.uint8, device=where) for s in sizes]
+        codes, scales = (b[64 : 64 + s] for b, s in zip(buffers, sizes, strict=True))
+
+        def check() -> None:
+            for buffer in buffers:
+                assert bool((buffer[:64] == CANARY).all() and (buffer[-64:] == CANARY).all())
+            padding = scales.view(-1, padded * 4)[:, M * 4 :] if padded else scales
+            assert bool((padding == CANARY).all()), "padding rows of the scales were written"
+
+        checks.append(check)
+        return Quantized(
+            codes.view(torch.float8_e4m3fn).view(M, K),
+            scales.view(torch.float32).view(K // 128, padded).t()[:M],
+        )
+
+    monkeypatch.setattr(activation_kernels, "empty_quantized", empty)
+    return checks
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    # A column alone has any stride and is contiguous all the same, which a view as bytes denies.
+    return tensor.cpu().clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten()
+
+
+def assert_same(got: Quantized, want: Quantized) -> None:
+    for mine, other in zip(got, want, strict=True):
+        assert mine.shape == other.shape and mine.dtype == other.dtype
+        if len(mine):
+            assert mine.stride() == other.stride()
+        a, b = (bytes_of(t) for t in (mine, other))
+        assert torch.equal(a, b), f"{int((a != b).sum())} bytes differ of {len(a)}"
+
+
+def assert_close(y: Tensor, other: Tensor) -> None:
+    """The same but for what FP32's last bits leave open."""
+    steps, equal = apart(y, other)
+    assert steps <= MAX_APART and equal >= LEAST_EQUAL, f"{steps} apart, {equal:.4f} equal"
+
+
+def quantized(x_MK: Tensor) -> Quantized:
+    """The kernel's codes and scales, which must be the twin's."""
+    got = activation_kernels.quantize_tokens(x_MK)
+    assert_same(got, activation.quantize_tokens(x_MK))
+    return got
+
+
+def normed(
+    x_MK: Tensor, weight_K: Tensor, residual_MK: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Quantized]:
+    """The kernel's y, its codes and scales; x and the residual are left as they were."""
+    pair = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
+    twins = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
+    y, got = activation_kernels.rms_norm_quantize(pair[0], weight_K, eps, pair[1])
+    want, _ = activation.rms_norm_quantize(twins[0], weight_K, eps, twins[1])
+    assert_close(y, want)
+    assert (y is pair[0]) == (residual_MK is not None)
+    if residual_MK is None:
+        assert torch.equal(pair[0].view(torch.int16), x_MK.view(torch.int16))
+    else:
+        assert torch.equal(pair[1].view(torch.int16), twins[1].view(torch.int16))
+    assert_same(got, activation.quantize_tokens(y))
+    return y, got
+
+
+def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
+    """The kernel's y, its codes and scales."""
+    y, got = activation_kernels.silu_mul_quantize(gate_up)
+    assert_close(y, activation.silu_mul_quantize(gate_up)[0])
+    assert_same(got, activation.quantize_tokens(y))
+    return y, got
+
+
+# ---- against the twin
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 128), (3, 256), (4, 1024), (5, 1152), (2, 4096), (9, 2176)], ids=str
+)
+def test_quantize(device: str, shape: tuple[int, int], canaries: list[Callable[[], None]]) -> None:
+    quantized(rows(*shape).to(device))
+    for check in canaries:
+        check()
+
+
+def test_quantize_what_is_no_ordinary_number(device: str) -> None:
+    got = quantized(planted().to(device))
+    assert set(got.codes_MK.view(torch.uint8)[2, :128].tolist()) == {0x7E}  # NaN
+
+
+@pytest.mark.parametrize(("left", "width"), [(128, 640), (8, 300), (1, 257)], ids=str)
+def test_quantize_rows_of_a_wider_tensor(device: str, left: int, width: int) -> None:
+    quantized(rows(5, width).to(device)[:, left : left + 256])
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.floats(0, 40), st.integers(0, 2**32 - 1))
+@settings(max_examples=10 if INTERPRETED else 100)
+def test_quantize_any_rows(device: str, M: int, k: int, spread: float, seed: int) -> None:
+    quantized(rows(M, 128 * k, spread=spread, seed=seed).to(device))
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (5, 2048), (2, 5120), (3, 16384)], ids=str)
+def test_norms(
+    device: str, shape: tuple[int, int], add: bool, canaries: list[Callable[[], None]]
+) -> None:
+    x, residual, weight = (
+        t.to(device)
+        for t in (rows(*shape), rows(*shape, seed=1), rows(1, shape[1], seed=2, spread=1)[0])
+    )
+    normed(x, weight, residual if add else None)
+    for check in canaries:
+        check()
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
+def test_norms_of_zeros_nan_and_strided_rows(device: str, add: bool) -> None:
+    x, residual = rows(4, 640).to(device)[:, 128:512], rows(4, 896, seed=1).to(device)[:, :384]
+    x[0] = residual[0] = 0
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    weight = torch.ones(384, device=device)
+    y, _ = activation_kernels.rms_norm_quantize(
+        x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
+    )
+    twin, _ = activation.rms_norm_quantize(
+        x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
+    )
+    assert_close(y, twin)
+    assert not bool(y[0].any()) and bool(y[1].isnan().all())
+
+
+def test_a_large_eps_is_added_to_the_mean(device: str) -> None:
+    x, weight = rows(2, 256, spread=0).to(device), torch.ones(256, dtype=BF16, device=device)
+    large, _ = normed(x, weight, eps=3.0)
+    small, _ = normed(x, weight)
+    ratio = (large.float() / small.float()).nanmean()
+    assert 0.45 < float(ratio) < 0.55  # 1 / sqrt(1 + 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (3, 384), (5, 1152), (2, 4096)], ids=str)
+def test_silu(device: str, shape: tuple[int, int], canaries: list[Callable[[], None]]) -> None:
+    gated(rows(shape[0], 2 * shape[1], spread=3).to(device))
+    for check in canaries:
+        check()
+
+
+def test_silu_of_what_is_no_ordinary_number(device: str) -> None:
+    plain = torch.tensor([0.0, -0.0, 1.0, 88, -80, -120, 300, -300, 1e38, -1e38] * 13)[:128]
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0])[:, None].expand(4, 128)
+    gated(torch.cat([plain.expand(4, 128), odd], 1).bfloat16().to(device))
+    gated(torch.cat([odd, plain.expand(4, 128)], 1).bfloat16().to(device))
+
+
+def test_no_tokens(device: str) -> None:
+    x, weight = rows(2, 256).to(device)[:0], torch.ones(256, dtype=BF16, device=device)
+    assert quantized(x).codes_MK.shape == (0, 256)
+    assert activation_kernels.rms_norm_quantize(x, weight, 1e-6, x.clone())[0].shape == (0, 256)
+    assert activation_kernels.silu_mul_quantize(x)[0].shape == (0, 128)
+
+
+def test_what_does_not_fit_is_a_sentence(device: str) -> None:
+    x = rows(2, 256).to(device)
+    with pytest.raises(ValueError, match=r"not from torch\.float32"):
+        activation_kernels.quantize_tokens(x.float())
+    with pytest.raises(ValueError, match="64 channels have no groups"):
+        activation_kernels.silu_mul_quantize(x[:, :128])
+    with pytest.raises(ValueError, match=r"a weight \[128\]"):
+        activation_kernels.rms_norm_quantize(x, torch.ones(128, device=device), 1e-6)
+
+
+def test_control_bytes_of_a_division_are_seen(device: str) -> None:
+    x = rows(16, 1024).to(device)
+    codes, scales = reference.quantize_activation(x)
+    got = quantized(x)
+    padded = got._replace(scales_Mk=got.scales_Mk.clone())
+    padded.scales_Mk.copy_(scales)
+    for wrong in (got._replace(codes_MK=codes), padded):
+        with pytest.raises(AssertionError, match="bytes differ"):
+            assert_same(got, wrong)
+
+
+# ---- only on a GPU
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no CUDA graphs")
+@pytest.mark.parametrize("M", [1, 64, 129])
+def test_a_graph_quantizes_what_is_there_when_it_is_replayed(device: str, M: int) -> None:
+    x, residual, gate_up = (rows(M, K).to(device) for K in (4096, 4096, 3072))
+    weight = torch.ones(4096, dtype=BF16, device=device)
+
+    def run() -> tuple[Any, ...]:
+        y, norm = activation_kernels.rms_norm_quantize(x, weight, 1e-6, residual)
+        again = activation_kernels.quantize_tokens(y)
+        z, silu = activation_kernels.silu_mul_quantize(gate_up)
+        return norm, again, z, silu
+
+    run()  # compiled before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm, again, z, silu = run()
+    for seed in (1, 2):
+        fresh = rows(M, 4096, seed=seed).to(device), rows(M, 4096, seed=seed + 9).to(device)
+        x.copy_(fresh[0])
+        residual.copy_(fresh[1])
+        gate_up.copy_(rows(M, 3072, seed=seed).to(device))
+        graph.replay()
+        assert_close(x, activation.rms_norm_quantize(*fresh[:1], weight, 1e-6, fresh[1])[0])
+        for got in (norm, again):
+            assert_same(got, activation.quantize_tokens(x))
+        assert_close(z, activation.silu_mul_quantize(gate_up)[0])
+        assert_same(silu, activation.quantize_tokens(z))
+
+
+def test_reciprocals_exhaustive(device: str) -> None:
+    # Of every largest magnitude that a group can have: how far the twin on a CPU is from a GPU.
+    amax = torch.arange(0x7F80).to(torch.int16).view(BF16).float().clamp(min=1e-10).unique()
+    want = torch.where(amax > activation.LARGEST_DIVISOR, 0.0, 1 / amax)
+    steps = (reciprocals(amax, device).view(torch.int32) - want.view(torch.int32)).abs()
+    print(f"{int((steps > 0).sum())} of {len(steps)} reciprocals differ by an ulp")
+    assert int(steps.max()) <= 1
+
+
+def sglang_quantize(x: Tensor) -> Quantized:
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    return Quantized(
+        *sglang_per_token_group_quant_fp8(
+            x, 128, column_major_scales=True, scale_tma_aligned=True, scale_ue8m0=False
+        )
+    )
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    "shape", [(1, 4096), (5, 128), (64, 12288), (129, 2048), (4099, 4096)], ids=str
+)
+def test_bytes_are_sglangs(device: str, shape: tuple[int, int]) -> None:
+    x = rows(*shape, spread=20).to(device)
+    assert_same(activation_kernels.quantize_tokens(x), sglang_quantize(x))
+
+
+@needs_sglang
+def test_bytes_are_sglangs_for_what_is_no_ordinary_number(device: str) -> None:
+    from sgl_fp8rl import compat
+
+    x = planted().to(device)
+    if compat.sglang_version() != "0.5.17":
+        x = x[(x * 0 == 0).all(1)]  # newer kernels keep NaN
+    assert_same(activation_kernels.quantize_tokens(x), sglang_quantize(x))
+
+
+@needs_sglang
+def test_bytes_are_sglangs_for_every_amax_exhaustive(device: str) -> None:
+    amaxes = torch.arange(0x7F80, device=device).to(torch.int16).view(BF16).float()
+    random = torch.Generator(device).manual_seed(0)
+    for _ in range(8):
+        x = torch.rand(len(amaxes), 128, device=device, generator=random) * 2 - 1
+        x = (x * amaxes[:, None]).bfloat16()
+        x[:, 77] = amaxes.bfloat16()
+        got = quantized(x)
+        assert_same(got, sglang_quantize(x))
+
+
+@needs_sglang
+@pytest.mark.parametrize("K", [2048, 4096, 5120])
+@pytest.mark.parametrize("M", [1, 64, 777])
+def test_norms_are_sglangs(device: str, M: int, K: int) -> None:
+    from sgl_kernel import fused_add_rmsnorm, rmsnorm
+
+    x, residual = rows(M, K, spread=1).to(device), rows(M, K, seed=1, spread=1).to(device)
+    weight = rows(1, K, seed=2, spread=0).to(device)[0]
+    y, got = normed(x, weight)
+    assert_close(y, rmsnorm(x, weight, 1e-6))
+    assert_same(got, sglang_quantize(y))
+    y, got = normed(x, weight, residual)
+    mine = x.clone(), residual.clone()
+    fused_add_rmsnorm(*mine, weight, 1e-6)
+    assert_close(y, mine[0])
+    assert_same(got, sglang_quantize(y))
+    kernel_residual = residual.clone()
+    activation_kernels.rms_norm_quantize(x.clone(), weight, 1e-6, kernel_residual)
+    assert torch.equal(kernel_residual, mine[1])
+
+
+@needs_sglang
+@pytest.mark.parametrize("M", [1, 64, 777])
+def test_silu_is_sglangs(device: str, M: int) -> None:
+    from sglang.srt.layers.activation import silu_and_mul
+
+    gate_up = rows(M, 2 * 12288, spread=3).to(device)
+    y, got = gated(gate_up)
+    want = torch.empty_like(y)
+    silu_and_mul(gate_up, want)
+    steps, equal = apart(y, want)
+    print(f"SiLU: {steps} apart at most, {equal:.6f} equal")
+    assert steps <= MAX_APART and equal >= LEAST_EQUAL
+    assert_same(got, sglang_quantize(y))
+    assert exact.ulps(want[:8], *exact.silu_mul(gate_up[:8])) < 1  # SGLang's own
