@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import doctor
 
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor.run(arguments.json)
     if arguments.command == "kv-report":
         return _kv_report(arguments)
+    if arguments.command == "tune":
+        return _tune(arguments.model, arguments.tp)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
 
 
@@ -35,6 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("model", help="folder of the model; its weights are not read")
     layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     layers.add_argument("--json", action="store_true", help="print the list as JSON")
+
+    tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this card")
+    tune.add_argument("model", help="folder of the model; its weights are not read")
+    tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
 
     report = commands.add_parser("kv-report", help="tell what the scales of an FP8 KV cache do")
     report.add_argument("source", help="an engine's http:// address, or a file of --json")
@@ -68,6 +75,25 @@ def _kv_report(arguments: argparse.Namespace) -> int:
             table.draw(reply, lines, arguments.picture)
     except (EngineError, OSError, ValueError) as error:
         sys.exit(f"sgl-fp8rl kv-report: {error}")
+    return 0
+
+
+def _tune(model: str, tp_size: int) -> int:
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        sys.exit("sgl-fp8rl tune: there is no Hopper GPU here; other cards run SGLang's kernels")
+    layers = [layer for layer in read_layers(model, tp_size) if _is_fp8(layer)]
+    shapes = sorted({(n, k) for *experts, n, k in (x["shape"] for x in layers) if not experts})
+    if not shapes:
+        sys.exit(f"sgl-fp8rl tune: no linear layer of {model} runs in FP8")
+
+    from sgl_fp8rl.gemm import command
+
+    try:
+        command.run(shapes, Fp8RLServerArgs.from_env().tune_cache)
+    except OSError as error:
+        sys.exit(f"sgl-fp8rl tune: {error}")
     return 0
 
 

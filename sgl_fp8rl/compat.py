@@ -62,6 +62,20 @@ SYMBOLS = {
     "sock_send": "sglang.srt.managers.io_struct:sock_send",
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
     "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
+    "Sampler": "sglang.srt.layers.sampler:Sampler",
+    "RETURN_ORIGINAL_LOGPROB": "sglang.srt.layers.sampler:SGLANG_RETURN_ORIGINAL_LOGPROB",
+    # products and what feeds them
+    "deep_gemm_nt": "sglang.srt.layers.deep_gemm_wrapper.entrypoint:gemm_nt_f8f8bf16",
+    "triton_block_fp8_matmul": "sglang.srt.layers.quantization.fp8_utils"
+    ":w8a8_block_fp8_matmul_triton",
+    "get_fp8_gemm_runner_backend": "sglang.srt.layers.quantization.fp8_utils"
+    ":get_fp8_gemm_runner_backend",
+    "cuda_graph_fully_disabled": "sglang.srt.model_executor.cuda_graph_config"
+    ":cuda_graph_fully_disabled",
+    "RMSNorm": "sglang.srt.layers.layernorm:RMSNorm",
+    "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
+    "is_batch_invariant_mode_enabled": "sglang.srt.batch_invariant_ops"
+    ":is_batch_invariant_mode_enabled",
     # CPU platform
     "current_platform": "sglang.srt.platforms:current_platform",
     "CpuDeviceMixin": "sglang.srt.platforms.cpu:CpuDeviceMixin",
@@ -82,6 +96,7 @@ HOOK_TARGETS = {
     "precompile_kernels": "sglang.srt.model_executor.model_runner.ModelRunner"
     ".maybe_precompile_model_kernels_after_loading",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
+    "draw": "sglang.srt.layers.sampler.Sampler.forward",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
     "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",
@@ -141,6 +156,7 @@ METHODS = (
     f"{_WARMUP}.ENABLE_JIT_DEEPGEMM",
     f"{_WARMUP}._BUILTIN_M_LIST",
     f"{_WARMUP}._ENABLE_JIT_DEEPGEMM_PRECOMPILE",
+    f"{_WARMUP}._DO_COMPILE_ALL",
     f"{_WARMUP}._IN_PRECOMPILE_STAGE",
     f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
 )

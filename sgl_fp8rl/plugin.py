@@ -47,8 +47,9 @@ def _register() -> None:
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
     from sgl_fp8rl import cpu_platform, loader, quant_config
-    from sgl_fp8rl.gemm import warmup
+    from sgl_fp8rl.gemm import prepare
     from sgl_fp8rl.kv_cache import calibrate, probes
+    from sgl_fp8rl.logprobs import sampler
     from sgl_fp8rl.weight_update import control, scheduler
 
     if NAME in compat.QUANTIZATION_METHODS:
@@ -68,12 +69,13 @@ def _register() -> None:
         "get_model_loader": loader.choose_loader,
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "pad_for_amx": loader.without_padding,
-        "precompile_kernels": warmup.warm_up,
+        "precompile_kernels": prepare.prepare,
         "configure_kv_cache": cpu_platform.without_amx,
         "init_attention_backends": loader.check_kv_cache,
         "forward": calibrate.watch_forward,
         "generate_request": probes.name_warm_up,
         "sample": scheduler.stamp_version,
+        "draw": sampler.sample_plainly,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,
         "handle_rpc_request": scheduler.handle_rpc,

@@ -19,7 +19,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,10 @@ def batch_sizes(largest: int) -> list[int]:
     return [*SMALL_BATCHES, *range(ROW_STEP, steps * ROW_STEP + 1, ROW_STEP)]
 
 
-def gemm_shapes(model: Any) -> list[Shape]:
-    """The (N, K) of each of our linear layers that SGLang hands to DeepGEMM."""
+def gemm_layers(model: Any) -> Iterator[Any]:
+    """Each of our linear layers that SGLang hands to DeepGEMM."""
     from sgl_fp8rl.linear import FP8RLLinearMethod  # loads SGLang's linear layers
 
-    shapes = set()
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, FP8RLLinearMethod):
@@ -110,8 +109,12 @@ def gemm_shapes(model: Any) -> list[Shape]:
         if getattr(product, "func", product) is compat.deep_gemm_linear and (
             n % 64 == 0 and k % 128 == 0
         ):
-            shapes.add((n, k))
-    return sorted(shapes)
+            yield layer
+
+
+def gemm_shapes(model: Any) -> list[Shape]:
+    """The (N, K) of these layers."""
+    return sorted({(n, k) for n, k in (layer.weight.shape for layer in gemm_layers(model))})
 
 
 def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Path) -> None:

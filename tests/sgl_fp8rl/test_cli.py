@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_fp8rl import cli
+from sgl_fp8rl.gemm import command
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_table import PNG_SIGNATURE, a_reply
 from tests.sgl_fp8rl.kv_cache.test_table import TABLE as KV_TABLE
@@ -58,13 +60,38 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "{doctor,layers,kv-report}" in capsys.readouterr().err
+    assert "{doctor,layers,tune,kv-report}" in capsys.readouterr().err
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(SystemExit, match="needs SGLang"):
         cli.main(["layers", "some/model"])
+
+
+def test_tune_takes_the_fp8_linear_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not the experts, which another kernel computes, and not the BF16 layers."""
+    tuned: list[Any] = []
+    monkeypatch.setenv("FP8RL_TUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cli, "read_layers", lambda model, tp_size: LAYERS * tp_size)
+    monkeypatch.setattr(command, "run", lambda *given: tuned.append(given))
+    assert cli.main(["tune", "some/model", "--tp", "2"]) == 0
+    assert tuned == [([(256, 384)], str(tmp_path))]
+    monkeypatch.setattr(cli, "read_layers", lambda *_: LAYERS[:1])
+    with pytest.raises(SystemExit, match="no linear layer of some/model runs in FP8"):
+        cli.main(["tune", "some/model"])
+
+
+def test_tune_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no Hopper GPU"):
+        cli.main(["tune", "some/model"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(SystemExit, match="no Hopper GPU"):
+        cli.main(["tune", "some/model"])
 
 
 KEY = "a shared secret"

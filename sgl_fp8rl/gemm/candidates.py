@@ -1,0 +1,244 @@
+"""The block-FP8 products that a layer can be given, and what each of them can run.
+
+Each computes ``y_MN = dequant(codes_MK) @ dequant(weight_NK).T`` in BF16 from one and the same
+input: codes float8_e4m3fn [M, K] with FP32 scales [M, K/128] in DeepGEMM's layout (strides
+``(1, M rounded up to 4)``). So whoever quantizes does it once, and a layer may change its kernel
+from one M to the next. FlashInfer's GEMM takes BF16 too and then quantizes by another formula; it
+is not used so, since its codes would differ from those of a fused producer and it would launch no
+fewer kernels.
+
+Shape suffixes as in ``numerics.reference``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.numerics.reference import BLOCK
+
+Config = Mapping[str, Any]
+"""What a kernel is told beside its operands; empty where there is nothing to choose."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``kernel(codes_MK, scales_Mk, weight_NK, scales_nk)`` returns a new BF16 ``y_MN``."""
+
+STOCK = "deep_gemm"
+"""What SGLang itself runs on Hopper."""
+PARTS = (2, 3, 4)
+MIN_PART = 1024
+"""Fewer columns than this leave most of the card idle."""
+MAX_ROWS = 2048
+"""Above it a product is bound by the tensor cores, so that only whole libraries are measured:
+parts have no other tiles than the whole, and Triton's kernels leave warps without a specialty."""
+
+
+TOO_MANY_ROWS = f"it is for {MAX_ROWS} rows at most"
+MAX_ROWS_OF_FLASHINFER = 256
+"""It compiles N, K and a tile that depends on M into each kernel, for seconds, at its first call:
+nothing to meet in a prefill, whose M may be any."""
+
+
+def _one_config(_n: int, _k: int, _m: int) -> list[Config]:
+    return [{}]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute the product."""
+
+    name: str
+    why_not: Callable[[int, int, int], str | None]
+    """``why_not(N, K, M)``: why it cannot run this, or None if it can."""
+    bind: Callable[[Config], Kernel]
+    """The kernel with a config; raises TypeError or ValueError where the config is not its own."""
+    configs: Callable[[int, int, int], list[Config]] = _one_config
+    """``configs(N, K, M)``: those worth measuring, the likeliest first."""
+
+
+def _bind_plain(name: str, kernel: Kernel) -> Callable[[Config], Kernel]:
+    def bind(config: Config) -> Kernel:
+        if config:
+            raise ValueError(f"{name} has no config, but was given {dict(config)}")
+        return kernel
+
+    return bind
+
+
+# DeepGEMM, as SGLang calls it
+
+
+def _not_deep_gemm(n: int, k: int, _m: int) -> str | None:
+    # SGLang's own conditions; the rest it hands to Triton
+    return None if n % 64 == 0 and k % BLOCK == 0 else "N is no multiple of 64, or K none of 128"
+
+
+def _deep_gemm(
+    codes_MK: torch.Tensor,
+    scales_Mk: torch.Tensor,
+    weight_NK: torch.Tensor,
+    scales_nk: torch.Tensor,
+) -> torch.Tensor:
+    out_MN = codes_MK.new_empty((codes_MK.shape[0], weight_NK.shape[0]), dtype=torch.bfloat16)
+    compat.deep_gemm_nt((codes_MK, scales_Mk), (weight_NK, scales_nk), out_MN)
+    return out_MN
+
+
+def part_bounds(n: int, parts: int) -> list[int]:
+    """Where N is cut into ``parts`` that are as equal as blocks of 128 allow, both ends included.
+
+    Raises:
+        ValueError: there are not that many whole blocks.
+    """
+    blocks = n // BLOCK
+    if n % BLOCK or not 2 <= parts <= blocks:
+        raise ValueError(f"N = {n} cannot be cut into {parts} parts of whole blocks of {BLOCK}")
+    return [part * blocks // parts * BLOCK for part in range(parts + 1)]
+
+
+def _bind_split_n(config: Config) -> Kernel:
+    parts = int(config["parts"])
+    if set(config) != {"parts"} or parts < 2:
+        raise ValueError(f"deep_gemm_split_n takes parts of 2 or more, not {dict(config)}")
+
+    def kernel(
+        codes_MK: torch.Tensor,
+        scales_Mk: torch.Tensor,
+        weight_NK: torch.Tensor,
+        scales_nk: torch.Tensor,
+    ) -> torch.Tensor:
+        import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        n = weight_NK.shape[0]
+        out_MN = codes_MK.new_empty((codes_MK.shape[0], n), dtype=torch.bfloat16)
+        bounds = part_bounds(n, parts)
+        for begin, end in pairwise(bounds):
+            # DeepGEMM stores through a TMA descriptor that has the row stride of the result, so
+            # columns of one result may be written by one call each. Not through SGLang, which would
+            # compile all M for a shape that runs at a few.
+            deep_gemm.fp8_gemm_nt(
+                (codes_MK, scales_Mk),
+                (weight_NK[begin:end], scales_nk[begin // BLOCK : end // BLOCK]),
+                out_MN[:, begin:end],
+            )
+        return out_MN
+
+    return kernel
+
+
+def _not_split_n(n: int, k: int, m: int) -> str | None:
+    if n % BLOCK or n < 2 * MIN_PART:
+        return f"N is no multiple of {BLOCK}, or too small to be cut"
+    if m > MAX_ROWS:
+        return TOO_MANY_ROWS
+    return _not_deep_gemm(n, k, m)
+
+
+def _splits(n: int, _k: int, _m: int) -> list[Config]:
+    return [{"parts": parts} for parts in PARTS if n // parts >= MIN_PART]
+
+
+# FlashInfer's block-scale GEMM for SM90, swap-AB below 32 rows
+
+
+@cache
+def _flashinfer_runner() -> tuple[Any, torch.Tensor]:
+    from flashinfer.gemm.gemm_base import get_fp8_blockscale_gemm_runner_sm90
+
+    runner = get_fp8_blockscale_gemm_runner_sm90()
+    # It wants an address and does not use it where both operands are FP8. FlashInfer's own call
+    # takes as much as the weight in BF16 would need, for each product.
+    workspace = torch.empty(16, dtype=torch.uint8, device="cuda")
+    runner.configure_workspace(workspace)
+    return runner, workspace
+
+
+def _not_flashinfer(n: int, k: int, m: int) -> str | None:
+    if n % 64 or k % BLOCK:
+        return "N is no multiple of 64, or K none of 128"
+    in_range = 1 <= m <= MAX_ROWS_OF_FLASHINFER
+    return None if in_range else f"it is for 1 to {MAX_ROWS_OF_FLASHINFER} rows"
+
+
+def _flashinfer(
+    codes_MK: torch.Tensor,
+    scales_Mk: torch.Tensor,
+    weight_NK: torch.Tensor,
+    scales_nk: torch.Tensor,
+) -> torch.Tensor:
+    out_MN = codes_MK.new_empty((codes_MK.shape[0], weight_NK.shape[0]), dtype=torch.bfloat16)
+    # reads the activation's scales as DeepGEMM does: column-major, rows rounded up to 4
+    runner, _ = _flashinfer_runner()
+    runner.run_gemm(codes_MK, weight_NK, out_MN, scales_Mk, scales_nk)
+    return out_MN
+
+
+def flashinfer_is_built() -> bool:
+    """Whether FlashInfer has this GEMM compiled; its first use builds it for a minute or more."""
+    try:
+        from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
+    except ImportError:
+        return False
+    return bool(gen_fp8_blockscale_gemm_sm90_module().is_compiled)
+
+
+# SGLang's Triton kernel, with SGLang's own config for the shape
+
+
+def _triton(
+    codes_MK: torch.Tensor,
+    scales_Mk: torch.Tensor,
+    weight_NK: torch.Tensor,
+    scales_nk: torch.Tensor,
+) -> torch.Tensor:
+    out_MN: torch.Tensor = compat.triton_block_fp8_matmul(
+        codes_MK, weight_NK, scales_Mk, scales_nk, [BLOCK, BLOCK], output_dtype=torch.bfloat16
+    )
+    return out_MN
+
+
+def _not_triton(n: int, k: int, m: int) -> str | None:
+    if n % BLOCK or k % BLOCK:
+        return "N or K is no multiple of 128"
+    return TOO_MANY_ROWS if m > MAX_ROWS else None
+
+
+# Ours, in Triton too
+
+
+def _split_k_configs(n: int, k: int, m: int) -> list[Config]:
+    from sgl_fp8rl.gemm import split_k
+
+    return [asdict(config) for config in split_k.configs(m, n, k)]
+
+
+def _bind_split_k(config: Config) -> Kernel:
+    from sgl_fp8rl.gemm import split_k
+
+    bound = split_k.Config(**config)
+
+    def kernel(
+        codes_MK: torch.Tensor,
+        scales_Mk: torch.Tensor,
+        weight_NK: torch.Tensor,
+        scales_nk: torch.Tensor,
+    ) -> torch.Tensor:
+        return split_k.split_k_gemm(codes_MK, scales_Mk, weight_NK, scales_nk, bound)
+
+    return kernel
+
+
+CANDIDATES = {
+    candidate.name: candidate
+    for candidate in (
+        Candidate(STOCK, _not_deep_gemm, _bind_plain(STOCK, _deep_gemm)),
+        Candidate("split_k", _not_triton, _bind_split_k, _split_k_configs),
+        Candidate("deep_gemm_split_n", _not_split_n, _bind_split_n, _splits),
+        Candidate("flashinfer_sm90", _not_flashinfer, _bind_plain("flashinfer_sm90", _flashinfer)),
+        Candidate("triton", _not_triton, _bind_plain("triton", _triton)),
+    )
+}
+"""By name, the stock choice first, then by how soon a quick tune should come to them."""

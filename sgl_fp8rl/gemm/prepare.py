@@ -1,0 +1,185 @@
+"""At start, once weights are in place: give each FP8 linear layer its choice of kernels.
+
+Rank 0 reads the user's table, then the one that comes with the package, and where neither has the
+model's shapes it measures the decode batches for half a minute at most and keeps the result. All
+ranks of the engine take its table, so that they compute alike. No KV cache is there yet: SGLang
+sizes it after this, by the memory that is free, so what measuring takes (about 2 GB for the four
+shapes of an 8B model) is given back before.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat, fusion
+from sgl_fp8rl.gemm import table, warmup
+from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, flashinfer_is_built
+from sgl_fp8rl.gemm.choose import Choices
+from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
+from sgl_fp8rl.gemm.table import Entry, Machine, Shape, Table
+from sgl_fp8rl.gemm.tune import (
+    DECODE_ROWS,
+    ERROR_BOUND,
+    Measurement,
+    compiling_only_what_runs,
+    faults,
+    measure,
+    pick,
+    plan,
+    rows_of,
+)
+from sgl_fp8rl.numerics.activation import quantize_tokens
+
+logger = logging.getLogger(__name__)
+
+QUICK_S = 25.0
+"""No measurement begins later; the last may compile its kernel, which takes seconds."""
+QUICK_CONFIGS = 3
+
+
+def prepare(original: Any, runner: Any) -> None:
+    """AROUND what SGLang calls once the weights of a ``ModelRunner`` are in place."""
+    warmup.warm_up(original, runner)
+    layers = list(warmup.gemm_layers(runner.model))
+    if not layers or (why := _why_stock(runner)):
+        if layers:
+            logger.info("FP8 linear layers run SGLang's own kernels: %s", why)
+        return
+    shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
+    chosen = _of_first_rank(shapes, runner.gpu_id)
+    choices = {shape: Choices.of(chosen.get(shape, ())) for shape in shapes}
+    for layer in layers:
+        layer.quant_method.choices = choices[tuple(layer.weight.shape)]
+    for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
+        compile_choices(layer)
+    logger.info("%d of %d FP8 weight shapes run measured kernels", len(chosen), len(shapes))
+    fusion.fuse(runner.model)
+
+
+def compile_choices(layer: Any) -> None:
+    """Run each kernel of the layer but the stock one, which SGLang compiles.
+
+    None is to compile while requests wait, or at its first call inside the capture of a CUDA graph.
+    Within ``ROW_STEP`` rows no library changes its tile.
+    """
+    choices = layer.quant_method.choices
+    k = layer.weight.shape[1]
+    below = 0
+    for bound, kernel in zip(choices.bounds, choices.kernels, strict=False):
+        if kernel is not choices.kernels[-1]:
+            for m in (*range(below + warmup.ROW_STEP, bound, warmup.ROW_STEP), bound):
+                x_MK = torch.zeros(m, k, dtype=torch.bfloat16, device=layer.weight.device)
+                kernel(*quantize_tokens(x_MK), layer.weight, layer.weight_scale_inv)
+        below = bound
+
+
+def _why_stock(runner: Any) -> str | None:
+    backend = compat.get_fp8_gemm_runner_backend()
+    if not backend.is_auto():
+        return f"--fp8-gemm-backend {backend.value} was asked for"
+    if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
+        return "the table of kernels is for Hopper"
+    if runner.model_config.dtype != torch.bfloat16:
+        return f"the model computes in {runner.model_config.dtype}"
+    if getattr(runner.server_args, "enable_deterministic_inference", False):
+        return "deterministic inference was asked for, and kernels that change with M are not"
+    return None
+
+
+def _of_first_rank(shapes: Sequence[Shape], device: int) -> Table:
+    """What rank 0 found, on every rank: kernels that differ would sum differently."""
+    group = compat.get_tp_group()
+    found: list[Table] = [{}]
+    if group.rank_in_group == 0:
+        properties = torch.cuda.get_device_properties(device)
+        machine = Machine.of(properties.name, properties.multi_processor_count)
+        folder = Fp8RLServerArgs.from_env().tune_cache
+        found = [find(shapes, machine, folder, may_measure=not compat.cuda_graph_fully_disabled())]
+    if group.world_size > 1:
+        torch.distributed.broadcast_object_list(found, src=group.ranks[0], group=group.cpu_group)
+    return found[0]
+
+
+def find(
+    shapes: Sequence[Shape], machine: Machine, folder: str, *, may_measure: bool = True
+) -> Table:
+    """The entries of ``shapes``, from the tables there are or measured now.
+
+    Args:
+        folder: the tune cache.
+        may_measure: False where launches cost more than kernels, without CUDA graphs.
+    """
+    mine = table.own(machine, folder)
+    theirs, same_versions = table.shipped(machine)
+    found = {shape: (theirs | mine)[shape] for shape in shapes if shape in theirs | mine}
+    unchecked = [] if same_versions else [shape for shape in found if shape not in mine]
+    missing = [shape for shape in shapes if shape not in found]
+    if not may_measure or not (unchecked or missing):
+        return found
+    began = time.monotonic()
+    with compiling_only_what_runs():
+        checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
+        tuned, finished = quick_tune(missing)
+    gc.collect()
+    torch.cuda.empty_cache()
+    logger.info(
+        "Measured kernels of %d FP8 weight shapes in %.1f s%s; sgl-fp8rl tune measures more",
+        len(unchecked) + len(missing),
+        time.monotonic() - began,
+        "" if finished else ", when time was up, so the next start does it again",
+    )
+    kept = checked | tuned if finished else checked
+    if kept:
+        try:
+            table.save(machine.path(folder), machine, mine | kept)
+        except OSError as error:
+            logger.warning("The table of kernels cannot be kept: %s", error)
+    return found | checked | tuned
+
+
+def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
+    """Measure decode batches, the largest first, until time is up; and whether all were measured.
+
+    One candidate after the other, for all shapes: what a library needs seconds to compile must not
+    keep the others from being measured. What was compiled is there at the next start.
+    """
+    candidates = dict(CANDIDATES)
+    if not flashinfer_is_built():
+        del candidates["flashinfer_sm90"]  # building it alone takes longer
+    until = time.monotonic() + QUICK_S
+    rows = sorted(rows_of(DECODE_ROWS), reverse=True)
+    operands = {shape: Operands(*shape, "cuda", cuda_graph_us) for shape in shapes}
+    found: dict[Shape, list[Measurement]] = {shape: [] for shape in shapes}
+    for name, candidate in candidates.items():
+        for shape in shapes:
+            attempts = plan(shape, rows, {name: candidate}, QUICK_CONFIGS)
+            found[shape] += measure(operands[shape], attempts, until)
+    finished = time.monotonic() < until
+    return {shape: pick(found[shape], DECODE_ROWS) for shape in shapes}, finished
+
+
+def accurate(shape: Shape, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries, with the stock choice for each kernel that fails the accuracy check here."""
+    operands = Operands(*shape, "cuda", cuda_graph_us)
+    good: dict[tuple[str, str], bool] = {}
+    checked = []
+    for entry in entries:
+        key = entry.kernel, str(entry.config)
+        if key not in good:
+            good[key] = entry.kernel == STOCK or _is_accurate(operands, entry)
+        checked.append(entry if good[key] else table.stock_entry(entry.m, entry.stock_us))
+    return checked
+
+
+def _is_accurate(operands: Operands, entry: Entry) -> bool:
+    try:
+        kernel = CANDIDATES[entry.kernel].bind(entry.config)
+        return operands.error(kernel, entry.m) <= ERROR_BOUND
+    except faults() as fault:
+        logger.warning("The kernel %s does not run here: %s", entry.kernel, fault)
+        return False

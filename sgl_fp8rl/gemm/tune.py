@@ -1,0 +1,173 @@
+"""Measure which product is fastest for a shape, among those that are accurate.
+
+Times are with codes and scales ready, as a fused producer leaves them: where a layer quantizes its
+input itself, that launch is the same for every candidate and changes no order.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Candidate, Config
+from sgl_fp8rl.gemm.operands import Operands
+from sgl_fp8rl.gemm.table import Entry, Shape, stock_entry
+from sgl_fp8rl.gemm.warmup import ROW_STEP
+
+ERROR_BOUND = 1e-3
+"""Largest ``operands.difference``; an FP32 product rounded to BF16 has 2e-6, with outliers too."""
+MARGIN = 0.02
+"""How much faster than the stock choice a kernel must be; a median repeats within 1%."""
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+PREFILL_ROWS = (384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+"""Upper bounds of M, one entry of a table each."""
+NEVER = float("inf")
+
+Choice = tuple[str, tuple[tuple[str, int], ...]]
+"""A kernel and its config, hashable."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kernel at one M: its time in microseconds, or why it has none."""
+
+    m: int
+    kernel: str
+    config: Config
+    us: float | None
+    error: float | None
+    fault: str | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """What was measured."""
+        return self.kernel, tuple(sorted(self.config.items()))
+
+
+def rows_of(buckets: Sequence[int]) -> list[int]:
+    """All M that are measured for ``buckets``."""
+    return [m for rows in sampled_rows(buckets) for m in rows]
+
+
+def sampled_rows(buckets: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each bucket the M that are measured: its upper end, and its lower where it is wide.
+
+    A wide bucket spans several of DeepGEMM's tiles, and none may make the choice a loss.
+    """
+    lowers = (0, *buckets)
+    return [
+        (high,) if high - low <= ROW_STEP else (low + ROW_STEP, high)
+        for low, high in zip(lowers, buckets, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A kernel to be measured at one M."""
+
+    m: int
+    candidate: Candidate
+    config: Config
+
+
+def plan(
+    shape: Shape,
+    rows: Sequence[int],
+    candidates: Mapping[str, Candidate] = CANDIDATES,
+    max_configs: int | None = None,
+) -> list[Attempt]:
+    """All that can run ``shape`` at each M, with the first ``max_configs`` configs of each."""
+    n, k = shape
+    return [
+        Attempt(m, candidate, config)
+        for m in rows
+        for candidate in candidates.values()
+        if candidate.why_not(n, k, m) is None
+        for config in candidate.configs(n, k, m)[:max_configs]
+    ]
+
+
+def measure(
+    operands: Operands,
+    attempts: Sequence[Attempt],
+    until: float = NEVER,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Measurement]:
+    """Measure one after the other; none begins after the time ``until`` of ``clock``."""
+    for attempt in attempts:
+        if clock() >= until:
+            return
+        yield _measure(operands, attempt.m, attempt.candidate, attempt.config)
+
+
+def _measure(operands: Operands, m: int, candidate: Candidate, config: Config) -> Measurement:
+    def result(us: float | None, error: float | None, fault: str | None = None) -> Measurement:
+        return Measurement(m, candidate.name, dict(config), us, error, fault)
+
+    error = None
+    try:
+        kernel = candidate.bind(config)
+        error = operands.error(kernel, m)
+        if not error <= ERROR_BOUND:
+            return result(None, error, f"its error is above {ERROR_BOUND:.0e}")
+        return result(operands.time_us(kernel, m), error)
+    except faults() as fault:
+        return result(None, error, f"{type(fault).__name__}: {fault}"[:500])
+
+
+def faults() -> tuple[type[Exception], ...]:
+    """What a kernel raises that cannot be compiled or run here: it is passed over."""
+    from triton.errors import TritonError
+
+    kinds = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, AttributeError)
+    return (*kinds, OSError, TritonError)
+
+
+def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[Entry]:
+    """The entries of one shape: the fastest of each bucket, the stock choice unless it is beaten.
+
+    What is within ``MARGIN`` of the fastest is as good, and of these the stock choice is taken,
+    else the one that most buckets can share.
+    """
+    times = {(x.choice, x.m): x.us for x in measurements if x.us is not None}
+    stock: Choice = (STOCK, ())
+    entries: dict[int, Entry] = {}
+    as_good: dict[int, set[Choice]] = {}
+    for high, rows in zip(buckets, sampled_rows(buckets), strict=True):
+        totals = {
+            choice: sum(times[choice, m] for m in rows)
+            for choice in {choice for choice, _ in times}
+            if all(_beats(times.get((choice, m)), times.get((stock, m))) for m in rows)
+        }
+        limit = min(totals.values(), default=0.0) * (1 + MARGIN)
+        if totals:
+            as_good[high] = {choice for choice, total in totals.items() if total <= limit}
+        else:
+            entries[high] = stock_entry(high, times.get((stock, high), 0.0))
+    while as_good:
+        shared = Counter(choice for choices in as_good.values() for choice in choices)
+        # sorted: a tie must not be decided by the order of a set
+        chosen = max(sorted(shared), key=lambda choice: shared[choice])
+        for high in [high for high, choices in as_good.items() if chosen in choices]:
+            del as_good[high]
+            us, stock_us = times[chosen, high], times[stock, high]
+            entries[high] = Entry(high, chosen[0], dict(chosen[1]), us, stock_us)
+    return [entries[high] for high in buckets]
+
+
+def _beats(us: float | None, stock_us: float | None) -> bool:
+    return us is not None and stock_us is not None and us < stock_us * (1 - MARGIN)
+
+
+@contextmanager
+def compiling_only_what_runs() -> Iterator[None]:
+    """Keep SGLang from compiling DeepGEMM's kernels for every M at a product's first call."""
+    stock = compat.deep_gemm_warmup
+    before = stock._DO_COMPILE_ALL
+    stock._DO_COMPILE_ALL = False
+    try:
+        yield
+    finally:
+        stock._DO_COMPILE_ALL = before

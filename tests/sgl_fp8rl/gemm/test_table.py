@@ -1,0 +1,154 @@
+"""Tables on disk: what is written is read, and what is not ours is told of and left alone."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl.gemm import table
+from sgl_fp8rl.gemm.candidates import STOCK
+from sgl_fp8rl.gemm.table import Entry, Machine, Table
+
+MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
+TABLE: Table = {
+    (24576, 4096): [
+        Entry(64, STOCK, {}, 37.0, 37.0),
+        Entry(128, "deep_gemm_split_n", {"parts": 2}, 43.0, 93.0),
+    ],
+    (4096, 4096): [Entry(256, "flashinfer_sm90", {}, 9.0, 12.0)],
+}
+
+
+def write(path: Path, change: Any) -> None:
+    """A valid file, and one thing of it changed."""
+    table.save(path, MACHINE, TABLE)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "table.json"
+    table.save(path, MACHINE, TABLE)
+    assert table.read(path) == (MACHINE, TABLE)
+    assert table.own(MACHINE, str(tmp_path)) == {}
+    table.save(MACHINE.path(str(tmp_path)), MACHINE, TABLE)
+    assert table.own(MACHINE, str(tmp_path)) == TABLE
+
+
+def test_a_name_for_each_machine() -> None:
+    machines = [
+        MACHINE,
+        replace(MACHINE, card="NVIDIA H100 80GB HBM3"),
+        replace(MACHINE, sms=114),
+        replace(MACHINE, versions={**MACHINE.versions, "triton": "3.7.0"}),
+    ]
+    names = [machine.path("~/cache").name for machine in machines]
+    assert len(set(names)) == len(machines)
+    assert names[0].startswith("gemm-nvidia-h200-132-")
+    assert MACHINE.path("~/cache").parent == Path("~/cache").expanduser()
+
+
+def test_this_machine_names_what_compiles() -> None:
+    machine = Machine.of("a card", 1)
+    assert set(machine.versions) == set(table.PACKAGES)
+    assert machine.versions["torch"]
+
+
+def entries_of(content: Any) -> Any:
+    return content["shapes"]["24576x4096"]
+
+
+CORRUPTIONS = {
+    "another format": lambda c: c.update(format=table.FORMAT + 1),
+    "another card": lambda c: c.update(card="NVIDIA H100"),
+    "other versions": lambda c: c["versions"].update(torch="2.12.0"),
+    "no format": lambda c: c.pop("format"),
+    "no shapes": lambda c: c.pop("shapes"),
+    "a shape that is none": lambda c: c["shapes"].update({"24576": []}),
+    "an unknown kernel": lambda c: entries_of(c)[0].update(kernel="cutlass"),
+    "a config of another kernel": lambda c: entries_of(c)[1].update(kernel="split_k"),
+    "a field too many": lambda c: entries_of(c)[0].update(rows=1),
+    "batch sizes that do not ascend": lambda c: entries_of(c).reverse(),
+    "batch sizes that are text": lambda c: entries_of(c)[0].update(m="64"),
+    "shapes that are a list": lambda c: c.update(shapes=[1]),
+}
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_a_table_that_is_not_ours_is_ignored(
+    corruption: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = MACHINE.path(str(tmp_path))
+    write(path, lambda _: None)
+    assert table.own(MACHINE, str(tmp_path)) == TABLE
+    write(path, CORRUPTIONS[corruption])
+    assert table.own(MACHINE, str(tmp_path)) == {}
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(path) in record.getMessage()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\xff"])
+def test_a_file_that_is_no_table_is_ignored(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = MACHINE.path(str(tmp_path))
+    path.write_bytes(text.encode("latin-1"))
+    assert table.own(MACHINE, str(tmp_path)) == {}
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_in_the_place_of_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MACHINE.path(str(tmp_path)).mkdir()
+    assert table.own(MACHINE, str(tmp_path)) == {}
+    assert len(caplog.records) == 1
+
+
+def test_an_interrupted_write_leaves_the_old_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "table.json"
+    table.save(path, MACHINE, TABLE)
+
+    def full(content: Any, file: Any, **_: Any) -> None:
+        file.write("{")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="no space"):
+        table.save(path, MACHINE, {})
+    assert table.read(path) == (MACHINE, TABLE)
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_shipped_tables_are_for_a_card(tmp_path: Path) -> None:
+    """Other versions are said, another card or number of SMs is not taken."""
+    table.save(tmp_path / "nvidia-h200.json", MACHINE, TABLE)
+    assert table.shipped(MACHINE, tmp_path) == (TABLE, True)
+    newer = replace(MACHINE, versions={"torch": "2.12.0"})
+    assert table.shipped(newer, tmp_path) == (TABLE, False)
+    assert table.shipped(replace(MACHINE, sms=114), tmp_path) == ({}, True)
+    assert table.shipped(replace(MACHINE, card="NVIDIA H100"), tmp_path) == ({}, True)
+
+
+def test_a_shipped_table_that_is_broken_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "nvidia-h200.json", lambda content: content.pop("shapes"))
+    assert table.shipped(MACHINE, tmp_path) == ({}, True)
+    assert len(caplog.records) == 1
+
+
+def test_what_the_package_ships_can_be_read() -> None:
+    for path in table.SHIPPED.glob("*.json"):
+        machine, shapes = table.read(path)
+        assert path.name == f"{machine.slug}.json"
+        assert all(entries for entries in shapes.values())
+        for entries in shapes.values():
+            assert all(entry.us <= entry.stock_us for entry in entries)
