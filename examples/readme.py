@@ -1,15 +1,17 @@
-"""Write the README's measured blocks from the committed result files: python examples/readme.py."""
+"""Write the measured blocks of README and docs from the result files: python examples/readme.py."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import performance_tables
 import report
 from kv_tables import kv
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -189,6 +191,8 @@ BLOCKS = {
     "update": ("update.json", update),
     "start": ("start.json", start),
     "kv": ("kv.json", kv),
+    "rollout": ("rollout.json", performance_tables.rollout),
+    "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
 }
 
 
@@ -200,8 +204,13 @@ def filled(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(BLOCK.sub(filled, readme.read_text()))
+    for page in (ROOT / "README.md", PERFORMANCE):
+        page.write_text(BLOCK.sub(filled, page.read_text()))
+    measured = RESULTS / "rollout.json"
+    if measured.exists():
+        performance_tables.draw(
+            measured.read_text(), PERFORMANCE.parent / performance_tables.PICTURE
+        )
 
 
 if __name__ == "__main__":

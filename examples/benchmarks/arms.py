@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import cases
 import measuring
 import models
 import rows
+import stock_push
 import torch
 import traffic
 import weights
@@ -96,44 +97,14 @@ def use_expandable_segments() -> None:
         raise RuntimeError("the allocator did not take expandable segments; use another torch")
 
 
-def buckets(named: weights.Named, bucket_bytes: int) -> Iterator[tuple[weights.Named, bool]]:
-    """Tensors in order, at least ``bucket_bytes`` at a time, and whether they are the last."""
-    bucket: weights.Named = []
-    for index, pair in enumerate(named):
-        bucket.append(pair)
-        last = index == len(named) - 1
-        if last or sum_bytes(bucket) >= bucket_bytes:
-            yield bucket, last
-            bucket = []
-
-
-def sum_bytes(named: weights.Named) -> int:
-    """Bytes of all tensors."""
-    return sum(tensor.nbytes for _, tensor in named)
-
-
 def stock_update(engine: Any, named: weights.Named, case: cases.Case) -> Update:
     """Stock SGLang's fastest colocated path: flattened buckets over CUDA IPC."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
     assert case.bucket_bytes is not None
-    planned = list(buckets(named, case.bucket_bytes))
+    planned = list(stock_push.buckets(named, case.bucket_bytes))
 
     def update(version: int) -> None:
         for tensors, last in planned:
-            bucket = FlattenedTensorBucket(named_tensors=tensors)
-            payload = {
-                "flattened_tensor": bucket.get_flattened_tensor(),
-                "metadata": bucket.get_metadata(),
-            }
-            done, message = engine.update_weights_from_tensor(
-                [MultiprocessingSerializer.serialize(payload, output_str=True)],
-                load_format="flattened_bucket",
-                flush_cache=last,
-            )
-            if not done:
-                raise RuntimeError(f"the engine refused update {version}: {message}")
+            stock_push.send(engine, tensors, last, f"update {version}")
 
     return update
 

@@ -1,5 +1,6 @@
 """What a benchmark's figures depend on."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -30,6 +31,12 @@ def environment(command: str) -> dict[str, Any]:
         "commit": commit(),
         "command": command,
     }
+
+
+def host() -> str:
+    """A mark of this boot of this machine, which does not tell its name."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(boot.encode()).hexdigest()[:12]
 
 
 def commit(root: Path = ROOT) -> str:

@@ -15,10 +15,6 @@ results/kv.json, from which examples/readme.py makes the README's table.
 """
 
 import argparse
-import json
-import os
-import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +27,6 @@ from kv_cases import CASES, CUT_MODEL, DEFAULT, MODEL, NAMES, REFERENCE, Case
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "kv.json"
-LOG_LINES = 40  # of a case that failed
 
 Raw = dict[str, dict[str, Any]]
 """What ``kv_engines.logprobs`` found, by weights."""
@@ -67,32 +62,9 @@ def run_case(
     case: Case, options: argparse.Namespace, to_score: dict[str, Any]
 ) -> processes.Outcome:
     """Run one case in its process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report = folder / "report.json"
-        job = {
-            "name": case.name,
-            "layers": options.layers,
-            "to_score": to_score,
-            "folder": name,
-            "report": str(report),
-        }
-        (folder / "job.json").write_text(json.dumps(job))
-        argv = [sys.executable, str(HERE / "kv_arm.py"), str(folder / "job.json")]
-        environ = child_environment(case)
-        outcome = processes.run(argv, report, folder / "log", options.limit_s, environ)
-    if outcome.failure is not None:
-        print("\n".join(outcome.log.splitlines()[-LOG_LINES:]), file=sys.stderr)
-    return outcome
-
-
-def child_environment(case: Case) -> dict[str, str]:
-    """The environment of a case's process."""
-    # what is timed was run before, so kernels need not be compiled ahead
-    environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
-    if case.stock:
-        environ["SGLANG_PLUGINS"] = "none"  # SGLang then loads no plugin at all
-    return environ
+    job = {"name": case.name, "layers": options.layers, "to_score": to_score}
+    environ = processes.engine_environment(case.stock)
+    return processes.run_job(HERE / "kv_arm.py", job, options.limit_s, environ)
 
 
 def sampled(raws: dict[str, Raw]) -> dict[str, dict[str, Any]]:
@@ -139,14 +111,9 @@ def failed(case: Case, failure: str) -> rows.Report:
 
 def rows_of(reports: dict[str, list[rows.Report]]) -> list[rows.Row]:
     """Rows of all cases, with ratios between arms of one load; each names its case's process."""
-    made: list[rows.Row] = []
-    every = [(name, report) for name, found in reports.items() for report in found]
-    for place in dict.fromkeys((r["model"], r["case"]) for _, r in every):
-        group = [(name, r) for name, r in every if (r["model"], r["case"]) == place]
-        names = {rows.label(report): name for name, report in group}
-        for row in rows.rows_of([report for _, report in group]):
-            made.append(row | {"process": names[rows.label(row)]})
-    return made
+    return rows.compared(
+        [row | {"process": name} for name, found in reports.items() for row in rows.rows_of(found)]
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -174,15 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{case.name}: {how} ({time.perf_counter() - started:.0f} s)", flush=True)
         rows.save(options.output, facts, rows_of(reports), kept)
     for row in rows_of(reports):
-        print(line(row), flush=True)
-
-
-def line(row: rows.Row) -> str:
-    """What is printed of a row."""
-    head = f"{row['model']}, {row['case']}: {row['arm']}: {row['metric']}"
-    if row["metric"] == "failure":
-        return f"{head}: {row['sentence']}"
-    return f"{head} {row['median']} {row['unit']} ({row['min']} to {row['max']}, n {row['n']})"
+        print(rows.line(row), flush=True)
 
 
 if __name__ == "__main__":

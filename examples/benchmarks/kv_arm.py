@@ -37,7 +37,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         return {"logprobs": kv_engines.logprobs(case, folder, job["to_score"])}
     if case.part == "update":
         return {"reports": kv_engines.updates(case, shape, folder)}
-    return {"reports": kv_engines.speed(case, shape, folder, measuring.copy_tb_s())}
+    return {"reports": kv_engines.speed(case, shape, folder)}
 
 
 if __name__ == "__main__":  # SGLang spawns its processes, which import this file again

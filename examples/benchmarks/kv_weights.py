@@ -12,18 +12,32 @@ from torch import nn
 PLANTED = ("no outliers", "K beyond 448")
 """Sets of weights; the second has K channels that leave E4M3's range."""
 SEED = 11
+FIRST_LAYER = "model.layers.0."
 V_OCTAVES = 3.0
 """V's heads differ by up to so many powers of two."""
 
 
-def shared(shape: models.Shape, device: str) -> weights.Named:
-    """All tensors of a model, where every layer has the memory of the first: it takes no room
-    beside an engine that fills the device."""
-    first = dict(weights.hf_named(weights.bf16_module(replace(shape, layers=1), device)))
-    return [
-        (p.name, first[_in_first_layer(p.name)])
-        for p in models.parameters(shape)  # of a dense model, whose names are those of HF
+def shared(shape: models.Shape, device: str, form: str = "bf16") -> weights.Named:
+    """All tensors of a checkpoint, where every layer has the memory of the first: it takes no room
+    beside an engine that fills the device.
+
+    Args:
+        form: "bf16", or "fp8" for the same weights as codes and scales.
+    """
+    one = replace(shape, layers=1)
+    torch.manual_seed(SEED)
+    if form == "fp8":
+        named = weights.fp8_named(one, device)
+    else:
+        named = weights.hf_named(weights.bf16_module(one, device))
+    layer = [pair for pair in named if pair[0].startswith(FIRST_LAYER)]
+    begin = [name for name, _ in named].index(layer[0][0])
+    layers = [
+        (f"model.layers.{number}.{name.removeprefix(FIRST_LAYER)}", tensor)
+        for number in range(shape.layers)
+        for name, tensor in layer
     ]
+    return named[:begin] + layers + named[begin + len(layer) :]
 
 
 def module(shape: models.Shape, device: str, planted: str) -> nn.Module:
@@ -65,8 +79,3 @@ def trainer_scales(
         for sequence in sequences:  # the logits of all at once would be large
             model(torch.tensor([sequence], device=device))
     return calibrator.scales()
-
-
-def _in_first_layer(name: str) -> str:
-    head, mark, rest = name.partition("model.layers.")
-    return f"{head}{mark}0.{rest.partition('.')[2]}" if mark else name

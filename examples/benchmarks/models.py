@@ -25,6 +25,12 @@ class Shape:
         """``config.model_type``."""
         return "qwen3_moe" if self.experts else "qwen3"
 
+    def experts_read(self, tokens: int) -> float:
+        """Part of a layer's experts that so many tokens use, if each takes its experts evenly."""
+        if not self.experts:
+            return 1.0
+        return 1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens
+
 
 MODELS = {
     "qwen3-8b": Shape(hidden=4096, intermediate=12288, layers=36, heads=32, kv_heads=8),

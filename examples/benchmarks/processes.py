@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.1
+LOG_LINES = 40  # of a job that failed
 CRASH = "Scheduler hit an exception"
 """SGLang's scheduler logs this before the traceback, and its parent then kills itself."""
 _EXCEPTION = re.compile(
@@ -55,6 +58,31 @@ def run(
         return Outcome(json.loads(report.read_text()), None, text)
     how = _how(status) if ended else f"did not end within {limit_s:.0f} s"
     return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
+
+
+def run_job(
+    script: Path, job: Mapping[str, Any], limit_s: float, environ: Mapping[str, str]
+) -> Outcome:
+    """Run ``script JOB``, where JOB is a file with the job and with two paths: ``folder``, an empty
+    one, and ``report``, which the script writes. The log of one that failed ends on stderr."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        report = folder / "report.json"
+        (folder / "job.json").write_text(json.dumps({**job, "folder": name, "report": str(report)}))
+        command = [sys.executable, str(script), str(folder / "job.json")]
+        outcome = run(command, report, folder / "log", limit_s, environ)
+    if outcome.failure is not None:
+        print("\n".join(outcome.log.splitlines()[-LOG_LINES:]), file=sys.stderr)
+    return outcome
+
+
+def engine_environment(stock: bool) -> dict[str, str]:
+    """The environment of a process with an engine."""
+    # what is timed was run before, so kernels need not be compiled ahead
+    environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
+    if stock:
+        environ["SGLANG_PLUGINS"] = "none"  # SGLang then loads no plugin at all
+    return environ
 
 
 def exception_in(log: str) -> str | None:

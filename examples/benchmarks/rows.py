@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +35,13 @@ UNITS = {
     "kv_tokens": "1",
     "kv_tokens_floor": "1",
     "prefill_s": "s",
+    "rollout_s": "s",
+    "rollout_tokens_s": "tokens/s",
+    "retractions": "1",
+    "retracted_requests": "1",
+    "running_requests": "1",
+    "kv_used": "1",
+    "kv_demand": "1",
     "logprob_error": "nats",
     "logprob_error_decode": "nats",
 }
@@ -46,10 +55,11 @@ LOWER_IS_BETTER = {
     "attention_us",
     "decode_step_ms",
     "prefill_s",
+    "rollout_s",
     "logprob_error",
     "logprob_error_decode",
 }
-HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s", "kv_tokens"}
+HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s", "kv_tokens", "rollout_tokens_s"}
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
 # Facts of a measured arm that its first row carries, each where its benchmark has it.
 FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers")
@@ -72,6 +82,19 @@ def rows_of(reports: list[Report]) -> list[Row]:
             if other is not row
             and (other["model"], other["metric"]) == (row["model"], row["metric"])
             and parameters[other["model"], label(other)] == mine
+            and _comparable(row, other)
+        }
+    return rows
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """The same rows, with ratios between the arms of one model and case."""
+    for row in rows:
+        row["ratios"] = {
+            label(other): _ratio(row, other)
+            for other in rows
+            if other is not row
+            and all(other[key] == row[key] for key in ("model", "case", "metric"))
             and _comparable(row, other)
         }
     return rows
@@ -108,15 +131,28 @@ def measured(
 
 
 def save(path: Path, environment: dict[str, Any], rows: list[Row], kept: list[Row]) -> None:
-    """Write the file whole, so that a run that is cut leaves a readable one."""
+    """Write a result file."""
     rows = kept + rows
     copies = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
     copy = {"copy_tb_s": round(median(copies), 3)} if copies else {}
     content = {"benchmark": path.stem, "environment": environment | copy, "rows": rows}
+    write(path, content)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whole, so that a run that is cut leaves a readable one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def line(row: Row) -> str:
+    """What is printed of a row."""
+    head = f"{row['model']}, {row['case']}: {row['arm']}: {row['metric']}"
+    if row["metric"] == "failure":
+        return f"{head}: {row['sentence']}"
+    return f"{head} {row['median']} {row['unit']} ({row['min']} to {row['max']}, n {row['n']})"
 
 
 def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row]:
@@ -124,13 +160,36 @@ def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row
     if not path.exists():
         return []
     before = json.loads(path.read_text())
-    same = _setting(before["environment"]) == _setting(environment)
+    same = setting(before["environment"]) == setting(environment)
     if not same:
         return []
     return [row for row in before["rows"] if row["model"] not in models]
 
 
-def _setting(environment: dict[str, Any]) -> dict[str, Any]:
+def merged(
+    paths: list[Path], key: str, identity: Callable[[Row], tuple[str, ...]]
+) -> tuple[dict[str, Any], list[Row]]:
+    """Environment of several files of one run, and what they hold under ``key``.
+
+    Raises:
+        ValueError: they are of different machines, boots or commits, or hold something twice.
+    """
+    contents = [json.loads(path.read_text()) for path in paths]
+    facts = contents[0]["environment"]
+    for path, content in zip(paths, contents, strict=True):
+        if setting(content["environment"]) != setting(facts):
+            raise ValueError(
+                f"{path.name} is of another machine, boot, commit or command than "
+                f"{paths[0].name}; merge files of one run"
+            )
+    every = [row for content in contents for row in content[key]]
+    names = Counter(map(identity, every))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"more than one file has {', '.join(twice[0])}; measure each arm once")
+    return facts, every
+
+
+def setting(environment: dict[str, Any]) -> dict[str, Any]:
     """What figures depend on: not the day, the mean copy, nor which arms ran beside them."""
     facts = {k: v for k, v in environment.items() if k not in ("date", "copy_tb_s")}
     return facts | {"command": re.sub(r" --arms(?: (?!--)\S+)+", "", facts.get("command", ""))}

@@ -1,12 +1,14 @@
-"""Bytes that an update must move, and the time that they take at the bandwidth of a copy."""
+"""Bytes that an update or a decode step must move, and their time at the bandwidth of a copy."""
 
 import math
 from collections.abc import Iterable
 
-from models import Parameter
+from models import Parameter, Shape
 
 BLOCK = 128
 BF16, FP8, SCALE = 2, 1, 4  # bytes
+KV = {"auto": BF16, "fp8_e4m3": FP8}
+"""Bytes of an element of the KV cache, by SGLang's ``kv_cache_dtype``."""
 
 
 def bf16_bytes(parameters: Iterable[Parameter]) -> int:
@@ -33,6 +35,27 @@ def update_traffic(
     parameters = list(parameters)
     through = 2 * payload_bytes(parameters, bucket) if bucket is not None else 0
     return payload_bytes(parameters, source) + through + payload_bytes(parameters, target)
+
+
+def kv_token_bytes(shape: Shape, kv_cache_dtype: str) -> int:
+    """K and V of one token in all layers."""
+    return KV[kv_cache_dtype] * 2 * shape.layers * shape.kv_heads * shape.head_dim
+
+
+def step_weight_bytes(
+    parameters: Iterable[Parameter], form: str, experts_read: float = 1.0
+) -> float:
+    """Weights that a decode step reads: all but the embeddings, of which it takes single rows.
+
+    Args:
+        form: "bf16" or "fp8", as in ``payload_bytes``.
+        experts_read: part of the experts that the batch is routed to.
+    """
+    return sum(
+        _source_bytes(p, form) * (experts_read if ".experts." in p.name else 1.0)
+        for p in parameters
+        if p.name != "model.embed_tokens.weight"
+    )
 
 
 def floor_ms(moved: int, copy_tb_s: float) -> float:

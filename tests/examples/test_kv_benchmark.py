@@ -25,6 +25,9 @@ import kv_engines
 import kv_weights
 import measuring
 import models
+import processes
+import serving
+import stock_push
 import weights
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
@@ -204,7 +207,7 @@ def test_cases_are_what_they_say() -> None:
     }
     for case in kv_cases.CASES:
         assert case.stock is (case.part == "engine" and "fp8rl" not in json.dumps(case.engine))
-        environ = kv.child_environment(case)
+        environ = processes.engine_environment(case.stock)
         assert (environ.get("SGLANG_PLUGINS") == "none") is case.stock
 
 
@@ -246,6 +249,14 @@ class FakeEngine:
         self.pending, self.version = False, -1
         self.scales = torch.ones(2, 3, 1)
         self.requests: list[tuple[int, int, int]] = []
+        self.pushed: list[str] = []
+
+    def load(self, named: weights.Named, last: bool, update: str) -> None:
+        """Stands for SGLang's own update."""
+        form = self.keywords.get("quantization")
+        wanted = {name for name, _ in kv_weights.shared(TINY, "cpu", form or "bf16")}
+        assert not self.ours and {name for name, _ in named} < wanted
+        self.pushed.append(update)
 
     def take(self, given: Any, *, version: int, kv_scales: torch.Tensor | None = None) -> Any:
         named = given if isinstance(given, list) else weights.hf_named(given)
@@ -267,21 +278,27 @@ class FakeEngine:
 
     def generate(self, input_ids: Any, sampling_params: Any, **more: Any) -> list[Any]:
         assert not self.ours or self.version >= 0
-        assert more["return_logprob"] and sampling_params["ignore_eos"]
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        assert more["return_logprob"] and len(each) == len(input_ids)
+        assert all(one["ignore_eos"] for one in each)
         self.pending = False
-        new = sampling_params["max_new_tokens"]
-        self.requests.append((len(input_ids), len(input_ids[0]), new))
+        if input_ids != [stock_push.PROBE]:
+            self.requests.append((len(input_ids), len(input_ids[0]), each[0]["max_new_tokens"]))
         replies = []
-        for ids in input_ids:
+        for ids, one in zip(input_ids, each, strict=True):
+            new = one["max_new_tokens"]
             output = [(-2.0 - self.shift, 1000 + n, None) for n in range(new - self.short)]
             meta: dict[str, Any] = {"output_token_logprobs": output}
             if more["logprob_start_len"] == 0:
                 first = [(None, ids[0], None)]
                 meta["input_token_logprobs"] = first + [
-                    (-1.0 - self.shift, t, None) for t in ids[1:]
+                    (-1.0 - self.shift - len(self.pushed), t, None) for t in ids[1:]
                 ]
             replies.append({"meta_info": meta})
         return replies
+
+    def flush_cache(self) -> Any:
+        return SimpleNamespace(success=True)
 
     def shutdown(self) -> None:
         pass
@@ -302,10 +319,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     monkeypatch.setattr(
         trainer_bridge, "update", lambda given, engine, **more: engine.take(given, **more)
     )
+    monkeypatch.setattr(stock_push, "send", lambda engine, *given: engine.load(*given))
     monkeypatch.setitem(models.MODELS, kv_cases.MODEL, TINY)
     monkeypatch.setattr(kv_engines, "CUT_LAYERS", 2)
     monkeypatch.setattr(kv_engines, "CUT_VOCAB", TINY.vocab)
-    monkeypatch.setattr(kv_engines, "DEVICE", "cpu")
+    monkeypatch.setattr(serving, "DEVICE", "cpu")
     monkeypatch.setattr(measuring, "free_bytes", lambda: 1 << 30)
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -325,9 +343,12 @@ def test_speed(name: str, engines: list[FakeEngine], tmp_path: Path) -> None:
     assert [r["case"] for r in (capacity, short, long)] == ["capacity", "128x512", "64x8192"]
     assert [len(long["values"][m]) for m in ("prefill_s", "decode_step_ms")] == [4, 3]
     assert capacity["values"]["kv_tokens"] == [1000.0]
-    requests = [(4, 8192, 16), *[(16, 8192, 1)] * 4, (64, 8192, 8), *[(64, 8192, 256)] * 3]
-    assert engines[0].requests[9:] == requests
+    decode = [(64, 8192, 16), (64, 8192, 272)]
+    requests = [(4, 8192, 16), *[(16, 8192, 1)] * 4, (64, 8192, 16), *decode * 3]
+    assert engines[0].requests[12:] == requests
     assert engines[0].version == (-1 if case.stock else 0)
+    pushed = [f"the weights of {part}" for part in stock_push.parts([])]
+    assert engines[0].pushed == (pushed if case.stock else [])
     json.dumps(capacity)
 
 
@@ -337,10 +358,10 @@ def test_capacity_by_hand() -> None:
     stock, ours = (kv_cases.find(f"engine-{arm}") for arm in ("stock-bf16", "fp8rl-kv8"))
     static = 0.88 * free
     wanted = (static - 16_381_470_720) / (36 * 2 * 8 * 128 * 2)
-    assert kv_engines.capacity(stock, shape, free) == pytest.approx(wanted)
+    assert serving.capacity(stock.keywords, shape, free) == pytest.approx(wanted)
     held = 16_381_470_720 - 6_945_767_424 + 4 * 6_945_767_424 // 128**2
     wanted = (static - held) / (36 * 2 * 8 * 128)
-    assert kv_engines.capacity(ours, shape, free) == pytest.approx(wanted)
+    assert serving.capacity(ours.keywords, shape, free) == pytest.approx(wanted)
 
 
 def test_a_short_answer_and_missing_scales_are_seen(
@@ -350,7 +371,7 @@ def test_a_short_answer_and_missing_scales_are_seen(
     with pytest.raises(RuntimeError, match="did not measure the KV scales"):
         kv_arm.run(job("engine-fp8rl-kv8", tmp_path))
     monkeypatch.setattr(FakeEngine, "short", True)
-    with pytest.raises(RuntimeError, match=r"request for 16 tokens each with \{15\}"):
+    with pytest.raises(RuntimeError, match="a request for 16 tokens with 15"):
         kv_arm.run(job("engine-fp8rl", tmp_path))
 
 
@@ -429,7 +450,7 @@ def test_planted_weights() -> None:
 def test_trainer_scales_come_from_the_same_weights() -> None:
     pytest.importorskip("transformers", minversion="5.0")
     shape = replace(TINY, heads=4, kv_heads=2)
-    sequences = kv_engines.prompts_of(8, 2, 32, shape.vocab)
+    sequences = serving.prompts_of(8, 2, 32, shape.vocab)
     for planted, least in ((kv_weights.PLANTED[0], 0.0), (kv_weights.PLANTED[1], 2.0)):
         made = kv_weights.module(shape, "cpu", planted)
         scales = kv_weights.trainer_scales(made, shape, sequences)

@@ -279,7 +279,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_readme_has_the_block() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (readme.ROOT / "README.md").read_text() + readme.PERFORMANCE.read_text()
     assert {match[2] for match in readme.BLOCK.finditer(text)} == readme.BLOCKS.keys()
 
 

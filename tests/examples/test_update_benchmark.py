@@ -21,6 +21,7 @@ import cases
 import measuring
 import models
 import rows
+import stock_push
 import traffic
 import weights
 
@@ -90,7 +91,7 @@ def test_floors_by_hand() -> None:
 
 def test_what_is_counted_as_fp8_is_what_the_reference_makes() -> None:
     named = weights.fp8_named(TINY_MOE, "cpu")
-    assert arms.sum_bytes(named) == traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
+    assert stock_push.sum_bytes(named) == traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
     ragged = models.Parameter("w", (3, 129, 300), fp8=True)
     codes, scales = quantize_weight(torch.ones(ragged.shape, dtype=torch.bfloat16))
     assert codes.nbytes + scales.nbytes == traffic.payload_bytes([ragged], "fp8")
@@ -152,7 +153,7 @@ def test_a_checkpoint_is_written_whole(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_buckets_keep_the_order_and_close_when_full() -> None:
     named = [(str(n), torch.zeros(4, dtype=torch.uint8)) for n in range(7)]
-    planned = list(arms.buckets(named, 8))
+    planned = list(stock_push.buckets(named, 8))
     assert [[name for name, _ in bucket] for bucket, _ in planned] == [
         ["0", "1"],
         ["2", "3"],
@@ -160,7 +161,7 @@ def test_buckets_keep_the_order_and_close_when_full() -> None:
         ["6"],
     ]
     assert [last for _, last in planned] == [False, False, False, True]
-    assert [last for _, last in arms.buckets(named, 4)] == [False] * 6 + [True]
+    assert [last for _, last in stock_push.buckets(named, 4)] == [False] * 6 + [True]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -243,7 +244,7 @@ def take_update(given: Any, engine: LoadingEngine, version: int) -> Any:
     named = given if isinstance(given, list) else weights.hf_named(given)
     engine.take(dict(named))
     engine.version = version
-    seconds, payload = {"write": 0.001, "total": 0.001}, arms.sum_bytes(named)
+    seconds, payload = {"write": 0.001, "total": 0.001}, stock_push.sum_bytes(named)
     mapped = payload
     if "bucket" in os.environ["TEST_CASE"]:
         mapped, payload = 0, traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")

@@ -1,0 +1,221 @@
+"""The measured blocks and the picture of docs/performance.md, from results of the benchmarks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Found = dict[tuple[str, str, str], Row]
+"""Rows by arm, case and metric."""
+
+REFERENCE = "stock-bf16"
+PICTURE = "performance.png"
+COLOURS = {"stock": "tab:blue", "fp8rl": "tab:orange"}
+KERNELS = 12
+"""Classes of a profile that get a line of their own."""
+
+
+def rollout(text: str) -> str:
+    """Decode, prefill and the long-tailed rollout of each model, each arm beside stock BF16."""
+    content = json.loads(text)
+    e, rows = content["environment"], content["rows"]
+    parts = [f"![Decode speed of each arm over stock BF16]({PICTURE})"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        parts += [f"### {model}", *_tables(mine)]
+    parts += [
+        f"{row['arm']}, {row['model']}, {row['case']} fails: {row['sentence']}"
+        for row in rows
+        if row["metric"] == "failure"
+    ]
+    copies = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
+    card = f"one {e['device']} an arm" + (f" of {e['count']} in the host" if e["count"] > 1 else "")
+    parts.append(
+        f"`{e['command']}`: {card}, driver {e['driver']}, SGLang {e['sglang']}, torch "
+        f"{e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. Medians. "
+        f"Bandwidth of a copy where the arms ran: {min(copies):.2f} to {max(copies):.2f} TB/s."
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def decode_profile(text: str) -> str:
+    """One table for each case and phase: classes of kernels by arm, in us a step."""
+    content = json.loads(text)
+    e, profiles = content["environment"], content["profiles"]
+    parts = []
+    for place in dict.fromkeys((p["model"], p["case"], p["phase"]) for p in profiles):
+        group = [p for p in profiles if (p["model"], p["case"], p["phase"]) == place]
+        parts += [f"### {place[0]}, {place[1]}, {place[2]}", _profile(group)]
+    parts.append(
+        f"`{e['command']}`: one {e['device']}, driver {e['driver']}, SGLang {e['sglang']}, torch "
+        f"{e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. us a step "
+        f"(launches a step), means of {max(p['steps'] for p in profiles)} decode steps or of one "
+        f"prefill, by torch's profiler, under which a step lasts longer. Idle: no kernel runs."
+    )
+    return "\n\n".join(parts)
+
+
+def draw(text: str, path: Path) -> None:
+    """Decode speed over stock BF16, a group of bars a load, with the floor of each arm above."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    content = json.loads(text)
+    e = content["environment"]
+    found = {
+        (row["arm"], f"{row['model']}\n{row['case']}", row["metric"]): row
+        for row in content["rows"]
+    }
+    arms = _arms(found, "decode_step_ms")
+    cases = [case for case in _cases(found) if (REFERENCE, case, "decode_step_ms") in found]
+    figure, axis = pyplot.subplots(figsize=(11, 5), layout="constrained")
+    width = 0.8 / max(1, len(arms))
+    shades = {kind: iter((0.35, 0.5, 0.65, 0.8, 0.9, 1.0)) for kind in COLOURS}
+    for number, arm in enumerate(arms):
+        kind = "stock" if arm.startswith("stock") else "fp8rl"
+        there = [i for i, case in enumerate(cases) if (arm, case, "decode_step_ms") in found]
+        at = [i + (number - (len(arms) - 1) / 2) * width for i in there]
+        base = [found[REFERENCE, cases[i], "decode_step_ms"]["median"] for i in there]
+        step = [found[arm, cases[i], "decode_step_ms"]["median"] for i in there]
+        floor = [found[arm, cases[i], "decode_floor_ms"]["median"] for i in there]
+        speeds = [b / s for b, s in zip(base, step, strict=True)]
+        axis.bar(at, speeds, width, color=COLOURS[kind], alpha=next(shades[kind]), label=arm)
+        limits = [b / f for b, f in zip(base, floor, strict=True)]
+        axis.scatter(at, limits, marker="_", color="black", s=80, linewidths=1)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(cases)), cases)
+    axis.set_ylabel("decode speed over stock BF16")
+    axis.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
+    figure.suptitle(
+        f"{e['device']}, SGLang {e['sglang']}, commit {e['commit']}; dashes: floor of the arm's "
+        f"bytes at the bandwidth of a copy",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    """Of one model."""
+    found = {(row["arm"], row["case"], row["metric"]): row for row in rows}
+    loads = [case for case in _cases(found) if "x" in case]
+    tables = [
+        _table(
+            ["decode step", *loads],
+            [
+                [arm, *(_step(found, arm, load) for load in loads)]
+                for arm in _arms(found, "decode_step_ms")
+            ],
+        ),
+        _table(
+            ["prefill", *loads],
+            [
+                [arm, *(_prefill(found, arm, load) for load in loads)]
+                for arm in _arms(found, "prefill_s")
+            ],
+        ),
+    ]
+    head = ["faster", "tokens/s", "retractions", "of requests", "running", "KV tokens", "KV in use"]
+    for case in dict.fromkeys(case for _, case, metric in found if metric == "rollout_s"):
+        demand = found[
+            next(a for a, c, m in found if (c, m) == (case, "rollout_s")), case, "kv_demand"
+        ]["median"]
+        tables.append(
+            f"A {case} requests, whose KV at its peak is {demand:.2f} times what stock BF16 may "
+            f"hold:\n\n"
+            + _table(
+                ["rollout", "time", *head],
+                [
+                    _rollout(found, arm, case)
+                    for arm in _arms(found, "rollout_s")
+                    if (arm, case, "rollout_s") in found
+                ],
+            )
+        )
+    return tables
+
+
+def _step(found: Found, arm: str, load: str) -> str:
+    row = found.get((arm, load, "decode_step_ms"))
+    if row is None:
+        return ""
+    floor = found[arm, load, "decode_floor_ms"]["median"]
+    return f"{row['median']:.2f} ms{_faster(row)}, {floor / row['median']:.0%} of floor"
+
+
+def _prefill(found: Found, arm: str, load: str) -> str:
+    row = found.get((arm, load, "prefill_s"))
+    return f"{row['median']:.3g} s{_faster(row)}" if row else ""
+
+
+def _rollout(found: Found, arm: str, case: str) -> list[str]:
+    row = found[arm, case, "rollout_s"]
+    value = {metric: r["median"] for (a, c, metric), r in found.items() if (a, c) == (arm, case)}
+    return [
+        arm,
+        f"{row['median']:.0f} s",
+        _faster(row).removeprefix(", "),
+        f"{value['rollout_tokens_s']:,.0f}",
+        f"{value['retractions']:.0f}",
+        f"{value['retracted_requests']:.0f}",
+        f"{value['running_requests']:.0f}",
+        f"{value['kv_tokens']:,.0f}",
+        f"{value['kv_used']:.0%}",
+    ]
+
+
+def _faster(row: Row) -> str:
+    """How much faster than the reference, in the same file."""
+    ratio = row["ratios"].get(f"{REFERENCE}, {row['case']}")
+    return f", {ratio:.2f}x" if ratio else ""
+
+
+def _profile(group: list[Row]) -> str:
+    """Of one case and phase, a column an arm."""
+    classes: dict[str, float] = {}
+    for profile in group:
+        for row in profile["classes"]:
+            classes[row["class"]] = max(classes.get(row["class"], 0.0), row["us"])
+    order = sorted(classes, key=lambda name: -classes[name])
+    lines = [[name, *(_class(profile, [name]) for profile in group)] for name in order[:KERNELS]]
+    if rest := order[KERNELS:]:
+        lines.append([", ".join(rest), *(_class(profile, rest) for profile in group)])
+    lines.append(["idle", *(f"{profile['gap_us']:.0f}" for profile in group)])
+    lines.append(["step", *(f"{profile['step_us']:.0f}" for profile in group)])
+    return _table(["kernels", *(profile["arm"] for profile in group)], lines)
+
+
+def _class(profile: Row, names: list[str]) -> str:
+    mine = [row for row in profile["classes"] if row["class"] in names]
+    if not mine:
+        return ""
+    return f"{sum(row['us'] for row in mine):.0f} ({sum(row['calls'] for row in mine):.3g})"
+
+
+def _arms(found: Found, metric: str) -> list[str]:
+    return list(dict.fromkeys(arm for arm, _, name in found if name == metric))
+
+
+def _cases(found: Found) -> list[str]:
+    """The loads, shortest prompts first."""
+    cases = dict.fromkeys(case for _, case, metric in found if metric == "decode_step_ms")
+    sizes = {case: [int(n) for n in case.split("\n")[-1].split("x")] for case in cases}
+    return sorted(
+        cases,
+        key=lambda case: (
+            case.split("\n")[0] if "\n" in case else "",
+            sizes[case][1],
+            sizes[case][0],
+        ),
+    )
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    """A table, or nothing where it has no lines."""
+    if not lines:
+        return ""
+    made = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in made)
