@@ -72,7 +72,6 @@ SYMBOLS = {
     ":get_fp8_gemm_runner_backend",
     "cuda_graph_fully_disabled": "sglang.srt.model_executor.cuda_graph_config"
     ":cuda_graph_fully_disabled",
-    "RMSNorm": "sglang.srt.layers.layernorm:RMSNorm",
     "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
     "is_batch_invariant_mode_enabled": "sglang.srt.batch_invariant_ops"
     ":is_batch_invariant_mode_enabled",

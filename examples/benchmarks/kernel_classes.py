@@ -18,7 +18,7 @@ CLASSES = tuple(
             r"kernel_mha|xqa|Batch(Prefill|Decode)With|MergeState|flash_?(fwd|attn)|flash::"
             r"|_fwd_(grouped_)?kernel",
         ),
-        (QK_NORM, r"qk_?norm|qk_?rmsnorm|rope|rotary"),
+        (QK_NORM, r"qk_?norm|qk_?rmsnorm|rope|rotary|_some_heads"),
         ("KV write", r"store_kv|_store_(rows|side)|kv_?cache|kv_buffer|reshape_and_cache"),
         ("routing", r"topk_?gating|moe_?(align|sum|fused_mul_sum|permute|finalize)|count_and_sort"),
         (SILU, r"silu|act_and_mul"),

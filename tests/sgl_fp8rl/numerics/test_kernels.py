@@ -14,7 +14,9 @@ import pytest
 import torch
 from triton.runtime.errors import PTXASError
 
-from sgl_fp8rl.numerics import kernels, kv_kernels, qk_rope_kernels
+from sgl_fp8rl.gemm import split_k_kernel
+from sgl_fp8rl.logprobs import draw_kernels
+from sgl_fp8rl.numerics import activation_kernels, kernels, kv_kernels, qk_rope_kernels
 from sgl_fp8rl.numerics.moves import Move
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +24,14 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(
     ("file", "least", "skipped"),
-    [("test_kernels.py", 100, 3), ("test_kv_kernels.py", 100, 8), ("test_qk_rope.py", 40, 8)],
+    [
+        ("test_kernels.py", 100, 3),
+        ("test_kv_kernels.py", 100, 8),
+        ("test_qk_rope.py", 40, 8),
+        ("test_activation.py", 30, 23),
+        ("test_draw_kernels.py", 70, 1),
+        ("test_split_k.py", 90, 13),
+    ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
     # In a process of its own: Triton decides at import whether it interprets.
@@ -48,7 +57,10 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
     assert int(passed[2]) == skipped, "only graphs and what is exhaustive are left to a GPU"
 
 
-@pytest.mark.parametrize("module", [kernels, kv_kernels, qk_rope_kernels])
+@pytest.mark.parametrize(
+    "module",
+    [kernels, kv_kernels, qk_rope_kernels, activation_kernels, draw_kernels, split_k_kernel],
+)
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:
     # SGLang sets triton.next_power_of_2 to a plain function, which no kernel may then call.
     bodies = [
