@@ -7,11 +7,14 @@ from one M to the next. FlashInfer's GEMM takes BF16 too and then quantizes by a
 is not used so, since its codes would differ from those of a fused producer and it would launch no
 fewer kernels.
 
+A stream-K kernel of ours in Triton was among them and was measured on an H200 (docs/performance.md):
+slower than DeepGEMM from 4 rows on, and below that than FlashInfer's. It is gone.
+
 Shape suffixes as in ``numerics.reference``.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +31,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 STOCK = "deep_gemm"
 """What SGLang itself runs on Hopper."""
+FLASHINFER = "flashinfer_sm90"
 PARTS = (2, 3, 4)
 MIN_PART = 1024
 """Fewer columns than this leave most of the card idle."""
@@ -206,38 +210,12 @@ def _not_triton(n: int, k: int, m: int) -> str | None:
     return TOO_MANY_ROWS if m > MAX_ROWS else None
 
 
-# Ours, in Triton too
-
-
-def _split_k_configs(n: int, k: int, m: int) -> list[Config]:
-    from sgl_fp8rl.gemm import split_k
-
-    return [asdict(config) for config in split_k.configs(m, n, k)]
-
-
-def _bind_split_k(config: Config) -> Kernel:
-    from sgl_fp8rl.gemm import split_k
-
-    bound = split_k.Config(**config)
-
-    def kernel(
-        codes_MK: torch.Tensor,
-        scales_Mk: torch.Tensor,
-        weight_NK: torch.Tensor,
-        scales_nk: torch.Tensor,
-    ) -> torch.Tensor:
-        return split_k.split_k_gemm(codes_MK, scales_Mk, weight_NK, scales_nk, bound)
-
-    return kernel
-
-
 CANDIDATES = {
     candidate.name: candidate
     for candidate in (
         Candidate(STOCK, _not_deep_gemm, _bind_plain(STOCK, _deep_gemm)),
-        Candidate("split_k", _not_triton, _bind_split_k, _split_k_configs),
         Candidate("deep_gemm_split_n", _not_split_n, _bind_split_n, _splits),
-        Candidate("flashinfer_sm90", _not_flashinfer, _bind_plain("flashinfer_sm90", _flashinfer)),
+        Candidate(FLASHINFER, _not_flashinfer, _bind_plain(FLASHINFER, _flashinfer)),
         Candidate("triton", _not_triton, _bind_plain("triton", _triton)),
     )
 }

@@ -18,7 +18,7 @@ import torch
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, fusion
 from sgl_fp8rl.gemm import table, warmup
-from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, flashinfer_is_built
+from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
 from sgl_fp8rl.gemm.choose import Choices
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
 from sgl_fp8rl.gemm.table import Entry, Machine, Shape, Table
@@ -99,7 +99,8 @@ def _of_first_rank(shapes: Sequence[Shape], device: int) -> Table:
         properties = torch.cuda.get_device_properties(device)
         machine = Machine.of(properties.name, properties.multi_processor_count)
         folder = Fp8RLServerArgs.from_env().tune_cache
-        found = [find(shapes, machine, folder, may_measure=not compat.cuda_graph_fully_disabled())]
+        may_measure = not compat.cuda_graph_fully_disabled()
+        found = [only_built(find(shapes, machine, folder, may_measure=may_measure))]
     if group.world_size > 1:
         torch.distributed.broadcast_object_list(found, src=group.ranks[0], group=group.cpu_group)
     return found[0]
@@ -142,6 +143,24 @@ def find(
     return found | checked | tuned
 
 
+def only_built(chosen: Table) -> Table:
+    """The same table with the stock choice where a start would build a library for minutes."""
+    unbuilt = [e for entries in chosen.values() for e in entries if e.kernel == FLASHINFER]
+    if not unbuilt or flashinfer_is_built():
+        return chosen
+    logger.info(
+        "FlashInfer's block-FP8 GEMM is not built here, so DeepGEMM runs in %d places of the table "
+        "of kernels; sgl-fp8rl tune builds it",
+        len(unbuilt),
+    )
+    return {
+        shape: [
+            table.stock_entry(e.m, e.stock_us) if e.kernel == FLASHINFER else e for e in entries
+        ]
+        for shape, entries in chosen.items()
+    }
+
+
 def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
     """Measure decode batches, the largest first, until time is up; and whether all were measured.
 
@@ -150,7 +169,7 @@ def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
     """
     candidates = dict(CANDIDATES)
     if not flashinfer_is_built():
-        del candidates["flashinfer_sm90"]  # building it alone takes longer
+        del candidates[FLASHINFER]  # building it alone takes longer
     until = time.monotonic() + QUICK_S
     rows = sorted(rows_of(DECODE_ROWS), reverse=True)
     operands = {shape: Operands(*shape, "cuda", cuda_graph_us) for shape in shapes}

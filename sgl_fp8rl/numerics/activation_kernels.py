@@ -29,6 +29,8 @@ _GROUPS = 8
 """Groups of 128 channels to a program where rows are independent of their other channels."""
 # Eight channels to a thread: 16 bytes of BF16, and no layout is changed on the way to the codes.
 _GROUPS_OF_WARP = 2
+# Sixteen where nothing else is computed: 49 us, not 80, for 16384 tokens of 4096 on an H200.
+_PLAIN_GROUPS_OF_WARP = 4
 _MAX_WARPS = 32
 
 
@@ -37,7 +39,7 @@ def quantize_tokens(x_MK: torch.Tensor) -> Quantized:
     check(x_MK)
     M, K = x_MK.shape
     quantized = empty_quantized(M, K, x_MK.device)
-    _launch_tiles(_quantize_tiles, x_MK, (), quantized)
+    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP)
     return quantized
 
 
@@ -47,7 +49,7 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
     y_MI = gate_up_M2I.new_empty((M, I))
     quantized = empty_quantized(M, I, gate_up_M2I.device)
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized)
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP)
     return y_MI, quantized
 
 
@@ -87,7 +89,11 @@ def rms_norm_quantize(
 
 
 def _launch_tiles(
-    kernel: Any, x: torch.Tensor, y: tuple[torch.Tensor, ...], quantized: Quantized
+    kernel: Any,
+    x: torch.Tensor,
+    y: tuple[torch.Tensor, ...],
+    quantized: Quantized,
+    groups_of_warp: int,
 ) -> None:
     M, K = quantized.codes_MK.shape
     tiles = triton.cdiv(K // BLOCK, _GROUPS)
@@ -102,7 +108,7 @@ def _launch_tiles(
                 K=K,
                 TILES=tiles,
                 GROUPS=_GROUPS,
-                **_options(x.device, max(_GROUPS // _GROUPS_OF_WARP, 1)),
+                **_options(x.device, max(_GROUPS // groups_of_warp, 1)),
             )
 
 

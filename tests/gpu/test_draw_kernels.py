@@ -15,6 +15,9 @@ Tensor = torch.Tensor
 QWEN3 = 151_936
 # Measured: 7e-6, all of it the twin's: a CPU's softmax adds a whole vocabulary up in few parts.
 TWIN_TOLERANCE = 2e-5
+# On a GPU rows that lie otherwise are loaded and summed in another order; in 128 whole vocabularies
+# ours and stock's logprobs, which do so too, differed by 1e-6 at most.
+ORDER = 2e-6
 
 
 @pytest.fixture(params=[64, draw_kernels.CHUNK], ids="chunk-{}".format)
@@ -80,8 +83,9 @@ def test_rows_with_gaps(device: str, chunk: int) -> None:
     padded = torch.full((5, 320), math.inf, device=device)
     padded[:, :300] = logits
     got = drawn(padded[:, :300], temperatures, noise)
-    for mine, other in zip(got, drawn(logits, temperatures, noise), strict=True):
-        assert torch.equal(mine, other)
+    tokens, logprobs = drawn(logits, temperatures, noise)
+    assert torch.equal(got[0], tokens)
+    torch.testing.assert_close(got[1], logprobs, rtol=ORDER, atol=ORDER)
 
 
 def test_masked_tokens_are_never_drawn(device: str, chunk: int) -> None:

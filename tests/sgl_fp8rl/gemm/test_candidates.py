@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import candidates, split_k
+from sgl_fp8rl.gemm import candidates
 from sgl_fp8rl.gemm.candidates import CANDIDATES, MAX_ROWS, STOCK, part_bounds
 from sgl_fp8rl.gemm.operands import Operands
 from tests.sgl_fp8rl.gemm import fakes
@@ -108,9 +108,6 @@ def test_parts_are_whole_blocks_and_about_equal(blocks: int, parts: int) -> None
         ("deep_gemm_split_n", 4096 + 64, 128, 7, False),
         ("deep_gemm_split_n", 1024, 128, 7, False),
         ("deep_gemm_split_n", 4096, 192, 7, False),
-        ("split_k", 4096, 128, 7, True),
-        ("split_k", 4096, 192, 7, False),
-        ("split_k", 4096, 128, MAX_ROWS + 1, False),
         ("triton", 4096, 128, MAX_ROWS, True),
         ("triton", 4096, 128, MAX_ROWS + 1, False),
         ("triton", 192, 128, 7, False),
@@ -133,7 +130,6 @@ def test_parts_are_not_tried_below_their_least_size() -> None:
         ("flashinfer_sm90", {"parts": 2}),
         ("deep_gemm_split_n", {"parts": 1}),
         ("deep_gemm_split_n", {"parts": 2, "stages": 3}),
-        ("split_k", {"parts": 2}),
     ],
 )
 def test_a_config_of_another_kernel_is_refused(name: str, config: dict[str, int]) -> None:
@@ -176,20 +172,3 @@ def test_triton_is_sglangs(
 
     monkeypatch.setattr(compat, "triton_block_fp8_matmul", matmul, raising=False)
     assert torch.equal(CANDIDATES["triton"].bind({})(*operands), fakes.exact(*operands))
-
-
-def test_configs_of_split_k_survive_a_file(
-    operands: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_configs: list[Any] = []
-
-    def gemm(codes: Any, scales: Any, weight: Any, weight_scales: Any, config: Any) -> Any:
-        given_configs.append(config)
-        return fakes.exact(codes, scales, weight, weight_scales)
-
-    monkeypatch.setattr(split_k, "split_k_gemm", gemm)
-    configs = CANDIDATES["split_k"].configs(4096, 4096, 64)
-    assert configs
-    for config in json.loads(json.dumps(configs)):
-        assert torch.equal(CANDIDATES["split_k"].bind(config)(*operands), fakes.exact(*operands))
-    assert given_configs == split_k.configs(64, 4096, 4096)

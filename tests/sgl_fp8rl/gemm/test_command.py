@@ -37,8 +37,8 @@ def test_a_shape_that_was_not_measured_is_printed() -> None:
 def test_shapes_are_tuned_kept_and_printed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    us = stock_and(flashinfer_sm90=50.0, triton=1.0, split_k=2.0)
-    bench = Bench(us, triton=fakes.clipping, split_k=fakes.raising)
+    us = stock_and(flashinfer_sm90=50.0, triton=1.0, deep_gemm_split_n=2.0)
+    bench = Bench(us, triton=fakes.clipping, deep_gemm_split_n=fakes.raising)
     machine = Machine.of("NVIDIA H200", 132)
     old = {(128, 128): [Entry(64, STOCK, {}, 1.0, 1.0)]}
     table.save(machine.path(str(tmp_path)), machine, old)
@@ -65,7 +65,7 @@ def test_shapes_are_tuned_kept_and_printed(
     ]
     out, err = capsys.readouterr()
     assert "256 x 128       16  50.0        100.0   2.00" in out
-    assert "passed over 2 times: split_k: RuntimeError: no kernel image is available" in out
+    assert "passed over 2 times: deep_gemm_split_n: RuntimeError: no kernel image is available" in out
     assert "passed over" in out and "triton: its error" in out
     assert str(machine.path(str(tmp_path))) in out
     assert "8/8" in err

@@ -247,10 +247,10 @@ def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> 
 
         return lambda _config: kernel
 
-    for name in (STOCK, "triton", "split_k"):
+    for name in (STOCK, "triton", "deep_gemm_split_n"):
         fake = Candidate(name, lambda *_: None, bind(name))
         monkeypatch.setitem(candidates.CANDIDATES, name, fake)
-    bounds = {8: "triton", 64: STOCK, 192: "split_k", 300: "triton"}
+    bounds = {8: "triton", 64: STOCK, 192: "deep_gemm_split_n", 300: "triton"}
     choices = Choices.of([Entry(m, name, {}, 1.0, 2.0) for m, name in bounds.items()])
     weight, scales = quantize_weight(torch.ones(*BIG))
     prepare.compile_choices(
@@ -258,15 +258,25 @@ def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> 
             weight=weight, weight_scale_inv=scales, quant_method=SimpleNamespace(choices=choices)
         )
     )
-    split_k, triton = [("split_k", m) for m in (128, 192)], [("triton", m) for m in (256, 300)]
-    assert ran == [("triton", 8), *split_k, *triton]
+    parts, triton = [("deep_gemm_split_n", m) for m in (128, 192)], [("triton", m) for m in (256, 300)]
+    assert ran == [("triton", 8), *parts, *triton]
+
+
+def test_a_start_builds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = False
+    monkeypatch.setattr(prepare, "flashinfer_is_built", lambda: built)
+    chosen = {BIG: [*FAST, Entry(128, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)], SMALL: SPLIT}
+    found = prepare.only_built(chosen)
+    assert found == {BIG: [Entry(64, STOCK, {}, 12.0, 12.0), chosen[BIG][1]], SMALL: SPLIT}
+    built = True
+    assert prepare.only_built(chosen) == chosen
 
 
 def test_a_quick_tune_comes_to_every_candidate_it_can_afford(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All shapes with one candidate, then with the next, the largest batch first."""
-    bench = Bench(stock_and(split_k=50.0, flashinfer_sm90=40.0, triton=30.0))
+    bench = Bench(stock_and(deep_gemm_split_n=50.0, flashinfer_sm90=40.0, triton=30.0))
     seen: list[Any] = []
     measure = prepare.measure
 
@@ -281,7 +291,7 @@ def test_a_quick_tune_comes_to_every_candidate_it_can_afford(
     monkeypatch.setattr(prepare, "flashinfer_is_built", lambda: False)
     tuned, finished = prepare.quick_tune([BIG, SMALL])
     assert finished
-    names = [STOCK, "split_k", "triton"]
+    names = [STOCK, "deep_gemm_split_n", "triton"]
     assert seen == [(name, n, 256) for name in names for n in (512, 256)]
     assert [e.kernel for e in tuned[BIG]][-3:] == [STOCK, "triton", "triton"]
     seen.clear()
@@ -289,7 +299,7 @@ def test_a_quick_tune_comes_to_every_candidate_it_can_afford(
     monkeypatch.setattr(prepare, "QUICK_S", -1.0)
     tuned, finished = prepare.quick_tune([BIG])
     assert not finished
-    assert [name for name, _, _ in seen] == [STOCK, "split_k", "flashinfer_sm90", "triton"]
+    assert [name for name, _, _ in seen] == [STOCK, "deep_gemm_split_n", "flashinfer_sm90", "triton"]
     assert {entry.kernel for entry in tuned[BIG]} == {STOCK}
 
 

@@ -70,7 +70,7 @@ CORRUPTIONS = {
     "no shapes": lambda c: c.pop("shapes"),
     "a shape that is none": lambda c: c["shapes"].update({"24576": []}),
     "an unknown kernel": lambda c: entries_of(c)[0].update(kernel="cutlass"),
-    "a config of another kernel": lambda c: entries_of(c)[1].update(kernel="split_k"),
+    "a config of another kernel": lambda c: entries_of(c)[1].update(kernel="triton"),
     "a field too many": lambda c: entries_of(c)[0].update(rows=1),
     "batch sizes that do not ascend": lambda c: entries_of(c).reverse(),
     "batch sizes that are text": lambda c: entries_of(c)[0].update(m="64"),
