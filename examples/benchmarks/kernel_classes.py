@@ -11,14 +11,15 @@ CLASSES = tuple(
         (
             "scheduling",
             r"kv_indices|graph_metadata|alloc_(decode|extend)|req_to_token|last_loc"
-            r"|(compute|clamp)_position|cumsum|DeviceScan",
+            r"|(compute|clamp)_position|cumsum|DeviceScan|CUDAFunctorOnSelf_add<(int|long)>",
         ),
         (
             ATTENTION,
-            r"kernel_mha|xqa|Batch(Prefill|Decode)With|MergeState|flash_?(fwd|attn)|flash::"
+            r"kernel_mha|xqa|(Prefill|Decode)With|MergeState|flash_?(fwd|attn)|flash::"
             r"|_fwd_(grouped_)?kernel",
         ),
         (QK_NORM, r"qk_?norm|qk_?rmsnorm|rope|rotary|_some_heads"),
+        ("KV scales", r"_scale_heads"),
         ("KV write", r"store_kv|_store_(rows|side)|kv_?cache|kv_buffer|reshape_and_cache"),
         ("routing", r"topk_?gating|moe_?(align|sum|fused_mul_sum|permute|finalize)|count_and_sort"),
         (SILU, r"silu|act_and_mul"),
@@ -30,7 +31,7 @@ CLASSES = tuple(
         (
             "sampling, logprobs",
             r"distribution_|softmax|sampl|log_?prob|arg_?max|log_kernel|div_(true_)?kernel|gather"
-            r"|exponential|TopK|TopP|RadixSort|_reduce_chunk|_draw_row",
+            r"|exponential|TopK|TopP|RadixSort|_reduce_chunk|_draw_row|_assert_async",
         ),
         ("copies", r"memcpy|memset|copy|CatArray|FillFunctor|index"),
     )

@@ -45,7 +45,7 @@ def folded_decode(
         _store(backend, mine, k, v, layer, forward_batch, read_back=False)
     q = _times_heads(q, mine.k_scale_h)
     out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
-    return _scaled_in_place(out, mine.v_scale_h)
+    return _times_heads(out, mine.v_scale_h, out=out)
 
 
 def folded_extend(
@@ -80,7 +80,7 @@ def folded_extend(
             k, v = codes
     q = _times_heads(q, mine.k_scale_h)
     out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
-    return _scaled_in_place(out, mine.v_scale_h)
+    return _times_heads(out, mine.v_scale_h, out=out)
 
 
 def xqa_decode(
@@ -149,7 +149,7 @@ def xqa_decode(
     )
     out = out.view(-1, layer.tp_q_head_num * dim)
     # with one scale a layer the ratios are 1
-    return _scaled_in_place(out, mine.out_ratio_h) if mine.scales.per_head else out
+    return _times_heads(out, mine.out_ratio_h, out=out) if mine.scales.per_head else out
 
 
 def _store(
@@ -180,14 +180,12 @@ def _store(
     )
 
 
-def _times_heads(x: torch.Tensor, factor_H: torch.Tensor) -> torch.Tensor:
-    """x, of query heads, times a factor of their KV head: contiguous, in x's dtype, one launch."""
-    scaled = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x_THE = x.reshape(len(x), len(factor_H), -1)
-    torch.mul(x_THE, factor_H.unsqueeze(1), out=scaled.view(x_THE.shape))
-    return scaled
-
-
-def _scaled_in_place(out: torch.Tensor, factor_H: torch.Tensor) -> torch.Tensor:
-    out.view(len(out), len(factor_H), -1).mul_(factor_H.unsqueeze(1))
-    return out
+def _times_heads(
+    x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x, of query heads, times a factor of their KV head: into ``out``, or new and contiguous."""
+    if x.is_cuda:
+        from sgl_fp8rl.numerics.head_kernels import scale_heads
+    else:
+        from sgl_fp8rl.numerics.heads import scale_heads
+    return scale_heads(x, factor_H, out)

@@ -25,6 +25,7 @@ import traces
 LAYERS = 3
 NVJET = "nvjet_tst_128x64_64x4_1x2_h_bz_TNT"
 DEEPGEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 24576u, 4096u, 1u, 128u>(float*)"
+ON_SELF_ADD = "at::native::CUDAFunctorOnSelf_add<long>, std::array<char*, 2ul> >()"
 QUANT = "void per_token_group_quant_flat_kernel<__nv_bfloat16, c10::Float8_e4m3fn>()"
 STOCK_LAYER = [
     ("norm", "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>()"),
@@ -62,6 +63,51 @@ STEP = STOCK_LAYER * LAYERS + HEAD
 def test_a_gemm_is_named_by_its_place() -> None:
     wanted, names = zip(*(STEP + AFTER) * 2, strict=True)
     assert kernel_classes.classes(names) == list(wanted)
+
+
+FLASHINFER_PREFILL = (
+    "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<"
+    "RaggedParams::AdditionalParams, flashinfer::AttentionKernelTraits<true, 128, 128, 128>>>()"
+)
+PREFILL_LAYER = [
+    ("norm", "_norm_rows"),
+    ("GEMM qkv", DEEPGEMM),
+    ("QK-norm, RoPE", "void (anonymous namespace)::fused_qknorm_warp<128l, true, __nv_bfloat16>()"),
+    ("QK-norm, RoPE", "void (anonymous namespace)::fused_rope_kernel<true, 128l, true>()"),
+    ("KV write", "_store_rows"),
+    ("KV scales", "_scale_heads"),
+    ("attention", FLASHINFER_PREFILL),
+    ("KV scales", "_scale_heads"),
+    ("quantize", "_quantize_tiles"),
+    ("GEMM o", DEEPGEMM),
+    ("norm", "_norm_rows"),
+    ("GEMM gate_up", DEEPGEMM),
+    ("SiLU x up", "_silu_mul_tiles"),
+    ("GEMM down", DEEPGEMM),
+]
+BEFORE_PREFILL = [
+    ("scheduling", "alloc_extend_kernel"),
+    ("scheduling", "create_flashinfer_kv_indices_triton"),
+    ("scheduling", "void at::native::vectorized_elementwise_kernel<2, " + ON_SELF_ADD),
+    ("embedding", "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)"),
+]
+AFTER_PREFILL = [
+    ("sampling, logprobs", "_reduce_chunk"),
+    ("sampling, logprobs", "_draw_row"),
+    ("sampling, logprobs", "void at::native::_assert_async_cuda_kernel<bool>(bool const*)"),
+]
+
+
+def test_a_prefill_s_gemms_are_named_by_their_place() -> None:
+    # the trace of a prefill ends with a first decoded token
+    prefill = BEFORE_PREFILL + PREFILL_LAYER * LAYERS + HEAD + AFTER_PREFILL
+    wanted, names = zip(*prefill + STEP + AFTER, strict=True)
+    found = kernel_classes.classes(names)
+    assert found == list(wanted)
+    assert found.count("GEMM lm_head") == 2
+    # control: what a kernel of attention that is not known as one does to the roles
+    unknown = [name.replace("PrefillWith", "SomeonesWith") for name in names]
+    assert kernel_classes.classes(unknown).count("GEMM lm_head") > 2
 
 
 def test_one_linear_may_be_several_kernels() -> None:
@@ -102,7 +148,13 @@ def test_experts_have_classes_of_their_own() -> None:
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "GEMM"),
         ("_w8a8_block_fp8_matmul", "GEMM"),
         ("_store_rows", "KV write"),
+        ("_scale_heads", "KV scales"),
         ("_draw_row", "sampling, logprobs"),
+        ("void at::native::_assert_async_cuda_kernel<bool>(bool const*)", "sampling, logprobs"),
+        (f"void at::native::vectorized_elementwise_kernel<2, {ON_SELF_ADD}", "scheduling"),
+        (ON_SELF_ADD.replace("long", "float"), "other"),
+        ("void fused_fp8_qkv_kv_cache_kernel<__nv_bfloat16>()", "KV write"),
+        (FLASHINFER_PREFILL, "attention"),
         ("void at::native::_scatter_gather_elementwise_kernel<128>()", "sampling, logprobs"),
         ("void at::native::vectorized_gather_kernel<16, long>()", "embedding"),
         ("Memset (Device)", "copies"),

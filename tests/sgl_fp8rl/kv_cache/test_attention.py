@@ -209,15 +209,21 @@ def test_q_beyond_e4m3_is_divided_before_the_cast(monkeypatch: pytest.MonkeyPatc
 
 def test_xqa_runs_no_product_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Tensor] = []
-    original = attention._scaled_in_place
-    monkeypatch.setattr(
-        attention, "_scaled_in_place", lambda out, f: (calls.append(f), original(out, f))[1]
-    )
+    original = attention._times_heads
+
+    def counted(
+        x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        calls.append(factor_H)
+        return original(x, factor_H, out)
+
+    monkeypatch.setattr(attention, "_times_heads", counted)
     for per_head in (False, True):
         _, (layer,) = fakes.scaled(per_head=per_head)
         calls.clear()
         xqa_step(monkeypatch, layer)
-        assert len(calls) == 1 + per_head  # the prefill's, and XQA's where heads differ
+        # q and out of the prefill, XQA's q, and its out where heads differ
+        assert len(calls) == 3 + per_head
 
 
 def test_xqa_takes_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,13 @@ import torch
 from triton.runtime.errors import PTXASError
 
 from sgl_fp8rl.logprobs import draw_kernels
-from sgl_fp8rl.numerics import activation_kernels, kernels, kv_kernels, qk_rope_kernels
+from sgl_fp8rl.numerics import (
+    activation_kernels,
+    head_kernels,
+    kernels,
+    kv_kernels,
+    qk_rope_kernels,
+)
 from sgl_fp8rl.numerics.moves import Move
 
 ROOT = Path(__file__).parents[3]
@@ -27,6 +33,7 @@ ROOT = Path(__file__).parents[3]
         ("test_kernels.py", 100, 3),
         ("test_kv_kernels.py", 100, 8),
         ("test_qk_rope.py", 40, 8),
+        ("test_head_kernels.py", 70, 4),
         ("test_activation.py", 30, 23),
         ("test_draw_kernels.py", 70, 1),
     ],
@@ -57,7 +64,7 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
 
 @pytest.mark.parametrize(
     "module",
-    [kernels, kv_kernels, qk_rope_kernels, activation_kernels, draw_kernels],
+    [kernels, kv_kernels, qk_rope_kernels, head_kernels, activation_kernels, draw_kernels],
 )
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:
     # SGLang sets triton.next_power_of_2 to a plain function, which no kernel may then call.
