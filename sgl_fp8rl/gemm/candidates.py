@@ -7,7 +7,7 @@ from one M to the next. FlashInfer's GEMM takes BF16 too and then quantizes by a
 is not used so, since its codes would differ from those of a fused producer and it would launch no
 fewer kernels.
 
-A stream-K kernel of ours in Triton was among them and was measured on an H200 (docs/performance.md):
+A stream-K kernel of ours in Triton was among them; measured on an H200 (docs/performance.md) it was
 slower than DeepGEMM from 4 rows on, and below that than FlashInfer's. It is gone.
 
 Shape suffixes as in ``numerics.reference``.

@@ -99,8 +99,7 @@ def _of_first_rank(shapes: Sequence[Shape], device: int) -> Table:
         properties = torch.cuda.get_device_properties(device)
         machine = Machine.of(properties.name, properties.multi_processor_count)
         folder = Fp8RLServerArgs.from_env().tune_cache
-        may_measure = not compat.cuda_graph_fully_disabled()
-        found = [only_built(find(shapes, machine, folder, may_measure=may_measure))]
+        found = [find(shapes, machine, folder, may_measure=not compat.cuda_graph_fully_disabled())]
     if group.world_size > 1:
         torch.distributed.broadcast_object_list(found, src=group.ranks[0], group=group.cpu_group)
     return found[0]
@@ -116,7 +115,7 @@ def find(
         may_measure: False where launches cost more than kernels, without CUDA graphs.
     """
     mine = table.own(machine, folder)
-    theirs, same_versions = table.shipped(machine)
+    theirs, same_versions = table.shipped(machine, flashinfer_is_built())
     found = {shape: (theirs | mine)[shape] for shape in shapes if shape in theirs | mine}
     unchecked = [] if same_versions else [shape for shape in found if shape not in mine]
     missing = [shape for shape in shapes if shape not in found]
@@ -141,24 +140,6 @@ def find(
         except OSError as error:
             logger.warning("The table of kernels cannot be kept: %s", error)
     return found | checked | tuned
-
-
-def only_built(chosen: Table) -> Table:
-    """The same table with the stock choice where a start would build a library for minutes."""
-    unbuilt = [e for entries in chosen.values() for e in entries if e.kernel == FLASHINFER]
-    if not unbuilt or flashinfer_is_built():
-        return chosen
-    logger.info(
-        "FlashInfer's block-FP8 GEMM is not built here, so DeepGEMM runs in %d places of the table "
-        "of kernels; sgl-fp8rl tune builds it",
-        len(unbuilt),
-    )
-    return {
-        shape: [
-            table.stock_entry(e.m, e.stock_us) if e.kernel == FLASHINFER else e for e in entries
-        ]
-        for shape, entries in chosen.items()
-    }
 
 
 def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:

@@ -154,9 +154,13 @@ def own(machine: Machine, folder: str) -> Table:
     return table
 
 
-def shipped(machine: Machine, folder: Path = SHIPPED) -> tuple[Table, bool]:
-    """The table that the package has for this card, and whether it is of these very versions."""
-    path = folder / f"{machine.slug}.json"
+def shipped(machine: Machine, with_flashinfer: bool, folder: Path = SHIPPED) -> tuple[Table, bool]:
+    """The table that the package has for this card, and whether it is of these very versions.
+
+    Args:
+        with_flashinfer: whether FlashInfer's kernel may be in it: no start is to build that.
+    """
+    path = folder / f"{machine.slug}{'-flashinfer' if with_flashinfer else ''}.json"
     if not path.exists():
         return {}, True
     try:

@@ -12,6 +12,7 @@ import torch
 from sgl_fp8rl.kv_cache.calibrate import calibrate
 from sgl_fp8rl.kv_cache.observe import observe
 from sgl_fp8rl.kv_cache.scales import LayerKV
+from sgl_fp8rl.kv_cache.xqa_parts import sm_count
 
 SEMAPHORE_BYTES = 8 << 20
 """The head of the workspace that FlashInfer's own call of XQA sets aside for semaphores."""
@@ -116,6 +117,7 @@ def xqa_decode(
             "XQA with FP8 KV scales has neither logit caps nor attention sinks, and needs Hopper; "
             "use --decode-attention-backend flashinfer"
         )
+    from flashinfer.utils import get_device_sm_count
     from flashinfer.xqa import xqa
 
     if save_kv_cache and k is not None:
@@ -144,6 +146,7 @@ def xqa_decode(
         backend.page_size,
         q_scale=mine.xqa_q_scale,
         kv_scale=mine.xqa_kv_scale,
+        sm_count=sm_count(len(q) * layer.tp_k_head_num, get_device_sm_count(q.device)),
         sliding_win_size=window + 1 if window >= 0 else 0,
         kv_layout="HND",
     )

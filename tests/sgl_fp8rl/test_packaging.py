@@ -1,4 +1,4 @@
-"""What the wheel holds: three packages, their type markers and our entry points, nothing else."""
+"""What the wheel holds: three packages, type markers, our tables and entry points, nothing else."""
 
 import configparser
 import shutil
@@ -45,7 +45,7 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: zipfile.ZipFile) ->
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix == ".py" or path.name == "py.typed" or path.parent.name == "tables"
     }
     packed = {path for path in wheel.namelist() if ".dist-info/" not in path}
     assert packed == expected

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import sys
 from types import SimpleNamespace
 from typing import Any

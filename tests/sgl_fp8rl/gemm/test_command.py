@@ -65,7 +65,9 @@ def test_shapes_are_tuned_kept_and_printed(
     ]
     out, err = capsys.readouterr()
     assert "256 x 128       16  50.0        100.0   2.00" in out
-    assert "passed over 2 times: deep_gemm_split_n: RuntimeError: no kernel image is available" in out
+    assert (
+        "passed over 2 times: deep_gemm_split_n: RuntimeError: no kernel image is available" in out
+    )
     assert "passed over" in out and "triton: its error" in out
     assert str(machine.path(str(tmp_path))) in out
     assert "8/8" in err

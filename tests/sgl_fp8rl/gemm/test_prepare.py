@@ -37,7 +37,8 @@ class Start:
         self.checked: list[Any] = []
         self.tables.mkdir()
         shipped = table.shipped
-        patch.setattr(table, "shipped", lambda machine: shipped(machine, self.tables))
+        patch.setattr(prepare, "flashinfer_is_built", lambda: False)
+        patch.setattr(table, "shipped", lambda machine, built: shipped(machine, built, self.tables))
         patch.setattr(prepare, "quick_tune", self._tune)
         patch.setattr(prepare, "accurate", self._check)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -258,18 +259,11 @@ def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> 
             weight=weight, weight_scale_inv=scales, quant_method=SimpleNamespace(choices=choices)
         )
     )
-    parts, triton = [("deep_gemm_split_n", m) for m in (128, 192)], [("triton", m) for m in (256, 300)]
+    parts, triton = (
+        [("deep_gemm_split_n", m) for m in (128, 192)],
+        [("triton", m) for m in (256, 300)],
+    )
     assert ran == [("triton", 8), *parts, *triton]
-
-
-def test_a_start_builds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = False
-    monkeypatch.setattr(prepare, "flashinfer_is_built", lambda: built)
-    chosen = {BIG: [*FAST, Entry(128, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)], SMALL: SPLIT}
-    found = prepare.only_built(chosen)
-    assert found == {BIG: [Entry(64, STOCK, {}, 12.0, 12.0), chosen[BIG][1]], SMALL: SPLIT}
-    built = True
-    assert prepare.only_built(chosen) == chosen
 
 
 def test_a_quick_tune_comes_to_every_candidate_it_can_afford(
@@ -299,7 +293,12 @@ def test_a_quick_tune_comes_to_every_candidate_it_can_afford(
     monkeypatch.setattr(prepare, "QUICK_S", -1.0)
     tuned, finished = prepare.quick_tune([BIG])
     assert not finished
-    assert [name for name, _, _ in seen] == [STOCK, "deep_gemm_split_n", "flashinfer_sm90", "triton"]
+    assert [name for name, _, _ in seen] == [
+        STOCK,
+        "deep_gemm_split_n",
+        "flashinfer_sm90",
+        "triton",
+    ]
     assert {entry.kernel for entry in tuned[BIG]} == {STOCK}
 
 

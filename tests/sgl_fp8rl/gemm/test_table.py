@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sgl_fp8rl.gemm import table
-from sgl_fp8rl.gemm.candidates import STOCK
+from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
+from sgl_fp8rl.gemm.command import BUCKETS
 from sgl_fp8rl.gemm.table import Entry, Machine, Table
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
@@ -130,25 +131,32 @@ def test_an_interrupted_write_leaves_the_old_table(
 def test_shipped_tables_are_for_a_card(tmp_path: Path) -> None:
     """Other versions are said, another card or number of SMs is not taken."""
     table.save(tmp_path / "nvidia-h200.json", MACHINE, TABLE)
-    assert table.shipped(MACHINE, tmp_path) == (TABLE, True)
+    assert table.shipped(MACHINE, False, tmp_path) == (TABLE, True)
     newer = replace(MACHINE, versions={"torch": "2.12.0"})
-    assert table.shipped(newer, tmp_path) == (TABLE, False)
-    assert table.shipped(replace(MACHINE, sms=114), tmp_path) == ({}, True)
-    assert table.shipped(replace(MACHINE, card="NVIDIA H100"), tmp_path) == ({}, True)
+    assert table.shipped(newer, False, tmp_path) == (TABLE, False)
+    assert table.shipped(replace(MACHINE, sms=114), False, tmp_path) == ({}, True)
+    assert table.shipped(replace(MACHINE, card="NVIDIA H100"), False, tmp_path) == ({}, True)
 
 
 def test_a_shipped_table_that_is_broken_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "nvidia-h200.json", lambda content: content.pop("shapes"))
-    assert table.shipped(MACHINE, tmp_path) == ({}, True)
+    assert table.shipped(MACHINE, False, tmp_path) == ({}, True)
     assert len(caplog.records) == 1
 
 
-def test_what_the_package_ships_can_be_read() -> None:
-    for path in table.SHIPPED.glob("*.json"):
-        machine, shapes = table.read(path)
-        assert path.name == f"{machine.slug}.json"
-        assert all(entries for entries in shapes.values())
-        for entries in shapes.values():
-            assert all(entry.us <= entry.stock_us for entry in entries)
+def test_the_tables_of_the_package_are_whole() -> None:
+    """A plain one, which no start must build anything for, and one with FlashInfer's kernel."""
+    files = {path.stem: table.read(path) for path in table.SHIPPED.glob("*.json")}
+    assert set(files) == {"nvidia-h200", "nvidia-h200-flashinfer"}
+    shapes = set()
+    for name, (machine, found) in files.items():
+        assert machine.slug == "nvidia-h200"
+        shapes.add(frozenset(found))
+        kernels = {entry.kernel for entries in found.values() for entry in entries}
+        assert (FLASHINFER in kernels) is name.endswith("-flashinfer")
+        for entries in found.values():
+            assert [entry.m for entry in entries] == list(BUCKETS)
+            assert all(0 < entry.us <= entry.stock_us for entry in entries)
+    assert len(shapes) == 1

@@ -9,6 +9,7 @@ import torch
 
 from sgl_fp8rl.kv_cache import attention
 from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.kv_cache.xqa_parts import sm_count
 from sgl_fp8rl.numerics.kv import kv_codes
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
@@ -125,6 +126,9 @@ def test_layers_without_scales_take_the_original_way(name: str) -> None:
 # -- XQA
 
 
+SMS = 132
+
+
 def xqa_step(
     monkeypatch: pytest.MonkeyPatch, layer: Any, q_size: float = 1.0, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Backend, dict[str, Any]]:
@@ -132,8 +136,11 @@ def xqa_step(
     seen: dict[str, Any] = {}
     module = ModuleType("flashinfer.xqa")
     module.xqa = fakes.xqa_kernel(seen)  # type: ignore[attr-defined]
+    utils = ModuleType("flashinfer.utils")
+    utils.get_device_sm_count = lambda device: SMS  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", utils)
     backend: Any = Backend()
     prefill(backend, layer)
     q, k, v = qkv(1, seed=1)
@@ -179,6 +186,7 @@ def test_xqa_attention_is_that_of_the_scaled_values(
         assert xqa_error(q, out, backend, wrong, factor) > ERROR
     assert (len(seen["semaphores"]), len(seen["scratch"])) == (attention.SEMAPHORE_BYTES, 64)
     assert seen["page"] == fakes.PAGE
+    assert seen["sm_count"] == sm_count(layer.tp_k_head_num, SMS)  # of one sequence
 
 
 def test_xqa_reads_device_scalars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
