@@ -8,9 +8,10 @@ with the reason. On an H200, where kernels were compiled before (the first run c
   logprobs-*                      error against a BF16 KV cache, 6 layers     30 s each
   update                          updates with KV scales and without          75 s
 
-Without --cases all but engine-stock-bf16-kv8-xqa and engine-fp8rl-kv8-per-head run. Ratios are
-between cases of one call. Cases may be run in several calls: rows of the others stay where machine
-and commit are the same. Logprobs need ``logprobs-bf16`` in the same call. Figures go to
+Without --cases all but engine-stock-bf16-kv8-xqa and engine-fp8rl-kv8-per-head run. Cases may be
+run in several calls: rows of the others stay where machine and commit are the same; or side by side
+on several GPUs of one host, to be joined by --merge. Ratios are between arms of one file. Logprobs
+need ``logprobs-bf16`` in the same call. Figures go to
 results/kv.json, from which examples/readme.py makes the README's table.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import processes
 import rows
-from environment import environment
+from environment import environment, host
 from kv_cases import CASES, CUT_MODEL, DEFAULT, MODEL, NAMES, REFERENCE, Case
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +42,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="a try-out of the engines with fewer layers")
     parser.add_argument("--limit-s", type=float, default=240.0, help="time limit of a case")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
     options = parser.parse_args(argv)
     if options.layers is not None and options.output == RESULTS:
         parser.error("--layers gives no figures of the whole model; name another --output")
@@ -116,9 +118,18 @@ def rows_of(reports: dict[str, list[rows.Report]]) -> list[rows.Row]:
     )
 
 
+def identity(row: rows.Row) -> tuple[str, ...]:
+    """What a file holds once."""
+    return tuple(row[key] for key in ("model", "arm", "case", "metric"))
+
+
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
-    facts = environment(command(options))
+    if options.merge:
+        facts, every = rows.merged(options.merge, "rows", identity)
+        rows.save(options.output, facts, rows.compared(every), [])
+        return
+    facts = environment(command(options)) | {"host": host()}
     kept = [
         row for row in rows.kept(options.output, facts, []) if row["process"] not in options.cases
     ]

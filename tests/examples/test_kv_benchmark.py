@@ -126,14 +126,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(module, "get_xqa_module", lambda *_: SimpleNamespace(xqa=xqa))
     monkeypatch.setattr(module, "get_compute_capability", lambda _: (9, 0))
-    monkeypatch.setattr(module, "get_device_sm_count", lambda _: 132)
-    monkeypatch.setattr(module, "device_support_pdl", lambda _: False)
-    monkeypatch.setattr(
-        importlib.import_module("flashinfer.decode"), "get_device_sm_count", lambda _: 132
-    )
-    monkeypatch.setattr(
-        importlib.import_module("flashinfer.decode"), "device_support_pdl", lambda _: False
-    )
+    for name in ("xqa", "decode", "utils"):
+        imported = importlib.import_module(f"flashinfer.{name}")
+        monkeypatch.setattr(imported, "get_device_sm_count", lambda _: 132)
+        monkeypatch.setattr(imported, "device_support_pdl", lambda _: False)
     monkeypatch.setattr(kernels, "WORKSPACE_BYTES", 9 << 20)
     return fp8
 
