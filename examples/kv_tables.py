@@ -1,4 +1,4 @@
-"""The README's block about the FP8 KV cache, from results/kv.json."""
+"""The blocks of README and docs/kv_cache.md about the FP8 KV cache, from results/kv.json."""
 
 import json
 from typing import Any
@@ -7,17 +7,32 @@ Found = dict[tuple[str, str, str], dict[str, Any]]
 """Rows by arm, case and metric."""
 
 
-def kv(text: str) -> str:
-    """Four tables: capacity and speed, error of attention, error of logprobs, what scales cost."""
-    content = json.loads(text)
-    e, rows = content["environment"], content["rows"]
-    found = {(row["arm"], row["case"], row["metric"]): row for row in rows}
-    parts = (
+def speed(text: str) -> str:
+    """Capacity and speed of whole engines."""
+    facts, rows, found = _read(text)
+    copies = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
+    return _joined(
         _table(
             "| engine | KV tokens | of what fits | prefill 64 x 8192 | step 128 x 512 "
             "| step 64 x 8192 | faster than stock BF16 |",
             [_engine(found, arm) for arm in _arms(rows, "kv_tokens")],
         ),
+        _failures(rows, "engine"),
+        f"{facts} Medians. KV tokens: what fits is the static memory less the weights, over the "
+        f"bytes of a token. Step: of decode alone, sequences x prompt tokens, logprobs returned."
+        + (
+            f" Each engine had a GPU of one host to itself; these copy {min(copies):.2f} to "
+            f"{max(copies):.2f} TB/s."
+            if copies
+            else ""
+        ),
+    )
+
+
+def accuracy(text: str) -> str:
+    """Error and time of attention, error of logprobs, what sending scales costs."""
+    facts, rows, found = _read(text)
+    return _joined(
         _table(
             "| attention, scales | error 64 x 8192 | 64 x 32768 | 64 x 8192, K beyond 448 "
             "| time 64 x 8192 | 64 x 32768 | of floor |",
@@ -36,22 +51,37 @@ def kv(text: str) -> str:
                 if row["metric"] == "update_wall_ms"
             ],
         ),
-        "\n".join(
-            f"{row['arm']} ({row['process']}) fails: {row['sentence']}"
-            for row in rows
-            if row["metric"] == "failure"
-        ),
-        f"`{e['command']}`: Qwen3-8B shape, random weights, one {e['device']}, driver "
-        f"{e['driver']}, SGLang {e['sglang']}, torch {e['torch']}, FlashInfer {e['flashinfer']}, "
-        f"{e['date']}, commit {e['commit']}. Medians. KV tokens: what fits is the static memory "
-        f"less the weights, over the bytes of a token. Step: of decode alone, sequences x prompt "
-        f"tokens, logprobs returned. Attention: "
-        f"relative L2 error against float64, time of one layer's decode, floor the cache's bytes "
-        f"at the bandwidth of a copy. Logprobs: mean absolute difference to prefill over BF16 KV "
-        f"in nats, 6 layers. Update: scales are sent; "
-        f"measuring them is not in it.",
+        _failures(rows, "attention", "logprobs", "update"),
+        f"{facts} Medians. Attention: relative L2 error against float64, time of one layer's "
+        f"decode, floor the cache's bytes at the bandwidth of a copy. Logprobs: mean absolute "
+        f"difference to prefill over BF16 KV in nats, 6 layers. Update: scales are sent; measuring "
+        f"them is not in it.",
     )
+
+
+def _read(text: str) -> tuple[str, list[dict[str, Any]], Found]:
+    """What was run on what, all rows, and the same by arm, case and metric."""
+    content = json.loads(text)
+    e, rows = content["environment"], content["rows"]
+    facts = (
+        f"`{e['command']}`: Qwen3-8B shape, random weights, {e['device']}, driver {e['driver']}, "
+        f"SGLang {e['sglang']}, torch {e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, "
+        f"commit {e['commit']}."
+    )
+    return facts, rows, {(row["arm"], row["case"], row["metric"]): row for row in rows}
+
+
+def _joined(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
+
+
+def _failures(rows: list[dict[str, Any]], *kinds: str) -> str:
+    """What failed among processes of these kinds."""
+    return "\n".join(
+        f"{row['arm']} ({row['process']}) fails: {row['sentence']}"
+        for row in rows
+        if row["metric"] == "failure" and row["process"].startswith(kinds)
+    )
 
 
 def _arms(rows: list[dict[str, Any]], metric: str) -> list[str]:

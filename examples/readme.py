@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import kv_tables
 import performance_tables
 import report
-from kv_tables import kv
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -190,7 +190,8 @@ BLOCKS = {
     "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
     "update": ("update.json", update),
     "start": ("start.json", start),
-    "kv": ("kv.json", kv),
+    "kv": ("kv.json", kv_tables.speed),
+    "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "rollout": ("rollout.json", performance_tables.rollout),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
 }
@@ -204,7 +205,7 @@ def filled(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", PERFORMANCE):
+    for page in (ROOT / "README.md", ROOT / "docs" / "kv_cache.md", PERFORMANCE):
         page.write_text(BLOCK.sub(filled, page.read_text()))
     measured = RESULTS / "rollout.json"
     if measured.exists():

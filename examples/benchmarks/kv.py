@@ -127,6 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
         facts, every = rows.merged(options.merge, "rows", identity)
+        every.sort(key=lambda row: NAMES.index(row["process"]))
         rows.save(options.output, facts, rows.compared(every), [])
         return
     facts = environment(command(options)) | {"host": host()}

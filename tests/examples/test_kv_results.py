@@ -85,7 +85,8 @@ def test_a_run_becomes_rows_and_the_readme_s_block(
     monkeypatch.setattr(kv, "environment", lambda command: FACTS | {"command": command})
     monkeypatch.setattr(kv, "run_case", lambda case, options, to_score: fake_case(case, to_score))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    text = "a\n<!-- measured: kv -->\n<!-- end -->\nb\n"
+    blocks = [f"<!-- measured: {name} -->\n<!-- end -->\n" for name in ("kv", "kv_accuracy")]
+    text = f"a\n{blocks[0]}b\n{blocks[1]}c\n"
     assert readme.BLOCK.sub(readme.filled, text) == text  # nothing was measured yet
     path = tmp_path / "kv.json"
     kv.main(["--output", str(path)])
@@ -108,6 +109,17 @@ def test_a_run_becomes_rows_and_the_readme_s_block(
     for head in (line for line in lines if line.startswith(("| engine", "| attention,", "| logp"))):
         assert {line.count("|") for line in lines if line.startswith("|")} >= {head.count("|")}
     assert "MemoryError" in capsys.readouterr().out
+
+    parts = [tmp_path / "a.json", tmp_path / "b.json"]
+    engines = [name for name in kv_cases.DEFAULT if name.startswith("engine")]
+    others = [name for name in kv_cases.DEFAULT if name not in engines]
+    for part, cases in zip(parts, (others, engines), strict=True):
+        kv.main(["--output", str(part), "--cases", *cases])
+    kv.main(["--output", str(tmp_path / "both.json"), "--merge", *map(str, parts)])
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert sorted(both["rows"], key=json.dumps) == sorted(made, key=json.dumps)
+    with pytest.raises(ValueError, match="measure each arm once"):
+        kv.main(["--output", "x", "--merge", str(parts[0]), str(path)])
 
     kv.main(["--output", str(path), "--cases", "update"])
     again = json.loads(path.read_text())["rows"]
