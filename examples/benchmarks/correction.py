@@ -1,0 +1,148 @@
+"""Measure correction and metrics of 1M tokens, on one core and on a GPU if there is one.
+
+    python examples/benchmarks/correction.py
+
+All metrics are computed and read, by position too, and by four policy versions where the case says
+so. Launches are what torch dispatches for one batch, views aside: on a GPU each is a kernel or a
+copy. Figures go to results/correction.json.
+"""
+
+import argparse
+import itertools
+import platform
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import rows
+import torch
+from environment import commit, environment
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
+from trainer_bridge.metrics import mismatch
+
+RESULTS = Path(__file__).resolve().parent / "results" / "correction.json"
+TOKENS = 1 << 20
+LENGTHS = (4096, 32768)
+MISMATCH = 0.02  # nats, as FP8 rollouts have it
+VERSIONS = 4
+CONFIGS = {
+    "token TIS": PRESETS["decoupled_token_is"],
+    "geometric rejection, sequence TIS": PRESETS["decoupled_geo_rs_seq_tis"],
+    "three rejections, veto, normalised TIS": CorrectionConfig(
+        rollout_is_batch_normalize=True,
+        rollout_rs={"token_k1": 2.0, "seq_mean_k3": 0.01, "seq_max_k2": 1.0},
+        veto_threshold=1e-4,
+    ),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what torch dispatches, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aliases = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        is_empty = "empty" in func._schema.name
+        self.count += not (is_view or is_empty)
+        return func(*args, **(kwargs or {}))
+
+
+def batch(length: int, device: str) -> list[torch.Tensor]:
+    """Trainer and rollout logprobs, mask and versions: TOKENS tokens, full sequences."""
+    generator = torch.Generator().manual_seed(0)
+    shape = TOKENS // length, length
+    rollout_BT = -torch.rand(shape, generator=generator)
+    trainer_BT = rollout_BT + MISMATCH * torch.randn(shape, generator=generator)
+    mask_BT = torch.ones(shape, dtype=torch.bool)
+    versions_BT = (torch.arange(shape[0]) % VERSIONS)[:, None].expand(shape).contiguous()
+    return [tensor.to(device) for tensor in (trainer_BT, rollout_BT, mask_BT, versions_BT)]
+
+
+def timed(function: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
+    """Wall time until the metrics are there; reading them waits for the GPU."""
+    for _ in range(3):
+        function()
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        found.append((time.perf_counter() - started) * 1e3)
+    return {"correction_ms": found}
+
+
+def measure(device: str, repeats: int) -> list[rows.Report]:
+    reports = []
+    for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
+        *given, versions_BT = batch(length, device)
+        few = [tensor[: max(1, mismatch.CPU_TOKENS // length)] for tensor in given]
+        with Launches() as launches:
+            correct_logprobs(*few, config)
+        alone = partial(correct_logprobs, *given, config)
+        cases = {name: {"correction_launches": [launches.count]} | timed(alone, repeats)}
+        if config == PRESETS["decoupled_token_is"]:
+            mixed = partial(alone, versions_BT=versions_BT)
+            cases[f"{name}, {VERSIONS} versions"] = timed(mixed, repeats)
+        for case, values in cases.items():
+            report = {
+                "arm": "one core" if device == "cpu" else "one GPU",
+                "model": f"{TOKENS >> 20}M tokens",
+                "case": f"{TOKENS // length}x{length}, {case}",
+                "values": values,
+            }
+            reports.append(report)
+            print(report["arm"], report["case"], {k: median(v) for k, v in values.items()})
+    return reports
+
+
+def facts(command: str) -> dict[str, Any]:
+    """The benchmark's environment, on a machine without a GPU as well."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    if torch.cuda.is_available():
+        return environment(command) | {"cpu": cpu}
+    return {
+        "device": cpu,
+        "count": 1,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
+        "command": command,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Correction and metrics of 1M tokens.")
+    parser.add_argument("--repeats", type=int, default=30, help="of each case (30)")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    reports = measure("cpu", options.repeats)
+    if torch.cuda.is_available():
+        reports += measure("cuda", options.repeats)
+    command = " ".join(["python examples/benchmarks/correction.py", *sys.argv[1:]])
+    rows.save(options.output, facts(command), rows.rows_of(reports), [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Two ranks with different numbers of tokens correct as one process with all of them does."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer_bridge.correction_oracle import mask_of, pad
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+from trainer_bridge.rollout import PAD_VERSION
+
+REL = 1e-13  # float64 sums in another order; healthy below 1e-15
+WORKER_SECONDS = 120
+OPTIONS: dict[str, dict[str, Any]] = {
+    "token": {"rollout_is_batch_normalize": True, "veto_threshold": 0.2},
+    "sequence": {"rollout_is_batch_normalize": True, "rollout_rs": {"token_k1": 1.5}},
+    "geometric": {"rollout_is_batch_normalize": True, "rollout_rs": {"seq_max_k2": 2.0}},
+}
+
+# One rank: reads its rows of each case, writes what it got or what was raised.
+WORKER = """
+import json, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from tests.trainer_bridge.correction_oracle import mask_of, pad
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+store = dist.FileStore(folder + "/store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+results = {}
+for name, ranks in json.load(open(folder + "/cases.json")).items():
+    case = ranks[rank]
+    rows = case["rollout"]
+    config = CorrectionConfig(case["level"], **case["options"])
+    try:
+        result = correct_logprobs(
+            pad(case["trainer"]), pad(rows), mask_of(rows), config,
+            versions_BT=pad(case["versions"], 77, torch.int64), group=dist.group.WORLD)
+        results[name] = [result.metrics, result.weights_BT.tolist(), result.mask_BT.tolist()]
+    except ValueError as error:
+        results[name] = str(error)
+json.dump(results, open(f"{folder}/result{rank}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def run_on_two_ranks(folder: Path, cases: dict[str, Any]) -> list[dict[str, Any]]:
+    (folder / "cases.json").write_text(json.dumps(cases))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(folder)],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=WORKER_SECONDS)
+            assert worker.returncode == 0, errors
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(2)]
+
+
+def make_case(rollout: Any, trainer: Any, versions: Any, level: str = "token") -> dict[str, Any]:
+    case = {"rollout": rollout, "trainer": trainer, "versions": versions, "level": level}
+    return case | {"options": OPTIONS[level]}
+
+
+@pytest.mark.timeout(WORKER_SECONDS + 30)
+def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rollout = [(-3 * torch.rand(n, generator=generator)).tolist() for n in (40, 3, 0, 5)]
+    noise = [torch.randn(len(row), generator=generator) for row in rollout]
+    trainer = [(torch.tensor(r) + n).tolist() for r, n in zip(rollout, noise, strict=True)]
+    ages = {
+        "one version": [0, 0, 0, 0],
+        "versions apart": [0, 4, 4, 4],
+        "versions mixed": [2, 2, 9, 9],
+    }
+    versions = {
+        name: [[v] * len(row) for v, row in zip(each, rollout, strict=True)]
+        for name, each in ages.items()
+    }
+    cases: dict[str, Any] = {}
+    for level in OPTIONS:
+        for name, rows in versions.items():
+            whole = (rollout, trainer, rows)
+            cases[f"{level}, {name}"] = [  # T is 40 and 5, B 1 and 3, tokens 40 and 8
+                make_case(*(part[:1] for part in whole), level),
+                make_case(*(part[1:] for part in whole), level),
+            ]
+    good, nothing = make_case(rollout[:1], trainer[:1], [[0] * 40]), make_case([[]], [[]], [[]])
+    cases |= {
+        "rank without tokens": [good, nothing],
+        "rank without rows": [good, make_case([], [], [])],
+        "nothing": [nothing, nothing],
+        "infinite": [good, make_case([[-1.0]], [[-math.inf]], [[0]])],
+        "misshapen": [make_case([[-1.0]], [[-1.0, -2.0]], [[0]]), good],
+    }
+    first, second = run_on_two_ranks(tmp_path, cases)
+
+    for level, options in OPTIONS.items():
+        config = CorrectionConfig(level, **options)  # type: ignore[arg-type]
+        for name, rows in versions.items():
+            mine, other = first[f"{level}, {name}"], second[f"{level}, {name}"]
+            assert mine[0] == other[0], name
+            versions_BT = pad(rows, PAD_VERSION, torch.int64)
+            given = pad(trainer), pad(rollout), mask_of(rollout)
+            whole = correct_logprobs(*given, config, versions_BT=versions_BT)
+            assert mine[0].keys() == whole.metrics.keys()
+            assert mine[0] == pytest.approx(whole.metrics, rel=REL, abs=REL)
+            weights = [*mine[1], *(row + [0.0] * 35 for row in other[1])]
+            torch.testing.assert_close(torch.tensor(weights), whole.weights_BT)
+            kept = [*mine[2], *(row + [False] * 35 for row in other[2])]
+            assert kept == whole.mask_BT.tolist()
+            # Control: a rank alone normalises by another mean.
+            alone = correct_logprobs(*(tensor[:1] for tensor in given), config)
+            assert alone.metrics["weight_batch_mean"] != mine[0]["weight_batch_mean"]
+
+    alone = correct_logprobs(
+        pad(trainer[:1]), pad(rollout[:1]), mask_of(rollout[:1]),
+        CorrectionConfig("token", **OPTIONS["token"]),
+    )  # fmt: skip
+    for name in ("rank without tokens", "rank without rows"):
+        assert first[name][0] == second[name][0] == pytest.approx(alone.metrics, rel=REL, abs=REL)
+    assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
+    assert "no finite number" in first["infinite"] and first["infinite"] == second["infinite"]
+    assert "has shape (1, 2) against" in first["misshapen"]
+    assert "1 other ranks refused" in second["misshapen"]

@@ -1,0 +1,183 @@
+"""Mismatch metrics against NumPy loops that share no code with them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer_bridge.correction_oracle import (
+    Rows,
+    batches,
+    clamp,
+    log_ratios,
+    mask_of,
+    metrics,
+    pad,
+    percentile,
+    token_metrics,
+)
+from trainer_bridge import mismatch_metrics
+from trainer_bridge.metrics import histogram
+from trainer_bridge.metrics import mismatch as mismatch_module
+from trainer_bridge.metrics.groups import MOST_VERSIONS, POSITIONS
+
+REL = 1e-13  # float64 sums in another order; healthy below 1e-15
+PERCENTS = {"ratio_p01": 1, "ratio_p50": 50, "ratio_p99": 99}
+
+
+def assert_metrics(
+    actual: dict[str, float], expected: dict[str, float], x: list[float], scale: float
+) -> None:
+    """Equal to rounding; ``scale`` is the size of the terms whose sum may cancel."""
+    assert actual.keys() == expected.keys() | PERCENTS.keys()
+    for name, value in expected.items():
+        assert actual[name] == pytest.approx(value, rel=REL, abs=REL * scale), name
+    for name, percent in PERCENTS.items():
+        true, found = percentile(x, percent), math.log(actual[name])
+        bound = histogram.RELATIVE_ERROR * (abs(true) + histogram.LINEAR)
+        assert abs(found - true) <= 1.002 * bound, name  # the bin is found in float32
+
+
+def flat(trainer: Rows, rollout: Rows) -> list[float]:
+    return [float(value) for row in log_ratios(trainer, rollout) for value in row]
+
+
+def whole(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if "/" not in name}
+
+
+@given(batches())
+@settings(max_examples=200, deadline=None)
+def test_metrics_agree_with_the_oracle(batch: tuple[Rows, Rows]) -> None:
+    trainer, rollout = batch
+    actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
+    x = flat(trainer, rollout)
+    assert_metrics(whole(actual), metrics(trainer, rollout), x, max(60.0, *map(abs, x)))
+
+
+def long_batch(lengths: tuple[int, ...], spread: float) -> tuple[Rows, Rows]:
+    generator = torch.Generator().manual_seed(0)
+    rollout = [(-torch.rand(n, generator=generator) * 4).tolist() for n in lengths]
+    noise = [(spread * torch.randn(n, generator=generator)).tolist() for n in lengths]
+    pairs = zip(rollout, noise, strict=True)
+    return [[r + n for r, n in zip(*pair, strict=True)] for pair in pairs], rollout
+
+
+@pytest.mark.parametrize("spread", [1e-5, 0.02, 1.0])
+def test_long_sequences_and_their_positions(spread: float) -> None:
+    trainer, rollout = long_batch((32768, 1, 20000, 0, 300), spread)
+    actual = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout))
+    x = flat(trainer, rollout)
+    assert_metrics(whole(actual), metrics(trainer, rollout), x, 1.0)
+    rows = log_ratios(trainer, rollout)
+    for start, end in zip(POSITIONS, (*POSITIONS[1:], 32768), strict=True):
+        prefix = f"position_{start}/"
+        part = {k.removeprefix(prefix): v for k, v in actual.items() if k.startswith(prefix)}
+        inside = [float(value) for row in rows for value in row[start:end]]
+        assert_metrics(part, token_metrics(inside), inside, 1.0)
+
+
+def test_a_float32_sum_would_fail_at_32k_tokens() -> None:
+    """Control: the tolerance tells float64 sums from float32 ones."""
+    trainer, rollout = long_batch((32768,), 0.02)
+    exact = metrics(trainer, rollout)["log_ppl_gap"]
+    single = (pad(rollout) - pad(trainer)).sum().item() / 32768
+    assert single != pytest.approx(exact, rel=REL, abs=REL)
+
+
+def test_estimators_give_the_exact_divergences_of_known_distributions() -> None:
+    """Each token as often as the rollout samples it: a mean over tokens is the expectation."""
+    rollout_p, trainer_p = [1 / 2, 1 / 4, 1 / 8, 1 / 8], [1 / 16, 1 / 4, 3 / 16, 1 / 2]
+    row = [0, 0, 0, 0, 1, 1, 2, 3]
+    rollout = torch.tensor([[math.log(rollout_p[i]) for i in row]], dtype=torch.float64)
+    trainer = torch.tensor([[math.log(trainer_p[i]) for i in row]], dtype=torch.float64)
+    found = mismatch_metrics(trainer, rollout, torch.ones(1, 8, dtype=torch.bool))
+    pairs = list(zip(rollout_p, trainer_p, strict=True))
+    kl = sum(p * math.log(p / q) for p, q in pairs)
+    reverse_kl = sum(q * math.log(q / p) for p, q in pairs)
+    assert found["mismatch_kl_k1"] == pytest.approx(kl, rel=REL)
+    assert found["mismatch_kl_k3"] == pytest.approx(kl, rel=REL)
+    assert found["ratio_mean"] == pytest.approx(1.0, rel=REL)
+    chi2 = sum(q * q / p for p, q in pairs) - 1
+    assert found["chi2_token"] == pytest.approx(chi2, rel=REL)
+    assert found["ess"] == pytest.approx(1 / (1 + chi2), rel=REL)
+    assert abs(kl - reverse_kl) > 0.01  # the direction is told apart
+
+
+@given(batches(), st.sampled_from([math.nan, -math.inf, math.inf, 1e30]))
+@settings(max_examples=50, deadline=None)
+def test_positions_outside_the_mask_never_matter(batch: tuple[Rows, Rows], fill: float) -> None:
+    trainer, rollout = batch
+    mask_BT = mask_of(rollout)
+    clean = mismatch_metrics(pad(trainer), pad(rollout), mask_BT)
+    assert mismatch_metrics(pad(trainer, fill), pad(rollout, -fill), mask_BT) == clean
+
+
+@given(st.lists(st.floats(-25.0, 25.0) | st.floats(-1e-5, 1e-5), min_size=1, max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_histogram_bins_ascend_and_hold_their_bound(values: list[float]) -> None:
+    x = torch.tensor(sorted(map(clamp, values)), dtype=torch.float64)
+    bins = histogram.bins_of(x).long()
+    assert bins.min() >= 0 and bins.max() < histogram.BINS and (bins.diff() >= 0).all()
+    for value, bin_ in zip(x.tolist(), bins.tolist(), strict=True):
+        counts = torch.zeros(1, histogram.BINS, dtype=torch.float64)
+        counts[0, bin_] = 3
+        middle = histogram.percentiles(counts, (50,)).item()
+        bound = histogram.RELATIVE_ERROR * (abs(value) + histogram.LINEAR)
+        assert abs(middle - value) <= 1.002 * bound
+
+
+def test_policy_versions_are_reported_apart() -> None:
+    rollout, trainer = [[-1.0, -2.0, -3.0], [-0.5, -0.25]], [[-1.5, -2.0, -2.0], [-0.25, -4.0]]
+    given_ = pad(trainer), pad(rollout), mask_of(rollout)
+    versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is no token, whatever it says
+    found = mismatch_metrics(*given_, versions_BT=versions)
+    x = log_ratios(trainer, rollout)
+    for version, part in {-1: [*x[0][:2]], 3: [x[0][2], *x[1]]}.items():
+        prefix = f"version_{version}/"
+        mine = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        assert_metrics(mine, token_metrics(part), part, 1.0)
+    versions[1, 2] = 9
+    assert mismatch_metrics(*given_, versions_BT=versions) == found
+    one = mismatch_metrics(*given_, versions_BT=torch.full((2, 3), 5))
+    assert one == mismatch_metrics(*given_) and one.items() <= found.items()
+
+
+def test_only_the_newest_versions_are_reported() -> None:
+    count = MOST_VERSIONS + 4
+    zeros, mask = torch.zeros(1, count), torch.ones(1, count, dtype=torch.bool)
+    found = mismatch_metrics(zeros, zeros - 1, mask, versions_BT=torch.arange(count)[None])
+    shown = {name.split("/")[0] for name in found if name.startswith("version_")}
+    assert shown == {f"version_{v}" for v in range(4, count)}
+    assert found["tokens"] == count
+
+
+def test_blocks_of_rows_add_up(monkeypatch: Any) -> None:
+    trainer, rollout = long_batch((70, 1, 0, 33, 70, 12, 5), 0.3)
+    versions = torch.arange(7)[:, None].expand(7, 70) // 3
+    at_once = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout), versions_BT=versions)
+    monkeypatch.setattr(mismatch_module, "CPU_TOKENS", 150)  # two rows
+    found = mismatch_metrics(pad(trainer), pad(rollout), mask_of(rollout), versions_BT=versions)
+    assert found.keys() == at_once.keys()
+    assert found == pytest.approx(at_once, rel=REL, abs=REL)
+
+
+def test_unusable_inputs_are_refused() -> None:
+    zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    for broken in (-math.inf, math.inf, math.nan):
+        for pair in ((zeros, torch.tensor([[-1.0, broken]])), (torch.full((1, 2), broken), zeros)):
+            with pytest.raises(ValueError, match=r"1 sequences have .* no finite number"):
+                mismatch_metrics(*pair, mask)
+    with pytest.raises(ValueError, match="no finite number"):  # inf - inf
+        mismatch_metrics(zeros + math.inf, zeros + math.inf, mask)
+    with pytest.raises(ValueError, match=r"mask_BT has dtype torch.float32; pass it as bool"):
+        mismatch_metrics(zeros, zeros, mask.float())
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) against"):
+        mismatch_metrics(zeros, torch.zeros(1, 3), mask)
+    for empty in ((1, 2), (2, 0), (0, 4), (0, 0)):
+        nothing = torch.zeros(empty)
+        with pytest.raises(ValueError, match="mask_BT selects no token"):
+            mismatch_metrics(nothing, nothing, nothing.bool())

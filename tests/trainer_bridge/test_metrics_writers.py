@@ -1,0 +1,150 @@
+"""Where metrics go: JSONL, Prometheus, pictures; and what they are called elsewhere."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+from trainer_bridge.correction.config import REJECTIONS
+from trainer_bridge.metrics import NAMES, PrometheusMetrics, append_jsonl, draw
+from trainer_bridge.metrics import names as names_module
+from trainer_bridge.metrics.plot import read_runs
+from trainer_bridge.metrics.tally import Tally
+
+DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
+EVERYTHING = CorrectionConfig(
+    rollout_is_batch_normalize=True, rollout_rs=dict.fromkeys(REJECTIONS, 1.5), veto_threshold=0.5
+)
+
+
+def some_metrics(versions: bool = True) -> dict[str, float]:
+    trainer_BT, mask_BT = torch.linspace(-1, 0, 40).view(2, 20), torch.ones(2, 20).bool()
+    versions_BT = torch.tensor([[4], [7]]).expand(2, 20) if versions else None
+    given = trainer_BT, trainer_BT.flip(1), mask_BT, EVERYTHING
+    return correct_logprobs(*given, versions_BT=versions_BT).metrics
+
+
+def test_every_name_in_the_table_is_computed_and_shown_in_the_docs() -> None:
+    shown = {name.replace("<option>", "seq_mean_k3") for name in NAMES}
+    assert shown <= some_metrics().keys()
+    assert names_module.render() in DOCS.read_text()
+
+
+def test_each_step_is_a_line_that_any_json_reader_takes(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    metrics = some_metrics()
+    append_jsonl(path, 1, metrics, arm="fp8")
+    append_jsonl(path, 2, {"ess": math.inf, "chi2_seq": math.nan})
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"step": 1, "arm": "fp8", **metrics}
+    assert second == {"step": 2, "ess": None, "chi2_seq": None}
+
+
+def test_prometheus_reads_back_what_was_shown() -> None:
+    client = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    registry, gauges = client.CollectorRegistry(), PrometheusMetrics({"run": 'a "quoted" run'})
+    registry.register(gauges)
+    metrics = some_metrics()
+    gauges.update(3, metrics)
+
+    def scraped() -> dict[tuple[str, ...], float]:
+        found = {}
+        for family in text_string_to_metric_families(client.generate_latest(registry).decode()):
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                assert labels.pop("run") == 'a "quoted" run'
+                found[(sample.name, *labels.keys(), *labels.values())] = sample.value
+        return found
+
+    values = scraped()
+    assert len(values) == len(metrics) + 1 and values[("fp8rl_step",)] == 3
+    assert values[("fp8rl_ess",)] == metrics["ess"]
+    by_version = "fp8rl_by_policy_version_ess", "policy_version", "7"
+    assert values[by_version] == metrics["version_7/ess"]
+    by_position = "fp8rl_by_position_tokens", "position", "16"
+    assert values[by_position] == metrics["position_16/tokens"] == 8
+    rejected = "fp8rl_rejection_masked_fraction", "rejection", "seq_max_k2"
+    assert values[rejected] == metrics["seq_max_k2/masked_fraction"]
+    gauges.update(4, some_metrics(versions=False))
+    assert by_version not in scraped() and by_position in scraped()
+
+
+def write_run(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
+    rows = [{"kind": "environment", "device": "CPU"}]
+    rows += [{"step": s, "ess": 1 - s / 10, "mismatch_kl_k3": None} for s in range(5)]
+    first = write_run(tmp_path / "first.jsonl", [*rows, {"step": 4, "ess": 0.25}])
+    arms = [{"step": s, "arm": arm, "ess": 0.9, "reward": s} for s in (0, 1) for arm in ("a", "b")]
+    (tmp_path / "second").mkdir()
+    write_run(tmp_path / "second" / "metrics.jsonl", arms)
+    runs = [first, tmp_path / "second"]
+    series = read_runs(runs)
+    assert [*series] == ["first", "second a", "second b"]
+    assert series["first"][4] == {"step": 4, "ess": 0.25}  # the later row of a resumed step
+    assert "mismatch_kl_k3" not in series["first"][0]
+
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "pictures" / "runs.png"
+    assert draw(runs, picture) == ["reward", "ess"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert draw(runs, picture, ["ess"]) == ["ess"]
+    with pytest.raises(ValueError, match="no run has kl; there are ess, reward"):
+        draw(runs, picture, ["kl"])
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for text, message in (
+        ('{"kind": "note"}\n', "has no row with a step"),
+        ("step 1\n", ":1 is no JSON"),
+        ("[1]\n", ":1 is no JSON object"),
+    ):
+        path = tmp_path / "run.jsonl"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_runs([path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no row with a step"):
+        read_runs([tmp_path / "empty"])
+
+
+class WaitsForTheDevice(TorchDispatchMode):
+    """Notes operations whose result the host must read before it goes on."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if any(wait in name for wait in self.waits):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait for the GPU a batch: what the last copy to the host is."""
+    with WaitsForTheDevice() as mode:
+        before_reduce: list[list[str]] = []
+        reduce = Tally.reduce
+
+        def noted(tally: Tally, group: Any) -> dict[str, torch.Tensor]:
+            before_reduce.append(list(mode.seen))
+            return reduce(tally, group)
+
+        monkeypatch.setattr(Tally, "reduce", noted)
+        some_metrics(versions=False)
+        assert before_reduce == [[]]
+        assert mode.seen  # control: it does see what is read afterwards

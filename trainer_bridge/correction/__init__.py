@@ -1,0 +1,21 @@
+"""Correct for a rollout policy that is not the trainer's: weights, masks, the loss they go into.
+
+The engine samples with FP8 weights, other kernels and perhaps an older policy, so a sampled token
+has another probability there than in the trainer. The ratio pi_trainer / pi_rollout is its
+importance weight; truncated, masked and rejected as ``CorrectionConfig`` says.
+"""
+
+from trainer_bridge.correction.apply import Correction, correct, correct_logprobs
+from trainer_bridge.correction.config import PRESETS, CorrectionConfig
+from trainer_bridge.correction.loss import policy_loss
+from trainer_bridge.metrics.report import mismatch_metrics
+
+__all__ = [
+    "PRESETS",
+    "Correction",
+    "CorrectionConfig",
+    "correct",
+    "correct_logprobs",
+    "mismatch_metrics",
+    "policy_loss",
+]

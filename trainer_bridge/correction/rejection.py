@@ -1,0 +1,97 @@
+"""Which tokens are too far off to be trained on: rejection sampling by divergence, and the veto.
+
+Shapes: B sequences, T tokens of the longest response.
+"""
+
+import math
+
+import torch
+
+from trainer_bridge.correction.config import CorrectionConfig, Threshold
+from trainer_bridge.metrics.mismatch import Mismatch, ends
+from trainer_bridge.metrics.tally import Tally
+
+
+def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:
+    """Of a block of rows, the tokens that pass all rejections and the veto, bool [B, T]; counted
+    into ``tally``."""
+    kept_BT = mismatch.mask_BT
+    divergences_BT: dict[str, torch.Tensor] = {}
+    for option, threshold in config.rollout_rs.items():
+        reach, _, k = option.rpartition("_")
+        if k not in divergences_BT:
+            divergences_BT[k] = _divergence(mismatch, k)
+        statistic = _over_sequence(divergences_BT[k], mismatch, reach)
+        if k == "k1" and not isinstance(threshold, tuple):
+            threshold = (1 / threshold, threshold)
+        allowed = _allowed(statistic, threshold)
+        _count(tally, option, mismatch, allowed)
+        absent = mismatch.absent_BT if reach == "token" else mismatch.absent_B[:, None]
+        tally.sum(f"{option}/sum", statistic.sum())  # 0 outside the mask
+        tally.max(f"{option}/ends", ends(statistic, absent))
+        kept_BT = kept_BT & allowed
+    if config.veto_threshold is not None:
+        # A log ratio is 0 outside the mask, and the threshold is at most 1.
+        vetoed_BT = mismatch.log_ratio_BT < math.log(config.veto_threshold)
+        allowed = ~vetoed_BT.any(1, keepdim=True)
+        _count(tally, "veto", mismatch, allowed)
+        kept_BT = kept_BT & allowed
+    _count(tally, "all", mismatch, kept_BT)
+    return kept_BT
+
+
+def read_rejections(
+    values: dict[str, torch.Tensor], metrics: dict[str, float], config: CorrectionConfig
+) -> dict[str, float]:
+    """masked_sequence_fraction, and for each rejection <option>/ masked_fraction (of tokens),
+    masked_sequence_fraction (sequences with a masked token) and mean, min, max of what it bounds.
+    """
+    read = {"masked_sequence_fraction": values["all"][1].item() / metrics["sequences"]}
+    veto = [] if config.veto_threshold is None else ["veto"]
+    for option in [*config.rollout_rs, *veto]:
+        tokens, sequences = values[option].tolist()
+        read[f"{option}/masked_fraction"] = tokens / metrics["tokens"]
+        read[f"{option}/masked_sequence_fraction"] = sequences / metrics["sequences"]
+    for option in config.rollout_rs:
+        count = metrics["tokens" if option.startswith("token") else "sequences"]
+        negative_lowest, highest = values[f"{option}/ends"].tolist()
+        read[f"{option}/mean"] = values[f"{option}/sum"].item() / count
+        read[f"{option}/min"], read[f"{option}/max"] = -negative_lowest, highest
+    return read
+
+
+def _divergence(mismatch: Mismatch, k: str) -> torch.Tensor:
+    """Schulman's estimators of KL(rollout || trainer), of each token; 0 outside the mask."""
+    if k == "k1":
+        return -mismatch.bounded_BT
+    if k == "k2":
+        return mismatch.bounded_BT.square() / 2
+    return mismatch.excess_BT - mismatch.bounded_BT
+
+
+def _over_sequence(divergence_BT: torch.Tensor, mismatch: Mismatch, reach: str) -> torch.Tensor:
+    """[B, T] for tokens, else [B, 1]."""
+    if reach == "token":
+        return divergence_BT
+    if reach == "seq_max" and divergence_BT.shape[1]:  # without a column, a sum is as good
+        # k2 and k3 are not negative, so the 0 outside of the mask is no maximum.
+        return divergence_BT.amax(1, keepdim=True)
+    total_B1 = divergence_BT.sum(1, keepdim=True)
+    return total_B1 if reach == "seq_sum" else total_B1 / mismatch.lengths_B[:, None].clamp(min=1)
+
+
+def _allowed(statistic: torch.Tensor, threshold: Threshold) -> torch.Tensor:
+    """A number bounds k2 and k3 from above, a pair is ratios that bound k1."""
+    if isinstance(threshold, tuple):
+        low, high = map(math.log, threshold)
+        return (statistic >= low) & (statistic <= high)
+    return statistic <= threshold
+
+
+def _count(tally: Tally, name: str, mismatch: Mismatch, allowed: torch.Tensor) -> None:
+    """Rejected tokens, and sequences that have one. ``allowed`` is [B, T] or [B, 1]."""
+    if allowed.shape == mismatch.mask_BT.shape:
+        rejected_B = (mismatch.mask_BT & ~allowed).sum(1)
+    else:
+        rejected_B = mismatch.lengths_B.masked_fill(allowed[:, 0], 0.0)
+    tally.sum(name, torch.stack([rejected_B.sum(), (rejected_B > 0).sum()]))

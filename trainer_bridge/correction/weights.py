@@ -1,0 +1,71 @@
+"""Importance weights of the trainer's policy over the rollout's.
+
+Truncation: Ionides 2008, doi:10.1198/106186008X320456. Masking by a band: IcePop, as in verl.
+Shapes: B sequences, T tokens of the longest response.
+"""
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.correction.config import CorrectionConfig, Level
+from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, ones_where
+from trainer_bridge.metrics.tally import Tally
+
+SMALLEST_MEAN = 1e-8  # verl divides weights by nothing smaller
+
+
+def add_weights(
+    tally: Tally, mismatch: Mismatch, level: Level, config: CorrectionConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weigh a block of rows and count it into ``tally``.
+
+    Returns:
+        The weights, and 1.0 where the ratio is above C or outside the band; both float64 [B, T] and
+        0 outside the mask.
+    """
+    ratio_BT, threshold = _ratio(mismatch, level), config.rollout_is_threshold
+    if isinstance(threshold, tuple):
+        outside_BT = (ratio_BT < threshold[0]) | (ratio_BT > threshold[1])
+        weights_BT = ratio_BT.masked_fill(outside_BT, 0.0)
+    else:
+        outside_BT = ratio_BT > threshold
+        weights_BT = ratio_BT.clamp(max=threshold)
+    weights_BT *= mismatch.tokens_BT
+    if config.rollout_is_batch_normalize:
+        sums_B, lengths_B = weights_BT.sum(1), mismatch.lengths_B
+        if level == "token":
+            batch = sums_B.sum(), lengths_B.sum()
+        else:  # all tokens of a sequence weigh the same, and each sequence counts once
+            batch = (sums_B / lengths_B.clamp(min=1)).sum(), mismatch.present_B.sum()
+        tally.sum("weight_batch", torch.stack(batch))
+    tally.sum("weight_square", weights_BT.square().sum())
+    tally.max("weight_ends", ends(weights_BT, mismatch.absent_BT))
+    return weights_BT, ones_where(outside_BT & mismatch.mask_BT)
+
+
+def batch_mean(tally: Tally, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """What batch normalisation divides by, over all ranks' blocks; every rank must call."""
+    sums = tally.total("weight_batch", group)
+    mean: torch.Tensor = sums[0] / sums[1]
+    return mean.where(mean > SMALLEST_MEAN, 1.0)
+
+
+def read_weights(
+    values: dict[str, torch.Tensor], metrics: dict[str, float], config: CorrectionConfig
+) -> dict[str, float]:
+    """Metrics of the weights before the batch was normalised, as in verl."""
+    negative_lowest, highest = values["weight_ends"].tolist()
+    mean_square = values["weight_square"].item() / metrics["tokens"]
+    ess = metrics["weight_mean"] ** 2 / mean_square if mean_square else 0.0
+    read = {"weight_min": -negative_lowest, "weight_max": highest, "weight_ess": ess}
+    if config.rollout_is_batch_normalize:
+        total, count = values["weight_batch"].tolist()
+        read["weight_batch_mean"] = total / count if total / count > SMALLEST_MEAN else 1.0
+    return read
+
+
+def _ratio(mismatch: Mismatch, level: Level) -> torch.Tensor:
+    if level == "token":
+        return mismatch.ratio_BT
+    log_ratio_B = mismatch.sequence_sum_B if level == "sequence" else mismatch.sequence_mean_B
+    return bounded(log_ratio_B).exp()[:, None].expand_as(mismatch.mask_BT)

@@ -1,0 +1,128 @@
+"""The mismatch of a batch: trainer minus rollout logprob of the same tokens, and what follows.
+
+Everything that weighs, rejects or measures reads its numbers here, so that each is computed once.
+All of it is float64: a sequence of 32k tokens sums 32k log ratios, and chi2 and k3 are differences
+of numbers that nearly cancel.
+
+Shapes: B sequences, T tokens of the longest response.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+LOG_RATIO_BOUND = 20.0
+"""A log ratio is held within +-20 before exp, as in verl: e^40 and its sums stay finite."""
+
+# Tokens that are worked on at once: on a CPU what fits its caches, on a GPU what it has memory for.
+CPU_TOKENS, GPU_TOKENS = 1 << 16, 1 << 24
+
+_NEVER_LARGEST = 1e300  # stands for infinity, which times 0 is NaN
+
+
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """The log ratio held within +-LOG_RATIO_BOUND."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def ones_where(condition: torch.Tensor) -> torch.Tensor:
+    """1.0 where True, else 0.0, float64; by way of uint8, whose conversion is vectorized."""
+    return condition.view(torch.uint8).double()
+
+
+def row_blocks(mask_BT: torch.Tensor) -> Iterator[slice]:
+    """The rows of a batch, in blocks to be worked on at once; at least one block."""
+    count, width = mask_BT.shape
+    rows = max(1, (GPU_TOKENS if mask_BT.is_cuda else CPU_TOKENS) // max(width, 1))
+    for start in range(0, max(count, 1), rows):
+        yield slice(start, min(start + rows, count))
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Log ratios of the tokens that count. Carries no gradient."""
+
+    trainer_BT: torch.Tensor
+    """Trainer logprob, float64 [B, T], 0 outside the mask."""
+    rollout_BT: torch.Tensor
+    """Rollout logprob, float64 [B, T], 0 outside the mask."""
+    mask_BT: torch.Tensor
+    """Bool [B, T]."""
+
+    @classmethod
+    def of(
+        cls, trainer_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor
+    ) -> "Mismatch":
+        """From logprobs of any float dtype; what they hold outside the mask is of no matter."""
+        trainer_BT, rollout_BT = (
+            logprobs_BT.detach().where(mask_BT, 0.0).double()
+            for logprobs_BT in (trainer_BT, rollout_BT)
+        )
+        return cls(trainer_BT, rollout_BT, mask_BT)
+
+    @cached_property
+    def log_ratio_BT(self) -> torch.Tensor:
+        """log(pi_trainer / pi_rollout) of each token; 0 outside the mask."""
+        return self.trainer_BT - self.rollout_BT
+
+    @cached_property
+    def bounded_BT(self) -> torch.Tensor:
+        """The log ratio within +-LOG_RATIO_BOUND."""
+        return bounded(self.log_ratio_BT)
+
+    @cached_property
+    def excess_BT(self) -> torch.Tensor:
+        """Ratio less 1, exact where the ratio is near 1; 0 outside the mask."""
+        return self.bounded_BT.expm1()
+
+    @cached_property
+    def ratio_BT(self) -> torch.Tensor:
+        """pi_trainer / pi_rollout, exact where it is small; 1 outside the mask."""
+        return self.bounded_BT.exp()
+
+    @cached_property
+    def tokens_BT(self) -> torch.Tensor:
+        """1.0 where the mask is True, else 0.0."""
+        return ones_where(self.mask_BT)
+
+    @cached_property
+    def lengths_B(self) -> torch.Tensor:
+        """Tokens that count in each sequence, float64."""
+        return self.tokens_BT.sum(1)
+
+    @cached_property
+    def present_B(self) -> torch.Tensor:
+        """1.0 for a sequence that has a token, else 0.0."""
+        return self.lengths_B.clamp(max=1)
+
+    @cached_property
+    def absent_BT(self) -> torch.Tensor:
+        """For ``ends``: hides what is outside the mask."""
+        return (self.tokens_BT - 1).mul_(_NEVER_LARGEST)
+
+    @cached_property
+    def absent_B(self) -> torch.Tensor:
+        """For ``ends``: hides sequences without a token."""
+        return (self.present_B - 1) * _NEVER_LARGEST
+
+    @cached_property
+    def sequence_sum_B(self) -> torch.Tensor:
+        """Log ratio of the whole sequence: the sum of its tokens', not bounded."""
+        return self.log_ratio_BT.sum(1)
+
+    @cached_property
+    def sequence_mean_B(self) -> torch.Tensor:
+        """Log of the geometric mean of the sequence's token ratios; 0 without a token."""
+        return self.sequence_sum_B / self.lengths_B.clamp(min=1)
+
+
+def ends(values: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+    """Largest of -values and of values that are not ``absent``, float64 [2].
+
+    They add up over blocks and ranks by their maximum; of no value they are below -1e299.
+    """
+    if not values.numel():
+        return values.new_full((2,), -_NEVER_LARGEST)
+    return torch.stack([(absent - values).amax(), (absent + values).amax()])

@@ -1,0 +1,105 @@
+"""Runs side by side: one panel a metric, one line a run, from their JSONL files."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DEFAULT = (
+    "reward",
+    "mismatch_kl_k3",
+    "ess",
+    "clipped_fraction",
+    "masked_fraction",
+    "ratio_p99",
+    "token_mult_prob_error",
+    "chi2_seq",
+    "step_s",
+)
+COLUMNS = 3
+Series = dict[str, dict[int, dict[str, float]]]
+
+
+def read_runs(runs: Sequence[Path]) -> Series:
+    """Of each run, step -> the numbers of its row.
+
+    A run is a JSONL file, or a folder of them. Rows without a step are passed over; rows that name
+    an arm make a run of each arm. A step that is there twice, as after a resume, is the later one.
+
+    Raises:
+        ValueError: a run has no row with a step, or a line that is no JSON object.
+    """
+    series: Series = defaultdict(dict)
+    for run in runs:
+        files = sorted(run.glob("*.jsonl")) if run.is_dir() else [run]
+        found = False
+        for file in files:
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                row = _parse(line, f"{file}:{number}")
+                if row is None or not isinstance(row.get("step"), int):
+                    continue
+                found = True
+                name = run.stem if len(files) < 2 else f"{run.stem}/{file.stem}"
+                arm = f" {row['arm']}" if "arm" in row else ""
+                kept = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
+                series[name + arm].setdefault(row["step"], {}).update(kept)
+        if not found:
+            raise ValueError(f"{run} has no row with a step; give a JSONL file of metrics")
+    return dict(series)
+
+
+def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> list[str]:
+    """Draw ``metrics`` (those of DEFAULT that the runs have) and return what was drawn.
+
+    Raises:
+        ValueError: as ``read_runs``, or no run has a metric that was asked for.
+    """
+    series = read_runs(runs)
+    known = {name for steps in series.values() for row in steps.values() for name in row}
+    if missing := [name for name in metrics if name not in known]:
+        raise ValueError(
+            f"no run has {', '.join(missing)}; there are {', '.join(sorted(known - {'step'}))}"
+        )
+    chosen = list(metrics) or [name for name in DEFAULT if name in known]
+    if not chosen:
+        raise ValueError(
+            f"the runs have none of {', '.join(DEFAULT)}; name some of {', '.join(sorted(known))}"
+        )
+    from matplotlib.figure import Figure
+
+    rows = -(-len(chosen) // COLUMNS)
+    columns = min(COLUMNS, len(chosen))
+    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for panel, name in zip(panels, chosen, strict=False):
+        for run, steps in series.items():
+            points = [(step, steps[step][name]) for step in sorted(steps) if name in steps[step]]
+            panel.plot(*zip(*points, strict=True), label=run, linewidth=1) if points else None
+        panel.set_title(name, fontsize=10)
+        panel.grid(alpha=0.3)
+    for panel in panels[len(chosen) :]:
+        panel.remove()
+    figure.supxlabel("step", fontsize=9)
+    handles = {text: h for p in panels[: len(chosen)] for h, text in zip(*_legend(p), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4, fontsize=9)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
+    return chosen
+
+
+def _legend(panel: Any) -> tuple[list[Any], list[str]]:
+    handles, names = panel.get_legend_handles_labels()
+    return handles, names
+
+
+def _parse(line: str, where: str) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is no JSON ({error}); give a JSONL file of metrics") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object; give a JSONL file of metrics")
+    return row

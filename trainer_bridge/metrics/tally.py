@@ -1,0 +1,49 @@
+"""Sums and maxima of a batch over its blocks and all ranks: collected first, then read at once.
+
+A GPU is waited for once, and ranks meet in two collectives, however many numbers there are.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class Tally:
+    """Named float64 tensors that add up, or whose largest is kept."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+
+    def sum(self, name: str, value: torch.Tensor) -> None:
+        """Add ``value``, of any shape (the same on all ranks)."""
+        value = value.double()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def max(self, name: str, value: torch.Tensor) -> None:
+        """Keep the largest ``value``, of any shape (the same on all ranks)."""
+        value = value.double()
+        known = self._maxima.get(name)
+        self._maxima[name] = value if known is None else torch.maximum(known, value)
+
+    def total(self, name: str, group: dist.ProcessGroup | None) -> torch.Tensor:
+        """One sum so far, over the ranks of ``group``, on its device."""
+        total = self._sums[name].clone()
+        if group is not None:
+            dist.all_reduce(total, dist.ReduceOp.SUM, group)
+        return total
+
+    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+        """All values over the ranks of ``group`` (None: this process), as CPU tensors."""
+        named = self._sums | self._maxima
+        sums, maxima = (
+            torch.cat([value.reshape(-1) for value in tensors.values()])
+            for tensors in (self._sums, self._maxima)
+        )
+        if group is not None:
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+        pieces = torch.cat([sums, maxima]).cpu().split([value.numel() for value in named.values()])
+        return {
+            name: piece.view(value.shape)
+            for (name, value), piece in zip(named.items(), pieces, strict=True)
+        }

@@ -1,0 +1,79 @@
+"""Where metrics go: a line of JSON for each step, and gauges for Prometheus."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+# How the prefix of a metric's name becomes a label; what is left of it is the name.
+_LABELS = (
+    (re.compile(r"version_(-?\d+)/"), "policy_version"),
+    (re.compile(r"position_(\d+)/"), "position"),
+    (re.compile(r"(\w+)/"), "rejection"),
+)
+PREFIX = "fp8rl_"
+
+
+def append_jsonl(path: Path, step: int, metrics: Mapping[str, float], **more: Any) -> None:
+    """Append ``{"step", **more, **metrics}`` as one line, in one write.
+
+    Infinity and NaN, which JSON does not have, become null.
+    """
+    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+    line = json.dumps({"step": step, **more, **finite}, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+class PrometheusMetrics:
+    """The latest metrics as gauges: a collector for a registry of prometheus_client, which serves
+    them (start_http_server) or writes them for node_exporter (write_to_textfile).
+
+    fp8rl_<name>, with what stands before the slash as a label: policy_version, position or
+    rejection. A version that is no longer sampled is no longer shown.
+    """
+
+    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
+        """``labels``, such as the run's name, go on each gauge."""
+        self._labels = dict(labels or {})
+        self._values: dict[str, float] = {}
+        self._lock = Lock()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show these metrics from now on, and no others."""
+        with self._lock:
+            self._values = {"step": float(step), **metrics}
+
+    def collect(self) -> Iterator["Metric"]:
+        """Called by the registry at each scrape."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            values = dict(self._values)
+        families: dict[tuple[str, str | None], Any] = {}
+        for full_name, value in values.items():
+            name, label, label_value = _split(full_name)
+            family = families.get((name, label))
+            if family is None:
+                names = [*self._labels, *([label] if label else [])]
+                help_ = f"{name} of the last step, see sgl-fp8rl's docs/correction.md"
+                family = GaugeMetricFamily(PREFIX + name, help_, labels=names)
+                families[name, label] = family
+            family.add_metric([*self._labels.values(), *([label_value] if label else [])], value)
+        yield from families.values()
+
+
+def _split(full_name: str) -> tuple[str, str | None, str]:
+    """Name, label and the label's value."""
+    for pattern, label in _LABELS:
+        if found := pattern.match(full_name):
+            kind = label + "_" if label == "rejection" else "by_" + label + "_"
+            return kind + full_name[found.end() :], label, found[1]
+    return full_name, None, ""
