@@ -13,13 +13,16 @@ For an FP8 KV cache, scales that follow the policy:
 """
 
 from trainer_bridge.calibrate import KVCalibrator
-from trainer_bridge.correction import Correction, correct, mismatch_metrics
+from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.metrics import mismatch_metrics
 from trainer_bridge.rollout import Rollout, rollout
 from trainer_bridge.update import UpdateResult, update
 
 __all__ = [
+    "PRESETS",
     "Correction",
+    "CorrectionConfig",
     "EngineError",
     "KVCalibrator",
     "Rollout",
@@ -27,6 +30,7 @@ __all__ = [
     "connect",
     "correct",
     "mismatch_metrics",
+    "policy_loss",
     "rollout",
     "update",
 ]

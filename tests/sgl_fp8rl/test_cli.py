@@ -60,7 +60,7 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "{doctor,layers,tune,kv-report}" in capsys.readouterr().err
+    assert "{doctor,layers,tune,kv-report,plot}" in capsys.readouterr().err
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +191,17 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     assert "no multiple of 128" in output["reason"]
     assert layers["lm_head"]["format"] == "bf16"
     assert len(layers) == 2 * 4 + 2
+
+
+def test_runs_are_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("bf16", "fp8"):
+        rows = [json.dumps({"step": step, "reward": step / 4}) for step in range(3)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    picture = tmp_path / "runs.png"
+    runs = [str(tmp_path / f"{name}.jsonl") for name in ("bf16", "fp8")]
+    assert cli.main(["plot", *runs, "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(PNG_SIGNATURE)
+    assert capsys.readouterr().out.strip() == str(picture)
+    with pytest.raises(SystemExit, match=r"sgl-fp8rl plot: .*no-such"):
+        cli.main(["plot", str(tmp_path / "no-such.jsonl")])

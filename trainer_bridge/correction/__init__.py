@@ -8,7 +8,6 @@ importance weight; truncated, masked and rejected as ``CorrectionConfig`` says.
 from trainer_bridge.correction.apply import Correction, correct, correct_logprobs
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig
 from trainer_bridge.correction.loss import policy_loss
-from trainer_bridge.metrics.report import mismatch_metrics
 
 __all__ = [
     "PRESETS",
@@ -16,6 +15,5 @@ __all__ = [
     "CorrectionConfig",
     "correct",
     "correct_logprobs",
-    "mismatch_metrics",
     "policy_loss",
 ]
