@@ -12,6 +12,7 @@ import report
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "kv_cache.md", PERFORMANCE)
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -205,7 +206,7 @@ def filled(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "kv_cache.md", PERFORMANCE):
+    for page in PAGES:
         page.write_text(BLOCK.sub(filled, page.read_text()))
     measured = RESULTS / "rollout.json"
     if measured.exists():

@@ -107,11 +107,12 @@ def _tune(model: str, tp_size: int) -> int:
     if not shapes:
         sys.exit(f"sgl-fp8rl tune: no linear layer of {model} runs in FP8")
 
+    from sgl_fp8rl import compat
     from sgl_fp8rl.gemm import command
 
     try:
         command.run(shapes, Fp8RLServerArgs.from_env().tune_cache)
-    except OSError as error:
+    except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
         sys.exit(f"sgl-fp8rl tune: {error}")
     return 0
 

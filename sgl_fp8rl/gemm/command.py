@@ -32,6 +32,8 @@ def run(shapes: Sequence[Shape], folder: str) -> None:
     """
     properties = torch.cuda.get_device_properties(0)
     machine = Machine.of(properties.name, properties.multi_processor_count)
+    path = machine.path(folder)
+    table.save(path, machine, table.own(machine, folder))  # told now, not when all is measured
     plans = {shape: plan(shape, rows_of(BUCKETS)) for shape in shapes}
     tuned: Table = {}
     faults = Counter[str]()
@@ -48,8 +50,7 @@ def run(shapes: Sequence[Shape], folder: str) -> None:
                     faults[f"{measurement.kernel}: {measurement.fault}"] += 1
                 bar.update()
             tuned[n, k] = pick(measurements, BUCKETS)
-    path = machine.path(folder)
-    table.save(path, machine, table.own(machine, folder) | tuned)
+            table.save(path, machine, table.own(machine, folder) | tuned)
     print(render(tuned, copy_bytes_per_us()))
     for fault, times in faults.most_common():
         print(f"passed over {times} times: {fault}")

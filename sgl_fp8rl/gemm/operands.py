@@ -26,7 +26,7 @@ Timer = Callable[[Callable[[int], object], int], float]
 ROTATED_BYTES = 200 << 20
 """Weights in rotation: four times the L2 cache of a Hopper card."""
 CHECKED_ROWS = 64
-"""Rows whose result is compared, spread over all: at least one in each tile of 256 of 16384."""
+"""Rows whose result is compared, evenly spread: of 16384 every 260th."""
 CHECKED_COLUMNS = 4096
 """Columns of the reference made at a time, which bounds its memory."""
 OUTLIER_CHANNELS = 4

@@ -1,7 +1,8 @@
 """At start, once weights are in place: give each FP8 linear layer its choice of kernels.
 
 Rank 0 reads the user's table, then the one that comes with the package, and where neither has the
-model's shapes it measures the decode batches for half a minute at most and keeps the result. All
+model's shapes it measures the decode batches and keeps the result: half a minute, in which a kernel
+that compiles last is not counted, and a second or two for each shape of a table to be checked. All
 ranks of the engine take its table, so that they compute alike. No KV cache is there yet: SGLang
 sizes it after this, by the memory that is free, so what measuring takes (about 2 GB for the four
 shapes of an 8B model) is given back before.
@@ -25,6 +26,7 @@ from sgl_fp8rl.gemm.table import Entry, Machine, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     ERROR_BOUND,
+    NOT_THE_KERNELS,
     Measurement,
     compiling_only_what_runs,
     faults,
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 QUICK_S = 25.0
 """No measurement begins later; the last may compile its kernel, which takes seconds."""
 QUICK_CONFIGS = 3
+SWAPPED_ROWS, SWAPPED_STEP = 32, 8
 
 
 def prepare(original: Any, runner: Any) -> None:
@@ -65,14 +68,16 @@ def compile_choices(layer: Any) -> None:
     """Run each kernel of the layer but the stock one, which SGLang compiles.
 
     None is to compile while requests wait, or at its first call inside the capture of a CUDA graph.
-    Within ``ROW_STEP`` rows no library changes its tile.
+    Within ``ROW_STEP`` rows no library changes its tile, or within 8 of a batch below 32, where
+    FlashInfer swaps the operands.
     """
     choices = layer.quant_method.choices
     k = layer.weight.shape[1]
     below = 0
     for bound, kernel in zip(choices.bounds, choices.kernels, strict=False):
         if kernel is not choices.kernels[-1]:
-            for m in (*range(below + warmup.ROW_STEP, bound, warmup.ROW_STEP), bound):
+            step = warmup.ROW_STEP if below >= SWAPPED_ROWS else SWAPPED_STEP
+            for m in (*range(below + step, bound, step), bound):
                 x_MK = torch.zeros(m, k, dtype=torch.bfloat16, device=layer.weight.device)
                 kernel(*quantize_tokens(x_MK), layer.weight, layer.weight_scale_inv)
         below = bound
@@ -86,7 +91,8 @@ def _why_stock(runner: Any) -> str | None:
         return "the table of kernels is for Hopper"
     if runner.model_config.dtype != torch.bfloat16:
         return f"the model computes in {runner.model_config.dtype}"
-    if getattr(runner.server_args, "enable_deterministic_inference", False):
+    deterministic = compat.get_exec().deterministic
+    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target:
         return "deterministic inference was asked for, and kernels that change with M are not"
     return None
 
@@ -114,19 +120,24 @@ def find(
         folder: the tune cache.
         may_measure: False where launches cost more than kernels, without CUDA graphs.
     """
-    mine = table.own(machine, folder)
+    mine = only_built(table.own(machine, folder))
     theirs, same_versions = table.shipped(machine, flashinfer_is_built())
     found = {shape: (theirs | mine)[shape] for shape in shapes if shape in theirs | mine}
     unchecked = [] if same_versions else [shape for shape in found if shape not in mine]
-    missing = [shape for shape in shapes if shape not in found]
-    if not may_measure or not (unchecked or missing):
+    missing = [shape for shape in shapes if shape not in found] if may_measure else []
+    if not (unchecked or missing):
         return found
     began = time.monotonic()
-    with compiling_only_what_runs():
-        checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
-        tuned, finished = quick_tune(missing)
-    gc.collect()
-    torch.cuda.empty_cache()
+    try:
+        with compiling_only_what_runs():
+            checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
+            tuned, finished = quick_tune(missing)
+    except torch.OutOfMemoryError as error:
+        logger.warning("Kernels are not measured, for want of memory: %s", error)
+        return {shape: found[shape] for shape in found if shape not in unchecked}
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
     logger.info(
         "Measured kernels of %d FP8 weight shapes in %.1f s%s; sgl-fp8rl tune measures more",
         len(unchecked) + len(missing),
@@ -136,10 +147,29 @@ def find(
     kept = checked | tuned if finished else checked
     if kept:
         try:
-            table.save(machine.path(folder), machine, mine | kept)
+            # read again: another engine may have measured other shapes meanwhile
+            path = machine.path(folder)
+            table.save(path, machine, table.own(machine, folder) | kept)
         except OSError as error:
             logger.warning("The table of kernels cannot be kept: %s", error)
     return found | checked | tuned
+
+
+def only_built(chosen: Table) -> Table:
+    """The same table with the stock choice where a start would have to build FlashInfer's GEMM."""
+    names = {entry.kernel for entries in chosen.values() for entry in entries}
+    if FLASHINFER not in names or flashinfer_is_built():
+        return chosen
+    logger.warning(
+        "The table of kernels has FlashInfer's block-FP8 GEMM, which is not built any more, so "
+        "DeepGEMM runs in its place; run sgl-fp8rl tune again"
+    )
+    return {
+        shape: [
+            table.stock_entry(e.m, e.stock_us) if e.kernel == FLASHINFER else e for e in entries
+        ]
+        for shape, entries in chosen.items()
+    }
 
 
 def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
@@ -166,20 +196,21 @@ def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
 def accurate(shape: Shape, entries: Sequence[Entry]) -> list[Entry]:
     """The entries, with the stock choice for each kernel that fails the accuracy check here."""
     operands = Operands(*shape, "cuda", cuda_graph_us)
-    good: dict[tuple[str, str], bool] = {}
-    checked = []
-    for entry in entries:
-        key = entry.kernel, str(entry.config)
-        if key not in good:
-            good[key] = entry.kernel == STOCK or _is_accurate(operands, entry)
-        checked.append(entry if good[key] else table.stock_entry(entry.m, entry.stock_us))
-    return checked
+    # Each at its own M: FlashInfer's GEMM is another kernel from 32 rows on.
+    return [
+        entry
+        if entry.kernel == STOCK or _is_accurate(operands, entry)
+        else table.stock_entry(entry.m, entry.stock_us)
+        for entry in entries
+    ]
 
 
 def _is_accurate(operands: Operands, entry: Entry) -> bool:
     try:
         kernel = CANDIDATES[entry.kernel].bind(entry.config)
         return operands.error(kernel, entry.m) <= ERROR_BOUND
+    except NOT_THE_KERNELS:
+        raise
     except faults() as fault:
         logger.warning("The kernel %s does not run here: %s", entry.kernel, fault)
         return False

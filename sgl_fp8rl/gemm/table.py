@@ -3,7 +3,7 @@
 A table is a JSON file. The user's own, measured on his card, lies in the tune cache under a name
 made of the card, its number of SMs and the versions of what compiles kernels. Tables that come
 with the package are for a card whatever the versions: what is fastest for a shape is mostly a
-matter of the card, and ``choose`` measures their accuracy again where versions differ.
+matter of the card, and ``prepare`` measures their accuracy again where versions differ.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Raised whenever an older file must not be read any more."""
-PACKAGES = ("torch", "triton", "sgl-deep-gemm", "flashinfer-python")
+PACKAGES = ("torch", "triton", "sglang", "sgl-deep-gemm", "flashinfer-python")
 """Their versions decide what a kernel does and how fast."""
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -72,10 +72,17 @@ class Machine:
         return self.card.lower().replace(" ", "-").replace("/", "-")
 
     def path(self, folder: str) -> Path:
-        """The user's own table in the tune cache ``folder``."""
+        """The user's own table in the tune cache ``folder``.
+
+        Raises:
+            OSError: ``~`` stands for no folder here.
+        """
         key = hashlib.sha256(json.dumps([FORMAT, asdict(self)], sort_keys=True).encode())
         name = f"gemm-{self.slug}-{self.sms}-{key.hexdigest()[:8]}.json"
-        return Path(folder).expanduser() / name
+        try:
+            return Path(folder).expanduser() / name
+        except RuntimeError as error:
+            raise OSError(f"{folder} names no folder ({error}); set FP8RL_TUNE_CACHE") from None
 
 
 def _version(package: str) -> str:
@@ -141,13 +148,14 @@ def _entries(rows: Iterable[Mapping[str, Any]]) -> list[Entry]:
 
 def own(machine: Machine, folder: str) -> Table:
     """The user's own table; empty, with a sentence in the log, where the file is not usable."""
-    path = machine.path(folder)
-    if not path.exists():
-        return {}
+    path = Path(folder)
     try:
+        path = machine.path(folder)
         measured_on, table = read(path)
         if measured_on != machine:
             raise ValueError("it was measured on another card or with other versions")
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError) as error:
         logger.warning("The table of kernels %s is not used: %s", path, error)
         return {}

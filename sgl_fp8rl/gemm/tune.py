@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Candidate, Config
 from sgl_fp8rl.gemm.operands import Operands
@@ -20,7 +22,7 @@ ERROR_BOUND = 1e-3
 """Largest ``operands.difference``; an FP32 product rounded to BF16 has 2e-6, with outliers too."""
 MARGIN = 0.02
 """How much faster than the stock choice a kernel must be; a median repeats within 1%."""
-DECODE_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 31, 48, 64, 96, 128, 160, 192, 256)
 PREFILL_ROWS = (384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
 """Upper bounds of M, one entry of a table each."""
 NEVER = float("inf")
@@ -113,8 +115,14 @@ def _measure(operands: Operands, m: int, candidate: Candidate, config: Config) -
         if not error <= ERROR_BOUND:
             return result(None, error, f"its error is above {ERROR_BOUND:.0e}")
         return result(operands.time_us(kernel, m), error)
+    except NOT_THE_KERNELS:
+        raise
     except faults() as fault:
         return result(None, error, f"{type(fault).__name__}: {fault}"[:500])
+
+
+NOT_THE_KERNELS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""RuntimeErrors too, and no reason to pass over a kernel: nothing was measured."""
 
 
 def faults() -> tuple[type[Exception], ...]:

@@ -37,20 +37,21 @@ def draw(
     logprobs_B = maxima_BC.new_empty(rows)
     sources = logits_BV, logits_BV.stride(0), temperatures_B1, noise_BV, noise_BV.stride(0)
     parts = maxima_BC, sums_BC, winners_BC
-    _reduce_chunk[chunks, rows](
-        *sources, *parts, vocab, CHUNK=CHUNK, LEAST_NOISE=LEAST_NOISE, num_warps=_WARPS
-    )
     width = 1 << (chunks - 1).bit_length()
-    _draw_row[rows,](
-        *sources,
-        *parts,
-        tokens_B,
-        logprobs_B,
-        chunks,
-        WIDTH=width,
-        LEAST_NOISE=LEAST_NOISE,
-        num_warps=1,
-    )
+    with torch.cuda.device_of(logits_BV):  # a kernel starts on the current device
+        _reduce_chunk[chunks, rows](
+            *sources, *parts, vocab, CHUNK=CHUNK, LEAST_NOISE=LEAST_NOISE, num_warps=_WARPS
+        )
+        _draw_row[rows,](
+            *sources,
+            *parts,
+            tokens_B,
+            logprobs_B,
+            chunks,
+            WIDTH=width,
+            LEAST_NOISE=LEAST_NOISE,
+            num_warps=1,
+        )
     return tokens_B, logprobs_B
 
 

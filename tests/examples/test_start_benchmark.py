@@ -278,8 +278,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name another --output" in capsys.readouterr().err
 
 
-def test_the_readme_has_the_block() -> None:
-    text = (readme.ROOT / "README.md").read_text() + readme.PERFORMANCE.read_text()
+def test_the_pages_have_every_block() -> None:
+    text = "".join(page.read_text() for page in readme.PAGES)
     assert {match[2] for match in readme.BLOCK.finditer(text)} == readme.BLOCKS.keys()
 
 

@@ -215,6 +215,14 @@ def test_sglang_compiles_all_again_after(
     assert stock._DO_COMPILE_ALL
 
 
+def test_a_full_card_is_no_fault_of_a_kernel() -> None:
+    def full(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no 2 GiB are free")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels(Bench(stock_and(fast=50.0), fast=full))
+
+
 def test_triton_errors_are_faults() -> None:
     from triton.runtime.errors import OutOfResources
 
