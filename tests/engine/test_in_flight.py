@@ -41,6 +41,10 @@ ASK = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True}
 LONG_PROMPT = [7 * n % 509 for n in range(160)]
 CHUNK = 64
 """Tokens that are prefilled at once: the long prompt takes three steps."""
+TIE = 0.1
+"""Nats. What was retracted is prefilled again, which rounds otherwise than decode did, so of two
+tokens that are this near the other may be the greedy one. Seen: 0.045 between prefill and decode of
+one token (test_kv_cache.py)."""
 
 Reply = dict[str, Any]
 
@@ -264,7 +268,15 @@ def test_an_update_that_wrote_nothing_changes_nothing(server: Server, policy: Pa
     assert_grows(replies)
     assert changes(replies[-1], version) == []
     assert replies[-1]["meta_info"]["num_retractions"] == 1
-    assert replies[-1]["output_ids"] == before["output_ids"]
+    pairs = zip(
+        zip(replies[-1]["output_ids"], logprobs_of(replies[-1]), strict=True),
+        zip(before["output_ids"], logprobs_of(before), strict=True),
+        strict=True,
+    )
+    for (token, logprob), (token_before, logprob_before) in pairs:
+        assert logprob == pytest.approx(logprob_before, abs=TIE)
+        if token != token_before:
+            break  # what follows has another beginning
 
 
 def test_a_client_that_gives_up_meanwhile(server: Server, policy: Path) -> None:
