@@ -2,15 +2,18 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kernel_tables
 import kv_tables
 import performance_tables
 import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
+TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "kv_cache.md", PERFORMANCE)
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -186,7 +189,7 @@ def _start_line(metrics: dict[str, dict[str, Any]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-BLOCKS = {
+BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "grpo": ("grpo.jsonl", grpo),
     "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
     "update": ("update.json", update),
@@ -195,7 +198,11 @@ BLOCKS = {
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "rollout": ("rollout.json", performance_tables.rollout),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
+    "kernels": ("kernels.json", kernel_tables.kernels),
+    "products": (TABLES / "nvidia-h200.json", kernel_tables.products),
+    "products_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.products),
 }
+"""What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how."""
 
 
 def filled(match: re.Match[str]) -> str:

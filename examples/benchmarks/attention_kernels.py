@@ -133,11 +133,14 @@ def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
     )
 
 
-def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
+def attend_xqa(
+    inputs: Inputs, layer: Any, *, fp8_mma: bool = True, q_is_ready: bool = False
+) -> Attend:
     """Our hook on SGLang's ``trtllm_mha`` decode.
 
     Args:
         fp8_mma: False: the kernel's other variant, which keeps q and P in BF16.
+        q_is_ready: True: the kernel alone, as behind one that has multiplied q by its factors.
     """
     q, backend = inputs.q_BHGD.flatten(1), xqa_backend(inputs)
 
@@ -145,7 +148,15 @@ def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
         backend.token_to_kv_pool.get_kv_buffer = lambda layer_id: caches
         with _variant(fp8_mma):
             return attention.xqa_decode(
-                None, backend, q, None, None, layer, None, save_kv_cache=False
+                None,
+                backend,
+                q,
+                None,
+                None,
+                layer,
+                None,
+                save_kv_cache=False,
+                fp8rl_q_is_ready=q_is_ready,
             )
 
     return attend

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attention_kernels as kernels
+import measuring
 import rows
 import torch
 from attention_inputs import Inputs, Load, draw, errors, exact
@@ -84,27 +86,14 @@ def _xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool) -> Callable[[], kernels.A
 
 
 def times_us(attend: kernels.Attend, caches: kernels.Caches) -> list[float]:
-    """Microseconds of a call, from each replay of a CUDA graph of ``CALLS``.
+    """Microseconds of a call, from each replay of a CUDA graph of ``CALLS``."""
+    return measuring.graph_us(calls_over(attend, caches), REPLAYS)
 
-    The calls go round copies of the caches, so that L2 holds little of what one reads.
-    """
+
+def calls_over(attend: kernels.Attend, caches: kernels.Caches) -> list[measuring.Call]:
+    """``CALLS`` calls round copies of the caches, so that L2 holds little of what one reads."""
     nbytes = sum(cache.nbytes for cache in caches)
     copies = [caches]
     for _ in range(min(-(-APART_BYTES // nbytes), CALLS) - 1):
         copies.append((caches[0].clone(), caches[1].clone()))
-    attend(caches)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(CALLS):
-            attend(copies[call % len(copies)])
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / CALLS)
-    return times
+    return [partial(attend, copies[call % len(copies)]) for call in range(CALLS)]

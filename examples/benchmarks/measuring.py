@@ -1,20 +1,25 @@
-"""Clocks and memory of the GPU: the bandwidth of a copy, wall time, least free memory."""
+"""Clocks and memory of the GPU: bandwidth of a copy, time of kernels, wall time, free memory."""
 
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 COPY_BYTES = 4 << 30
 COPY_REPEATS = 10
 POLL_S = 0.001
+REPLAYS = 20
+ROUNDS = 5
+AHEAD_CYCLES = 40_000_000
+"""About 20 ms in which the GPU waits and the host queues calls."""
 
 T = TypeVar("T")
+Call = Callable[[], Any]
 
 
 def copy_tb_s() -> float:
@@ -33,6 +38,37 @@ def copy_tb_s() -> float:
     del source, target
     torch.cuda.empty_cache()
     return float(2 * COPY_BYTES / median(times) / 1e12)
+
+
+def graph_us(calls: Sequence[Call], replays: int = REPLAYS) -> list[float]:
+    """Microseconds of a call, from each replay of one CUDA graph of all ``calls``.
+
+    The first is called once before, to compile what it needs.
+    """
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    return [_event_us(graph.replay) / len(calls) for _ in range(replays)]
+
+
+def queued_us(calls: Sequence[Call]) -> list[float]:
+    """Microseconds of a call on the GPU, of what runs outside of graphs with the host ahead."""
+
+    def every() -> None:
+        for call in calls:
+            call()
+
+    every()
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(AHEAD_CYCLES)
+        times.append(_event_us(every) / len(calls))
+    return times
 
 
 def timed(action: Callable[[], T]) -> tuple[float, T]:
@@ -74,3 +110,13 @@ class LeastFree:
     def _look(self) -> None:
         while not self._over.wait(POLL_S):
             self.bytes = min(self.bytes, free_bytes())
+
+
+def _event_us(action: Call) -> float:
+    """Microseconds on the GPU from before ``action`` to after it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    action()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(start.elapsed_time(end))

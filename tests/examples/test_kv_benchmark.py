@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
 import attention_inputs as inputs_of
 import attention_kernels as kernels
+import kernels_xqa
 import kv
 import kv_arm
 import kv_attention
@@ -151,6 +152,29 @@ def test_our_hook_on_xqa_reaches_both_variants(hopper: list[bool]) -> None:
     caches = kernels.stored(kernels.layer_of("unit", drawn), drawn)
     got = kernels.attend_stock_xqa(drawn)(caches)
     assert max(inputs_of.errors(got, inputs_of.exact(drawn))["kv_error"]) < FP8_ERROR
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_xqa_in_our_parts_is_held_to_what_it_is_in_its_own(
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_xqa, "DEVICE", "cpu")
+    monkeypatch.setattr(kv_attention, "APART_BYTES", 1)
+    pair = kernels_xqa.pair(LOAD)
+    assert (pair.case, pair.nbytes) == ("XQA decode: 2x128", LOAD.cache_bytes(1))
+    assert len(pair.stock) == len(pair.ours) == kv_attention.CALLS
+    pair.check()
+    hopper.clear()
+    pair.ours[0]()
+    assert hopper == [True]
+    attend = kernels.attend_xqa
+    monkeypatch.setattr(
+        kernels,
+        "attend_xqa",
+        lambda *args, **more: lambda caches: attend(*args, **more)(caches) * 2,
+    )
+    with pytest.raises(RuntimeError, match="in our parts"):
+        kernels_xqa.pair(LOAD).check()
 
 
 @pytest.mark.filterwarnings("ignore")
