@@ -9,7 +9,6 @@ makes one file of several, as in rollout.py.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,6 @@ def identity(profile: Profile) -> tuple[str, ...]:
     return tuple(profile[key] for key in ("model", "arm", "case", "phase"))
 
 
-def kept(path: Path, facts: dict[str, Any]) -> list[Profile]:
-    """Profiles of an earlier call on the same machine and commit."""
-    if not path.exists():
-        return []
-    content = json.loads(path.read_text())
-    same = rows.setting(content["environment"]) == rows.setting(facts)
-    return list(content["profiles"]) if same else []
-
-
 def save(path: Path, facts: dict[str, Any], profiles: list[Profile]) -> None:
     """Write all profiles, in the order of the arms."""
     order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
@@ -84,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         save(options.output, *rows.merged(options.merge, "profiles", identity))
         return
     facts = environment(command(options)) | {"host": host()}
-    profiles = kept(options.output, facts)
+    profiles = rows.earlier(options.output, facts, "profiles")
     for arm in options.arms:
         started = time.perf_counter()
         job = {key: getattr(options, key) for key in ("model", "layers", "cases")} | {"arm": arm}

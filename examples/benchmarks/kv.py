@@ -118,15 +118,10 @@ def rows_of(reports: dict[str, list[rows.Report]]) -> list[rows.Row]:
     )
 
 
-def identity(row: rows.Row) -> tuple[str, ...]:
-    """What a file holds once."""
-    return tuple(row[key] for key in ("model", "arm", "case", "metric"))
-
-
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
-        facts, every = rows.merged(options.merge, "rows", identity)
+        facts, every = rows.merged(options.merge, "rows", rows.identity)
         every.sort(key=lambda row: NAMES.index(row["process"]))
         rows.save(options.output, facts, rows.compared(every), [])
         return

@@ -105,11 +105,6 @@ def rows_of(reports: list[rows.Report]) -> list[rows.Row]:
     return [row for report in reports for row in rows.rows_of([report])]
 
 
-def identity(row: rows.Row) -> tuple[str, ...]:
-    """What a file holds once."""
-    return tuple(row[key] for key in ("model", "arm", "case", "metric"))
-
-
 def save(path: Path, facts: dict[str, Any], every: list[rows.Row]) -> None:
     """Write all rows, in the order of the arms, with ratios."""
     order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
@@ -119,7 +114,7 @@ def save(path: Path, facts: dict[str, Any], every: list[rows.Row]) -> None:
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
-        save(options.output, *rows.merged(options.merge, "rows", identity))
+        save(options.output, *rows.merged(options.merge, "rows", rows.identity))
         return
     facts = environment(command(options)) | {"host": host()}
     every = rows.kept(options.output, facts, [])

@@ -163,13 +163,21 @@ def line(row: Row) -> str:
 
 def kept(path: Path, environment: dict[str, Any], models: list[str]) -> list[Row]:
     """Rows of an earlier run for other models, if it ran the same commit on the same machine."""
+    return [row for row in earlier(path, environment, "rows") if row["model"] not in models]
+
+
+def earlier(path: Path, environment: dict[str, Any], key: str) -> list[Row]:
+    """What a file holds under ``key``, if its run was of the same commit on the same machine."""
     if not path.exists():
         return []
-    before = json.loads(path.read_text())
-    same = setting(before["environment"]) == setting(environment)
-    if not same:
-        return []
-    return [row for row in before["rows"] if row["model"] not in models]
+    content = json.loads(path.read_text())
+    same = setting(content["environment"]) == setting(environment)
+    return list(content[key]) if same else []
+
+
+def identity(row: Row) -> tuple[str, ...]:
+    """What a file holds once."""
+    return tuple(row[key] for key in ("model", "arm", "case", "metric"))
 
 
 def merged(

@@ -22,6 +22,8 @@ import rollout_cases
 import serving
 import traces
 
+from tests.examples import facts
+
 LAYERS = 3
 NVJET = "nvjet_tst_128x64_64x4_1x2_h_bz_TNT"
 DEEPGEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 24576u, 4096u, 1u, 128u>(float*)"
@@ -306,17 +308,7 @@ def test_the_command_line() -> None:
             decode_profile.arguments(words)
 
 
-FACTS = {
-    "device": "NVIDIA H200",
-    "count": 1,
-    "driver": "580.1",
-    "sglang": "0.5.17",
-    "torch": "2.11.0",
-    "flashinfer": "0.6.15",
-    "date": "2026-01-01",
-    "commit": "abc1234",
-    "host": "0123",
-}
+FACTS = facts.FACTS | {"host": "0123"}
 
 
 def test_profiles_become_a_file_and_the_page(

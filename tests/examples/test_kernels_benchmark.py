@@ -34,18 +34,7 @@ from sgl_fp8rl.numerics import (
     qk_rope,
     qk_rope_kernels,
 )
-
-FACTS = {
-    "device": "NVIDIA H200",
-    "count": 1,
-    "driver": "580.1",
-    "sglang": "0.5.17",
-    "torch": "2.11.0",
-    "flashinfer": "0.6.15",
-    "date": "2026-01-01",
-    "commit": "abc1234",
-}
-
+from tests.examples.facts import FACTS
 
 # ---- what agrees ---------------------------------------------------------------------------------
 

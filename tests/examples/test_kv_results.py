@@ -16,6 +16,8 @@ import processes
 import readme
 import rows
 
+from tests.examples.facts import FACTS
+
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert kv.arguments([]).cases == list(kv_cases.DEFAULT)
@@ -27,18 +29,6 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             kv.arguments(words)
     assert "name it as well" in capsys.readouterr().err
-
-
-FACTS = {
-    "device": "NVIDIA H200",
-    "count": 1,
-    "driver": "580.1",
-    "sglang": "0.5.17",
-    "torch": "2.11.0",
-    "flashinfer": "0.6.15",
-    "date": "2026-01-01",
-    "commit": "abc1234",
-}
 
 
 def fake_case(case: kv_cases.Case, to_score: Any) -> processes.Outcome:

@@ -31,6 +31,7 @@ import traffic
 import weights
 
 from sgl_fp8rl.numerics.reference import FP8_DTYPE, dequantize_weight, quantize_weight
+from tests.examples import facts
 
 QWEN3_8B = models.MODELS["qwen3-8b"]
 TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)
@@ -214,17 +215,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no case 1x1 of qwen3-8b" in capsys.readouterr().err
 
 
-FACTS = {
-    "device": "NVIDIA H200",
-    "count": 4,
-    "driver": "580.1",
-    "sglang": "0.5.17",
-    "torch": "2.11.0",
-    "flashinfer": "0.6.15",
-    "date": "2026-01-01",
-    "commit": "abc1234",
-    "host": "0123",
-}
+FACTS = facts.FACTS | {"count": 4, "host": "0123"}
 LOG = """Decode batch, #running-req: 9, #token: 90, token usage: 0.11, cuda graph: True
 the rollout begins
 Decode batch, #running-req: 100, #token: 900, token usage: 0.90, cuda graph: True, gen
@@ -281,7 +272,7 @@ def test_a_grid_is_cut_into_calls(measured: Path, monkeypatch: pytest.MonkeyPatc
         run(cut, "--arms", arm, "--cases", "rollout", "--requests", "64")
         loads = rollout.arguments([]).cases[:-1]
         found = run(cut, "--arms", arm, "--cases", *loads)
-    key = rollout.identity
+    key = rows.identity
     assert sorted(found, key=key) == sorted(whole, key=key)
     row = next(r for r in found if key(r)[1:] == ("fp8rl", "64x8192", "decode_step_ms"))
     assert row["ratios"]["stock-bf16, 64x8192"] == 2.0
@@ -301,7 +292,7 @@ def test_files_of_one_host_are_merged(measured: Path, monkeypatch: pytest.Monkey
         assert all(not r["ratios"] for r in run(path, "--arms", arm, "--cases", "128x512"))
     merged = run(measured / "all.json", "--merge", *map(str, reversed(paths)))
     assert [r["arm"] for r in merged] == ["stock-bf16"] * 5 + ["fp8rl-kv8"] * 5
-    step = next(r for r in merged if rollout.identity(r)[1::2] == ("fp8rl-kv8", "decode_step_ms"))
+    step = next(r for r in merged if rows.identity(r)[1::2] == ("fp8rl-kv8", "decode_step_ms"))
     assert step["ratios"] == {"stock-bf16, 128x512": 2.0}
     with pytest.raises(ValueError, match="more than one file has qwen3-8b, stock-bf16, capacity"):
         run(measured / "twice.json", "--merge", str(paths[0]), str(paths[0]))

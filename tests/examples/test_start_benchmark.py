@@ -19,6 +19,8 @@ import readme
 import rows
 import start
 
+from tests.examples.facts import FACTS
+
 AHEAD = "[2026-01-01 00:00:00] Compiled DeepGEMM kernels in 20.5 s\n"
 # what tqdm writes below another bar, and a bar by itself that is drawn twice at its end
 BELOW = (
@@ -150,16 +152,6 @@ def test_engines_are_given_keywords_that_sglang_knows() -> None:
         assert (shared | case.engine).keys() <= known
 
 
-FACTS = {
-    "device": "NVIDIA H200",
-    "count": 1,
-    "driver": "580.1",
-    "sglang": "0.5.17",
-    "torch": "2.11.0",
-    "flashinfer": "0.6.15",
-    "date": "2026-01-01",
-    "commit": "abc1234",
-}
 CHILD = """
 import json, os, sys
 from pathlib import Path
