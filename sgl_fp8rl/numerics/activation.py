@@ -8,7 +8,7 @@ layout. That kernel is compiled for speed, so its bytes are not a division's: wh
 Shape suffixes: M tokens, K channels, I channels of each half of gate_up; k = K in groups of 128.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,27 +39,33 @@ def empty_quantized(M: int, K: int, device: torch.device) -> Quantized:
 
 
 def attach(y_MK: torch.Tensor, quantized: Quantized) -> None:
-    """Let a linear that is given this very tensor find what it was quantized to.
+    """Let a layer that is given this very tensor, or a view that equals it, find its codes.
 
-    A tensor of ``torch.inference_mode`` does not count changes: it gets nothing, and its consumer
-    quantizes it as ever.
+    They hang on y's memory, since SGLang's MoE blocks make a view of what they pass on. A tensor
+    of ``torch.inference_mode`` does not count changes: it gets nothing, and its consumer quantizes
+    it as ever.
     """
     if not y_MK.is_inference():
-        y_MK.fp8rl_quantized = quantized  # type: ignore[attr-defined]
-        y_MK.fp8rl_version = y_MK._version  # type: ignore[attr-defined]
+        y_MK.untyped_storage().fp8rl_quantized = quantized, _state(y_MK)  # type: ignore[attr-defined]
 
 
 def attached(x_MK: torch.Tensor) -> Quantized | None:
     """What a producer attached, or None where there is nothing or x was written to since."""
-    quantized: Quantized | None = getattr(x_MK, "fp8rl_quantized", None)
-    if quantized is None or x_MK.fp8rl_version != x_MK._version:  # type: ignore[attr-defined]
+    found = getattr(x_MK.untyped_storage(), "fp8rl_quantized", None)
+    if found is None or x_MK.is_inference() or found[1] != _state(x_MK):
         return None
+    quantized: Quantized = found[0]
     return quantized
 
 
 def detach(x_MK: torch.Tensor) -> None:
     """Forget what was attached, before something writes to x that torch does not see."""
-    vars(x_MK).pop("fp8rl_quantized", None)
+    vars(x_MK.untyped_storage()).pop("fp8rl_quantized", None)
+
+
+def _state(x: torch.Tensor) -> tuple[Any, ...]:
+    # views count their changes together with what they are views of
+    return x.data_ptr(), x.shape, x.stride(), x._version
 
 
 def quantize_tokens(x_MK: torch.Tensor) -> Quantized:

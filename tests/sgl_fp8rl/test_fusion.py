@@ -293,7 +293,7 @@ def test_control_a_tensor_that_changed_is_not_used() -> None:
     y += 1  # say, an adapter between the norm and the linear
     layer.self_attn.qkv_proj(y)
     assert layer.self_attn.qkv_proj.found is None
-    assert y.fp8rl_quantized is not None  # there, and stale
+    assert y.untyped_storage().fp8rl_quantized is not None  # there, and stale
 
 
 @torch.no_grad()

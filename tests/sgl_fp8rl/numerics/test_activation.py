@@ -1,5 +1,7 @@
 """The twin of the activation kernels against the float64 oracle."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -157,16 +159,38 @@ def test_what_is_attached_is_found_until_the_tensor_changes() -> None:
     assert attached(y_MK) is None
     attach(y_MK, quantized)
     assert attached(y_MK) is quantized
-    assert attached(y_MK.view(4, 256)) is None  # another tensor object
+    assert attached(y_MK.view(-1, 256)) is quantized  # as SGLang's MoE blocks pass it on
+    for other in (y_MK[:2], y_MK[1:], y_MK.view(8, 128), y_MK[:, :128], y_MK.clone()):
+        assert attached(other) is None
+    assert attached(y_MK.view(-1)) is None
     y_MK.mul_(2)
     assert attached(y_MK) is None
     attach(y_MK, quantize_tokens(y_MK))
     y_MK.view(-1)[3] = 0  # through a view
-    assert attached(y_MK) is None
+    assert attached(y_MK) is None and attached(y_MK.view(-1, 256)) is None
     attach(y_MK, quantized)
     detach(y_MK)
     detach(y_MK)
     assert attached(y_MK) is None
+
+
+def test_a_square_is_not_taken_for_its_transpose() -> None:
+    y_MK = rows(256, 256)
+    attach(y_MK, quantize_tokens(y_MK))
+    assert attached(y_MK.t()) is None and attached(y_MK.t().t()) is not None
+
+
+def test_what_is_attached_goes_with_the_memory() -> None:
+    y_MK = rows(4, 256)
+    quantized = quantize_tokens(y_MK)
+    gone = weakref.ref(quantized.codes_MK)
+    attach(y_MK, quantized)
+    del quantized
+    view = y_MK.view(-1, 256)
+    del y_MK
+    assert attached(view) is not None and gone() is not None
+    del view
+    assert gone() is None
 
 
 def test_nothing_is_attached_where_changes_are_not_counted() -> None:
