@@ -140,6 +140,11 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     return y_MI, quantize_tokens(y_MI)
 
 
+def silu_mul_codes(gate_up_M2I: torch.Tensor) -> Quantized:
+    """``silu_mul_quantize`` for who needs no y."""
+    return silu_mul_quantize(gate_up_M2I)[1]
+
+
 def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:
     """Hold that x can be quantized along its last dimension, each of its halves by itself.
 

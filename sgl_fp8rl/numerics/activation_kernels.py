@@ -53,6 +53,15 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     return y_MI, quantized
 
 
+def silu_mul_codes(gate_up_M2I: torch.Tensor) -> Quantized:
+    """``activation.silu_mul_codes`` on the current stream; there is what it takes and raises."""
+    check(gate_up_M2I, halves=2)
+    M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
+    quantized = empty_quantized(M, I, gate_up_M2I.device)
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP)
+    return quantized
+
+
 def rms_norm_quantize(
     x_MK: torch.Tensor,
     weight_K: torch.Tensor,
@@ -91,7 +100,7 @@ def rms_norm_quantize(
 def _launch_tiles(
     kernel: Any,
     x: torch.Tensor,
-    y: tuple[torch.Tensor, ...],
+    y: tuple[torch.Tensor | None, ...],
     quantized: Quantized,
     groups_of_warp: int,
 ) -> None:
@@ -212,7 +221,7 @@ def _quantize_tiles(
 @triton.jit(do_not_specialize=["group_stride"])
 def _silu_mul_tiles(
     gate_up: tl.tensor,
-    y: tl.tensor,
+    y: tl.tensor | None,
     codes: tl.tensor,
     scales: tl.tensor,
     row_stride: tl.tensor,
@@ -237,7 +246,8 @@ def _silu_mul_tiles(
         gdc_launch_dependents()
     sigmoid = _reciprocal(1.0 + _exp_of_negative(gate, INTERPRETED), INTERPRETED)
     product = (gate * sigmoid * up).to(tl.bfloat16)
-    tl.store(y + row * K + col, product, mask=inside)
+    if y is not None:
+        tl.store(y + row * K + col, product, mask=inside)
     _store_quantized(product, codes, scales, row, group, group_stride, K, INTERPRETED)
 
 

@@ -129,6 +129,7 @@ def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
     """The kernel's y, its codes and scales."""
     y, got = activation_kernels.silu_mul_quantize(gate_up)
     assert_close(y, activation.silu_mul_quantize(gate_up)[0])
+    assert_same(activation_kernels.silu_mul_codes(gate_up), got)
     assert_same(got, activation.quantize_tokens(y))
     return y, got
 
