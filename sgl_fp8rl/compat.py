@@ -72,6 +72,11 @@ SYMBOLS = {
     ":get_fp8_gemm_runner_backend",
     "cuda_graph_fully_disabled": "sglang.srt.model_executor.cuda_graph_config"
     ":cuda_graph_fully_disabled",
+    "try_get_optimal_moe_config": "sglang.srt.layers.moe.moe_runner.triton_utils"
+    ":try_get_optimal_moe_config",
+    "moe_align_block_size": "sglang.srt.layers.moe.moe_runner.triton_utils:moe_align_block_size",
+    "invoke_fused_moe_kernel": "sglang.kernels.ops.moe.fused_moe_triton_kernels"
+    ":invoke_fused_moe_kernel",
     "SiluAndMul": "sglang.srt.layers.activation:SiluAndMul",
     "is_batch_invariant_mode_enabled": "sglang.srt.batch_invariant_ops"
     ":is_batch_invariant_mode_enabled",

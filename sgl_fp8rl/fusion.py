@@ -1,8 +1,9 @@
-"""Quantization in what produces an activation: norms and SiLU that feed our FP8 linears.
+"""Quantization in what produces an activation: norms and SiLU that feed our FP8 layers.
 
-A producer still returns SGLang's BF16 tensor, for whoever else reads it; the linear finds codes and
-scales attached to it (``activation.attached``). A guess about what feeds what that proves wrong
-costs time and nothing else: a linear that finds nothing quantizes for itself.
+A producer still returns SGLang's BF16 tensor, for whoever else reads it, such as the router of
+experts; the layer finds codes and scales attached to it (``activation.attached``). A guess about
+what feeds what that proves wrong costs time and nothing else: a layer that finds nothing quantizes
+for itself.
 """
 
 import logging
@@ -12,23 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
+from sgl_fp8rl import compat, experts
 from sgl_fp8rl.linear import FP8RLLinearMethod
+from sgl_fp8rl.moe import FP8RLMoEMethod
 from sgl_fp8rl.numerics.activation import attach, detach
 from sgl_fp8rl.numerics.reference import BLOCK
 
 logger = logging.getLogger(__name__)
 
 _FEEDS = {
-    "input_layernorm": "self_attn.qkv_proj",
-    "post_attention_layernorm": "mlp.gate_up_proj",
-    "act_fn": "down_proj",
+    "input_layernorm": ("self_attn.qkv_proj",),
+    "post_attention_layernorm": ("mlp.gate_up_proj", "mlp.experts"),
+    "act_fn": ("down_proj",),
 }
-"""Producers by their names in a module, and the linear there that takes what each returns."""
+"""Producers by their names in a module, and the layers there that may take what each returns."""
 
 
 def fuse(model: nn.Module) -> int:
-    """Let producers quantize for the FP8 linears that they feed.
+    """Let producers quantize for the FP8 layers that they feed.
 
     On CPUs, and where SGLang has chosen another forward than its CUDA kernels (for deterministic
     or on-policy runs), nothing is changed. To be called once, after the linears have their choices
@@ -39,14 +41,15 @@ def fuse(model: nn.Module) -> int:
     """
     count = 0
     for name, module in model.named_modules():
-        for producer_name, consumer_name in _FEEDS.items():
+        for producer_name, consumer_names in _FEEDS.items():
             producer = getattr(module, producer_name, None)
-            if producer is None or not _takes_codes(_find(module, consumer_name)):
+            consumers = [path for path in consumer_names if _takes_codes(_find(module, path))]
+            if producer is None or not consumers:
                 continue
             forward = _fused_forward(producer)
             if forward is not None:
                 producer._forward_method = forward
-                logger.debug("%s.%s quantizes for %s", name, producer_name, consumer_name)
+                logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
                 count += 1
     logger.info("activations quantized by what produces them: %d", count)
     return count
@@ -59,8 +62,10 @@ def _find(module: nn.Module, path: str) -> Any:
     return found
 
 
-def _takes_codes(linear: Any) -> bool:
-    method = getattr(linear, "quant_method", None)
+def _takes_codes(layer: Any) -> bool:
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, FP8RLMoEMethod):
+        return experts.takes_codes(layer)
     # Without choices of its own a layer runs SGLang's product, which quantizes for itself.
     return isinstance(method, FP8RLLinearMethod) and method.choices is not None
 

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.experts import experts, fits, takes_codes
 from sgl_fp8rl.linear import keep_storage
+from sgl_fp8rl.numerics.activation import detach
 from sgl_fp8rl.numerics.reference import fp8_linear
 from sgl_fp8rl.quant_config import FP8RLConfig
 
@@ -22,14 +24,15 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        if layer.w13_weight.device.type != "cpu":
+        x = dispatch_output.hidden_states
+        on_cpu = layer.w13_weight.device.type == "cpu"
+        if not on_cpu and not (takes_codes(layer) and fits(x)):
+            if not torch.compiler.is_compiling():
+                detach(x)  # SGLang may write into x, which torch does not count
             return super().apply(layer, dispatch_output)
         topk_weights, topk_ids, _ = dispatch_output.topk_output
-        return compat.StandardCombineInput(
-            hidden_states=experts_reference(
-                layer, dispatch_output.hidden_states, topk_weights, topk_ids
-            )
-        )
+        run = experts_reference if on_cpu else experts
+        return compat.StandardCombineInput(hidden_states=run(layer, x, topk_weights, topk_ids))
 
 
 _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}

@@ -1,0 +1,169 @@
+"""Block-FP8 experts with SGLang's own Triton kernel, quantized by what makes each activation.
+
+SGLang quantizes inside each of the two products, in a launch of its own. Here the codes of the
+first come from the norm before the experts (``fusion``) and those of the second from the SiLU, so
+a layer launches two kernels less and ``silu(gate) * up`` is never stored in BF16. Routing, tiles,
+both products and the sum over a token's experts are SGLang's; so are the bytes (for up to 32
+tokens SGLang sums by a kernel that torch compiled, here and elsewhere by its own).
+
+Shape suffixes: M tokens, T experts a token, H hidden, I channels of each half of gate_up; R = M * T
+rows, one for each token and expert.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm.choose import quantized
+from sgl_fp8rl.numerics.activation import Quantized, detach
+from sgl_fp8rl.numerics.reference import BLOCK
+
+_BLOCK_SHAPE = [BLOCK, BLOCK]
+
+
+def takes_codes(layer: Any) -> bool:
+    """Whether the experts of ``layer`` (SGLang's ``FusedMoE``) run here, for most batches."""
+    config = layer.moe_runner_config
+    runner = getattr(layer.quant_method, "runner", None)
+    modifiers = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
+    return (
+        runner is not None
+        and runner.runner_backend.is_triton()
+        and runner.fused_func is not None  # no LoRA, and no tokens of other ranks
+        and config.num_experts == config.num_local_experts
+        and config.activation == "silu"
+        and config.is_gated
+        and all(getattr(config, name) is None for name in modifiers)
+        and not config.apply_router_weight_on_input
+        and not config.no_combine
+        and not getattr(config, "silu_mul_keep_fp32", False)  # a newer SGLang's
+        and config.top_k > 2  # fewer are not summed by a kernel
+        and getattr(layer, "w13_weight_bias", None) is None
+        and not compat.get_exec().moe.enable_fused_moe_sum_all_reduce
+        and not compat.get_exec().comm.enable_symm_mem  # the sum would go to memory of its own
+    )
+
+
+def fits(x_MH: torch.Tensor) -> bool:
+    """Whether the kernels take this batch."""
+    return (
+        not torch.compiler.is_compiling()
+        and x_MH.dtype == torch.bfloat16
+        and x_MH.numel() > 0
+        and x_MH.is_contiguous()
+    )
+
+
+def experts(
+    layer: Any, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Args:
+        layer: for which ``takes_codes`` holds.
+        x_MH: for which ``fits`` holds.
+        topk_weights_MT: FP32.
+        topk_ids_MT: int32.
+
+    Returns:
+        BF16 ``[M, H]``: x itself where SGLang's layer works in place.
+    """
+    w13, w2 = layer.w13_weight, layer.w2_weight
+    M, T = topk_ids_MT.shape
+    up_tiles, down_tiles = tiles(w13.shape, w2.shape, T, M)
+    routes = (
+        topk_weights_MT,
+        topk_ids_MT,
+        *compat.moe_align_block_size(topk_ids_MT, up_tiles["BLOCK_SIZE_M"], w13.shape[0]),
+    )
+    gate_up_R2I = x_MH.new_empty((M * T, w13.shape[1]))
+    _product(
+        quantized(x_MH, x_MH), w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles
+    )
+    hidden = _silu_mul(gate_up_R2I)
+    del gate_up_R2I  # most of the memory of a prefill; what follows may have it
+    down_MTH = x_MH.new_empty((M, T, w2.shape[1]))
+    _product(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
+    return _sum(down_MTH, layer.moe_runner_config, x_MH)
+
+
+def tiles(
+    w13_shape: torch.Size, w2_shape: torch.Size, T: int, M: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """SGLang's tiles for the two products of M tokens: measured ones where it has a file of them.
+
+    ``USE_TMA`` in them says that weights are loaded through a TMA descriptor.
+    """
+    up, (down, _) = compat.try_get_optimal_moe_config(
+        w13_shape,
+        w2_shape,
+        T,
+        "fp8_w8a8",
+        M,
+        block_shape=_BLOCK_SHAPE,
+        return_down_config=True,
+    )
+    return dict(up), dict(down or up)
+
+
+def _product(
+    a: Quantized,
+    weight_ENK: torch.Tensor,
+    scales_Enk: torch.Tensor,
+    out: torch.Tensor,
+    routes: tuple[torch.Tensor, ...],
+    rows_of_token: int,
+    config: Mapping[str, Any],
+) -> None:
+    """Each row of ``a`` times its experts, into ``out``; of the second product, weighted.
+
+    Args:
+        rows_of_token: how many rows of ``out`` read one row of ``a``.
+    """
+    import triton.language as tl
+
+    down = rows_of_token == 1
+    options = {name: value for name, value in config.items() if name != "USE_TMA"}
+    compat.invoke_fused_moe_kernel(
+        a.codes_MK,
+        weight_ENK,
+        None,
+        out,
+        a.scales_Mk,
+        scales_Enk,
+        None,
+        *routes,
+        down,
+        rows_of_token,
+        options,
+        compute_type=tl.bfloat16,
+        use_fp8_w8a8=True,
+        use_int8_w8a8=False,
+        use_int8_w8a16=False,
+        use_int4_w4a16=False,
+        per_channel_quant=False,
+        block_shape=_BLOCK_SHAPE,
+        b_use_tma=config.get("USE_TMA", False),
+        filter_expert=False,
+    )
+
+
+def _sum(down_MTH: torch.Tensor, config: Any, x_MH: torch.Tensor) -> torch.Tensor:
+    from sgl_kernel import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        moe_sum_reduce,  # loads on a GPU only
+    )
+
+    if config.inplace:
+        detach(x_MH)  # torch does not see the kernel write
+    out_MH = x_MH if config.inplace else torch.empty_like(x_MH)
+    scale = config.routed_scaling_factor
+    moe_sum_reduce(down_MTH, out_MH, 1.0 if scale is None else scale)
+    return out_MH
+
+
+def _silu_mul(gate_up_R2I: torch.Tensor) -> Quantized:
+    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
+
+    return silu_mul_codes(gate_up_R2I)

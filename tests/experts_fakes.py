@@ -1,0 +1,101 @@
+"""An experts' layer as SGLang's, small, and its kernels in plain loops."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl.moe import FP8RLMoEMethod
+from sgl_fp8rl.numerics.reference import (
+    dequantize_activation,
+    dequantize_weight,
+    quantize_weight,
+)
+from tests.activation_oracle import rows
+
+Tensor = torch.Tensor
+E, H, I, T = 6, 256, 128, 3  # noqa: E741
+
+
+class Experts(nn.Module):
+    """``FusedMoE`` as far as a quantization method reads it."""
+
+    def __init__(self, device: str = "cpu", **config: Any) -> None:
+        super().__init__()
+        sizes = {"w13": (2 * I, H), "w2": (H, I)}
+        for seed, (name, (n, k)) in enumerate(sizes.items()):
+            weights = [rows(n, k, seed=10 * seed + e, spread=1) / 16 for e in range(E)]
+            made = [quantize_weight(weight.to(device)) for weight in weights]
+            by_kind = zip(*made, strict=True)
+            for suffix, parts in zip(("weight", "weight_scale_inv"), by_kind, strict=True):
+                stacked = torch.stack([part.view(torch.uint8) for part in parts])
+                value = stacked.view(parts[0].dtype)
+                setattr(self, f"{name}_{suffix}", nn.Parameter(value, requires_grad=False))
+        plain: dict[str, Any] = {
+            "num_experts": E,
+            "num_local_experts": E,
+            "top_k": T,
+            "activation": "silu",
+            "is_gated": True,
+            "inplace": True,
+            "no_combine": False,
+            "apply_router_weight_on_input": False,
+            "routed_scaling_factor": None,
+            "gemm1_alpha": None,
+            "gemm1_clamp_limit": None,
+            "swiglu_limit": None,
+        }
+        self.moe_runner_config = SimpleNamespace(**(plain | config))
+        method: Any = object.__new__(FP8RLMoEMethod)
+        backend = SimpleNamespace(is_triton=lambda: True)
+        method.runner = SimpleNamespace(runner_backend=backend, fused_func=object())
+        self.quant_method = method
+
+
+def routes(M: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weights FP32 and experts int32, each [M, T]; a token's experts differ."""
+    random = torch.Generator().manual_seed(seed)
+    weights = torch.rand(M, E, generator=random)
+    chosen = weights.topk(T)
+    return chosen.values / chosen.values.sum(-1, keepdim=True), chosen.indices.int()
+
+
+def product(
+    a: Tensor,
+    weight: Tensor,
+    bias: None,
+    out: Tensor,
+    a_scales: Tensor,
+    scales: Tensor,
+    zero_points: None,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    sorted_ids: str,
+    expert_ids: str,
+    padded: str,
+    weighted: bool,
+    top_k: int,
+    config: dict[str, Any],
+    *,
+    block_shape: list[int],
+    **options: Any,
+) -> None:
+    """``invoke_fused_moe_kernel``."""
+    assert (sorted_ids, expert_ids, padded) == ("sorted", "experts", "padded")
+    assert "USE_TMA" not in config and block_shape == [128, 128]
+    assert options["use_fp8_w8a8"] and not options["filter_expert"]
+    assert a.dtype == torch.float8_e4m3fn and a_scales.shape == (a.shape[0], a.shape[1] // 128)
+    x = dequantize_activation(a, a_scales, torch.float64)
+    rows_RN = out.view(topk_ids.numel(), -1)
+    for r, expert in enumerate(topk_ids.flatten().tolist()):
+        w = dequantize_weight(weight[expert], scales[expert], torch.float64)
+        y = x[r // top_k] @ w.T
+        rows_RN[r] = y * topk_weights.flatten()[r] if weighted else y
+
+
+def total(down: Tensor, out: Tensor, factor: float) -> None:
+    """``moe_sum_reduce``, whose writes torch does not count."""
+    before = out._version
+    out.data.copy_(down.double().sum(1) * factor)
+    assert out._version == before

@@ -1,0 +1,182 @@
+"""Our experts against SGLang's own sequence of the same kernels, on the shapes of Qwen3-30B-A3B."""
+
+import importlib
+from contextlib import nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl import experts
+from sgl_fp8rl.numerics import activation_kernels
+from sgl_fp8rl.numerics.activation import Quantized, attach, attached
+from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from tests.activation_oracle import apart, rows
+from tests.gpu.conftest import INTERPRETED
+
+Tensor = torch.Tensor
+E, T, H, I = 128, 8, 2048, 768  # noqa: E741
+MAX_APART = 1
+"""BF16 values. Up to 32 tokens SGLang sums by another kernel; above, all bytes should be equal."""
+ROWS = (1, 3, 16, 33, 64, 129, 2049)
+_TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils"
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED or find_spec("sglang") is None, reason="SGLang's kernels run on a GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's experts ask of a running engine."""
+    config = SimpleNamespace(
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
+    )
+    stock = importlib.import_module(f"{_TRITON}.fused_moe")
+    configs = importlib.import_module(f"{_TRITON}.fused_moe_triton_config")
+    for module in (stock, configs):
+        monkeypatch.setattr(module, "get_exec", lambda: config)
+    one = SimpleNamespace(tp_group=None)
+    for name, value in {"get_tp_group": lambda: None, "get_parallel": lambda: one}.items():
+        monkeypatch.setattr(stock, name, value, raising=False)  # versions have one or the other
+    monkeypatch.setattr(stock, "is_allocation_symmetric", lambda: True)
+    monkeypatch.setattr(stock, "use_symmetric_memory", lambda *args, **kwargs: nullcontext())
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def codes(n: int, k: int) -> Tensor:
+        out = torch.empty(E, n, k, dtype=FP8_DTYPE, device="cuda")
+        for part in out:
+            normal = torch.randn(n, k, generator=random, device="cuda")
+            part.copy_((100 * normal).clamp_(-448, 448).to(FP8_DTYPE))
+        return out
+
+    def scales(n: int, k: int) -> Tensor:
+        exponents = torch.rand(E, n // 128, k // 128, generator=random, device="cuda")
+        return torch.exp2(2 * exponents - 1) / 100 / k**0.5
+
+    config = SimpleNamespace(inplace=False, routed_scaling_factor=None)
+    return SimpleNamespace(
+        w13_weight=codes(2 * I, H),
+        w2_weight=codes(H, I),
+        w13_weight_scale_inv=scales(2 * I, H),
+        w2_weight_scale_inv=scales(H, I),
+        moe_runner_config=config,
+    )
+
+
+def routes(M: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator("cuda").manual_seed(M)
+    chosen = torch.rand(M, E, generator=random, device="cuda").topk(T)
+    return chosen.values / chosen.values.sum(-1, keepdim=True), chosen.indices.int()
+
+
+def stock(layer: Any, x: Tensor, weights: Tensor, ids: Tensor, *, inplace: bool = False) -> Tensor:
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_experts
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    config = MoeRunnerConfig(num_experts=E, num_local_experts=E, inplace=inplace)
+    config.routed_scaling_factor = layer.moe_runner_config.routed_scaling_factor
+    got: Tensor = fused_experts(
+        x,
+        layer.w13_weight,
+        layer.w2_weight,
+        StandardTopKOutput(weights, ids, None),
+        config,
+        use_fp8_w8a8=True,
+        w1_scale=layer.w13_weight_scale_inv,
+        w2_scale=layer.w2_weight_scale_inv,
+        block_shape=[128, 128],
+    )
+    return got
+
+
+def assert_same(got: Tensor, want: Tensor, M: int) -> None:
+    most, equal = apart(got, want)
+    assert most <= MAX_APART, (most, equal)
+    if M > 32:
+        assert equal == 1
+
+
+@pytest.mark.parametrize("M", ROWS)
+@torch.no_grad()
+def test_codes_are_those_that_sglang_makes_between_the_products(M: int) -> None:
+    """By row-major scales, as its experts take them; ours lie by columns."""
+    from sglang.kernels.ops.activation.activation import silu_and_mul
+    from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+    x, gate_up = rows(M, H).cuda(), rows(M * T, 2 * I, spread=2).cuda()
+    between = gate_up.new_empty((M * T, I))
+    silu_and_mul(gate_up, between)
+    pairs = [(x, activation_kernels.quantize_tokens(x))]
+    pairs += [(between, activation_kernels.silu_mul_codes(gate_up))]
+    for source, mine in pairs:
+        want = Quantized(*sglang_per_token_group_quant_fp8(source, 128))
+        assert torch.equal(mine.codes_MK.view(torch.uint8), want.codes_MK.view(torch.uint8))
+        assert torch.equal(mine.scales_Mk, want.scales_Mk)
+
+
+@pytest.mark.parametrize("M", ROWS)
+@torch.no_grad()
+def test_values_are_sglangs(M: int, layer: Any) -> None:
+    x, topk = rows(M, H, spread=1).cuda(), routes(M)
+    want = stock(layer, x, *topk)
+    assert bool(want.isfinite().all()) and float(want.float().abs().max()) > 0
+    assert_same(experts.experts(layer, x, *topk), want, M)
+    attach(x, activation_kernels.quantize_tokens(x))
+    assert_same(experts.experts(layer, x.view(-1, H), *topk), want, M)
+
+
+@torch.no_grad()
+def test_control_another_expert_shows(layer: Any) -> None:
+    x, (weights, ids) = rows(64, H, spread=1).cuda(), routes(64)
+    want = stock(layer, x, weights, ids)
+    ids[5, 2] = next(e for e in range(E) if e not in ids[5].tolist())
+    got = experts.experts(layer, x, weights, ids)
+    changed = (got != want).any(-1).nonzero().flatten().tolist()
+    assert changed == [5] and apart(got, want)[0] > 100 * MAX_APART
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+@torch.no_grad()
+def test_in_place_and_scaled(factor: float | None, layer: Any) -> None:
+    config = SimpleNamespace(inplace=True, routed_scaling_factor=factor)
+    layer = SimpleNamespace(**(vars(layer) | {"moe_runner_config": config}))
+    x, topk = rows(64, H, spread=1).cuda(), routes(64)
+    want = stock(layer, x.clone(), *topk, inplace=True)
+    attach(x, activation_kernels.quantize_tokens(x))
+    got = experts.experts(layer, x, *topk)
+    assert got is x and attached(x) is None
+    assert_same(got, want, 64)
+
+
+@torch.no_grad()
+def test_a_captured_graph_computes_as_an_eager_call(layer: Any) -> None:
+    x, topk = rows(64, H, spread=1).cuda(), routes(64)
+    eager = experts.experts(layer, x, *topk)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts.experts(layer, x, *topk)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+@pytest.mark.parametrize("which", ["up", "down"])
+@torch.no_grad()
+def test_weights_through_tma_give_the_same(
+    which: str, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, topk = rows(64, H, spread=1).cuda(), routes(64)
+    want = experts.experts(layer, x, *topk)
+    up, down = experts.tiles(layer.w13_weight.shape, layer.w2_weight.shape, T, 64)
+    (up if which == "up" else down)["USE_TMA"] = True
+    monkeypatch.setattr(experts, "tiles", lambda *args: (up, down))
+    assert torch.equal(experts.experts(layer, x, *topk), want)

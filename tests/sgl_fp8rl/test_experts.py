@@ -1,0 +1,228 @@
+"""Experts with activations quantized by what makes them: values, codes, and what is left to SGLang.
+
+SGLang's kernels are plain loops here; ``tests/gpu/test_experts.py`` runs the real ones.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+
+from sgl_fp8rl import compat, experts, fusion
+from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
+from sgl_fp8rl.numerics import activation, activation_kernels
+from sgl_fp8rl.numerics.activation import attach, attached, quantize_tokens
+from tests.activation_oracle import rows
+from tests.experts_fakes import E, Experts, H, I, T, product, routes, total
+
+Tensor = torch.Tensor
+MAX_ERROR = 0.03
+"""Relative: the reference rounds SiLU to BF16 before it multiplies, and so has some other codes.
+Seen: 0.018; with one wrong expert in fifteen 0.4."""
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """SGLang's kernels in loops; what they were asked for."""
+    seen: dict[str, Any] = {"configs": []}
+
+    def align(topk_ids: Tensor, block: int, num_experts: int) -> tuple[str, str, str]:
+        seen["align"] = (block, num_experts)
+        return "sorted", "experts", "padded"
+
+    def configs(*args: Any, **kwargs: Any) -> Any:
+        seen["lookup"] = args
+        return seen.get("up", {"BLOCK_SIZE_M": 16}), (seen.get("down"), 64)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        seen["configs"].append((args[14], kwargs["b_use_tma"]))
+        product(*args, **kwargs)
+
+    plain = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
+    exec_config = SimpleNamespace(moe=plain, comm=SimpleNamespace(enable_symm_mem=False))
+    for name, value in {
+        "moe_align_block_size": align,
+        "try_get_optimal_moe_config": configs,
+        "invoke_fused_moe_kernel": run,
+        "get_exec": lambda: exec_config,
+    }.items():
+        monkeypatch.setattr(compat.SYMBOLS[name].replace(":", "."), value)
+    sgl_kernel = ModuleType("sgl_kernel")
+    sgl_kernel.moe_sum_reduce = total  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
+    for name in ("quantize_tokens", "silu_mul_codes"):
+        monkeypatch.setattr(activation_kernels, name, getattr(activation, name))
+    seen["exec"] = exec_config
+    return seen
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).double().norm() / want.double().norm())
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("M", [1, 5, 40])
+@pytest.mark.parametrize("factor", [None, 2.5])
+def test_values_are_the_references(M: int, factor: float | None) -> None:
+    layer = Experts(routed_scaling_factor=factor, inplace=False)
+    x = rows(M, H, spread=1)
+    want = experts_reference(layer, x, *routes(M))
+    before = x.clone()
+    got = experts.experts(layer, x, *routes(M))
+    assert got.dtype == torch.bfloat16 and torch.equal(x, before)
+    assert error(got, want) <= MAX_ERROR
+
+
+def test_control_a_wrong_expert_shows() -> None:
+    layer, x = Experts(inplace=False), rows(5, H, spread=1)
+    weights, ids = routes(5)
+    want = experts_reference(layer, x, weights, ids)
+    ids[3, 0] = (ids[3, 0] + 1) % E
+    assert error(experts.experts(layer, x, weights, ids), want) > 5 * MAX_ERROR
+
+
+@torch.no_grad()
+def test_in_place_it_is_x_and_its_codes_are_gone() -> None:
+    layer, x = Experts(), rows(5, H, spread=1)
+    want = experts_reference(layer, x, *routes(5))
+    attach(x, quantize_tokens(x))
+    got = experts.experts(layer, x, *routes(5))
+    assert got is x and error(got, want) <= MAX_ERROR
+    assert attached(x) is None
+
+
+# ---- codes
+
+
+@torch.no_grad()
+def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = Experts(inplace=False), rows(5, H, spread=1)
+    want = experts.experts(layer, x, *routes(5))
+    attach(x, quantize_tokens(x))
+
+    def not_called(x: Tensor) -> Any:
+        raise AssertionError("quantized again")
+
+    monkeypatch.setattr(activation_kernels, "quantize_tokens", not_called)
+    view = x.view(-1, H)  # as SGLang's MoE blocks make it
+    assert torch.equal(experts.experts(layer, view, *routes(5)), want)
+    x += 1
+    with pytest.raises(AssertionError, match="quantized again"):
+        experts.experts(layer, view, *routes(5))
+
+
+# ---- tiles
+
+
+def test_tiles_are_sglangs(kernels: dict[str, Any]) -> None:
+    layer = Experts()
+    kernels["up"] = up = {"BLOCK_SIZE_M": 32}
+    experts.experts(layer, rows(5, H), *routes(5))
+    shapes = layer.w13_weight.shape, layer.w2_weight.shape
+    assert kernels["lookup"] == (*shapes, T, "fp8_w8a8", 5)
+    assert kernels["align"] == (32, E)
+    assert kernels["configs"] == [(up, False), (up, False)]  # there is none for the second
+
+
+def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -> None:
+    kernels["down"] = down = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "USE_TMA": True}
+    experts.experts(Experts(), rows(5, H), *routes(5))
+    options = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}
+    assert kernels["configs"] == [({"BLOCK_SIZE_M": 16}, False), (options, True)]
+    assert down["USE_TMA"]  # SGLang's own dictionary is as it was
+
+
+# ---- what runs here, and what is SGLang's
+
+
+def as_on_a_gpu(layer: Experts) -> Experts:
+    """Its weights claim to be there."""
+    del layer.w13_weight
+    layer.w13_weight = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    return layer
+
+
+def apply(layer: Experts, x: Tensor) -> str:
+    """Whose method ran."""
+    topk = (*routes(len(x)), None)
+    dispatched = SimpleNamespace(hidden_states=x, topk_output=topk)
+    return str(layer.quant_method.apply(layer, dispatched).hidden_states)
+
+
+@pytest.fixture
+def whose(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = SimpleNamespace(hidden_states="SGLang's")
+    monkeypatch.setattr(compat.Fp8MoEMethod, "apply", lambda *args: stock)
+    monkeypatch.setattr("sgl_fp8rl.moe.experts", lambda *args: "ours")
+    monkeypatch.setattr("sgl_fp8rl.moe.experts_reference", lambda *args: "the CPU's")
+
+
+@pytest.mark.usefixtures("whose")
+def test_plain_experts_run_here() -> None:
+    layer = Experts()
+    assert apply(layer, rows(4, H)) == "the CPU's"
+    assert apply(as_on_a_gpu(layer), rows(4, H)) == "ours"
+
+
+_OTHERS: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": "gelu"},
+    "experts of other ranks": {"num_local_experts": E // 2},
+    "not gated": {"is_gated": False},
+    "gpt-oss": {"gemm1_alpha": 1.7, "gemm1_clamp_limit": 7.0},
+    "clamped": {"swiglu_limit": 10.0},
+    "weights on the input": {"apply_router_weight_on_input": True},
+    "not summed": {"no_combine": True},
+    "two experts": {"top_k": 2},
+    "fp32 between": {"silu_mul_keep_fp32": True},
+}
+
+
+@pytest.mark.usefixtures("whose")
+@pytest.mark.parametrize("case", [*_OTHERS, "lora", "deep_gemm", "none", "bias", "sum", "memory"])
+@torch.no_grad()
+def test_other_experts_are_sglangs(case: str, kernels: dict[str, Any]) -> None:
+    layer = Experts(**_OTHERS.get(case, {}))
+    if case == "lora":
+        layer.quant_method.runner.fused_func = None
+    if case == "deep_gemm":
+        layer.quant_method.runner.runner_backend.is_triton = lambda: False
+    if case == "none":
+        del layer.quant_method.runner
+    if case == "bias":
+        layer.w13_weight_bias = torch.zeros(1)
+    if case == "sum":
+        kernels["exec"].moe.enable_fused_moe_sum_all_reduce = True
+    if case == "memory":
+        kernels["exec"].comm.enable_symm_mem = True
+    assert not experts.takes_codes(layer)
+    x = rows(4, H)
+    attach(x, quantize_tokens(x))
+    assert apply(as_on_a_gpu(layer), x) == "SGLang's"
+    assert attached(x) is None  # it may have written into x
+
+
+@pytest.mark.usefixtures("whose")
+@pytest.mark.parametrize("case", ["fp32", "strided", "empty"])
+def test_other_batches_are_sglangs(case: str) -> None:
+    layer = as_on_a_gpu(Experts())
+    x = {"fp32": rows(4, H).float(), "strided": rows(4, 2 * H)[:, :H], "empty": rows(4, H)[:0]}
+    assert apply(layer, x[case]) == "SGLang's"
+
+
+def test_the_norm_before_experts_quantizes_for_them() -> None:
+    layer = Experts()
+    assert isinstance(layer.quant_method, FP8RLMoEMethod) and fusion._takes_codes(layer)
+    assert not fusion._takes_codes(Experts(activation="gelu"))
+    assert "mlp.experts" in fusion._FEEDS["post_attention_layernorm"]
+
+
+def test_silu_without_y_has_the_same_codes() -> None:
+    gate_up = rows(5, 2 * I)
+    want = activation.silu_mul_quantize(gate_up)[1]
+    for mine, other in zip(activation.silu_mul_codes(gate_up), want, strict=True):
+        assert torch.equal(mine.float(), other.float()) and mine.stride() == other.stride()
