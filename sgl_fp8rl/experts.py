@@ -2,25 +2,31 @@
 
 SGLang quantizes inside each of the two products, in a launch of its own. Here the codes of the
 first come from the norm before the experts (``fusion``) and those of the second from the SiLU, so
-a layer launches two kernels less and ``silu(gate) * up`` is never stored in BF16. Routing, tiles,
-both products and the sum over a token's experts are SGLang's; so are the bytes (for up to 32
-tokens SGLang sums by a kernel that torch compiled, here and elsewhere by its own).
+a layer launches two kernels less and ``silu(gate) * up`` is never stored in BF16. Routing, both
+products and the sum over a token's experts are SGLang's; with its tiles so are the bytes (for up to
+32 tokens SGLang sums by a kernel that torch compiled; here one of its own sums them all).
 
 Shape suffixes: M tokens, T experts a token, H hidden, I channels of each half of gate_up; R = M * T
 rows, one for each token and expert.
 """
 
+import functools
+import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.choose import quantized
+from sgl_fp8rl.gemm.table import Machine
 from sgl_fp8rl.numerics.activation import Quantized, detach
 from sgl_fp8rl.numerics.reference import BLOCK
 
 _BLOCK_SHAPE = [BLOCK, BLOCK]
+MEASURED = Path(__file__).parent / "gemm" / "tiles"
 
 
 def takes_codes(layer: Any) -> bool:
@@ -92,10 +98,15 @@ def experts(
 def tiles(
     w13_shape: torch.Size, w2_shape: torch.Size, T: int, M: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """SGLang's tiles for the two products of M tokens: measured ones where it has a file of them.
+    """Triton's tiles for the two products of M tokens; both have one ``BLOCK_SIZE_M``.
 
-    ``USE_TMA`` in them says that weights are loaded through a TMA descriptor.
+    Those that the package has for this card and these experts, else what SGLang takes. ``USE_TMA``
+    in them says that weights are loaded through a TMA descriptor.
     """
+    measured = measured_tiles(*w2_shape)
+    if measured:
+        nearest = measured[min(measured, key=lambda m: abs(m - M))]  # as SGLang picks among its own
+        return nearest["up"], nearest["down"]
     up, (down, _) = compat.try_get_optimal_moe_config(
         w13_shape,
         w2_shape,
@@ -105,7 +116,24 @@ def tiles(
         block_shape=_BLOCK_SHAPE,
         return_down_config=True,
     )
-    return dict(up), dict(down or up)
+    return up, down or up
+
+
+@functools.cache
+def measured_tiles(E: int, H: int, I: int, folder: Path = MEASURED) -> dict[int, Any]:  # noqa: E741
+    """``{M: {"up": config, "down": config}}`` of these experts on this card, as they were measured.
+
+    Empty where the package has no file for them, where the user named a folder of such configs to
+    SGLang, and for deterministic runs, whose tiles must not change with M.
+    """
+    deterministic = compat.get_exec().deterministic.enable_deterministic_inference
+    if deterministic or os.environ.get("SGLANG_MOE_CONFIG_DIR"):
+        return {}
+    card = Machine.of(torch.cuda.get_device_name(), 0)
+    path = folder / f"{card.slug}-{E}x{H}x{I}.json"
+    if not path.exists():
+        return {}
+    return {int(m): pair for m, pair in json.loads(path.read_text()).items()}
 
 
 def _product(

@@ -26,7 +26,7 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         x = dispatch_output.hidden_states
         on_cpu = layer.w13_weight.device.type == "cpu"
-        if not on_cpu and not (takes_codes(layer) and fits(x)):
+        if not on_cpu and not (fits(x) and takes_codes(layer)):
             if not torch.compiler.is_compiling():
                 detach(x)  # SGLang may write into x, which torch does not count
             return super().apply(layer, dispatch_output)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import experts
+from sgl_fp8rl import compat, experts
 from sgl_fp8rl.numerics import activation_kernels
 from sgl_fp8rl.numerics.activation import Quantized, attach, attached
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
@@ -21,6 +21,9 @@ E, T, H, I = 128, 8, 2048, 768  # noqa: E741
 MAX_APART = 1
 """BF16 values. Up to 32 tokens SGLang sums by another kernel; above, all bytes should be equal."""
 ROWS = (1, 3, 16, 33, 64, 129, 2049)
+MAX_ERROR = 0.01
+"""Relative: by the order of a sum some codes between the products are the next ones."""
+MEASURED_TILES = experts.measured_tiles
 _TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils"
 
 pytestmark = pytest.mark.skipif(
@@ -35,6 +38,7 @@ def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
         moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
     )
+    monkeypatch.setattr(compat.SYMBOLS["get_exec"].replace(":", "."), lambda: config)
     stock = importlib.import_module(f"{_TRITON}.fused_moe")
     configs = importlib.import_module(f"{_TRITON}.fused_moe_triton_config")
     for module in (stock, configs):
@@ -44,6 +48,8 @@ def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stock, name, value, raising=False)  # versions have one or the other
     monkeypatch.setattr(stock, "is_allocation_symmetric", lambda: True)
     monkeypatch.setattr(stock, "use_symmetric_memory", lambda *args, **kwargs: nullcontext())
+    # other tiles sum in another order
+    monkeypatch.setattr(experts, "measured_tiles", lambda *args: {})
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +186,19 @@ def test_weights_through_tma_give_the_same(
     (up if which == "up" else down)["USE_TMA"] = True
     monkeypatch.setattr(experts, "tiles", lambda *args: (up, down))
     assert torch.equal(experts.experts(layer, x, *topk), want)
+
+
+@torch.no_grad()
+def test_measured_tiles_compute_the_same(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair at its own M, but for the order of sums."""
+    measured = MEASURED_TILES(*layer.w2_weight.shape)
+    if not measured:
+        pytest.skip("the package has no tiles for these experts on this card")
+    for M, pair in measured.items():
+        x, topk = rows(M, H, spread=1).cuda(), routes(M)
+        want = stock(layer, x, *topk)
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "measured_tiles", lambda *args, M=M, pair=pair: {M: pair})
+            got = experts.experts(layer, x, *topk)
+        error = (got - want).double().norm() / want.double().norm()
+        assert float(error) <= MAX_ERROR, (M, pair)

@@ -3,7 +3,10 @@
 SGLang's kernels are plain loops here; ``tests/gpu/test_experts.py`` runs the real ones.
 """
 
+import json
 import sys
+from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,7 +45,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         product(*args, **kwargs)
 
     plain = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
-    exec_config = SimpleNamespace(moe=plain, comm=SimpleNamespace(enable_symm_mem=False))
+    exec_config = SimpleNamespace(
+        moe=plain,
+        comm=SimpleNamespace(enable_symm_mem=False),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
+    )
+    experts.measured_tiles.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
     for name, value in {
         "moe_align_block_size": align,
         "try_get_optimal_moe_config": configs,
@@ -135,6 +144,49 @@ def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -
     options = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}
     assert kernels["configs"] == [({"BLOCK_SIZE_M": 16}, False), (options, True)]
     assert down["USE_TMA"]  # SGLang's own dictionary is as it was
+
+
+def kept(folder: Path) -> dict[int, Any]:
+    """A file of tiles for these experts on this card, and what is in it."""
+    pairs: dict[int, Any] = {
+        m: {"up": {"BLOCK_SIZE_M": m}, "down": {"BLOCK_SIZE_M": m, "USE_TMA": True}}
+        for m in (16, 64)
+    }
+    (folder / f"a-card-{E}x{H}x{I}.json").write_text(json.dumps(pairs))
+    return pairs
+
+
+@pytest.mark.parametrize(("M", "nearest"), [(1, 16), (39, 16), (41, 64), (900, 64)])
+def test_measured_tiles_go_before_sglangs(
+    M: int, nearest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, pairs = Experts(), kept(tmp_path)
+    monkeypatch.setattr(experts, "measured_tiles", partial(experts.measured_tiles, folder=tmp_path))
+    shapes = layer.w13_weight.shape, layer.w2_weight.shape
+    assert experts.tiles(*shapes, T, M) == (pairs[nearest]["up"], pairs[nearest]["down"])
+
+
+def test_not_for_other_experts_or_where_the_user_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
+) -> None:
+    pairs = kept(tmp_path)
+    assert experts.measured_tiles(E, H, I, tmp_path) == pairs
+    assert experts.measured_tiles(E, H, 2 * I, tmp_path) == {}
+    experts.measured_tiles.cache_clear()
+    kernels["exec"].deterministic.enable_deterministic_inference = True
+    assert experts.measured_tiles(E, H, I, tmp_path) == {}
+    kernels["exec"].deterministic.enable_deterministic_inference = False
+    experts.measured_tiles.cache_clear()
+    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", "somewhere")
+    assert experts.measured_tiles(E, H, I, tmp_path) == {}
+
+
+def test_what_the_package_has_is_complete() -> None:
+    for path in experts.MEASURED.glob("*.json"):
+        for m, pair in json.loads(path.read_text()).items():
+            assert int(m) > 0 and set(pair) == {"up", "down"}
+            assert pair["up"]["BLOCK_SIZE_M"] == pair["down"]["BLOCK_SIZE_M"]
+            assert all(config["BLOCK_SIZE_K"] in (64, 128) for config in pair.values())
 
 
 # ---- what runs here, and what is SGLang's
