@@ -14,12 +14,13 @@ from sglang.srt.layers import activation as sglang_activation
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
-from sgl_fp8rl import compat, fusion
+from sgl_fp8rl import compat, experts, fusion
 from sgl_fp8rl.gemm import choose
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.numerics import activation, activation_kernels
 from sgl_fp8rl.numerics.activation import Quantized, attach, attached, quantize_tokens
 from tests.activation_oracle import apart, rows
+from tests.experts_fakes import Experts
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -153,7 +154,23 @@ def test_only_what_feeds_fp8_linears() -> None:
     assert_found(layer.mlp.gate_up_proj)
 
 
-def test_experts_are_left_to_themselves() -> None:
+@torch.no_grad()
+def test_experts_find_the_codes_of_their_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    layer.mlp = nn.Module()
+    layer.mlp.experts = Experts()
+    monkeypatch.setattr(experts, "takes_codes", lambda layer: False)
+    assert fusion.fuse(model(layer)) == 1  # of qkv: the norm before experts leaves them alone
+    monkeypatch.setattr(experts, "takes_codes", lambda layer: True)
+    assert fusion.fuse(model(layer)) == 1  # and now it does
+    x = rows(4, HIDDEN).view(4, HIDDEN)  # a linear's result is a view
+    y, _ = layer.post_attention_layernorm(x, rows(4, HIDDEN, seed=1))
+    found = choose.quantized(y.view(-1, HIDDEN), y)  # SGLang's MoE blocks make another
+    assert found is attached(y) is not None
+    assert torch.equal(found.codes_MK.float(), quantize_tokens(y).codes_MK.float())
+
+
+def test_experts_of_another_method_are_left_to_themselves() -> None:
     layer = Layer()
     layer.mlp = nn.Module()
     layer.mlp.experts = nn.Module()
