@@ -18,8 +18,8 @@ from tests.gpu.conftest import INTERPRETED
 
 Tensor = torch.Tensor
 E, T, H, I = 128, 8, 2048, 768  # noqa: E741
-MAX_APART = 1
-"""BF16 values. Up to 32 tokens SGLang sums by another kernel; above, all bytes should be equal."""
+LEAST_EQUAL, MAX_SUM_ERROR = 0.99, 1e-3
+"""Up to 32 tokens, which SGLang sums by another kernel; above, all bytes must be equal."""
 ROWS = (1, 3, 16, 33, 64, 129, 2049)
 MAX_ERROR = 0.01
 """Relative: by the order of a sum some codes between the products are the next ones."""
@@ -104,11 +104,17 @@ def stock(layer: Any, x: Tensor, weights: Tensor, ids: Tensor, *, inplace: bool 
     return got
 
 
+def off(got: Tensor, want: Tensor) -> float:
+    """The relative difference."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
 def assert_same(got: Tensor, want: Tensor, M: int) -> None:
-    most, equal = apart(got, want)
-    assert most <= MAX_APART, (most, equal)
+    _, equal = apart(got, want)
     if M > 32:
         assert equal == 1
+    else:
+        assert equal >= LEAST_EQUAL and off(got, want) <= MAX_SUM_ERROR, (equal, off(got, want))
 
 
 @pytest.mark.parametrize("M", ROWS)
@@ -147,7 +153,7 @@ def test_control_another_expert_shows(layer: Any) -> None:
     ids[5, 2] = next(e for e in range(E) if e not in ids[5].tolist())
     got = experts.experts(layer, x, weights, ids)
     changed = (got != want).any(-1).nonzero().flatten().tolist()
-    assert changed == [5] and apart(got, want)[0] > 100 * MAX_APART
+    assert changed == [5] and off(got[5], want[5]) > 100 * MAX_SUM_ERROR
 
 
 @pytest.mark.parametrize("factor", [None, 2.5])
@@ -200,5 +206,4 @@ def test_measured_tiles_compute_the_same(layer: Any, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(experts, "measured_tiles", lambda *args, M=M, pair=pair: {M: pair})
             got = experts.experts(layer, x, *topk)
-        error = (got - want).double().norm() / want.double().norm()
-        assert float(error) <= MAX_ERROR, (M, pair)
+        assert off(got, want) <= MAX_ERROR, (M, pair)
