@@ -1,4 +1,6 @@
-"""Block-FP8 experts with SGLang's own Triton kernel, quantized by what makes each activation.
+"""Block-FP8 experts, quantized by what makes each activation.
+
+Large batches go to DeepGEMM (``grouped_experts``), all others to SGLang's own Triton kernel.
 
 SGLang quantizes inside each of the two products, in a launch of its own. Here the codes of the
 first come from the norm before the experts (``fusion``) and those of the second from the SiLU, so
@@ -22,6 +24,7 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.choose import quantized
 from sgl_fp8rl.gemm.table import Machine
+from sgl_fp8rl.grouped_experts import grouped_experts, is_grouped
 from sgl_fp8rl.numerics.activation import Quantized, detach
 from sgl_fp8rl.numerics.reference import BLOCK
 
@@ -76,6 +79,30 @@ def experts(
     Returns:
         BF16 ``[M, H]``: x itself where SGLang's layer works in place.
     """
+    config = layer.moe_runner_config
+    tokens = quantized(x_MH, x_MH, by_row=True)
+    if config.inplace:
+        detach(x_MH)  # torch does not see the kernels write
+    out_MH = x_MH if config.inplace else torch.empty_like(x_MH)
+    factor = 1.0 if config.routed_scaling_factor is None else config.routed_scaling_factor
+    run = grouped_experts if is_grouped(layer, *topk_ids_MT.shape) else _tiled_experts
+    return run(layer, tokens, topk_weights_MT, topk_ids_MT, factor, out_MH)
+
+
+def _tiled_experts(
+    layer: Any,
+    tokens: Quantized,
+    topk_weights_MT: torch.Tensor,
+    topk_ids_MT: torch.Tensor,
+    factor: float,
+    out_MH: torch.Tensor,
+) -> torch.Tensor:
+    from sgl_kernel import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+        moe_sum_reduce,  # loads on a GPU only
+    )
+
+    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
+
     w13, w2 = layer.w13_weight, layer.w2_weight
     M, T = topk_ids_MT.shape
     up_tiles, down_tiles = tiles(w13.shape, w2.shape, T, M)
@@ -84,15 +111,14 @@ def experts(
         topk_ids_MT,
         *compat.moe_align_block_size(topk_ids_MT, up_tiles["BLOCK_SIZE_M"], w13.shape[0]),
     )
-    gate_up_R2I = x_MH.new_empty((M * T, w13.shape[1]))
-    _product(
-        quantized(x_MH, x_MH), w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles
-    )
-    hidden = _silu_mul(gate_up_R2I)
+    gate_up_R2I = out_MH.new_empty((M * T, w13.shape[1]))
+    _product(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
+    hidden = silu_mul_codes(gate_up_R2I, by_row=True)
     del gate_up_R2I  # most of the memory of a prefill; what follows may have it
-    down_MTH = x_MH.new_empty((M, T, w2.shape[1]))
+    down_MTH = out_MH.new_empty((M, T, w2.shape[1]))
     _product(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
-    return _sum(down_MTH, layer.moe_runner_config, x_MH)
+    moe_sum_reduce(down_MTH, out_MH, factor)
+    return out_MH
 
 
 def tiles(
@@ -176,22 +202,3 @@ def _product(
         b_use_tma=config.get("USE_TMA", False),
         filter_expert=False,
     )
-
-
-def _sum(down_MTH: torch.Tensor, config: Any, x_MH: torch.Tensor) -> torch.Tensor:
-    from sgl_kernel import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
-        moe_sum_reduce,  # loads on a GPU only
-    )
-
-    if config.inplace:
-        detach(x_MH)  # torch does not see the kernel write
-    out_MH = x_MH if config.inplace else torch.empty_like(x_MH)
-    scale = config.routed_scaling_factor
-    moe_sum_reduce(down_MTH, out_MH, 1.0 if scale is None else scale)
-    return out_MH
-
-
-def _silu_mul(gate_up_R2I: torch.Tensor) -> Quantized:
-    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
-
-    return silu_mul_codes(gate_up_R2I)

@@ -8,6 +8,7 @@ for itself.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def fuse(model: nn.Module) -> int:
             consumers = [path for path in consumer_names if _takes_codes(_find(module, path))]
             if producer is None or not consumers:
                 continue
-            forward = _fused_forward(producer)
+            forward = _fused_forward(producer, by_row=consumers == ["mlp.experts"])
             if forward is not None:
                 producer._forward_method = forward
                 logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
@@ -70,7 +71,7 @@ def _takes_codes(layer: Any) -> bool:
     return isinstance(method, FP8RLLinearMethod) and method.choices is not None
 
 
-def _fused_forward(producer: Any) -> Callable[..., Any] | None:
+def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
     """What to run in the place of the producer's CUDA kernel, or None to leave it alone."""
     if type(producer) not in (compat.RMSNorm, compat.SiluAndMul):
         return None  # Gemma's norms and other activations compute something else
@@ -89,18 +90,18 @@ def _fused_forward(producer: Any) -> Callable[..., Any] | None:
         and weight.dtype == torch.bfloat16
         and weight.numel() % BLOCK == 0
     )
-    return _FusedNorm(original, producer) if plain else None
+    return _FusedNorm(original, producer, by_row) if plain else None
 
 
 class _FusedNorm:
     """``RMSNorm.forward_cuda``; what is not plain goes to the original."""
 
-    def __init__(self, original: Callable[..., Any], norm: Any) -> None:
+    def __init__(self, original: Callable[..., Any], norm: Any, by_row: bool) -> None:
         from sgl_fp8rl.numerics.activation_kernels import rms_norm_quantize
 
         self.original = original
         self.norm = norm
-        self.kernel = rms_norm_quantize
+        self.kernel = partial(rms_norm_quantize, by_row=by_row)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any

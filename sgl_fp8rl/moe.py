@@ -19,6 +19,8 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
     def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
+        self.is_compiled = False
+        """Whether ``grouped_experts`` has its kernels; SGLang's Triton kernel runs without."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)

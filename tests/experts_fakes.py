@@ -50,6 +50,7 @@ class Experts(nn.Module):
         method: Any = object.__new__(FP8RLMoEMethod)
         backend = SimpleNamespace(is_triton=lambda: True)
         method.runner = SimpleNamespace(runner_backend=backend, fused_func=object())
+        method.is_compiled = False
         self.quant_method = method
 
 
@@ -71,9 +72,9 @@ def product(
     zero_points: None,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    sorted_ids: str,
-    expert_ids: str,
-    padded: str,
+    sorted_ids: Tensor,
+    expert_ids: Tensor,
+    used: Tensor,
     weighted: bool,
     top_k: int,
     config: dict[str, Any],
@@ -82,16 +83,51 @@ def product(
     **options: Any,
 ) -> None:
     """``invoke_fused_moe_kernel``."""
-    assert (sorted_ids, expert_ids, padded) == ("sorted", "experts", "padded")
+    assert len(sorted_ids) >= int(used) >= topk_ids.numel() and len(expert_ids) > 0
     assert "USE_TMA" not in config and block_shape == [128, 128]
     assert options["use_fp8_w8a8"] and not options["filter_expert"]
     assert a.dtype == torch.float8_e4m3fn and a_scales.shape == (a.shape[0], a.shape[1] // 128)
+    assert a_scales.is_contiguous()
     x = dequantize_activation(a, a_scales, torch.float64)
     rows_RN = out.view(topk_ids.numel(), -1)
     for r, expert in enumerate(topk_ids.flatten().tolist()):
         w = dequantize_weight(weight[expert], scales[expert], torch.float64)
         y = x[r // top_k] @ w.T
         rows_RN[r] = y * topk_weights.flatten()[r] if weighted else y
+
+
+def align(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``moe_align_block_size``; what it leaves unwritten is garbage here."""
+    R = topk_ids.numel()
+    room = R + (experts + 1) * (block - 1)
+    rows_P = torch.full((room,), 1 << 30, dtype=torch.int32)
+    expert_B = torch.full((-(-room // block),), 99, dtype=torch.int32)
+    used = 0
+    for expert in range(experts):
+        mine = (topk_ids.flatten() == expert).nonzero().flatten().int()
+        blocks = -(-len(mine) // block)
+        expert_B[used // block : used // block + blocks] = expert
+        rows_P[used : used + blocks * block] = R
+        rows_P[used : used + len(mine)] = mine
+        used += blocks * block
+    return rows_P, expert_B, torch.tensor([used], dtype=torch.int32)
+
+
+def grouped(a: Any, b: Any, out: Tensor, expert_P: Tensor) -> None:
+    """``deep_gemm.m_grouped_fp8_gemm_nt_contiguous``."""
+    (codes, scales), (weight, weight_scales) = a, b
+    assert len(codes) % 128 == 0 and scales.stride() == (1, len(codes)) and out.is_contiguous()
+    for start in range(0, len(codes), 128):
+        experts = set(expert_P[start : start + 128].tolist())
+        assert len(experts) == 1
+        expert = experts.pop()
+        if expert < 0:
+            continue  # what is there stays there
+        part = slice(start, start + 128)
+        # what lies at an empty place may be any bytes
+        x = dequantize_activation(codes[part], scales[part].contiguous(), torch.float64)
+        w = dequantize_weight(weight[expert], weight_scales[expert], torch.float64)
+        out[part] = x @ w.T
 
 
 def total(down: Tensor, out: Tensor, factor: float) -> None:

@@ -37,17 +37,20 @@ class Choices:
         return self.kernels[bisect_left(self.bounds, m)]
 
 
-def quantized(x: torch.Tensor, x_MK: torch.Tensor) -> Quantized:
+def quantized(x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
     """Codes and scales of ``x``, which is ``x_MK`` too: those its producer attached, if they fit.
 
     Anything that makes a new tensor of ``x`` loses them, and they are made here.
+
+    Args:
+        by_row: how the scales are to lie (``Quantized``).
     """
     ready = attached(x)
-    if ready is not None and ready.codes_MK.shape == x_MK.shape:
+    if ready is not None and (ready.codes_MK.shape, ready.is_by_row) == (x_MK.shape, by_row):
         return ready
     from sgl_fp8rl.numerics.activation_kernels import quantize_tokens  # Triton, and a GPU
 
-    return quantize_tokens(x_MK)
+    return quantize_tokens(x_MK, by_row=by_row)
 
 
 def linear(

@@ -18,6 +18,7 @@ import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, fusion
+from sgl_fp8rl.experts import takes_codes
 from sgl_fp8rl.gemm import table, warmup
 from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
 from sgl_fp8rl.gemm.choose import Choices
@@ -35,6 +36,7 @@ from sgl_fp8rl.gemm.tune import (
     plan,
     rows_of,
 )
+from sgl_fp8rl.grouped_experts import compile_grouped
 from sgl_fp8rl.numerics.activation import quantize_tokens
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ def prepare(original: Any, runner: Any) -> None:
     for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
         compile_choices(layer)
     logger.info("%d of %d FP8 weight shapes run measured kernels", len(chosen), len(shapes))
+    compile_experts(runner.model)
     fusion.fuse(runner.model)
 
 
@@ -81,6 +84,27 @@ def compile_choices(layer: Any) -> None:
                 x_MK = torch.zeros(m, k, dtype=torch.bfloat16, device=layer.weight.device)
                 kernel(*quantize_tokens(x_MK), layer.weight, layer.weight_scale_inv)
         below = bound
+
+
+def compile_experts(model: Any) -> None:
+    """Compile the grouped products of each shape of experts, for the batches that this engine runs.
+
+    As for linears, none is to compile while requests wait.
+    """
+    from sgl_fp8rl.moe import FP8RLMoEMethod  # loads SGLang's layers
+
+    seen: set[Any] = set()
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if not (isinstance(method, FP8RLMoEMethod) and takes_codes(layer)):
+            continue
+        shape = *layer.w13_weight.shape, layer.moe_runner_config.top_k
+        if shape not in seen:
+            bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
+            largest = warmup.largest_batch(compat.get_schedule(), bound)
+            compile_grouped(layer, layer.moe_runner_config.top_k, largest)
+            seen.add(shape)
+        method.is_compiled = True
 
 
 def _why_stock(runner: Any) -> str | None:

@@ -28,14 +28,22 @@ class Quantized(NamedTuple):
     codes_MK: torch.Tensor
     """float8_e4m3fn, contiguous."""
     scales_Mk: torch.Tensor
-    """FP32 with strides (1, M rounded up to 4): DeepGEMM's layout."""
+    """FP32 with strides (1, M rounded up to 4), DeepGEMM's layout, or by row, with (k, 1): experts
+    pick single tokens, whose scales then lie side by side."""
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the scales of a token lie side by side."""
+        return self.scales_Mk.stride() == (self.scales_Mk.shape[1], 1)
 
 
-def empty_quantized(M: int, K: int, device: torch.device) -> Quantized:
+def empty_quantized(M: int, K: int, device: torch.device, *, by_row: bool = False) -> Quantized:
     """Room for codes and scales; the padding of the scales belongs to nobody."""
+    codes_MK = torch.empty((M, K), dtype=FP8_DTYPE, device=device)
+    if by_row:
+        return Quantized(codes_MK, torch.empty((M, K // BLOCK), device=device))
     padded = -(-M // ALIGNMENT) * ALIGNMENT
-    scales = torch.empty((K // BLOCK, padded), dtype=torch.float32, device=device)
-    return Quantized(torch.empty((M, K), dtype=FP8_DTYPE, device=device), scales.t()[:M])
+    return Quantized(codes_MK, torch.empty((K // BLOCK, padded), device=device).t()[:M])
 
 
 def attach(y_MK: torch.Tensor, quantized: Quantized) -> None:
@@ -68,11 +76,12 @@ def _state(x: torch.Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x._version
 
 
-def quantize_tokens(x_MK: torch.Tensor) -> Quantized:
+def quantize_tokens(x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
     """Quantize to one scale for each token and 128 channels.
 
     Args:
         x_MK: BF16 with contiguous rows.
+        by_row: how the scales are to lie (``Quantized``).
 
     Raises:
         ValueError: another dtype or layout, or K is no multiple of 128.
@@ -83,7 +92,7 @@ def quantize_tokens(x_MK: torch.Tensor) -> Quantized:
     amax_Mk = x_MkB.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=AMAX_FLOOR)
     quotient = x_MkB * (FP8_MAX * _reciprocal(amax_Mk)).unsqueeze(-1)
     quotient = torch.where(quotient < FP8_MAX, quotient, FP8_MAX)  # NaN too
-    quantized = empty_quantized(M, K, x_MK.device)
+    quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
     quantized.codes_MK.copy_(quotient.clamp(min=-FP8_MAX).flatten(-2).to(FP8_DTYPE))
     quantized.scales_Mk.copy_(amax_Mk * INVERSE_MAX)
     return quantized
@@ -94,6 +103,8 @@ def rms_norm_quantize(
     weight_K: torch.Tensor,
     eps: float,
     residual_MK: torch.Tensor | None = None,
+    *,
+    by_row: bool = False,
 ) -> tuple[torch.Tensor, Quantized]:
     """RMSNorm of ``x`` or of ``x + residual``, and its codes.
 
@@ -103,6 +114,7 @@ def rms_norm_quantize(
 
     Args:
         residual_MK: BF16; it becomes ``x + residual``, and x becomes y.
+        by_row: how the scales are to lie (``Quantized``).
 
     Returns:
         y_MK BF16 (x itself where there is a residual), and what it is quantized to.
@@ -119,7 +131,7 @@ def rms_norm_quantize(
     y_MK = (h_MK * torch.rsqrt(mean_M1 + eps) * weight_K.float()).to(x_MK.dtype)
     if residual_MK is not None:
         y_MK = x_MK.copy_(y_MK)
-    return y_MK, quantize_tokens(y_MK)
+    return y_MK, quantize_tokens(y_MK, by_row=by_row)
 
 
 def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
@@ -140,9 +152,13 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     return y_MI, quantize_tokens(y_MI)
 
 
-def silu_mul_codes(gate_up_M2I: torch.Tensor) -> Quantized:
-    """``silu_mul_quantize`` for who needs no y."""
-    return silu_mul_quantize(gate_up_M2I)[1]
+def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
+    """``silu_mul_quantize`` for who needs no y.
+
+    Args:
+        by_row: how the scales are to lie (``Quantized``).
+    """
+    return quantize_tokens(silu_mul_quantize(gate_up_M2I)[0], by_row=by_row)
 
 
 def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:

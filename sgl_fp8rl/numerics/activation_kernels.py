@@ -34,11 +34,11 @@ _PLAIN_GROUPS_OF_WARP = 4
 _MAX_WARPS = 32
 
 
-def quantize_tokens(x_MK: torch.Tensor) -> Quantized:
+def quantize_tokens(x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
     """``activation.quantize_tokens`` on the current stream; there is what it takes and raises."""
     check(x_MK)
     M, K = x_MK.shape
-    quantized = empty_quantized(M, K, x_MK.device)
+    quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
     _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP)
     return quantized
 
@@ -53,11 +53,11 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     return y_MI, quantized
 
 
-def silu_mul_codes(gate_up_M2I: torch.Tensor) -> Quantized:
+def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
     """``activation.silu_mul_codes`` on the current stream; there is what it takes and raises."""
     check(gate_up_M2I, halves=2)
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
-    quantized = empty_quantized(M, I, gate_up_M2I.device)
+    quantized = empty_quantized(M, I, gate_up_M2I.device, by_row=by_row)
     _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP)
     return quantized
 
@@ -67,13 +67,15 @@ def rms_norm_quantize(
     weight_K: torch.Tensor,
     eps: float,
     residual_MK: torch.Tensor | None = None,
+    *,
+    by_row: bool = False,
 ) -> tuple[torch.Tensor, Quantized]:
     """``activation.rms_norm_quantize`` on the current stream; there is what it takes and raises."""
     check_norm(x_MK, weight_K, residual_MK)
     M, K = x_MK.shape
     y_MK = x_MK.new_empty((M, K)) if residual_MK is None else x_MK
     residual = x_MK if residual_MK is None else residual_MK
-    quantized = empty_quantized(M, K, x_MK.device)
+    quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
     groups = triton.next_power_of_2(K // BLOCK)
     warps = min(max(groups // _GROUPS_OF_WARP, 1), _MAX_WARPS)
     if M:
@@ -87,7 +89,7 @@ def rms_norm_quantize(
                 x_MK.stride(0),
                 residual.stride(0),
                 y_MK.stride(0),
-                quantized.scales_Mk.stride(1),
+                *quantized.scales_Mk.stride(),
                 eps,
                 K=K,
                 GROUPS=groups,
@@ -113,7 +115,7 @@ def _launch_tiles(
                 *y,
                 *quantized,
                 x.stride(0),
-                quantized.scales_Mk.stride(1),
+                *quantized.scales_Mk.stride(),
                 K=K,
                 TILES=tiles,
                 GROUPS=_GROUPS,
@@ -175,6 +177,7 @@ def _store_quantized(
     scales: tl.tensor,
     row: tl.tensor,
     group: tl.tensor,
+    token_stride: tl.tensor,
     group_stride: tl.tensor,
     K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -189,7 +192,8 @@ def _store_quantized(
     quotient = tl.where(quotient < _LARGEST, quotient, _LARGEST)
     col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(codes + row * K + col, quotient.to(tl.float8e4nv), mask=inside[:, None])
-    tl.store(scales + group * group_stride + row, amax * _INVERSE, mask=inside)
+    place = scales + row * token_stride + group * group_stride
+    tl.store(place, amax * _INVERSE, mask=inside)
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -198,6 +202,7 @@ def _quantize_tiles(
     codes: tl.tensor,
     scales: tl.tensor,
     row_stride: tl.tensor,
+    token_stride: tl.tensor,
     group_stride: tl.tensor,
     K: tl.constexpr,
     TILES: tl.constexpr,
@@ -215,7 +220,7 @@ def _quantize_tiles(
     values = tl.load(x + row * row_stride + col, mask=inside, other=0.0)
     if OVERLAP:
         gdc_launch_dependents()
-    _store_quantized(values, codes, scales, row, group, group_stride, K, INTERPRETED)
+    _store_quantized(values, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -225,6 +230,7 @@ def _silu_mul_tiles(
     codes: tl.tensor,
     scales: tl.tensor,
     row_stride: tl.tensor,
+    token_stride: tl.tensor,
     group_stride: tl.tensor,
     K: tl.constexpr,
     TILES: tl.constexpr,
@@ -248,7 +254,7 @@ def _silu_mul_tiles(
     product = (gate * sigmoid * up).to(tl.bfloat16)
     if y is not None:
         tl.store(y + row * K + col, product, mask=inside)
-    _store_quantized(product, codes, scales, row, group, group_stride, K, INTERPRETED)
+    _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["group_stride"])
@@ -262,6 +268,7 @@ def _norm_rows(
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
     y_stride: tl.tensor,
+    token_stride: tl.tensor,
     group_stride: tl.tensor,
     eps: tl.tensor,
     K: tl.constexpr,
@@ -289,4 +296,4 @@ def _norm_rows(
     mean = tl.div_rn(tl.sum(tl.sum(h * h, 1), 0), K * 1.0)
     product = (h * tl.rsqrt(mean + eps) * gain).to(tl.bfloat16)
     tl.store(y + row * y_stride + col, product, mask=inside)
-    _store_quantized(product, codes, scales, row, group, group_stride, K, INTERPRETED)
+    _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)

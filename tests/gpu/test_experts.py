@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat, experts
+from sgl_fp8rl import compat, experts, grouped_experts
 from sgl_fp8rl.numerics import activation_kernels
 from sgl_fp8rl.numerics.activation import Quantized, attach, attached
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
@@ -69,6 +69,7 @@ def layer() -> Any:
 
     config = SimpleNamespace(inplace=False, routed_scaling_factor=None)
     return SimpleNamespace(
+        quant_method=SimpleNamespace(is_compiled=False),
         w13_weight=codes(2 * I, H),
         w2_weight=codes(H, I),
         w13_weight_scale_inv=scales(2 * I, H),
@@ -120,15 +121,15 @@ def assert_same(got: Tensor, want: Tensor, M: int) -> None:
 @pytest.mark.parametrize("M", ROWS)
 @torch.no_grad()
 def test_codes_are_those_that_sglang_makes_between_the_products(M: int) -> None:
-    """By row-major scales, as its experts take them; ours lie by columns."""
+    """By row-major scales, as its experts take them."""
     from sglang.kernels.ops.activation.activation import silu_and_mul
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
     x, gate_up = rows(M, H).cuda(), rows(M * T, 2 * I, spread=2).cuda()
     between = gate_up.new_empty((M * T, I))
     silu_and_mul(gate_up, between)
-    pairs = [(x, activation_kernels.quantize_tokens(x))]
-    pairs += [(between, activation_kernels.silu_mul_codes(gate_up))]
+    pairs = [(x, activation_kernels.quantize_tokens(x, by_row=True))]
+    pairs += [(between, activation_kernels.silu_mul_codes(gate_up, by_row=True))]
     for source, mine in pairs:
         want = Quantized(*sglang_per_token_group_quant_fp8(source, 128))
         assert torch.equal(mine.codes_MK.view(torch.uint8), want.codes_MK.view(torch.uint8))
@@ -142,7 +143,7 @@ def test_values_are_sglangs(M: int, layer: Any) -> None:
     want = stock(layer, x, *topk)
     assert bool(want.isfinite().all()) and float(want.float().abs().max()) > 0
     assert_same(experts.experts(layer, x, *topk), want, M)
-    attach(x, activation_kernels.quantize_tokens(x))
+    attach(x, activation_kernels.quantize_tokens(x, by_row=True))
     assert_same(experts.experts(layer, x.view(-1, H), *topk), want, M)
 
 
@@ -163,10 +164,27 @@ def test_in_place_and_scaled(factor: float | None, layer: Any) -> None:
     layer = SimpleNamespace(**(vars(layer) | {"moe_runner_config": config}))
     x, topk = rows(64, H, spread=1).cuda(), routes(64)
     want = stock(layer, x.clone(), *topk, inplace=True)
-    attach(x, activation_kernels.quantize_tokens(x))
+    attach(x, activation_kernels.quantize_tokens(x, by_row=True))
     got = experts.experts(layer, x, *topk)
     assert got is x and attached(x) is None
     assert_same(got, want, 64)
+
+
+@pytest.mark.parametrize("M", [4096, 4099, 9000])
+@torch.no_grad()
+def test_large_batches_by_deep_gemm_are_sglangs(M: int, layer: Any) -> None:
+    x, topk = rows(M, H, spread=1).cuda(), routes(M)
+    want = stock(layer, x, *topk)
+    grouped_experts.compile_grouped(layer, T, M)
+    large = SimpleNamespace(**(vars(layer) | {"quant_method": SimpleNamespace(is_compiled=True)}))
+    assert grouped_experts.is_grouped(large, M, T) and not grouped_experts.is_grouped(layer, M, T)
+    got = experts.experts(large, x, *topk)
+    assert off(got, want) <= MAX_ERROR
+    ids = topk[1].clone()
+    ids[M - 1, 0] = next(e for e in range(E) if e not in ids[M - 1].tolist())
+    other = experts.experts(large, x, topk[0], ids)
+    changed = (other != got).any(-1).nonzero().flatten().tolist()
+    assert changed == [M - 1], "control: another expert shows, and in that token alone"
 
 
 @torch.no_grad()

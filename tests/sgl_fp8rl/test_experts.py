@@ -14,12 +14,12 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat, experts, fusion
+from sgl_fp8rl import compat, experts, fusion, grouped_experts
 from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
-from sgl_fp8rl.numerics import activation, activation_kernels
+from sgl_fp8rl.numerics import activation, activation_kernels, expert_rows, expert_rows_kernels
 from sgl_fp8rl.numerics.activation import attach, attached, quantize_tokens
 from tests.activation_oracle import rows
-from tests.experts_fakes import E, Experts, H, I, T, product, routes, total
+from tests.experts_fakes import E, Experts, H, I, T, align, grouped, product, routes, total
 
 Tensor = torch.Tensor
 MAX_ERROR = 0.03
@@ -32,9 +32,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """SGLang's kernels in loops; what they were asked for."""
     seen: dict[str, Any] = {"configs": []}
 
-    def align(topk_ids: Tensor, block: int, num_experts: int) -> tuple[str, str, str]:
+    def aligned(topk_ids: Tensor, block: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         seen["align"] = (block, num_experts)
-        return "sorted", "experts", "padded"
+        return align(topk_ids, block, num_experts)
 
     def configs(*args: Any, **kwargs: Any) -> Any:
         seen["lookup"] = args
@@ -53,7 +53,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     experts.measured_tiles.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
     for name, value in {
-        "moe_align_block_size": align,
+        "moe_align_block_size": aligned,
         "try_get_optimal_moe_config": configs,
         "invoke_fused_moe_kernel": run,
         "get_exec": lambda: exec_config,
@@ -64,6 +64,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
     for name in ("quantize_tokens", "silu_mul_codes"):
         monkeypatch.setattr(activation_kernels, name, getattr(activation, name))
+    for name in ("sort_rows", "sum_rows"):
+        monkeypatch.setattr(expert_rows_kernels, name, getattr(expert_rows, name))
+    deep_gemm = ModuleType("deep_gemm")
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous = (  # type: ignore[attr-defined]
+        lambda a, b, out, experts: seen["grouped"].append(len(out)) or grouped(a, b, out, experts)
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
+    seen["grouped"] = []
     seen["exec"] = exec_config
     return seen
 
@@ -112,9 +120,9 @@ def test_in_place_it_is_x_and_its_codes_are_gone() -> None:
 def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = Experts(inplace=False), rows(5, H, spread=1)
     want = experts.experts(layer, x, *routes(5))
-    attach(x, quantize_tokens(x))
+    attach(x, quantize_tokens(x, by_row=True))
 
-    def not_called(x: Tensor) -> Any:
+    def not_called(x: Tensor, *, by_row: bool) -> Any:
         raise AssertionError("quantized again")
 
     monkeypatch.setattr(activation_kernels, "quantize_tokens", not_called)
@@ -123,6 +131,64 @@ def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     x += 1
     with pytest.raises(AssertionError, match="quantized again"):
         experts.experts(layer, view, *routes(5))
+
+
+@torch.no_grad()
+def test_codes_whose_scales_lie_otherwise_are_not_taken() -> None:
+    layer, x = Experts(inplace=False), rows(5, H, spread=1)
+    want = experts.experts(layer, x, *routes(5))
+    attach(x, quantize_tokens(x))
+    assert torch.equal(experts.experts(layer, x, *routes(5)), want)
+
+
+# ---- large batches
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize("inplace", [False, True])
+@torch.no_grad()
+def test_large_batches_are_sorted_by_expert(
+    factor: float | None, inplace: bool, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(grouped_experts, "ROWS_OF_EXPERT", 20)
+    layer = Experts(routed_scaling_factor=factor, inplace=inplace)
+    layer.quant_method.is_compiled = True
+    M = 20 * E // T
+    x = rows(M, H, spread=1)
+    want = experts_reference(layer, x, *routes(M))
+    attach(x, quantize_tokens(x, by_row=True))
+    got = experts.experts(layer, x, *routes(M))
+    assert (got is x) == inplace and (attached(x) is None) == inplace
+    assert error(got, want) <= MAX_ERROR and not kernels["configs"]
+    room = (M * T + (E + 1) * 127) // 128 * 128
+    assert kernels["grouped"] == [room, room]
+
+    few = x[: M - 1].contiguous()
+    experts.experts(layer, few, *routes(M - 1))
+    assert len(kernels["configs"]) == 2, "one token fewer is for the other kernel"
+
+
+@pytest.mark.parametrize("case", ["not compiled", "few"])
+def test_others_are_not_sorted(case: str, kernels: dict[str, Any]) -> None:
+    layer = Experts()
+    layer.quant_method.is_compiled = case == "few"
+    assert not grouped_experts.is_grouped(layer, 256 * E // T - (case == "few"), T)
+
+
+def test_each_number_of_places_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(grouped_experts, "ROWS_OF_EXPERT", 20)
+    layer, least = Experts(), 20 * E // T
+    grouped_experts.compile_grouped(layer, T, least - 1)
+    assert kernels["grouped"] == []
+    grouped_experts.compile_grouped(layer, T, 200)
+    compiled = set(kernels["grouped"])
+    layer.quant_method.is_compiled = True
+    for M in (least, least + 30, 200):
+        kernels["grouped"].clear()
+        experts.experts(layer, rows(M, H, spread=1), *routes(M))
+        assert set(kernels["grouped"]) <= compiled
 
 
 # ---- tiles

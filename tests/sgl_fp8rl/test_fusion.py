@@ -165,8 +165,8 @@ def test_experts_find_the_codes_of_their_norm(monkeypatch: pytest.MonkeyPatch) -
     assert fusion.fuse(model(layer)) == 1  # and now it does
     x = rows(4, HIDDEN).view(4, HIDDEN)  # a linear's result is a view
     y, _ = layer.post_attention_layernorm(x, rows(4, HIDDEN, seed=1))
-    found = choose.quantized(y.view(-1, HIDDEN), y)  # SGLang's MoE blocks make another
-    assert found is attached(y) is not None
+    found = choose.quantized(y.view(-1, HIDDEN), y, by_row=True)  # SGLang's blocks make another
+    assert found is attached(y) is not None and found.is_by_row
     assert torch.equal(found.codes_MK.float(), quantize_tokens(y).codes_MK.float())
 
 

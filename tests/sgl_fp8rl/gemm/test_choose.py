@@ -42,9 +42,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
         bind = functools.partial(lambda name, _: functools.partial(kernel, name), name)
         monkeypatch.setitem(candidates.CANDIDATES, name, Candidate(name, lambda *_: None, bind))
 
-    def quantize(x_MK: torch.Tensor) -> Any:
+    def quantize(x_MK: torch.Tensor, *, by_row: bool) -> Any:
         ran.quantized += 1
-        return quantize_tokens(x_MK)
+        return quantize_tokens(x_MK, by_row=by_row)
 
     monkeypatch.setattr(activation_kernels, "quantize_tokens", quantize)
     return ran
@@ -97,6 +97,14 @@ def test_what_a_producer_quantized_is_taken(ran: Ran, choices: Choices, layer: A
     x.mul_(1.0)  # written to since
     assert torch.equal(choose.linear(choices, layer, x), plain)
     assert ran.quantized == 2
+
+
+def test_scales_that_lie_otherwise_do_not_fit(ran: Ran, choices: Choices, layer: Any) -> None:
+    x = activation(5)
+    attach(x, quantize_tokens(x, by_row=True))
+    choose.linear(choices, layer, x)
+    assert ran.quantized == 1
+    assert choose.quantized(x, x, by_row=True).is_by_row and ran.quantized == 1
 
 
 def test_codes_are_taken_and_not_the_values(ran: Ran, choices: Choices, layer: Any) -> None:

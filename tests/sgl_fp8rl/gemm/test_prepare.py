@@ -18,6 +18,7 @@ from sgl_fp8rl.gemm.operands import Operands
 from sgl_fp8rl.gemm.table import Entry, Machine, Table
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.numerics.reference import quantize_weight
+from tests.experts_fakes import Experts
 from tests.sgl_fp8rl.gemm import fakes
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
 
@@ -263,6 +264,26 @@ def test_each_layer_gets_the_choices_of_its_shape(monkeypatch: pytest.MonkeyPatc
     assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
     assert rank.broadcast == []
     assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
+
+
+def test_grouped_products_are_compiled_once_for_each_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = [Experts(), Experts(), Experts(top_k=4), Experts(activation="gelu")]
+    exec_config = SimpleNamespace(
+        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
+        comm=SimpleNamespace(enable_symm_mem=False),
+    )
+    monkeypatch.setattr(compat, "get_exec", lambda: exec_config, raising=False)
+    schedule = SimpleNamespace(chunked_prefill_size=512, max_running_requests=64)
+    monkeypatch.setattr(compat, "get_schedule", lambda: schedule, raising=False)
+    stock = SimpleNamespace(_BUILTIN_M_LIST=[64, 2048])
+    monkeypatch.setattr(compat, "deep_gemm_warmup", stock, raising=False)
+    compiled: list[Any] = []
+    monkeypatch.setattr(prepare, "compile_grouped", lambda *args: compiled.append(args))
+    prepare.compile_experts(nn.ModuleList([nn.Linear(1, 1), *layers]))
+    assert compiled == [(layers[0], 3, 512), (layers[2], 4, 512)]
+    assert [layer.quant_method.is_compiled for layer in layers] == [True, True, True, False]
 
 
 def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:

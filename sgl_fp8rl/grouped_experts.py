@@ -1,0 +1,92 @@
+"""Experts of large batches by DeepGEMM's grouped product, over rows sorted by expert.
+
+SGLang's Triton kernel gathers rows while it multiplies, which suits a decode step, where weights
+are what is read. Where arithmetic bounds it DeepGEMM is faster by more than the copy costs. SGLang
+has such a runner too, whose sort and scales are launches of their own, and for all batches or none.
+
+Shape suffixes as in ``numerics.expert_rows``; E experts, I channels of each half of gate_up.
+"""
+
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.numerics.activation import Quantized
+from sgl_fp8rl.numerics.expert_rows import Places, empty_rows
+from sgl_fp8rl.numerics.reference import BLOCK
+
+ROWS_OF_EXPERT = 256
+"""Rows that an expert must have on average; with 128 an H200 takes as long either way."""
+
+
+def is_grouped(layer: Any, M: int, T: int) -> bool:
+    """Whether M tokens of ``layer`` run here."""
+    large = ROWS_OF_EXPERT * len(layer.w13_weight) <= M * T
+    return bool(layer.quant_method.is_compiled) and large
+
+
+def grouped_experts(
+    layer: Any,
+    tokens: Quantized,
+    weights_MT: torch.Tensor,
+    ids_MT: torch.Tensor,
+    factor: float,
+    out_MH: torch.Tensor,
+) -> torch.Tensor:
+    """``factor`` times the weighted sum of each token's experts, into ``out_MH``.
+
+    Args:
+        layer: one with kernels that ``compile_grouped`` made.
+        tokens: codes ``[M, H]``, scales by row.
+        weights_MT: FP32.
+        ids_MT: int32.
+    """
+    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
+    from sgl_fp8rl.numerics.expert_rows_kernels import sort_rows, sum_rows
+
+    w13, w2 = layer.w13_weight, layer.w2_weight
+    places = Places(*compat.moe_align_block_size(ids_MT, BLOCK, len(w13)))
+    rows, expert_P, place_R = sort_rows(tokens, places, ids_MT.shape[1])
+    gate_up_P2I = _product(rows, w13, layer.w13_weight_scale_inv, expert_P)
+    del rows  # memory of a prefill, which what follows may have
+    hidden = silu_mul_codes(gate_up_P2I)
+    del gate_up_P2I
+    down_PH = _product(hidden, w2, layer.w2_weight_scale_inv, expert_P)
+    return sum_rows(down_PH, place_R, weights_MT, factor, out_MH)
+
+
+def compile_grouped(layer: Any, T: int, largest: int) -> None:
+    """Compile what batches up to ``largest`` tokens can need, where they are large enough.
+
+    The places that SGLang makes room for choose DeepGEMM's tile, so each number of them is run
+    once, with no place in use: all blocks are passed over.
+    """
+    E = len(layer.w13_weight)
+    least = -(-ROWS_OF_EXPERT * E // T)
+    if largest < least:
+        return
+    rooms = range(_places(least, T, E), _places(largest, T, E) + 1, BLOCK)
+    device = layer.w13_weight.device
+    for weight, scales in (
+        (layer.w13_weight, layer.w13_weight_scale_inv),
+        (layer.w2_weight, layer.w2_weight_scale_inv),
+    ):
+        for P in rooms:
+            none_P = torch.full((P,), -1, dtype=torch.int32, device=device)
+            _product(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
+
+
+def _places(M: int, T: int, E: int) -> int:
+    # SGLang's own bound, of which whole blocks can be used
+    return (M * T + (E + 1) * (BLOCK - 1)) // BLOCK * BLOCK
+
+
+def _product(
+    rows: Quantized, weight_ENK: torch.Tensor, scales_Enk: torch.Tensor, expert_P: torch.Tensor
+) -> torch.Tensor:
+    import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+    y_PN = weight_ENK.new_empty((len(expert_P), weight_ENK.shape[1]), dtype=torch.bfloat16)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(rows, (weight_ENK, scales_Enk), y_PN, expert_P)
+    return y_PN

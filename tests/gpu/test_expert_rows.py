@@ -1,0 +1,85 @@
+"""Rows sorted by expert and summed again: the kernels against their twins, and against loops."""
+
+import pytest
+import torch
+
+from sgl_fp8rl.numerics import expert_rows, expert_rows_kernels
+from sgl_fp8rl.numerics.activation import Quantized, quantize_tokens
+from sgl_fp8rl.numerics.expert_rows import Places
+from tests.activation_oracle import rows
+from tests.experts_fakes import align
+
+Tensor = torch.Tensor
+MAX_SUM_ERROR = 0.004
+"""Of a sum of rows, relative to its largest term: half a BF16 ulp is 2**-9. Seen: 0.0019."""
+
+
+def routes(M: int, E: int, T: int) -> tuple[Tensor, Tensor]:
+    """Weights FP32 and experts int32, [M, T]; the first half of the experts has most rows."""
+    generator = torch.Generator().manual_seed(M)
+    liking = torch.rand(M, E, generator=generator)
+    liking[:, : E // 2] *= 2
+    chosen = liking.topk(T)
+    return chosen.values, chosen.indices.int()
+
+
+def to(device: str, places: Places) -> Places:
+    return Places(*(part.to(device) for part in places))
+
+
+@pytest.mark.parametrize("K", [128, 384, 2048])
+@pytest.mark.parametrize(("M", "E", "T"), [(1, 8, 3), (37, 8, 3), (300, 16, 8)])
+def test_rows_lie_with_those_of_their_expert(M: int, E: int, T: int, K: int, device: str) -> None:
+    x = rows(M, K, seed=K)
+    _, ids = routes(M, E, T)
+    places = Places(*align(ids, 128, E))
+    tokens = quantize_tokens(x, by_row=True)
+    twin = expert_rows.sort_rows(tokens, places, T)
+    mine = expert_rows_kernels.sort_rows(
+        Quantized(*(part.to(device) for part in tokens)), to(device, places), T
+    )
+    assert torch.equal(mine.expert_P.cpu(), twin.expert_P)
+    assert torch.equal(mine.place_R.cpu(), twin.place_R)
+    assert mine.rows.scales_Mk.stride() == twin.rows.scales_Mk.stride() == (1, len(twin.expert_P))
+    assert len(twin.expert_P) % 128 == 0
+
+    seen = mine.rows.codes_MK.cpu().view(torch.uint8), mine.rows.scales_Mk.cpu()
+    theirs = twin.rows.codes_MK.view(torch.uint8), twin.rows.scales_Mk
+    want = tokens.codes_MK.view(torch.uint8), tokens.scales_Mk
+    for row, place in enumerate(mine.place_R.tolist()):
+        token = row // T
+        assert twin.expert_P[place] == ids.flatten()[row]
+        for got, other, source in zip(seen, theirs, want, strict=True):
+            assert torch.equal(got[place], source[token])
+            assert torch.equal(other[place], source[token])
+    assert len(set(mine.place_R.tolist())) == M * T
+    used = int(places.used_1)
+    assert (twin.expert_P[used:] == -1).all() and (twin.expert_P[:used] >= 0).all()
+
+
+@pytest.mark.parametrize("H", [128, 384, 2048])
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_a_tokens_rows_are_summed(H: int, factor: float, device: str) -> None:
+    M, E, T = 37, 8, 3
+    weights, ids = routes(M, E, T)
+    places = Places(*align(ids, 128, E))
+    place_R = expert_rows.sort_rows(quantize_tokens(rows(M, 128), by_row=True), places, T).place_R
+    y = torch.full((len(places.row_P) // 128 * 128, H), torch.nan, dtype=torch.bfloat16)
+    y[place_R.long()] = rows(M * T, H, spread=1)
+    out = torch.empty(M, H, dtype=torch.bfloat16)
+    assert expert_rows.sum_rows(y, place_R, weights, factor, out) is out
+    mine = expert_rows_kernels.sum_rows(
+        y.to(device), place_R.to(device), weights.to(device), factor, out.to(device)
+    ).cpu()
+    terms = y.double()[place_R.long()].view(M, T, H) * weights.double().unsqueeze(-1) * factor
+    bound = MAX_SUM_ERROR * terms.abs().sum(1)
+    for got in (out, mine):
+        assert ((got.double() - terms.sum(1)).abs() <= bound).all()
+    wrong = terms[:, [0, 0, 2]].sum(1)
+    assert ((mine.double() - wrong).abs() > bound).any(), "control: another row shows"
+
+
+def test_scales_by_column_are_refused() -> None:
+    _, ids = routes(8, 8, 3)
+    with pytest.raises(ValueError, match="quantize with by_row=True"):
+        expert_rows.sort_rows(quantize_tokens(rows(8, 256)), Places(*align(ids, 128, 8)), 3)
