@@ -88,5 +88,8 @@ def _product(
     import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     y_PN = weight_ENK.new_empty((len(expert_P), weight_ENK.shape[1]), dtype=torch.bfloat16)
-    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(rows, (weight_ENK, scales_Enk), y_PN, expert_P)
+    # it takes pairs that are plain tuples
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        (rows.codes_MK, rows.scales_Mk), (weight_ENK, scales_Enk), y_PN, expert_P
+    )
     return y_PN

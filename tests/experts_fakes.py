@@ -115,6 +115,7 @@ def align(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, Tensor, T
 
 def grouped(a: Any, b: Any, out: Tensor, expert_P: Tensor) -> None:
     """``deep_gemm.m_grouped_fp8_gemm_nt_contiguous``."""
+    assert type(a) is tuple and type(b) is tuple  # it refuses what is derived from one
     (codes, scales), (weight, weight_scales) = a, b
     assert len(codes) % 128 == 0 and scales.stride() == (1, len(codes)) and out.is_contiguous()
     for start in range(0, len(codes), 128):

@@ -58,8 +58,8 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Outputs lie among canaries; what is returned holds that these are as they were."""
     checks: list[Callable[[], None]] = []
 
-    def empty(M: int, K: int, where: torch.device) -> Quantized:
-        padded = -(-M // 4) * 4
+    def empty(M: int, K: int, where: torch.device, *, by_row: bool = False) -> Quantized:
+        padded = M if by_row else -(-M // 4) * 4
         sizes = M * K, K // 128 * padded * 4
         buffers = [torch.full((s + 128,), CANARY, dtype=torch.uint8, device=where) for s in sizes]
         codes, scales = (b[64 : 64 + s] for b, s in zip(buffers, sizes, strict=True))
@@ -71,9 +71,10 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
             assert bool((padding == CANARY).all()), "padding rows of the scales were written"
 
         checks.append(check)
+        values = scales.view(torch.float32)
         return Quantized(
             codes.view(torch.float8_e4m3fn).view(M, K),
-            scales.view(torch.float32).view(K // 128, padded).t()[:M],
+            values.view(M, K // 128) if by_row else values.view(K // 128, padded).t()[:M],
         )
 
     monkeypatch.setattr(activation_kernels, "empty_quantized", empty)
@@ -135,6 +136,32 @@ def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
 
 
 # ---- against the twin
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (5, 384), (9, 2048)], ids=str)
+def test_scales_by_row(
+    device: str, shape: tuple[int, int], canaries: list[Callable[[], None]]
+) -> None:
+    """The same values, each token's side by side."""
+    x, weight = (t.to(device) for t in (rows(*shape), rows(1, shape[1], seed=2, spread=1)[0]))
+    gate_up = rows(shape[0], 2 * shape[1]).to(device)
+
+    def both(*, by_row: bool) -> list[Quantized]:
+        return [
+            activation_kernels.quantize_tokens(x, by_row=by_row),
+            activation_kernels.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
+            activation_kernels.silu_mul_codes(gate_up, by_row=by_row),
+            activation.quantize_tokens(x, by_row=by_row),
+            activation.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
+            activation.silu_mul_codes(gate_up, by_row=by_row),
+        ]
+
+    for mine, other in zip(both(by_row=True), both(by_row=False), strict=True):
+        assert mine.is_by_row and not other.is_by_row
+        assert torch.equal(bytes_of(mine.codes_MK), bytes_of(other.codes_MK))
+        assert torch.equal(mine.scales_Mk, other.scales_Mk)
+    for check in canaries:
+        check()
 
 
 @pytest.mark.parametrize(
