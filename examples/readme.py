@@ -197,6 +197,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "kv": ("kv.json", kv_tables.speed),
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "rollout": ("rollout.json", performance_tables.rollout),
+    "long_tail": ("long_tail.json", performance_tables.long_tail),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "products": (TABLES / "nvidia-h200.json", kernel_tables.products),

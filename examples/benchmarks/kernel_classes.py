@@ -21,7 +21,11 @@ CLASSES = tuple(
         (QK_NORM, r"qk_?norm|qk_?rmsnorm|rope|rotary|_some_heads"),
         ("KV scales", r"_scale_heads"),
         ("KV write", r"store_kv|_store_(rows|side)|kv_?cache|kv_buffer|reshape_and_cache"),
-        ("routing", r"topk_?gating|moe_?(align|sum|fused_mul_sum|permute|finalize)|count_and_sort"),
+        (
+            "routing",
+            r"topk_?gating|moe_?(align|sum|fused_mul_sum|permute|finalize)|count_and_sort"
+            r"|_(sort|sum)_rows",
+        ),
         (SILU, r"silu|act_and_mul"),
         (NORM, r"rms_?norm|layer_?norm|_norm_rows"),
         ("experts' GEMM", r"fused_moe_kernel|grouped_gemm|m_grouped"),

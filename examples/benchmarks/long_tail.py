@@ -27,7 +27,7 @@ def run(arm: cases.Arm, shape: models.Shape, folder: str, requests: int) -> dict
         "log_level": "info",
         "decode_log_interval": INTERVAL,
     }
-    free = measuring.free_bytes()
+    free = measuring.idle_bytes()
     reference = cases.REFERENCE.keywords(largest=requests)
     reference_tokens = serving.capacity(reference, shape, free)
     share = cases.pool_share(lengths, reference_tokens)

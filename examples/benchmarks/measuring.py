@@ -13,6 +13,8 @@ import torch
 COPY_BYTES = 4 << 30
 COPY_REPEATS = 10
 POLL_S = 0.001
+MINE = 4 << 30
+"""More than a process has on the GPU that has only made its context and measured a copy."""
 REPLAYS = 20
 ROUNDS = 5
 AHEAD_CYCLES = 40_000_000
@@ -84,6 +86,21 @@ def timed(action: Callable[[], T]) -> tuple[float, T]:
 def free_bytes() -> int:
     """Memory of the device that no process holds."""
     return int(torch.cuda.mem_get_info()[0])
+
+
+def idle_bytes() -> int:
+    """Memory that is free on a device that no other process holds memory of.
+
+    Raises:
+        RuntimeError: one does, or one that ends has not given it back yet.
+    """
+    free, total = torch.cuda.mem_get_info()
+    if total - free > MINE:
+        raise RuntimeError(
+            f"{(total - free) / 1e9:.1f} GB of the GPU are in use before the engine starts; end "
+            f"the other process, or wait until it has ended"
+        )
+    return int(free)
 
 
 class LeastFree:

@@ -7,12 +7,13 @@ compiled before:
   32x512 128x512 256x512 64x8192 16x30000   prefill and decode apart       75 to 110 s an arm
   rollout                                   512 prompts, a long tail       7 to 14 minutes an arm
 
-Figures go to results/rollout.json after each process, and rows of other arms and cases stay where
-machine, boot and commit are the same, so a run may be cut into calls. It may also be spread over
-several GPUs of one host side by side, each call with a CUDA_VISIBLE_DEVICES and an --output of its
-own; then ``rollout.py --merge A.json B.json`` makes one file. Ratios are between the arms of one
-case in a file: one kind of card, driver, commit and boot, but with --merge perhaps two cards, whose
-copy bandwidths are in the file. examples/readme.py makes docs/performance.md's tables from it.
+Figures go to results/rollout.json, or those of ``--cases rollout`` to results/long_tail.json, after
+each process, and rows of other arms and cases stay where machine, boot and commit are the same, so
+a run may be cut into calls. It may also be spread over several GPUs of one host side by side, each
+call with a CUDA_VISIBLE_DEVICES and an --output of its own; then ``rollout.py --merge A.json
+B.json`` makes one file. Ratios are between the arms of one case in a file: one kind of card,
+driver, commit and boot, but with --merge perhaps two cards, whose copy bandwidths are in the file.
+examples/readme.py makes docs/performance.md's tables from it.
 
 ``--requests`` makes the rollout smaller. The KV cache of every arm is then cut in the same
 proportion, so that the BF16 engine still has 1.5 times as much to hold as it can.
@@ -32,6 +33,8 @@ from models import MODELS
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "rollout.json"
+LONG_TAIL = HERE / "results" / "long_tail.json"
+"""Of the long-tailed rollout alone, which takes a machine for as long as all loads do."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -46,14 +49,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=rollout_cases.REQUESTS)
     parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="time limit of a process")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help=f"results/{RESULTS.name} or {LONG_TAIL.name}")
     parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
     options = parser.parse_args(argv)
     known = [load.name for load in rollout_cases.LOADS[options.model]] + [rollout_cases.ROLLOUT]
     options.cases = options.cases or known
     if unknown := set(options.cases) - set(known):
         parser.error(f"no case {', '.join(sorted(unknown))} of {options.model}; it has {known}")
-    if options.layers is not None and options.output == RESULTS:
+    if options.output is None:
+        options.output = LONG_TAIL if options.cases == [rollout_cases.ROLLOUT] else RESULTS
+    if options.layers is not None and options.output in (RESULTS, LONG_TAIL):
         parser.error("--layers gives no figures of the whole model; name another --output")
     return options
 

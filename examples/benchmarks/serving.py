@@ -139,7 +139,7 @@ def speed(
 ) -> dict[str, dict[str, list[float]]]:
     """Values by case: ``capacity``, and each load's prefill and decode."""
     copy_tb_s = measuring.copy_tb_s()
-    free = measuring.free_bytes()
+    free = measuring.idle_bytes()
     engine = start(folder, keywords)
     give_weights(engine, shape, keywords)
     values: dict[str, dict[str, list[float]]] = {

@@ -28,7 +28,7 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
     expert_P = places.expert_B.new_empty(P)
     place_R = places.row_P.new_empty(M * T)
     with torch.cuda.device_of(codes_MK):  # a kernel starts on the current device
-        _sort[(P // _PLACES,)](
+        _sort_rows[(P // _PLACES,)](
             codes_MK.view(torch.uint8),
             scales_Mk,
             rows.codes_MK.view(torch.uint8),
@@ -59,7 +59,7 @@ def sum_rows(
     M, T = weight_MT.shape
     H = y_PH.shape[1]
     with torch.cuda.device_of(y_PH):  # a kernel starts on the current device
-        _sum[(M,)](
+        _sum_rows[(M,)](
             y_PH,
             place_R,
             weight_MT,
@@ -77,7 +77,7 @@ _SIZE = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["R", "P"])
-def _sort(
+def _sort_rows(
     codes: tl.tensor,
     scales: tl.tensor,
     sorted_codes: tl.tensor,
@@ -117,7 +117,7 @@ def _sort(
 
 
 @triton.jit
-def _sum(
+def _sum_rows(
     y: tl.tensor,
     place_of_row: tl.tensor,
     weights: tl.tensor,

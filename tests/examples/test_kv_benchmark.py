@@ -344,7 +344,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     monkeypatch.setattr(kv_engines, "CUT_LAYERS", 2)
     monkeypatch.setattr(kv_engines, "CUT_VOCAB", TINY.vocab)
     monkeypatch.setattr(serving, "DEVICE", "cpu")
-    monkeypatch.setattr(measuring, "free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(measuring, "idle_bytes", lambda: 1 << 30)
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(gc, "collect", lambda: 0)  # slow where SGLang is loaded

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 import environment
 import kv_weights
 import long_tail
+import measuring
 import models
 import performance_tables
 import processes
@@ -336,3 +337,24 @@ def test_the_page_is_made_from_the_file(
     picture = tmp_path / "performance.png"
     performance_tables.draw((measured / "rollout.json").read_text(), picture)
     assert picture.stat().st_size > 10_000
+
+
+# ---- where figures go, and what must not be measured ---------------------------------------------
+
+
+def test_the_long_tail_has_a_file_of_its_own() -> None:
+    assert rollout.arguments(["--cases", "rollout"]).output == rollout.LONG_TAIL
+    assert rollout.arguments([]).output == rollout.RESULTS
+    assert rollout.arguments(["--cases", "32x512", "rollout"]).output == rollout.RESULTS
+    with pytest.raises(SystemExit):
+        rollout.arguments(["--cases", "rollout", "--layers", "2"])
+
+
+def test_a_card_that_another_process_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine would be given the memory a moment later, and its floor would be wrong."""
+    total = 140 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (1 << 30), total))
+    assert measuring.idle_bytes() == total - (1 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (60 << 30), total))
+    with pytest.raises(RuntimeError, match=r"64\.4 GB of the GPU are in use"):
+        measuring.idle_bytes()

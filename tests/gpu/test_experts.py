@@ -206,7 +206,8 @@ def test_weights_through_tma_give_the_same(
 ) -> None:
     x, topk = rows(64, H, spread=1).cuda(), routes(64)
     want = experts.experts(layer, x, *topk)
-    up, down = experts.tiles(layer.w13_weight.shape, layer.w2_weight.shape, T, 64)
+    found = experts.tiles(layer.w13_weight.shape, layer.w2_weight.shape, T, 64)
+    up, down = (dict(config) for config in found)  # SGLang keeps those that it returns
     (up if which == "up" else down)["USE_TMA"] = True
     monkeypatch.setattr(experts, "tiles", lambda *args: (up, down))
     assert torch.equal(experts.experts(layer, x, *topk), want)
