@@ -15,18 +15,20 @@ For an FP8 KV cache, scales that follow the policy:
 from trainer_bridge.calibrate import KVCalibrator
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
-from trainer_bridge.metrics import mismatch_metrics
+from trainer_bridge.metrics import Alarm, check_alarms, mismatch_metrics
 from trainer_bridge.rollout import Rollout, rollout
 from trainer_bridge.update import UpdateResult, update
 
 __all__ = [
     "PRESETS",
+    "Alarm",
     "Correction",
     "CorrectionConfig",
     "EngineError",
     "KVCalibrator",
     "Rollout",
     "UpdateResult",
+    "check_alarms",
     "connect",
     "correct",
     "mismatch_metrics",

@@ -43,7 +43,10 @@ for name, ranks in json.load(open(folder + "/cases.json")).items():
         result = correct_logprobs(
             pad(case["trainer"]), pad(rows), mask_of(rows), config,
             versions_BT=pad(case["versions"], 77, torch.int64), group=dist.group.WORLD)
-        results[name] = [result.metrics, result.weights_BT.tolist(), result.mask_BT.tolist()]
+        results[name] = [
+            result.metrics, result.weights_BT.tolist(), result.mask_BT.tolist(),
+            [[a.metric, a.value, a.threshold, a.message] for a in result.alarms],
+        ]
     except ValueError as error:
         results[name] = str(error)
 json.dump(results, open(f"{folder}/result{rank}.json", "w"))
@@ -80,6 +83,12 @@ def make_case(rollout: Any, trainer: Any, versions: Any, level: str = "token") -
     return case | {"options": OPTIONS[level]}
 
 
+def _long(spread: float, version: int) -> tuple[Any, Any, Any]:
+    """Rollout, trainer and versions of 600 tokens."""
+    noise = spread * torch.randn(600, generator=torch.Generator().manual_seed(2))
+    return [[-1.0] * 600], [(noise - 1.0).tolist()], [[version] * 600]
+
+
 @pytest.mark.timeout(WORKER_SECONDS + 30)
 def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -108,6 +117,7 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
         "rank without tokens": [good, nothing],
         "rank without rows": [good, make_case([], [], [])],
         "nothing": [nothing, nothing],
+        "sick rank": [make_case(*_long(0.01, 3)), make_case(*_long(1.0, 2))],
         "infinite": [good, make_case([[-1.0]], [[-math.inf]], [[0]])],
         "misshapen": [make_case([[-1.0]], [[-1.0, -2.0]], [[0]]), good],
     }
@@ -117,7 +127,7 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
         config = CorrectionConfig(level, **options)  # type: ignore[arg-type]
         for name, rows in versions.items():
             mine, other = first[f"{level}, {name}"], second[f"{level}, {name}"]
-            assert mine[0] == other[0], name
+            assert mine[0] == other[0] and mine[3] == other[3], name
             versions_BT = pad(rows, PAD_VERSION, torch.int64)
             given = pad(trainer), pad(rollout), mask_of(rollout)
             whole = correct_logprobs(*given, config, versions_BT=versions_BT)
@@ -137,6 +147,14 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     )  # fmt: skip
     for name in ("rank without tokens", "rank without rows"):
         assert first[name][0] == second[name][0] == pytest.approx(alone.metrics, rel=REL, abs=REL)
+    alarms = first["sick rank"][3]
+    assert alarms == second["sick rank"][3]
+    fired = {metric for metric, *_ in alarms}
+    assert {"mismatch_kl_k3", "version_2/mismatch_kl_k3"} <= fired
+    assert not any(metric.startswith("version_3/") for metric in fired)
+    # Control: the first rank alone has none.
+    trainer, rollout, _ = (pad(part) for part in _long(0.01, 3))
+    assert not correct_logprobs(trainer, rollout, torch.ones_like(trainer).bool()).alarms
     assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
     assert "no finite number" in first["infinite"] and first["infinite"] == second["infinite"]
     assert "has shape (1, 2) against" in first["misshapen"]

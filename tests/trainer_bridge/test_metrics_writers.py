@@ -13,6 +13,7 @@ from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import REJECTIONS
 from trainer_bridge.metrics import NAMES, PrometheusMetrics, append_jsonl, draw
 from trainer_bridge.metrics import names as names_module
+from trainer_bridge.metrics.alarms import ADVICE
 from trainer_bridge.metrics.plot import read_runs
 from trainer_bridge.metrics.tally import Tally
 
@@ -40,9 +41,11 @@ def test_each_step_is_a_line_that_any_json_reader_takes(tmp_path: Path) -> None:
     metrics = some_metrics()
     append_jsonl(path, 1, metrics, arm="fp8")
     append_jsonl(path, 2, {"ess": math.inf, "chi2_seq": math.nan})
-    first, second = (json.loads(line) for line in path.read_text().splitlines())
-    assert first == {"step": 1, "arm": "fp8", **metrics}
-    assert second == {"step": 2, "ess": None, "chi2_seq": None}
+    append_jsonl(path, 3, {"version_4/ess": 0.25, "ess": 0.5})
+    first, second, third = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == {"step": 1, "arm": "fp8", **metrics, "alarms": []}
+    assert second == {"step": 2, "ess": None, "chi2_seq": None, "alarms": []}
+    assert third["alarms"] == ["ess", "version_4/ess"]
 
 
 def test_prometheus_reads_back_what_was_shown() -> None:
@@ -64,6 +67,8 @@ def test_prometheus_reads_back_what_was_shown() -> None:
         return found
 
     values = scraped()
+    shown = {metric: values.pop(("fp8rl_alarm", "metric", metric)) for metric in ADVICE}
+    assert set(shown.values()) == {0.0}
     assert len(values) == len(metrics) + 1 and values[("fp8rl_step",)] == 3
     assert values[("fp8rl_ess",)] == metrics["ess"]
     by_version = "fp8rl_by_policy_version_ess", "policy_version", "7"
@@ -74,6 +79,9 @@ def test_prometheus_reads_back_what_was_shown() -> None:
     assert values[rejected] == metrics["seq_max_k2/masked_fraction"]
     gauges.update(4, some_metrics(versions=False))
     assert by_version not in scraped() and by_position in scraped()
+    gauges.update(5, {"ess": 0.9, "version_3/ess": 0.1, "masked_fraction": 0.9})
+    alarms = {key[2]: value for key, value in scraped().items() if key[0] == "fp8rl_alarm"}
+    assert alarms == dict.fromkeys(ADVICE, 0.0) | {"ess": 1.0, "masked_fraction": 1.0}
 
 
 def write_run(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from trainer_bridge.correction import rejection, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
+from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.mismatch import Mismatch, ones_where, row_blocks
 from trainer_bridge.metrics.report import (
     add_mismatch,
@@ -39,6 +40,9 @@ class Correction:
     0 outside the mask that was given."""
     loss_type: LossType
     metrics: dict[str, float]
+    alarms: tuple[Alarm, ...]
+    """What is no longer FP8's noise, see ``check_alarms``; the same on every rank. The first of a
+    metric is logged as a warning (by the first rank)."""
 
 
 def correct(
@@ -84,7 +88,7 @@ def correct_logprobs(
         group: batch normalisation and metrics go over these ranks; every rank must call.
 
     Returns:
-        weights, mask, and the metrics of ``mismatch_metrics`` joined by
+        weights, mask, alarms, and the metrics of ``mismatch_metrics`` joined by
 
         weight_mean, _min, _max, _ess   of the bounded weights, before the batch is normalised, over
                                         all tokens; _ess is the effective sample size, 1 is best
@@ -136,7 +140,10 @@ def correct_logprobs(
     if rejects:
         metrics |= rejection.read_rejections(values, metrics, config)
     loss_type = config.loss_type if config.bypass_mode else "ppo_clip"
-    return Correction(weights_BT, kept_BT, old_BT, loss_type, metrics)
+    alarms = check_alarms(metrics)
+    if group is None or dist.get_rank(group) == 0:
+        announce(alarms)
+    return Correction(weights_BT, kept_BT, old_BT, loss_type, metrics, alarms)
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer_bridge.metrics.alarms import check_alarms
+
 DEFAULT = (
     "reward",
     "mismatch_kl_k3",
@@ -50,7 +52,8 @@ def read_runs(runs: Sequence[Path]) -> Series:
 
 
 def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw ``metrics`` (those of DEFAULT that the runs have) and return what was drawn.
+    """Draw ``metrics`` (those of DEFAULT that the runs have), a cross where a step has an alarm of
+    that metric, and return what was drawn.
 
     Raises:
         ValueError: as ``read_runs``, or no run has a metric that was asked for.
@@ -68,6 +71,10 @@ def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> li
         )
     from matplotlib.figure import Figure
 
+    alarmed = {
+        run: {step: {alarm.name for alarm in check_alarms(row)} for step, row in steps.items()}
+        for run, steps in series.items()
+    }
     rows = -(-len(chosen) // COLUMNS)
     columns = min(COLUMNS, len(chosen))
     figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
@@ -75,7 +82,11 @@ def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> li
     for panel, name in zip(panels, chosen, strict=False):
         for run, steps in series.items():
             points = [(step, steps[step][name]) for step in sorted(steps) if name in steps[step]]
-            panel.plot(*zip(*points, strict=True), label=run, linewidth=1) if points else None
+            if not points:
+                continue
+            (line,) = panel.plot(*zip(*points, strict=True), label=run, linewidth=1)
+            fired = [(step, y) for step, y in points if name in alarmed[run][step]]
+            panel.plot(*zip(*fired, strict=True), "x", color=line.get_color()) if fired else None
         panel.set_title(name, fontsize=10)
         panel.grid(alpha=0.3)
     for panel in panels[len(chosen) :]:

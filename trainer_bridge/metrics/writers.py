@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from trainer_bridge.metrics.alarms import ADVICE, check_alarms
+
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
@@ -21,12 +23,14 @@ PREFIX = "fp8rl_"
 
 
 def append_jsonl(path: Path, step: int, metrics: Mapping[str, float], **more: Any) -> None:
-    """Append ``{"step", **more, **metrics}`` as one line, in one write.
+    """Append ``{"step", **more, **metrics, "alarms"}`` as one line, in one write; alarms are the
+    names of the metrics that have one.
 
     Infinity and NaN, which JSON does not have, become null.
     """
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-    line = json.dumps({"step": step, **more, **finite}, allow_nan=False)
+    alarms = [alarm.metric for alarm in check_alarms(metrics)]
+    line = json.dumps({"step": step, **more, **finite, "alarms": alarms}, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(line + "\n")
@@ -37,26 +41,29 @@ class PrometheusMetrics:
     them (start_http_server) or writes them for node_exporter (write_to_textfile).
 
     fp8rl_<name>, with what stands before the slash as a label: policy_version, position or
-    rejection. A version that is no longer sampled is no longer shown.
+    rejection. A version that is no longer sampled is no longer shown. fp8rl_alarm with the label
+    metric is 1 where that metric has an alarm, of all tokens or of a policy version, else 0.
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
         """``labels``, such as the run's name, go on each gauge."""
         self._labels = dict(labels or {})
         self._values: dict[str, float] = {}
+        self._alarms: set[str] = set()
         self._lock = Lock()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show these metrics from now on, and no others."""
         with self._lock:
             self._values = {"step": float(step), **metrics}
+            self._alarms = {alarm.name for alarm in check_alarms(metrics)}
 
     def collect(self) -> Iterator["Metric"]:
         """Called by the registry at each scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
-            values = dict(self._values)
+            values, alarms = dict(self._values), self._alarms
         families: dict[tuple[str, str | None], Any] = {}
         for full_name, value in values.items():
             name, label, label_value = _split(full_name)
@@ -68,6 +75,11 @@ class PrometheusMetrics:
                 families[name, label] = family
             family.add_metric([*self._labels.values(), *([label_value] if label else [])], value)
         yield from families.values()
+        help_ = "1 where the last step's metric has an alarm, see sgl-fp8rl's docs/correction.md"
+        alarm = GaugeMetricFamily(f"{PREFIX}alarm", help_, labels=[*self._labels, "metric"])
+        for name in ADVICE if values else ():
+            alarm.add_metric([*self._labels.values(), name], float(name in alarms))
+        yield alarm
 
 
 def _split(full_name: str) -> tuple[str, str | None, str]:

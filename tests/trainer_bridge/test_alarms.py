@@ -1,0 +1,130 @@
+"""Alarms: what each metric must be to have one, and that healthy runs have none."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_bridge import Alarm, check_alarms
+from trainer_bridge.correction import CorrectionConfig, correct_logprobs
+from trainer_bridge.metrics import alarms as module
+
+RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
+HEALTHY = {
+    "tokens": 20_000.0,  # the standard error of the mean ratio is below 0.0008
+    "mismatch_kl_k3": 0.004,  # of 8B models, published
+    "rollout_log_ppl": 0.3,
+    "token_mult_prob_error": 1.03,
+    "ess": 0.99,
+    "chi2_token": 0.002,
+    "ratio_mean": 1.002,
+    "weight_ess": 0.99,
+    "masked_fraction": 0.02,
+}
+
+
+def names(**changed: float) -> list[str]:
+    return [alarm.metric for alarm in check_alarms(HEALTHY | changed)]
+
+
+def test_each_metric_alone_can_fire() -> None:
+    assert names() == []
+    tried = set()
+    for metric, value in (
+        ("mismatch_kl_k3", 0.031),  # of an entropy of 0.3
+        ("token_mult_prob_error", 1.11),
+        ("ess", 0.79),
+        ("ratio_mean", 1.0051),
+        ("ratio_mean", 0.9949),
+        ("weight_ess", 0.29),
+        ("masked_fraction", 0.51),
+    ):
+        assert names(**{metric: value}) == [metric]
+        (alarm,) = check_alarms(HEALTHY | {metric: value})
+        assert isinstance(alarm, Alarm) and alarm.value == value
+        side = "above" if value > alarm.threshold else "below"
+        start = f"{metric} is {value:.4g}, {side} {alarm.threshold:.4g}: "
+        assert alarm.message == start + module.ADVICE[metric]
+        tried.add(metric)
+    assert tried == set(module.ADVICE)
+
+
+def test_a_sure_policy_may_differ_by_less_than_an_undecided_one() -> None:
+    assert names(mismatch_kl_k3=0.004, rollout_log_ppl=0.03) == ["mismatch_kl_k3"]
+    assert names(mismatch_kl_k3=0.09, rollout_log_ppl=2.0) == []
+    assert names(mismatch_kl_k3=0.11, rollout_log_ppl=2.0) == ["mismatch_kl_k3"]
+    assert names(mismatch_kl_k3=9e-4, rollout_log_ppl=0.0) == []  # greedy, or sure of everything
+
+
+def test_a_mean_ratio_is_held_against_its_own_error() -> None:
+    wide = {"chi2_token": 0.5, "tokens": 1000.0}  # the standard error is 0.008 to 0.03
+    for near, far in ((0.95, 0.8), (1.05, 1.2)):
+        assert names(ratio_mean=near, **wide) == []
+        assert names(ratio_mean=far, **wide) == ["ratio_mean"]
+        assert names(ratio_mean=near, **wide | {"tokens": 10_000.0}) == ["ratio_mean"]
+        (alarm,) = check_alarms(HEALTHY | wide | {"ratio_mean": far})
+        error = math.sqrt((1.5 - far**2) / 1000)
+        assert alarm.threshold == pytest.approx(1 + math.copysign(6 * error, far - 1))
+
+
+def test_few_tokens_are_not_judged_and_versions_are_judged_apart() -> None:
+    sick = {"ess": 0.1, "mismatch_kl_k3": 9.0}
+    assert names(tokens=511.0, **sick) == []
+    both = ["mismatch_kl_k3", "ess"]
+    assert names(tokens=512.0, **sick) == both
+    versions = {f"version_-1/{name}": value for name, value in sick.items()}
+    versions |= {"version_7/ess": 0.99, "position_16/ess": 0.1}
+    assert names(**versions, **{"version_-1/tokens": 511.0}) == []
+    shown = check_alarms(HEALTHY | versions | {"version_-1/tokens": 512.0})
+    assert [alarm.metric for alarm in shown] == [f"version_-1/{name}" for name in both]
+    assert [alarm.name for alarm in shown] == both
+    assert shown[1].message.startswith("ess of policy version -1 is 0.1, below 0.8: ")
+
+
+def test_metrics_that_are_absent_have_no_alarm() -> None:
+    assert check_alarms({}) == ()
+    for name in HEALTHY:
+        assert check_alarms({k: v for k, v in HEALTHY.items() if k != name}) == ()
+    assert [alarm.metric for alarm in check_alarms({"ess": 0.5, "mismatch_kl_k3": 0.2})] == [
+        "mismatch_kl_k3",
+        "ess",
+    ]
+
+
+def test_correct_fills_them_and_logs_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_announced", set())
+    generator = torch.Generator().manual_seed(0)
+    rollout_BT = -torch.rand(8, 128, generator=generator)
+    noise_BT = torch.randn(8, 128, generator=generator)
+    mask_BT = torch.ones(8, 128, dtype=torch.bool)
+    versions_BT = torch.arange(8)[:, None].expand(8, 128) // 4  # two versions, 512 tokens each
+    with caplog.at_level(logging.WARNING, module.__name__):
+        healthy = correct_logprobs(rollout_BT + 0.02 * noise_BT, rollout_BT, mask_BT)
+        assert healthy.alarms == () and not caplog.records
+        spread_B1 = torch.where(torch.arange(8) < 4, 0.02, 0.8)[:, None]
+        given = rollout_BT + spread_B1 * noise_BT - spread_B1**2 / 2, rollout_BT, mask_BT
+        for config in (CorrectionConfig(), CorrectionConfig(rollout_rs={"token_k2": 1e-4})):
+            sick = correct_logprobs(*given, config, versions_BT=versions_BT)
+            assert sick.alarms == check_alarms(sick.metrics)
+            fired = {alarm.metric for alarm in sick.alarms}
+            assert {"mismatch_kl_k3", "version_1/mismatch_kl_k3", "version_1/ess"} <= fired
+            assert not any(name.startswith("version_0/") for name in fired)
+    assert "masked_fraction" in fired and "ratio_mean" not in fired
+    logged = [record.getMessage().partition(" ")[0] for record in caplog.records]
+    assert len(logged) == len(set(logged)) == len({alarm.name for alarm in sick.alarms})
+
+
+@pytest.mark.parametrize("file", ["grpo.jsonl", "grpo_gpu.jsonl"])
+def test_recorded_runs_are_silent(file: str) -> None:
+    """120 steps of BF16 and of FP8 each; controls: what they say with a fault put in."""
+    lines = (json.loads(line) for line in (RESULTS / file).read_text().splitlines())
+    steps = [row for row in lines if row["kind"] == "step"]
+    assert len(steps) == 120
+    for row in steps:
+        assert check_alarms({k: v for k, v in row.items() if isinstance(v, float)}) == ()
+        assert check_alarms(row | {"ratio_mean": 1.02})[0].metric == "ratio_mean"

@@ -1,0 +1,131 @@
+"""Which mismatch is no longer FP8's noise: a few metrics, each with a threshold.
+
+Each alarm answers a question that the others do not:
+
+mismatch_kl_k3         Are the policies far apart, for how much there is to decide?
+token_mult_prob_error  Does the rollout sample tokens that the trainer holds to be impossible?
+ess                    Do a few tokens outweigh the batch, which the trainer likes far better?
+ratio_mean             Is a token's logprob that of the distribution it was sampled from?
+weight_ess             Do the importance weights leave a batch to learn from?
+masked_fraction        Do the rejections?
+
+A NaN or an infinity is no alarm: ``correct`` refuses it. What is published and what was measured,
+fault by fault, is in docs/correction.md, the measurement in examples/benchmarks/alarms.py.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+KL_OF_ENTROPY = 0.1
+KL_MOST = 0.1
+ENTROPY_FLOOR = 0.01
+PROB_ERROR = 1.1
+ESS = 0.8
+RATIO_BIAS = 0.005
+RATIO_SIGMAS = 6.0
+WEIGHT_ESS = 0.3
+MASKED_FRACTION = 0.5
+MIN_TOKENS = 512
+"""Fewer tokens, of a batch or of a policy version in it, are not judged: one would decide."""
+
+ADVICE = {
+    "mismatch_kl_k3": "rollout and trainer are not the same policy; compare their policy versions, "
+    "then the engine's weights and KV scales with the trainer's",
+    "token_mult_prob_error": "the rollout samples tokens that the trainer hardly ever would; look "
+    "for a layer that is broken in the engine, and for logprobs of other tokens",
+    "ess": "a few tokens outweigh the others; mask them, with rollout_is_threshold=(0.5, 2.0), "
+    "until it is known why the rollout finds them so improbable",
+    "ratio_mean": "logprobs are not those of the distribution that was sampled from; check "
+    "temperature, top-p, raw or processed logprobs, and that each is of its own token",
+    "weight_ess": "the importance weights leave so much of the batch to learn from; weigh by "
+    "token, or lower rollout_is_threshold",
+    "masked_fraction": "most tokens are rejected; widen the bounds of rollout_rs, or lower the "
+    "mismatch itself",
+}
+"""The metrics that are judged, each with what to do."""
+
+_VERSION = re.compile(r"version_(-?\d+)/")
+_announced: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A metric on the wrong side of its threshold."""
+
+    metric: str
+    """Its name in ``Correction.metrics``: of all tokens, or of one policy version's."""
+    value: float
+    threshold: float
+    message: str
+    """One sentence: what, how much, what to do."""
+
+    @property
+    def name(self) -> str:
+        """The metric without the policy version, one of ADVICE."""
+        return _VERSION.sub("", self.metric)
+
+
+def check_alarms(metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
+    """The alarms of one step's metrics, those of all tokens first; an absent metric has none.
+
+    Policy versions are judged apart as well, so that one engine of many that missed an update
+    shows, under the version that its tokens carry.
+    """
+    prefixes = [found[0] for name in metrics if (found := _VERSION.match(name))]
+    alarms = []
+    for prefix in ["", *dict.fromkeys(prefixes)]:
+        tokens = metrics.get(f"{prefix}tokens", math.inf)
+        for name, (low, high) in _limits(metrics, prefix).items() if tokens >= MIN_TOKENS else ():
+            value = metrics.get(f"{prefix}{name}", low)
+            if not low <= value <= high:
+                alarms.append(_alarm(prefix, name, value, low if value < low else high))
+    return tuple(alarms)
+
+
+def announce(alarms: Sequence[Alarm]) -> None:
+    """Log the first alarm of each metric in this process."""
+    for alarm in alarms:
+        if alarm.name not in _announced:
+            _announced.add(alarm.name)
+            logger.warning("%s (said once; Correction.alarms has each step's)", alarm.message)
+
+
+def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float, float]]:
+    """Between which values each metric is silent; what a batch is corrected with goes for all
+    policy versions together."""
+    entropy = max(metrics.get("rollout_log_ppl", math.inf), ENTROPY_FLOOR)
+    bias = max(RATIO_BIAS, RATIO_SIGMAS * _ratio_error(metrics, prefix))
+    limits = {
+        "mismatch_kl_k3": (-math.inf, min(KL_MOST, KL_OF_ENTROPY * entropy)),
+        "token_mult_prob_error": (1.0, PROB_ERROR),
+        "ess": (ESS, math.inf),
+        "ratio_mean": (1 - bias, 1 + bias),
+    }
+    if not prefix:
+        limits |= {"weight_ess": (WEIGHT_ESS, math.inf), "masked_fraction": (0.0, MASKED_FRACTION)}
+    return limits
+
+
+def _ratio_error(metrics: Mapping[str, float], prefix: str) -> float:
+    """Standard error of the mean ratio.
+
+    Given the tokens before it, a sampled token's ratio has expectation 1 where its logprob is that
+    of the distribution it was drawn from, however far the policies are apart. So ratios less 1 are
+    martingale differences, whose variances add up whatever the length of the sequences.
+    """
+    names = (f"{prefix}{name}" for name in ("chi2_token", "ratio_mean", "tokens"))
+    chi2, mean, tokens = (metrics.get(name, math.inf) for name in names)
+    return math.sqrt(max(chi2 + 1 - mean**2, 0.0) / tokens) if chi2 < math.inf else 0.0
+
+
+def _alarm(prefix: str, name: str, value: float, threshold: float) -> Alarm:
+    version = _VERSION.match(prefix)
+    of = f" of policy version {version[1]}" if version else ""
+    side = "above" if value > threshold else "below"
+    told = f"{name}{of} is {value:.4g}, {side} {threshold:.4g}"
+    return Alarm(f"{prefix}{name}", value, threshold, f"{told}: {ADVICE[name]}")
