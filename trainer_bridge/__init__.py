@@ -13,6 +13,7 @@ For an FP8 KV cache, scales that follow the policy:
 """
 
 from trainer_bridge.calibrate import KVCalibrator
+from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
 from trainer_bridge.metrics import Alarm, check_alarms, mismatch_metrics
@@ -22,10 +23,13 @@ from trainer_bridge.update import UpdateResult, update
 __all__ = [
     "PRESETS",
     "Alarm",
+    "Controller",
     "Correction",
     "CorrectionConfig",
+    "Decision",
     "EngineError",
     "KVCalibrator",
+    "Request",
     "Rollout",
     "UpdateResult",
     "check_alarms",

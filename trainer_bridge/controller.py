@@ -1,0 +1,226 @@
+"""Hold a run within a budget of mismatch: correct more strictly, then ask for more precision.
+
+What a lever can do decides when it is pulled.
+
+- No correction lowers the mismatch KL, which is a property of the two policies. Truncation at C
+  bounds the second moment of the weights, E[w^2] <= C E[r] = C, and with it the gradient's
+  variance; the price is the mass that it cuts off, E[r] - E[w], a bias. What it wins shows in the
+  effective sample size of the weights, E[w]^2 / E[w^2]. So C is tightened where that is too small,
+  as long as little is cut. Where much is, the tail is no noise but disagreement: masking (MIS)
+  keeps it out of the gradient.
+- Precision, of the KV cache and then of the worst layers, lowers the KL. It takes a restart of the
+  engine, so it is only asked for.
+
+Both share one budget: log ratios near a normal distribution have ESS = exp(-2 KL). So a budget of B
+nats a token goes with an ESS of exp(-2 B), and one below it within the budget is a heavy tail.
+"""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from server_args.args import flag_name
+from trainer_bridge.correction.config import PRESETS, CorrectionConfig, Threshold
+from trainer_bridge.metrics.alarms import check_alarms
+
+TIGHTEN = 0.85  # C of one step of tightening to the next
+TIGHTEST = 1.5  # published runs use C from 1.5 to 5
+MOST_CUT = 0.05  # of the ratios' mass, which is 1
+HYSTERESIS = 0.5  # of the budget, below which a correction is loosened again
+_READ = ("mismatch_kl_k3", "ess", "weight_ess", "ratio_mean", "weight_mean", "ratio_max")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the engine must be started with, as only a restart changes it."""
+
+    kind: Literal["kv_cache_dtype", "ignored_layers"]
+    value: str
+    """All of it: "bf16", or the names of all layers so far, separated by spaces."""
+    reason: str
+
+    @property
+    def flag(self) -> str:
+        """For the command line of the engine."""
+        if self.kind == "kv_cache_dtype":
+            return f"--kv-cache-dtype {self.value}"
+        return f"{flag_name(self.kind)} {shlex.quote(self.value)}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What holds from the next step on."""
+
+    config: CorrectionConfig
+    requests: tuple[Request, ...]
+    """All that are open or fulfilled: what the engine should run with, beside its own options."""
+    reasons: tuple[str, ...]
+    """A sentence, with figures, for what changed in this step; empty where nothing did."""
+
+
+class Controller:
+    """One lever at a time, each judged on ``patience`` steps since the last.
+
+    A function of the metrics alone, so all ranks that pass ``Correction.metrics``, which are
+    global, decide the same.
+
+    Requests are not taken back: that the mismatch is low then is their doing.
+    """
+
+    def __init__(
+        self,
+        budget_kl: float,
+        config: CorrectionConfig = PRESETS["decoupled_token_is"],
+        *,
+        fp8_kv: bool = False,
+        layers: Sequence[str] = (),
+        layers_at_once: int = 4,
+        patience: int = 5,
+    ) -> None:
+        """Make a controller, which pulls no lever yet.
+
+        Args:
+            budget_kl: mismatch_kl_k3 to stay below, nats a token; two or three times what a healthy
+                run of this model shows, or what ``sgl-fp8rl precision`` foretells.
+            config: the loosest correction, by token.
+            fp8_kv: whether the engine's KV cache is FP8, so that BF16 can be asked for.
+            layers: which to ask BF16 for, the worst first: the names under "layers" in the JSON of
+                ``sgl-fp8rl precision``.
+
+        Raises:
+            ValueError: the budget is not positive, or the config does not weigh by token.
+        """
+        if not 0 < budget_kl < math.inf or patience < 1 or layers_at_once < 1:
+            raise ValueError(
+                f"Controller: budget_kl {budget_kl}, patience {patience} and layers_at_once "
+                f"{layers_at_once} must all be above zero"
+            )
+        if config.rollout_is != "token":
+            raise ValueError(
+                f"Controller: rollout_is is {config.rollout_is!r}; only weights by token have a "
+                f"second moment that goes with a KL, so give a config with 'token'"
+            )
+        self.budget_kl, self.patience = budget_kl, patience
+        self._config, self._thresholds = config, _ladder(config.rollout_is_threshold)
+        self._fp8_kv, self._layers, self._at_once = fp8_kv, list(layers), layers_at_once
+        self._rung = 0
+        self._requests: list[Request] = []
+        self._waiting = False
+        self._window: list[list[float]] = []
+
+    def observe(self, metrics: Mapping[str, float]) -> Decision:
+        """Take in one step's ``Correction.metrics``, which the last decision's config made.
+
+        Raises:
+            ValueError: a metric is absent.
+        """
+        if missing := [name for name in _READ if name not in metrics]:
+            raise ValueError(
+                f"Controller: the metrics lack {', '.join(missing)}; pass Correction.metrics of "
+                f"the config that was decided"
+            )
+        reasons = [alarm.message for alarm in check_alarms(metrics) if alarm.name == "ratio_mean"]
+        if reasons:  # no lever helps against logprobs that are wrong
+            self._window.clear()
+            return self._decision(f"nothing is changed: {reasons[0]}")
+        self._window.append([metrics[name] for name in _READ])
+        if len(self._window) < self.patience:
+            return self._decision()
+        columns = [*zip(*self._window, strict=True)]
+        kl, ess, weight_ess, mass, kept, _ = (sum(column) / self.patience for column in columns)
+        reason = self._decide(kl, ess, weight_ess, mass - kept, max(columns[-1]))
+        self._window = [] if reason else self._window[1:]
+        return self._decision(reason)
+
+    def restarted(self) -> None:
+        """Tell that the engine runs with all requests, which may not be enough yet."""
+        self._waiting = False
+        self._window.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: plain types."""
+        return {
+            "rung": self._rung,
+            "requests": [[r.kind, r.value, r.reason] for r in self._requests],
+            "waiting": self._waiting,
+            "window": [list(row) for row in self._window],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a controller with the same arguments was."""
+        self._rung, self._waiting = state["rung"], state["waiting"]
+        self._requests = [Request(*request) for request in state["requests"]]
+        self._window = [list(row) for row in state["window"]]
+
+    def _decide(
+        self, kl: float, ess: float, weight_ess: float, cut: float, ratio_max: float
+    ) -> str | None:
+        """Pull at most one lever, and say why."""
+        rungs, least = self._thresholds, math.exp(-2 * self.budget_kl)
+        too_few = (
+            f"weight_ess is {weight_ess:.4f}, below exp(-2 x {self.budget_kl:g}) = {least:.4f}, "
+            f"with {cut:.2%} of the ratios' mass cut"
+        )
+        if weight_ess < least and self._rung + 1 < len(rungs):
+            rung = len(rungs) - 1 if cut > MOST_CUT else self._rung + 1
+            if ratio_max > _upper(rungs[rung]):  # else it would cut nothing more
+                self._rung, before = rung, self._rung
+                return f"{too_few}: {_told(rungs[before])} becomes {_told(rungs[rung])}"
+        if kl > self.budget_kl:
+            return self._ask(
+                f"mismatch_kl_k3 is {kl:.2g} nats a token, above the budget of {self.budget_kl:g}, "
+                f"and no correction lowers it"
+            )
+        if weight_ess < least:
+            return self._ask(f"{too_few}, so correction has done what it can")
+        enough = math.exp(-2 * HYSTERESIS * self.budget_kl)
+        if self._rung and kl <= HYSTERESIS * self.budget_kl and ess >= enough:
+            self._rung -= 1
+            return (
+                f"ess, of the ratios themselves, is {ess:.4f}, above {enough:.4f}, and "
+                f"mismatch_kl_k3 {kl:.2g}: {_told(rungs[self._rung + 1])} becomes "
+                f"{_told(rungs[self._rung])} again"
+            )
+        return None
+
+    def _ask(self, why: str) -> str | None:
+        """The next request, unless one waits for a restart or none is left."""
+        if self._waiting:
+            return None
+        named = sum(len(r.value.split()) for r in self._requests if r.kind == "ignored_layers")
+        if self._fp8_kv and not any(r.kind == "kv_cache_dtype" for r in self._requests):
+            request = Request("kv_cache_dtype", "bf16", why)
+        elif named < len(self._layers):
+            names = " ".join(self._layers[: named + self._at_once])
+            request = Request("ignored_layers", names, why)
+        else:
+            return f"{why}; no lever is left, so raise the budget or find the fault"
+        self._requests = [r for r in self._requests if r.kind != request.kind] + [request]
+        self._waiting = True
+        return f"{why}: start the engine with {request.flag}"
+
+    def _decision(self, reason: str | None = None) -> Decision:
+        config = replace(self._config, rollout_is_threshold=self._thresholds[self._rung])
+        return Decision(config, tuple(self._requests), (reason,) if reason else ())
+
+
+def _ladder(threshold: Threshold) -> list[Threshold]:
+    """From loose to strict: C, smaller ones, then a band whose upper end is the first C."""
+    if isinstance(threshold, tuple) or threshold <= 1:
+        return [threshold]
+    ladder = [threshold]
+    while ladder[-1] > TIGHTEST:
+        ladder.append(max(TIGHTEST, TIGHTEN * ladder[-1]))
+    return [*ladder, (1 / threshold, threshold)]
+
+
+def _upper(threshold: Threshold) -> float:
+    return threshold[1] if isinstance(threshold, tuple) else threshold
+
+
+def _told(threshold: Threshold) -> str:
+    if isinstance(threshold, tuple):
+        return f"MIS within {threshold[0]:g} to {threshold[1]:g}"
+    return f"TIS at C = {threshold:.3g}"
