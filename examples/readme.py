@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import alarm_tables
 import kernel_tables
 import kv_tables
 import performance_tables
@@ -15,7 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kv_cache.md", PERFORMANCE)
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "kv_cache.md",
+    ROOT / "docs" / "correction.md",
+    PERFORMANCE,
+)
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -196,6 +202,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "start": ("start.json", start),
     "kv": ("kv.json", kv_tables.speed),
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
+    "alarms": ("alarms.json", alarm_tables.faults),
+    "alarm_margins": ("alarms.json", alarm_tables.margins),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.long_tail),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),

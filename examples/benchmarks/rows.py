@@ -48,6 +48,14 @@ UNITS = {
     "kv_demand": "1",
     "logprob_error": "nats",
     "logprob_error_decode": "nats",
+    "mismatch_kl_k3": "nats",
+    "logprob_abs_diff_mean": "nats",
+    "token_mult_prob_error": "1",
+    "ess": "1",
+    "ratio_mean": "1",
+    "ratio_sigmas": "1",
+    "kl_of_entropy": "1",
+    "tokens": "1",
 }
 LOWER_IS_BETTER = {
     "update_wall_ms",
@@ -68,7 +76,7 @@ LOWER_IS_BETTER = {
 HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s", "kv_tokens", "rollout_tokens_s"}
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
 # Facts of a measured arm that its first row carries, each where its benchmark has it.
-FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers")
+FACTS = ("logprob_changed", "policy_version", "mapped_share", "layers", "alarms")
 
 
 def label(row: Row) -> str:

@@ -1,0 +1,109 @@
+"""Plant faults in rollouts and see which alarms fire; healthy ones must stay silent.
+
+    PYTHONPATH=examples python examples/benchmarks/alarms.py
+
+On the CPU, in an hour on one core: two small policies (alarm_tasks.py), for each a healthy or a
+faulty engine (alarm_arms.py) that samples from itself. Policies and metrics are kept in --work, so
+a run that was cut goes on. Figures go to results/alarms.json.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import alarm_arms
+import alarm_tasks
+import rows
+import torch
+from alarm_tasks import Policy
+from correction import facts
+
+from trainer_bridge.metrics import check_alarms
+
+RESULTS = Path(__file__).resolve().parent / "results" / "alarms.json"
+COMMAND = "PYTHONPATH=examples python examples/benchmarks/alarms.py"
+SEQUENCES = {"sums": 512, "text": 64}  # of a batch: about 5000 tokens each
+BATCHES = 4
+SHOWN = ("mismatch_kl_k3", "token_mult_prob_error", "ess", "ratio_mean", "logprob_abs_diff_mean")
+
+
+def trained(name: str, work: Path) -> Policy:
+    """The policy with its history, from ``work`` if it is there."""
+    task = alarm_tasks.TASKS[name]
+    policy, kept = Policy(task, alarm_tasks.build(task)), work / f"{name}.pt"
+    if kept.exists():
+        saved = torch.load(kept)
+        policy.history, policy.rewards = saved["history"], saved["rewards"]
+        return policy
+    for step, loss in enumerate(alarm_tasks.teach(task, policy.model, task.steps)):
+        if step % 50 == 0:
+            print(f"{name}: demonstration step {step}, loss {loss:.3f}", flush=True)
+    alarm_tasks.reinforce(policy, alarm_tasks.RL_STEPS)
+    torch.save({"history": policy.history, "rewards": policy.rewards}, kept)
+    return policy
+
+
+def measure(name: str, work: Path) -> dict[str, list[dict[str, float]]]:
+    """Of each arm, the metrics of each batch."""
+    path = work / f"{name}.json"
+    found: dict[str, list[dict[str, float]]] = json.loads(path.read_text()) if path.exists() else {}
+    policy = trained(name, work)
+    for arm in alarm_arms.ARMS.values():
+        if arm.name in found:
+            continue
+        found[arm.name] = [
+            alarm_arms.roll_out(
+                policy,
+                arm,
+                policy.task.prompts(random.Random(f"batch {batch}"), SEQUENCES[name]),
+                torch.Generator().manual_seed(batch),
+            ).metrics
+            for batch in range(BATCHES)
+        ]
+        rows.write(path, found)  # type: ignore[arg-type]
+        print(f"{name}: {arm.name}: {fired(found[arm.name])}", flush=True)
+    return {arm: found[arm] for arm in alarm_arms.ARMS}
+
+
+def fired(batches: list[dict[str, float]]) -> dict[str, int]:
+    """In how many of the batches a metric has an alarm."""
+    names = [alarm.metric for metrics in batches for alarm in check_alarms(metrics)]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def report(name: str, arm: str, batches: list[dict[str, float]]) -> rows.Report:
+    """One arm's rows; the first tells which alarms fired."""
+    values = {metric: [metrics[metric] for metrics in batches] for metric in SHOWN}
+    values["kl_of_entropy"] = [m["mismatch_kl_k3"] / m["rollout_log_ppl"] for m in batches]
+    values["ratio_sigmas"] = [
+        (m["ratio_mean"] - 1) / ((m["chi2_token"] + 1 - m["ratio_mean"] ** 2) / m["tokens"]) ** 0.5
+        for m in batches
+    ]
+    values["tokens"] = [metrics["tokens"] for metrics in batches]
+    state = "healthy" if arm in {healthy.name for healthy in alarm_arms.HEALTHY} else "faulty"
+    return {"arm": arm, "model": name, "case": state, "values": values, "alarms": fired(batches)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Alarms on healthy and on faulty rollouts.")
+    parser.add_argument("--tasks", nargs="+", choices=SEQUENCES, default=list(SEQUENCES))
+    parser.add_argument("--work", type=Path, default=Path("alarms-work"), help="what is kept")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    reports = [
+        report(name, arm, batches)
+        for name in options.tasks
+        for arm, batches in measure(name, options.work).items()
+    ]
+    environment: dict[str, Any] = facts(COMMAND)
+    rows.save(options.output, environment, rows.rows_of(reports), [])
+    print(f"{options.output}: {len(reports)} arms", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
