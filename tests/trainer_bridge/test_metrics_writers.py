@@ -111,6 +111,22 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
         draw(runs, picture, ["kl"])
 
 
+def test_steps_with_an_alarm_are_crossed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    crossed = []
+    plot = axes.Axes.plot
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        crossed.extend([tuple(args[:2])] if "x" in args else [])
+        return plot(self, *args, **kwargs)
+
+    monkeypatch.setattr(axes.Axes, "plot", noting)
+    rows = [{"step": s, "ess": 0.9, "ratio_p99": 1.1} for s in range(4)]
+    rows[1]["ess"], rows[3]["version_2/ess"] = 0.1, 0.2
+    draw([write_run(tmp_path / "run.jsonl", rows)], tmp_path / "run.png")
+    assert crossed == [((1, 3), (0.1, 0.9))]
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ('{"kind": "note"}\n', "has no row with a step"),
