@@ -57,7 +57,7 @@ class Decision:
     requests: tuple[Request, ...]
     """All that are open or fulfilled: what the engine should run with, beside its own options."""
     reasons: tuple[str, ...]
-    """A sentence, with figures, for what changed in this step, or for why nothing may; else empty."""
+    """A sentence with figures for what changed in this step, or for why nothing may; else empty."""
 
 
 class Controller:

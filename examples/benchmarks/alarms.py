@@ -90,7 +90,7 @@ def report(name: str, arm: str, batches: list[dict[str, float]]) -> rows.Report:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Alarms on healthy and on faulty rollouts.")
     parser.add_argument("--tasks", nargs="+", choices=SEQUENCES, default=list(SEQUENCES))
-    parser.add_argument("--work", type=Path, default=Path("alarms-work"), help="what is kept")
+    parser.add_argument("--work", type=Path, default=Path("runs/alarms"), help="what is kept")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
