@@ -33,6 +33,9 @@ SYMBOLS = {
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "deep_gemm_warmup": "sglang.srt.layers.deep_gemm_wrapper:compile_utils",
     "get_schedule": "sglang.srt.runtime_context:get_schedule",
+    # routed experts
+    "get_global_experts_capturer": "sglang.srt.state_capturer.routed_experts"
+    ":get_global_experts_capturer",
     # KV cache
     "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
     "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
@@ -126,6 +129,8 @@ HOOK_TARGETS |= {
     "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     ".configure",
     "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    "host_cache_of_experts": "sglang.srt.state_capturer.base.BaseHostCache.__init__",
+    "capture_of_experts": "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
 }
 _ATTENTION = "sglang.srt.layers.attention"
 # Wrapped where they serve an FP8 KV cache: importing FlashInfer takes seconds.

@@ -46,7 +46,7 @@ def _register() -> None:
         )
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
-    from sgl_fp8rl import cpu_platform, loader, quant_config
+    from sgl_fp8rl import cpu_platform, loader, quant_config, routed_experts
     from sgl_fp8rl.gemm import prepare
     from sgl_fp8rl.kv_cache import calibrate, probes
     from sgl_fp8rl.logprobs import sampler
@@ -74,6 +74,8 @@ def _register() -> None:
         "init_attention_backends": loader.check_kv_cache,
         "forward": calibrate.watch_forward,
         "generate_request": probes.name_warm_up,
+        "host_cache_of_experts": routed_experts.plain_host_memory,
+        "capture_of_experts": routed_experts.own_capture,
         "sample": scheduler.stamp_version,
         "draw": sampler.sample_plainly,
         "handle_generate_request": scheduler.refuse_generation,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat
+from sgl_fp8rl import compat, routed_experts
 from sgl_fp8rl.kv_cache import report
 from sgl_fp8rl.kv_cache.probes import set_apart
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
@@ -117,6 +117,7 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
         "fp8": weights.table.kept_in(FP8_DTYPE) if weights.table else [],
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "kv_cache": report.layout(weights.kv),
+        "routed_experts": routed_experts.layout(weights.model),
         **_status(weights),
     }
 
