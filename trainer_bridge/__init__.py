@@ -10,6 +10,12 @@ For an FP8 KV cache, scales that follow the policy:
 >>> with calibrator.watch(model):
 ...     logits = model(tokens).logits
 >>> trainer_bridge.update(model, engine, version=step, kv_scales=calibrator.scales())
+
+For an MoE model, the experts that the engine took:
+
+>>> rollout = trainer_bridge.rollout(engine, prompts, sampling, routed_experts=True)
+>>> with trainer_bridge.replay_routing(model, rollout.routed_experts, attention_mask=mask_BS):
+...     logits = model(tokens_BS, attention_mask=mask_BS).logits
 """
 
 from trainer_bridge.calibrate import KVCalibrator
@@ -18,6 +24,8 @@ from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, cor
 from trainer_bridge.engine_client import EngineError, connect
 from trainer_bridge.metrics import Alarm, check_alarms, mismatch_metrics
 from trainer_bridge.rollout import Rollout, rollout
+from trainer_bridge.routed_experts import routing_disagreement
+from trainer_bridge.router_replay import record_routing, replay_routing
 from trainer_bridge.update import UpdateResult, update
 
 __all__ = [
@@ -37,6 +45,9 @@ __all__ = [
     "correct",
     "mismatch_metrics",
     "policy_loss",
+    "record_routing",
+    "replay_routing",
     "rollout",
+    "routing_disagreement",
     "update",
 ]

@@ -19,6 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.routed_experts import ExpertLayout
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
 PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
@@ -69,6 +70,9 @@ class Rollout:
     """"stop", "length", or "abort" (cut short, for instance by an update; what it has is kept)."""
     temperature: float
     """What the trainer divides its logits by before log_softmax (1.0 for greedy sampling)."""
+    routed_experts: list[torch.Tensor] | None = None
+    """Where asked for: the MoE experts of each token of prompt and response but the last, uint8 or
+    int16 [tokens - 1, layers, experts a token] (``trainer_bridge.routed_experts``)."""
 
     @cached_property
     def tokens_BT(self) -> torch.Tensor:
@@ -107,6 +111,7 @@ def rollout(
     sampling: dict[str, Any],
     *,
     expected_version: int | None = None,
+    routed_experts: bool = False,
 ) -> Rollout:
     """Sample ``sampling["n"]`` (default 1) responses to each prompt, with logprobs and versions.
 
@@ -116,9 +121,12 @@ def rollout(
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
         expected_version: the policy version that every token must come from; None accepts any.
+        routed_experts: whether to bring back the experts of every token, for ``replay_routing``;
+            the engine must run with ``--enable-return-routed-experts``.
 
     Raises:
-        ValueError: the request or a reply breaks the logprob contract (see the module).
+        ValueError: the request or a reply breaks the logprob contract (see the module), or experts
+            are missing or damaged.
         EngineError: the engine refused or failed; in quarantine its ``status`` is 503.
     """
     _check_prompts(prompts)
@@ -135,11 +143,14 @@ def rollout(
             f"rollout: the engine serves policy version {layout['version']}, not the expected "
             f"{expected_version}; call update(..., version={expected_version}) first"
         )
+    expert_layout = ExpertLayout.of(layout) if routed_experts else None
 
     # Repeating the prompts samples the same as SGLang's own n, which first prefills the prompts one
     # after another, each waiting for the last.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
     payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    if expert_layout is not None:
+        payload["return_routed_experts"] = True
     if isinstance(prompts[0], str):
         payload |= {"text": repeated, "return_prompt_token_ids": True}
     else:
@@ -151,7 +162,8 @@ def rollout(
             f"check what stands between this trainer and the engine"
         )
 
-    result = Rollout([], [], [], [], [], temperature)
+    experts: list[torch.Tensor] = []
+    result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)
     for index, (prompt, reply) in enumerate(zip(repeated, replies, strict=True)):
         reason, tokens, logprobs, versions = _read_reply(reply, index)
         if expected_version is not None and set(versions) - {expected_version}:
@@ -165,6 +177,9 @@ def rollout(
         result.logprobs.append(logprobs)
         result.versions.append(versions)
         result.finish_reasons.append(reason)
+        if expert_layout is not None:
+            count = len(result.prompt_tokens[-1]) + len(tokens) if tokens else 0
+            experts.append(expert_layout.read(reply["meta_info"], count, index))
     return result
 
 

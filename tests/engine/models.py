@@ -128,7 +128,9 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(family: str, path: Path | str, seed: int = 0, tp_ready: bool = True) -> Path:
+def make_checkpoint(
+    family: str, path: Path | str, seed: int = 0, tp_ready: bool = True, **changes: Any
+) -> Path:
     """Write ``config.json`` and ``model.safetensors`` into the folder ``path``.
 
     Args:
@@ -136,11 +138,12 @@ def make_checkpoint(family: str, path: Path | str, seed: int = 0, tp_ready: bool
         path: a folder, made where it does not exist.
         seed: of all weights. The bytes depend on nothing else: not on the transformers version.
         tp_ready: with ``False``, MLPs and experts that two ranks cannot split into whole blocks.
+        changes: other values for the family's configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     spec, path = FAMILIES[family], Path(path)
-    wanted = COMMON | spec.config | ({} if tp_ready else ONE_RANK_ONLY)
+    wanted = COMMON | spec.config | ({} if tp_ready else ONE_RANK_ONLY) | changes
     wanted = {key: value for key, value in wanted.items() if key != "head_dim" or value}
     config = AutoConfig.for_model(spec.model_type, **wanted)
     # Its save writes the names of the hub's checkpoints (single experts, not stacked ones).

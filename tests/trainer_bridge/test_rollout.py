@@ -1,5 +1,6 @@
 """rollout(): what it asks the engine, what it makes of the replies, and all that it refuses."""
 
+import base64
 import json
 import math
 import subprocess
@@ -284,6 +285,77 @@ def test_padded_tensors() -> None:
     assert result.mixed_version_sequences == [2]
 
 
+class FakeMoE(FakeEngine):
+    """The same with two layers of four experts, two a token: a token's number chooses them."""
+
+    captures = True
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        shape = {"decoder_layers": 2, "layers": [0, 1], "experts": 4, "top_k": 2}
+        return super().control(message) | {"routed_experts": shape if self.captures else None}
+
+    def generate(self, payload: dict[str, Any]) -> list[Reply]:
+        replies = super().generate(payload)
+        if payload.get("return_routed_experts"):
+            prompts = payload["text"] if "text" in payload else payload["input_ids"]
+            for prompt, reply in zip(prompts, replies, strict=True):
+                ids = [*map(ord, prompt)] if isinstance(prompt, str) else prompt
+                experts = experts_of([*ids, *reply["output_ids"]][:-1]).int()
+                encoded = base64.b64encode(experts.numpy().tobytes()).decode()
+                reply["meta_info"].setdefault("routed_experts", encoded)
+        return replies
+
+
+def experts_of(tokens: list[int]) -> torch.Tensor:
+    """What ``FakeMoE`` routes tokens to, ``[tokens, 2, 2]``."""
+    first = torch.tensor(tokens)[:, None] + torch.tensor([0, 1])
+    return torch.stack([first % 4, (first + 1) % 4], dim=-1)
+
+
+def test_routed_experts_are_of_prompt_and_response_but_the_last_token() -> None:
+    client = FakeMoE()
+    result = rollout(client, PROMPTS, {"n": 2}, routed_experts=True)
+    assert client.payloads[0]["return_routed_experts"] is True
+    assert result.routed_experts is not None
+    for prompt, tokens, experts in zip(
+        result.prompt_tokens, result.tokens, result.routed_experts, strict=True
+    ):
+        assert torch.equal(experts, experts_of([*prompt, *tokens][:-1]).to(torch.uint8))
+
+
+def test_routed_experts_are_only_asked_for_when_wanted() -> None:
+    client = FakeMoE()
+    assert rollout(client, PROMPTS, {}).routed_experts is None
+    assert "return_routed_experts" not in client.payloads[0]
+    client.captures = False
+    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+        rollout(client, PROMPTS, {}, routed_experts=True)
+    assert len(client.payloads) == 1  # refused before anything was sampled
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"), [(9, "36 expert ids where 2 tokens"), (None, "no routed experts")]
+)
+def test_experts_of_another_length_or_missing_are_refused(tokens: int | None, message: str) -> None:
+    sent = tokens and base64.b64encode(experts_of([1] * tokens).int().numpy().tobytes()).decode()
+    client = FakeMoE()
+    client.edit = lambda reply: reply["meta_info"].update(routed_experts=sent)
+    with pytest.raises(ValueError, match=f"reply 0 has {message}"):
+        rollout(client, PROMPTS, {}, routed_experts=True)
+
+
+def test_a_response_without_a_token_has_no_experts() -> None:
+    def aborted_while_it_waited(reply: Reply) -> None:
+        reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+        reply["meta_info"]["routed_experts"] = None
+        del reply["meta_info"]["policy_version"]
+
+    client = FakeMoE()
+    client.edit = aborted_while_it_waited
+    result = rollout(client, PROMPTS, {}, routed_experts=True)
+    assert [e.shape for e in result.routed_experts or []] == [(0, 2, 2)] * 2
+
+
 @contextmanager
 def serve(engine: FakeEngine, refuse: str | None = None) -> Iterator[str]:
     """A server on 127.0.0.1 with SGLang's /generate and the plugin's /fp8rl; yields its URL."""
@@ -325,6 +397,11 @@ def test_over_http_the_result_is_the_same() -> None:
         with serve(FakeEngine()) as url:
             over_http = rollout(url, prompts, sampling, expected_version=3)
         assert over_http == rollout(FakeEngine(), prompts, sampling)
+        with serve(FakeMoE()) as url:
+            over_http = rollout(url, prompts, sampling, routed_experts=True)
+        here = rollout(FakeMoE(), prompts, sampling, routed_experts=True)
+        pairs = zip(over_http.routed_experts or [], here.routed_experts or [], strict=True)
+        assert [torch.equal(a, b) for a, b in pairs] == [True] * 4
 
 
 @pytest.mark.timeout(60)

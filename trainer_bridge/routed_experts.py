@@ -1,0 +1,136 @@
+"""The experts that the engine routed each token to: read from its replies, checked, compared.
+
+One tensor a sequence, ``experts_SLK``: row t holds the experts of the forward pass on token t of
+prompt and response together. The last token was sampled but never fed back, so it has no row:
+S = prompt + response - 1. Nothing that predicts a token of the response is missing.
+
+uint8 up to 256 experts, else int16: L * K or 2 * L * K bytes a token (Qwen3-30B-A3B: 48 * 8 = 384).
+
+Shapes: S rows of a sequence, L MoE layers (dense ones are left out), K experts a token, in the
+engine's order of falling gates.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_LARGEST_UINT8_EXPERTS = 256
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How the engine's replies are to be read; SGLang sends bare int32 without a shape."""
+
+    decoder_layers: int
+    """All layers of the model: what SGLang sends; dense ones hold zeros."""
+    layers: list[int]
+    """The decoder layers that route, ascending: the L that are kept."""
+    experts: int
+    """Experts that each router chooses from, without shared ones."""
+    top_k: int
+
+    @classmethod
+    def of(cls, layout: dict[str, Any]) -> "ExpertLayout":
+        """From the engine's answer to the control message ``layout``.
+
+        Raises:
+            ValueError: the engine returns no experts.
+        """
+        found = layout.get("routed_experts")
+        if found is None:
+            raise ValueError(
+                "rollout: the engine returns no routed experts; start it with "
+                "--enable-return-routed-experts (Engine(enable_return_routed_experts=True)) if "
+                "its model has experts, or leave routed_experts out"
+            )
+        return cls(**found)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.experts <= _LARGEST_UINT8_EXPERTS else torch.int16
+
+    def read(self, meta: dict[str, Any], tokens: int, index: int) -> torch.Tensor:
+        """The experts of one reply, ``[tokens - 1, L, K]``.
+
+        Args:
+            meta: the reply's ``meta_info``.
+            tokens: of prompt and response; 0 for a response without a token, which has no rows.
+            index: of the reply, for messages.
+
+        Raises:
+            ValueError: they are missing, of another shape, or cannot be what a router chose.
+        """
+        if tokens == 0:
+            return torch.empty(0, len(self.layers), self.top_k, dtype=self.dtype)
+        encoded = meta.get("routed_experts")
+        if encoded is None:
+            raise ValueError(
+                f"rollout: reply {index} has no routed experts, though the engine captures them; "
+                f"does something on the way drop parts of meta_info?"
+            )
+        sent = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
+        shape = (tokens - 1, self.decoder_layers, self.top_k)
+        if sent.numel() != shape[0] * shape[1] * shape[2]:
+            raise ValueError(
+                f"rollout: reply {index} has {sent.numel()} expert ids where {shape[0]} tokens of "
+                f"{shape[1]} layers with {shape[2]} experts each were run; do not replay it, and "
+                f"report it with the engine's version and options"
+            )
+        experts_SLK = sent.view(shape)[:, self.layers]
+        if fault := self._fault(experts_SLK):
+            raise ValueError(
+                f"rollout: reply {index} has {fault}, so its experts were not captured in "
+                f"full; do not replay it, and report it with the engine's version and options"
+            )
+        return experts_SLK.to(self.dtype)
+
+    def _fault(self, experts_SLK: torch.Tensor) -> str | None:
+        """What no router chooses: a row that was never written holds zeros, padding holds -1."""
+        if not experts_SLK.numel():
+            return None
+        least, most = (int(bound) for bound in experts_SLK.aminmax())
+        if least < 0 or most >= self.experts:
+            return f"expert {least if least < 0 else most}, not one of 0 to {self.experts - 1}"
+        for apart in range(1, self.top_k):
+            if bool((experts_SLK[..., apart:] == experts_SLK[..., :-apart]).any()):
+                return "the same expert twice for one token and layer"
+        return None
+
+
+def routing_disagreement(
+    experts: Sequence[torch.Tensor], own_experts: Sequence[torch.Tensor]
+) -> float:
+    """Share of (token, layer) pairs for which two routers chose different sets of experts.
+
+    Args:
+        experts: a tensor ``[S, L, K]`` a sequence, as in ``Rollout.routed_experts``.
+        own_experts: the trainer's choice at the same tokens (``RoutingRecord.experts``); rows
+            beyond S, such as that of the last token, are left out. The order of experts in a row
+            is of no matter.
+
+    Raises:
+        ValueError: not the same sequences, layers or experts a token, or no row at all.
+    """
+    if len(experts) != len(own_experts):
+        raise ValueError(
+            f"routing_disagreement: {len(experts)} and {len(own_experts)} sequences; "
+            f"pass both for the same ones"
+        )
+    differing = pairs = 0
+    for index, (theirs_SLK, ours_SLK) in enumerate(zip(experts, own_experts, strict=True)):
+        ours_SLK = ours_SLK[: len(theirs_SLK)]
+        if theirs_SLK.shape != ours_SLK.shape:
+            raise ValueError(
+                f"routing_disagreement: sequence {index} is {list(theirs_SLK.shape)} and "
+                f"{list(ours_SLK.shape)} (rows, layers, experts a token); pass both of the same "
+                f"tokens and model"
+            )
+        a, b = (x.to(torch.int16).sort(-1).values for x in (theirs_SLK, ours_SLK.cpu()))
+        differing += int((a != b).any(-1).sum())
+        pairs += a.shape[0] * a.shape[1]
+    if not pairs:
+        raise ValueError("routing_disagreement: there is no token; pass a sequence with a response")
+    return differing / pairs

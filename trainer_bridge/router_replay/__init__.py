@@ -1,0 +1,5 @@
+"""The trainer's MoE routers take the experts that the engine took (docs/router_replay.md)."""
+
+from trainer_bridge.router_replay.replay import RoutingRecord, record_routing, replay_routing
+
+__all__ = ["RoutingRecord", "record_routing", "replay_routing"]

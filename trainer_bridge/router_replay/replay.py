@@ -1,0 +1,269 @@
+"""Router replay: the trainer's forward pass takes the experts that the rollout engine took.
+
+The method is R3's ("Rollout Routing Replay", arXiv 2510.11370): each router still computes its
+logits and softmax, with gradient; the selected experts are the recorded ones, and their gates are
+gathered from the router's own probabilities, renormalized where the model does that.
+
+It works through forward hooks on the router modules of transformers 5 (those that return logits,
+gates and experts); nothing is patched, and the hooks are gone after the block.
+
+Shapes: N tokens of a forward pass, in the order of ``input_ids`` flattened; S rows of a sequence,
+L MoE layers, K experts a token, E experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_bridge.router_replay.token_map import NOWHERE, TokenMap
+
+GATE_TOLERANCE = 1e-5
+"""Of the gates computed here against the router's own, for its own choice. Healthy: 0 in BF16 and
+FP32, 6e-8 in FP64, where transformers' softmax stays FP32; a sigmoid router is off by 0.01 or
+more."""
+
+
+class RoutingRecord:
+    """What the routers themselves chose in the last forward pass, replayed or not."""
+
+    def __init__(self, tokens: TokenMap, layers: int) -> None:
+        self.tokens = tokens
+        self._chosen_NK: list[torch.Tensor | None] = [None] * layers
+
+    def note(self, layer: int, own_NK: torch.Tensor) -> None:
+        """Keep one router's choice."""
+        self._chosen_NK[layer] = own_NK.detach().to(torch.int16)
+
+    def check(self) -> None:
+        """Hold that all routers ran: those of a compiled model run without hooks.
+
+        Raises:
+            ValueError: one did not.
+        """
+        ran = sum(chosen is not None for chosen in self._chosen_NK)
+        if ran < len(self._chosen_NK):
+            raise ValueError(
+                f"router replay: {ran} of {len(self._chosen_NK)} routers ran with their hooks; run "
+                f"the whole model inside of the block, and not a compiled one"
+            )
+
+    @property
+    def experts(self) -> list[torch.Tensor]:
+        """One CPU tensor ``[tokens, L, K]`` a sequence, int16; for ``routing_disagreement``.
+
+        Raises:
+            ValueError: no forward pass went through all routers.
+        """
+        self.check()
+        chosen = [own_NK for own_NK in self._chosen_NK if own_NK is not None]
+        return self.tokens.split(torch.stack(chosen, dim=1).cpu())
+
+
+@contextmanager
+def record_routing(
+    model: nn.Module,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    sequence_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> Iterator[RoutingRecord]:
+    """Note which experts the trainer chooses by itself, and change nothing.
+
+    Arguments and errors are those of ``replay_routing``.
+    """
+    routers = _routers(model)
+    tokens = TokenMap.of(attention_mask, sequence_ids, position_ids)
+    with _hooks(routers, RoutingRecord(tokens, len(routers)), None) as record:
+        yield record
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module,
+    experts: Sequence[torch.Tensor],
+    *,
+    attention_mask: torch.Tensor | None = None,
+    sequence_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> Iterator[RoutingRecord]:
+    """Route each token of the forward passes inside of the block as the engine did.
+
+    Padding, and each sequence's last token, which the engine never ran, are routed as ever. Under
+    activation checkpointing run ``backward`` inside of the block, too: it runs the routers again.
+
+    Args:
+        model: a transformers 5 MoE model, plain or FSDP2, or a module around one.
+        experts: ``Rollout.routed_experts``, or those of a micro-batch's sequences: ``[S, L, K]``.
+        attention_mask: ``[B, T]``, 0 at padding on either side; row b is sequence b.
+        sequence_ids: instead of a mask, for packed sequences: an integer tensor in the shape of
+            ``input_ids`` with each token's index into ``experts``, -1 for padding.
+        position_ids: in the same shape, each token's place in its sequence; needed only where a
+            part of a sequence is here. Else its tokens are taken to stand in order.
+
+    Yields:
+        The routers' own choice in the last forward pass.
+
+    Raises:
+        ValueError: the model's routers cannot be replayed, or experts, tokens and model do not fit;
+            also after the block, where not all routers ran.
+    """
+    routers = _routers(model)
+    _refuse_reentrant(model)
+    tokens = TokenMap.of(attention_mask, sequence_ids, position_ids)
+    if attention_mask is not None and len(attention_mask) != len(experts):
+        raise ValueError(
+            f"router replay: attention_mask has {len(attention_mask)} rows, and there are experts "
+            f"of {len(experts)} sequences; pass those of this batch"
+        )
+    _check_experts(model, routers, experts)
+    rows_N = tokens.rows([len(experts_SLK) for experts_SLK in experts])
+    recorded = _Recorded(experts, rows_N)
+    with _hooks(routers, RoutingRecord(tokens, len(routers)), recorded) as record:
+        yield record
+
+
+class _Recorded:
+    """The engine's choice for each token of the forward pass, moved to its device at first use."""
+
+    def __init__(self, experts: Sequence[torch.Tensor], rows_N: torch.Tensor) -> None:
+        self._known_N1 = (rows_N != NOWHERE).unsqueeze(1)
+        none_1LK = experts[0].new_zeros(1, *experts[0].shape[1:])
+        pool_RLK = torch.cat([*experts, none_1LK])  # NOWHERE, -1, is its last row
+        self._experts_NLK = pool_RLK[rows_N]
+
+    def choose(self, layer: int, own_NK: torch.Tensor) -> torch.Tensor:
+        """The recorded experts, and ``own_NK`` where there are none."""
+        if self._known_N1.device != own_NK.device:
+            self._known_N1 = self._known_N1.to(own_NK.device)
+            self._experts_NLK = self._experts_NLK.to(own_NK.device)
+        return torch.where(self._known_N1, self._experts_NLK[:, layer].to(own_NK.dtype), own_NK)
+
+
+@contextmanager
+def _hooks(
+    routers: list[Any], record: RoutingRecord, recorded: _Recorded | None
+) -> Iterator[RoutingRecord]:
+    """Forward hooks on all routers, for the block."""
+    unchecked = {0} if recorded is not None else set()
+
+    def hook_of(layer: int) -> Any:
+        def hook(router: Any, args: Any, output: Any) -> Any:
+            if not isinstance(output, tuple) or len(output) != 3:
+                raise _unsupported(router, "does not return logits, gates and experts")
+            logits_NE, gates_NK, own_NK = output
+            if len(logits_NE) != len(record.tokens.sequence_N):
+                raise ValueError(
+                    f"router replay: the forward pass has {len(logits_NE)} tokens, and "
+                    f"{len(record.tokens.sequence_N)} were described; pass the mask or ids of the "
+                    f"batch that the model is given"
+                )
+            record.note(layer, own_NK)
+            if recorded is None:
+                return output
+            if layer in unchecked:  # one router of the model, once: on a GPU this waits
+                unchecked.remove(layer)
+                _check_gates(router, logits_NE, gates_NK, own_NK)
+            chosen_NK = recorded.choose(layer, own_NK)
+            return logits_NE, _gates(router, logits_NE, chosen_NK).to(gates_NK.dtype), chosen_NK
+
+        return hook
+
+    handles = [router.register_forward_hook(hook_of(i)) for i, router in enumerate(routers)]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+    record.check()
+
+
+def _gates(router: Any, logits_NE: torch.Tensor, chosen_NK: torch.Tensor) -> torch.Tensor:
+    """softmax(logits) at the chosen experts, renormalized where the router does that."""
+    dtype = torch.promote_types(logits_NE.dtype, torch.float32)
+    gates_NK = logits_NE.softmax(-1, dtype=dtype).gather(-1, chosen_NK)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral's and later ones have no such switch
+        gates_NK = gates_NK / gates_NK.sum(-1, keepdim=True)
+    return gates_NK
+
+
+@torch.no_grad()
+def _check_gates(
+    router: Any, logits_NE: torch.Tensor, gates_NK: torch.Tensor, own_NK: torch.Tensor
+) -> None:
+    """Hold that the router's gates are the softmax that is replayed here."""
+    ours_NK = _gates(router, logits_NE, own_NK).to(gates_NK.dtype)
+    if not torch.allclose(ours_NK, gates_NK, GATE_TOLERANCE, GATE_TOLERANCE, equal_nan=True):
+        raise _unsupported(router, "has gates that are no softmax over its experts")
+
+
+def _unsupported(router: Any, reason: str) -> ValueError:
+    return ValueError(
+        f"router replay: {type(router).__name__} {reason}, so it cannot be replayed; known are the "
+        f"softmax routers of transformers 5, as Qwen3-MoE and Mixtral have them"
+    )
+
+
+def _routers(model: nn.Module) -> list[Any]:
+    """The routers in layer order.
+
+    Raises:
+        ValueError: there is none that could be replayed.
+    """
+    found = [module for module in model.modules() if _is_router(module)]
+    if not found:
+        raise _unsupported(model, "has no router of a known kind")
+    return found
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return (
+        hasattr(module, "top_k")
+        and isinstance(weight, torch.Tensor)
+        and weight.dim() == 2
+        and len(weight) == getattr(module, "num_experts", None)
+    )
+
+
+def _check_experts(model: nn.Module, routers: list[Any], experts: Sequence[torch.Tensor]) -> None:
+    if not experts:
+        raise ValueError(
+            "router replay: there are experts of no sequence; pass those of this batch"
+        )
+    top_k, count = routers[0].top_k, routers[0].num_experts
+    for index, experts_SLK in enumerate(experts):
+        if tuple(experts_SLK.shape[1:]) != (len(routers), top_k):
+            raise ValueError(
+                f"router replay: sequence {index} has experts of shape {list(experts_SLK.shape)}, "
+                f"and {type(model).__name__} has {len(routers)} routers of {top_k} experts a "
+                f"token; pass the rollout of the same model"
+            )
+        if (
+            experts_SLK.numel()
+            and not 0 <= int(experts_SLK.min()) <= int(experts_SLK.max()) < count
+        ):
+            raise ValueError(
+                f"router replay: sequence {index} has expert {int(experts_SLK.max())} or a "
+                f"negative one, and {type(model).__name__} has {count}; pass the rollout of the "
+                f"same model"
+            )
+
+
+def _refuse_reentrant(model: nn.Module) -> None:
+    """Non-reentrant checkpointing notices a recomputation with other experts; this one would not.
+
+    Raises:
+        ValueError: the model checkpoints with ``use_reentrant``.
+    """
+    for module in model.modules():
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            function = getattr(module, "_gradient_checkpointing_func", None)
+            if getattr(function, "keywords", {}).get("use_reentrant"):
+                raise ValueError(
+                    "router replay: the model checkpoints activations with use_reentrant=True, "
+                    "which would not notice other experts when it runs a layer again; enable it "
+                    "with gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
