@@ -94,8 +94,10 @@ class ExpertLayout:
         least, most = (int(bound) for bound in experts_SLK.aminmax())
         if least < 0 or most >= self.experts:
             return f"expert {least if least < 0 else most}, not one of 0 to {self.experts - 1}"
+        # experts of a row far apart in memory: long runs, and in bytes, are compared much faster
+        slots_KX = experts_SLK.to(self.dtype).flatten(0, 1).T.contiguous()
         for apart in range(1, self.top_k):
-            if bool((experts_SLK[..., apart:] == experts_SLK[..., :-apart]).any()):
+            if bool((slots_KX[apart:] == slots_KX[:-apart]).any()):
                 return "the same expert twice for one token and layer"
         return None
 
