@@ -43,6 +43,36 @@ def long_tail(text: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def summary(text: str) -> str:
+    """One row a load: stock BF16, the best of stock's other arms, and the best of ours."""
+    content = json.loads(text)
+    e = content["environment"]
+    rows = [row for row in content["rows"] if row["metric"] == "decode_step_ms"]
+    lines = []
+    for place in dict.fromkeys((row["model"], row["case"]) for row in rows):
+        found = {row["arm"]: row for row in rows if (row["model"], row["case"]) == place}
+        stock = [row for arm, row in found.items() if arm.startswith("stock") and arm != REFERENCE]
+        ours = [row for arm, row in found.items() if arm.startswith("fp8rl")]
+        if REFERENCE not in found or not stock or not ours:
+            continue
+        theirs, mine = (min(some, key=lambda row: row["median"]) for some in (stock, ours))
+        lines.append(
+            [
+                f"{place[0]}, {place[1]}",
+                f"{found[REFERENCE]['median']:.2f} ms",
+                f"{theirs['median']:.2f} ms ({theirs['arm']})",
+                f"{mine['median']:.2f} ms ({mine['arm']}){_faster(mine)}",
+            ]
+        )
+    return (
+        _table(
+            ["decode step, sequences x prompt", REFERENCE, "best other stock arm", "ours"], lines
+        )
+        + f"\n\n`{e['command']}`, one {e['device']} an arm, SGLang {e['sglang']}, commit "
+        f"{e['commit']}: medians, logprobs returned, random weights."
+    )
+
+
 def decode_profile(text: str) -> str:
     """One table for each case and phase: classes of kernels by arm, in us a step."""
     content = json.loads(text)

@@ -204,6 +204,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
+    "decode": ("rollout.json", performance_tables.summary),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.long_tail),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),

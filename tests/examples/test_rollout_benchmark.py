@@ -338,6 +338,21 @@ def test_the_page_is_made_from_the_file(
     performance_tables.draw((measured / "rollout.json").read_text(), picture)
     assert picture.stat().st_size > 10_000
 
+    found = performance_tables.summary((measured / "rollout.json").read_text()).splitlines()
+    best = "| 10.00 ms | 5.00 ms (stock-bf16-kv8-xqa) | 5.00 ms (fp8rl), 2.00x |"
+    assert f"| qwen3-8b, 128x512 {best}" in found
+    only = json.dumps(
+        {
+            **json.loads((measured / "rollout.json").read_text()),
+            "rows": [
+                r
+                for r in json.loads((measured / "rollout.json").read_text())["rows"]
+                if r["arm"] == "stock-bf16"
+            ],
+        }
+    )
+    assert "128x512" not in performance_tables.summary(only), "nothing of ours is beside it"
+
 
 # ---- where figures go, and what must not be measured ---------------------------------------------
 
