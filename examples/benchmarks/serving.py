@@ -1,5 +1,6 @@
 """One engine of a benchmark: its weights, its KV capacity, and the times of prefill and decode."""
 
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -172,6 +173,7 @@ def timed_work(engine: Any, prompts: Prompts, new: int) -> dict[str, list[float]
     of what is not in the prefix cache (one token of a prompt, or its last page) is in both.
     """
     size = len(prompts) // QUARTERS
+    gc.disable()  # a full collection of what SGLang imports takes 0.4 s, between any two replies
     prefill = [
         QUARTERS * seconds(lambda part=part: generate(engine, part, 1))
         for part in (prompts[first : first + size] for first in range(0, len(prompts), size))
@@ -181,6 +183,7 @@ def timed_work(engine: Any, prompts: Prompts, new: int) -> dict[str, list[float]
     for _ in range(DECODES):
         short = seconds(lambda: generate(engine, prompts, BEGIN))
         steps.append(1e3 * (seconds(lambda: generate(engine, prompts, BEGIN + new)) - short) / new)
+    gc.enable()
     return {"prefill_s": prefill, "decode_step_ms": steps}
 
 
