@@ -104,6 +104,8 @@ HOOK_TARGETS = {
     ".maybe_precompile_model_kernels_after_loading",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "draw": "sglang.srt.layers.sampler.Sampler.forward",
+    "stream_output": "sglang.srt.managers.scheduler_components.output_streamer"
+    ".SchedulerOutputStreamer.stream_output",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
     "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",

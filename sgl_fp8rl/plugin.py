@@ -49,7 +49,7 @@ def _register() -> None:
     from sgl_fp8rl import cpu_platform, loader, quant_config, routed_experts
     from sgl_fp8rl.gemm import prepare
     from sgl_fp8rl.kv_cache import calibrate, probes
-    from sgl_fp8rl.logprobs import sampler
+    from sgl_fp8rl.logprobs import sampler, stream
     from sgl_fp8rl.weight_update import control, scheduler
 
     if NAME in compat.QUANTIZATION_METHODS:
@@ -78,6 +78,7 @@ def _register() -> None:
         "capture_of_experts": routed_experts.own_capture,
         "sample": scheduler.stamp_version,
         "draw": sampler.sample_plainly,
+        "stream_output": stream.skip_empty,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,
         "handle_rpc_request": scheduler.handle_rpc,

@@ -23,10 +23,11 @@ BF16 = {"fp8rl_ignored_layers": ("re:.*",)}
 ARMS: dict[str, dict[str, Any]] = {
     "fp8-server": {},
     "bf16-chunked": BF16 | {"chunked_prefill_size": 16},  # prompts come in two parts
-    "bf16-retracted": BF16,  # a request at each third step
+    # a request at each third step, now and then before its first token
+    "bf16-retracted": BF16 | {"chunked_prefill_size": 16},
     "fp8-tp2": {"tp_size": 2},
 }
-SHORT = ("fp8-server", "bf16-chunked")
+SHORT = ("fp8-server", "bf16-retracted")
 MOE = {"num_experts": 16, "num_experts_per_tok": 4}
 """So many that a small error changes the choice now and then."""
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
