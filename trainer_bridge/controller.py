@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from server_args.args import flag_name
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, Threshold
 from trainer_bridge.metrics.alarms import check_alarms
 
@@ -46,7 +45,7 @@ class Request:
         """For the command line of the engine."""
         if self.kind == "kv_cache_dtype":
             return f"--kv-cache-dtype {self.value}"
-        return f"{flag_name(self.kind)} {shlex.quote(self.value)}"
+        return f"--fp8rl-ignored-layers {shlex.quote(self.value)}"
 
 
 @dataclass(frozen=True)

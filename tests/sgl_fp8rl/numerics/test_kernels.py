@@ -17,6 +17,7 @@ from triton.runtime.errors import PTXASError
 from sgl_fp8rl.logprobs import draw_kernels
 from sgl_fp8rl.numerics import (
     activation_kernels,
+    expert_rows_kernels,
     head_kernels,
     kernels,
     kv_kernels,
@@ -58,14 +59,22 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
         timeout=240,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    passed = re.search(r"(\d+) passed, (\d+) skipped", run.stdout)
-    assert passed is not None and int(passed[1]) > least, run.stdout[-2000:]
-    assert int(passed[2]) == skipped, "only graphs and what is exhaustive are left to a GPU"
+    passed = re.search(r"(\d+) passed(?:, (\d+) skipped)?", run.stdout)
+    assert passed is not None and int(passed[1]) >= least, run.stdout[-2000:]
+    assert int(passed[2] or 0) == skipped, "only graphs and what is exhaustive are left to a GPU"
 
 
 @pytest.mark.parametrize(
     "module",
-    [kernels, kv_kernels, qk_rope_kernels, head_kernels, activation_kernels, draw_kernels],
+    [
+        kernels,
+        kv_kernels,
+        qk_rope_kernels,
+        head_kernels,
+        activation_kernels,
+        draw_kernels,
+        expert_rows_kernels,
+    ],
 )
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:
     # SGLang sets triton.next_power_of_2 to a plain function, which no kernel may then call.
