@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _plot(arguments)
     if arguments.command == "tune":
         return _tune(arguments.model, arguments.tp)
+    if arguments.command == "precision":
+        return _precision(arguments)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
 
 
@@ -44,6 +46,30 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this card")
     tune.add_argument("model", help="folder of the model; its weights are not read")
     tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
+
+    precision = commands.add_parser(
+        "precision", help="rank layers by what their FP8 does to logprobs; make an ignore list"
+    )
+    precision.add_argument("model", help="folder or hub name of the model, in BF16")
+    precision.add_argument(
+        "--budget-kl",
+        type=float,
+        metavar="NATS",
+        help="KL that the rest of the layers may cost a token (default: half of all layers')",
+    )
+    precision.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='lines {"prompt": ..., "response": ...}; a response that is absent is sampled',
+    )
+    precision.add_argument("--tokens", type=int, help="to measure on (default 4096, CPU 1024)")
+    precision.add_argument("--seed", type=int, default=0, help="of the sampled tokens (default 0)")
+    precision.add_argument(
+        "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
+    )
+    precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is")
+    precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
 
     report = commands.add_parser("kv-report", help="tell what the scales of an FP8 KV cache do")
     report.add_argument("source", help="an engine's http:// address, or a file of --json")
@@ -114,6 +140,26 @@ def _tune(model: str, tp_size: int) -> int:
         command.run(shapes, Fp8RLServerArgs.from_env().tune_cache)
     except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
         sys.exit(f"sgl-fp8rl tune: {error}")
+    return 0
+
+
+def _precision(arguments: argparse.Namespace) -> int:
+    from sgl_fp8rl.precision import command
+
+    try:
+        options = command.Options(
+            model=arguments.model,
+            budget_kl=arguments.budget_kl,
+            prompts=arguments.prompts,
+            tokens=arguments.tokens,
+            kv_cache=arguments.kv_cache_dtype is not None,
+            device=arguments.device,
+            seed=arguments.seed,
+        )
+        command.run(options, arguments.output)
+    except (OSError, ValueError, MemoryError) as error:
+        print(f"sgl-fp8rl precision: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -9,7 +9,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.experts import experts, fits, takes_codes
 from sgl_fp8rl.linear import keep_storage
 from sgl_fp8rl.numerics.activation import detach
-from sgl_fp8rl.numerics.reference import fp8_linear
+from sgl_fp8rl.numerics.experts import fp8_experts
 from sgl_fp8rl.quant_config import FP8RLConfig
 
 
@@ -43,9 +43,7 @@ _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functiona
 def experts_reference(
     layer: Any, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
 ) -> torch.Tensor:
-    """Gated experts in the torch reference, one expert after the other.
-
-    Suffixes: M tokens, H hidden, T experts a token. ``w13`` holds the gate rows, then the up rows.
+    """The experts of an engine's layer, in the torch reference.
 
     Returns:
         ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
@@ -56,20 +54,14 @@ def experts_reference(
             f"experts with activation {config.activation!r} and apply_router_weight_on_input="
             f"{config.apply_router_weight_on_input} have no CPU reference; run them on a GPU"
         )
-    activation = _ACTIVATIONS[config.activation]
-    out_MH = torch.zeros_like(x_MH, dtype=torch.float32)
-    for expert in topk_ids_MT.unique().tolist():
-        if expert < 0:
-            continue  # the expert lives on another rank
-        tokens, slots = (topk_ids_MT == expert).nonzero(as_tuple=True)
-        gate_up = fp8_linear(
-            x_MH[tokens], layer.w13_weight[expert], layer.w13_weight_scale_inv[expert]
-        )
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden = activation(gate) * up
-        down = fp8_linear(hidden, layer.w2_weight[expert], layer.w2_weight_scale_inv[expert])
-        weight = topk_weights_MT[tokens, slots].float().unsqueeze(-1)
-        out_MH.index_add_(0, tokens, down.float() * weight)
+    out_MH = fp8_experts(
+        x_MH,
+        (layer.w13_weight, layer.w13_weight_scale_inv),
+        (layer.w2_weight, layer.w2_weight_scale_inv),
+        topk_weights_MT,
+        topk_ids_MT,
+        _ACTIVATIONS[config.activation],
+    )
     scale = config.routed_scaling_factor
     if scale is not None:
         out_MH *= scale

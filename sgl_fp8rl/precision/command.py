@@ -1,0 +1,199 @@
+"""``sgl-fp8rl precision``: load a model in BF16, and find which of its layers FP8 hurts."""
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from sgl_fp8rl.precision import kv, report, search, tokens
+from sgl_fp8rl.precision.divergence import Divergence
+from sgl_fp8rl.precision.groups import Group, fp8_groups
+from sgl_fp8rl.precision.replay import Replay
+
+TOKENS = {"cuda": 4096, "cpu": 1024}
+"""Measured by default."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. ``None`` is what the device or the measurement decides."""
+
+    model: str
+    budget_kl: float | None = None
+    """Nats a token; default half of what FP8 in every layer does."""
+    prompts: Path | None = None
+    tokens: int | None = None
+    kv_cache: bool = False
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
+            raise ValueError(f"--budget-kl is {self.budget_kl}; give a number of nats from 0")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"--tokens is {self.tokens}; give a whole number from 1")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device is cuda, and torch sees no GPU; use --device cpu")
+
+
+def run(options: Options, output: Path | None) -> None:
+    """Measure, print the report, and write it as JSON.
+
+    Raises:
+        ValueError: the model or the prompts cannot be measured; one sentence.
+        OSError: a file cannot be read or written.
+    """
+    if output is not None:
+        output.touch()  # told now, not when all is measured
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        model = load(options.model, device)
+        found = measure(model, options, texts_of(model, options))
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"{options.model} does not fit into the GPU's memory with what is measured; give fewer "
+            f"--tokens, or --device cpu"
+        ) from None
+    print(report.render(found))
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def load(name: str, device: torch.device) -> Any:
+    """A causal language model in BF16, of a folder or of the hub.
+
+    Raises:
+        ValueError: there is no such model, or it is not one in BF16.
+    """
+    try:
+        from safetensors import SafetensorError
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ValueError(
+            f"precision needs transformers 5 ({error}); run pip install 'transformers>=5'"
+        ) from None
+    disable_progress_bar()
+    if Path(name).is_absolute() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} holds no config.json; name the folder of a model")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"{name} is a quantized checkpoint; name the BF16 model that it was made from"
+            )
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.bfloat16)
+    except (OSError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        first = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{name} cannot be loaded ({first}); name a folder, or a model of the hub that is in "
+            f"the cache or that you may download"
+        ) from None
+    return model.eval().to(device)
+
+
+def texts_of(model: Any, options: Options) -> list[tokens.Text]:
+    """What to measure on, with a response each.
+
+    Raises:
+        ValueError: the prompts cannot be read, or the model samples NaN.
+    """
+    count = options.tokens or TOKENS["cuda" if model.device.type == "cuda" else "cpu"]
+    if options.prompts is None:
+        texts = tokens.from_nothing(model, count, options.seed)
+    else:
+        texts = tokens.read_texts(options.prompts, _tokenizer(options.model))
+    return tokens.complete(model, texts, count, options.seed)
+
+
+def _tokenizer(model: str) -> tokens.Tokenize:
+    """The model's own, loaded where a text needs it."""
+
+    @functools.cache
+    def loaded() -> Any:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        if not tokenizer("a").input_ids:  # transformers makes one up where there are no files
+            raise ValueError(f"{model} has no tokenizer; give prompts as lists of token ids")
+        return tokenizer
+
+    def tokenize(given: Any) -> list[int]:
+        if isinstance(given, str):
+            return list(loaded()(given).input_ids)
+        chat = loaded().apply_chat_template(given, add_generation_prompt=True, return_dict=False)
+        return list(chat)
+
+    return tokenize
+
+
+def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[str, Any]:
+    """The report, as ``report.as_json`` has it.
+
+    Raises:
+        ValueError: the model has no layer in FP8, or gives NaN.
+    """
+    groups = fp8_groups(model)
+    batches = tokens.batches_of(texts, model.device)
+    replay = Replay(model, batches)
+    with tqdm(total=len(groups), unit="layer", file=sys.stderr) as bar:
+
+        def one(some: Sequence[Group]) -> Divergence:
+            divergence = replay.divergence(some)
+            bar.update()
+            return divergence
+
+        ranked = search.rank(groups, one)
+    everything = search.point(ranked, 0, replay.divergence)
+    budget = options.budget_kl
+    if budget is None:
+        budget = report.BUDGET_SHARE * everything.divergence.kl
+    points = search.shortest(ranked, everything, budget, replay.divergence)
+    ignored = tuple(damage.group for damage in ranked[: points[-1].ignored])
+    facts = {
+        "model": options.model,
+        "device": _device_name(model.device),
+        "source": "sampled by the model" if options.prompts is None else "of the prompts",
+        "seed": options.seed,
+        "sequences": len(texts),
+        "tokens": replay.tokens,
+    }
+    levers = _levers(model, replay, batches, groups, ignored, everything, points[-1], options)
+    return report.as_json(facts, ranked, points, budget, levers, report.Bytes.of(model, groups))
+
+
+def _levers(
+    model: Any,
+    replay: Replay,
+    batches: list[tokens.Sequences],
+    groups: list[Group],
+    ignored: tuple[Group, ...],
+    everything: search.Point,
+    answer: search.Point,
+    options: Options,
+) -> list[report.Lever]:
+    ends = tuple(group for group in groups if group.layer in (0, replay.layers - 1))
+    inner = [group for group in groups if group not in ends]
+    levers = [
+        report.Lever("all FP8", (), everything.divergence),
+        report.Lever("first and last BF16", ends, replay.divergence(inner)),
+        report.Lever("ignore list", ignored, answer.divergence),
+    ]
+    if options.kv_cache:
+        scales_L2 = kv.layer_scales(model, batches)
+        with kv.rounded(scales_L2):
+            for name, some in (("FP8 KV alone", []), ("all FP8, FP8 KV", groups)):
+                bf16 = tuple(groups) if not some else ()
+                levers.append(report.Lever(name, bf16, replay.divergence(some, first_layer=0)))
+    return levers
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

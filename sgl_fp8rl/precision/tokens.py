@@ -1,0 +1,202 @@
+"""The tokens that precision measures on: given, or sampled from the model itself.
+
+Samples of the model at temperature 1 are what a rollout of it would be: KL is then averaged over
+the tokens that training will see.
+
+Shapes: B sequences, L tokens of the longest.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+LENGTH = 128
+"""Tokens of a sequence that begins with nothing."""
+LEAST_RESPONSE = 64
+"""Tokens of a sampled response to a prompt; fewer prompts are taken where there would be less."""
+BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
+SAMPLED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A batch, padded on the right."""
+
+    tokens_BL: torch.Tensor
+    """int64."""
+    mask_BL: torch.Tensor
+    """Bool: False where it is padding."""
+    measured: torch.Tensor
+    """Bool [B, L - 1]: whether the token after this one is measured."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One sequence of token ids."""
+
+    prompt: list[int]
+    response: list[int] | None
+    """None where the model is to sample it."""
+
+
+Tokenize = Callable[[Any], list[int]]
+"""Token ids of a string, or of a list of chat messages."""
+
+
+def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
+    """Prompts of a JSONL file, with responses where it has them.
+
+    Each line is an object with ``prompt`` and perhaps ``response``: a string, or a list of token
+    ids; a prompt may also be a list of chat messages.
+
+    Raises:
+        ValueError: a line is something else, or there is none.
+        OSError: the file cannot be read.
+    """
+    texts = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            prompt, response = _checked(found["prompt"]), _checked(found.get("response", [0]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"line {number} of {path} is no prompt ({error!r}); each line is an object such as "
+                f'{{"prompt": "..."}} or {{"prompt": [1, 2], "response": [3]}}'
+            ) from None
+        given = _ids(response, tokenize) if "response" in found else None
+        texts.append(Text(_ids(prompt, tokenize), given))
+    if not texts:
+        raise ValueError(f"{path} holds no prompts; give at least one line")
+    return texts
+
+
+def _checked(given: Any) -> Any:
+    if not isinstance(given, str | list) or not given:
+        raise TypeError(f"{given!r} is neither a text nor a list, or is empty")
+    return given
+
+
+def _ids(given: Any, tokenize: Tokenize) -> list[int]:
+    is_ids = isinstance(given, list) and all(type(token) is int for token in given)
+    return list(given) if is_ids else tokenize(given)
+
+
+def from_nothing(model: Any, tokens: int, seed: int) -> list[Text]:
+    """Prompts of one token each: the model's BOS, or a random one where it has none."""
+    config = model.config.get_text_config()
+    count = -(-tokens // LENGTH)
+    if isinstance(config.bos_token_id, int):
+        return [Text([config.bos_token_id], None)] * count
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(config.vocab_size, (count,), generator=generator)
+    return [Text([token], None) for token in drawn.tolist()]
+
+
+def complete(model: Any, texts: Sequence[Text], tokens: int, seed: int) -> list[Text]:
+    """The texts, as many as give about so many tokens, each with a response.
+
+    Raises:
+        ValueError: a token id is none of the model's.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    ids = {token for text in texts for token in text.prompt + (text.response or [])}
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise ValueError(f"a token id is outside of the model's vocabulary of {vocab}")
+    whole: list[Text] = []
+    asked: list[Text] = []
+    at = 0
+    for text in texts:
+        if at >= tokens:
+            break
+        (asked if text.response is None else whole).append(text)
+        at += LEAST_RESPONSE if text.response is None else len(text.response)
+    left = tokens - sum(len(text.response or []) for text in whole)
+    asked.sort(key=lambda text: len(text.prompt))  # those of about one length together
+    for first in range(0, len(asked), SAMPLED_AT_ONCE):
+        prompts = [text.prompt for text in asked[first : first + SAMPLED_AT_ONCE]]
+        new = max(1, -(-left // len(asked)))
+        whole += sample(model, prompts, new, seed + first)
+    return whole
+
+
+@torch.inference_mode()
+def sample(model: Any, prompts: list[list[int]], new: int, seed: int) -> list[Text]:
+    """A response to each prompt, sampled at temperature 1 from the whole vocabulary.
+
+    It ends after ``new`` tokens, or with a token that ends the model's texts.
+
+    Raises:
+        ValueError: logits are NaN or Inf.
+    """
+    device = model.device
+    generator = torch.Generator(device).manual_seed(seed)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    # nothing is padded: where a prompt goes on, its own token is the next
+    tokens_BL = pad_sequence([torch.cat([row, row.new_zeros(new)]) for row in rows], True).to(
+        device
+    )
+    at, cache = int(lengths_B.min()), None
+    given = tokens_BL[:, :at]
+    for position in range(at, tokens_BL.shape[1]):
+        reply = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits_BV, cache = reply.logits[:, -1].float(), reply.past_key_values
+        if not bool(logits_BV.isfinite().all()):
+            raise ValueError("the model's own logits are NaN or Inf; check its weights")
+        drawn_B = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator).squeeze(1)
+        in_prompt_B = position < lengths_B
+        tokens_BL[:, position] = torch.where(in_prompt_B, tokens_BL[:, position], drawn_B)
+        given = tokens_BL[:, position : position + 1]
+    ends = _ends(model)
+    found = []
+    for prompt, row in zip(prompts, tokens_BL.tolist(), strict=True):
+        response = row[len(prompt) : len(prompt) + new]
+        end = next((n for n, token in enumerate(response, start=1) if token in ends), new)
+        found.append(Text(prompt, response[:end]))
+    return found
+
+
+def _ends(model: Any) -> set[int]:
+    """Tokens that end a text of the model."""
+    generation = getattr(model, "generation_config", None)
+    eos: Any = getattr(generation, "eos_token_id", None)
+    return {token for token in (eos if isinstance(eos, list) else [eos]) if token is not None}
+
+
+def batches_of(texts: Sequence[Text], device: torch.device) -> list[Sequences]:
+    """Batches of sequences of about one length."""
+    at_once = BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    rows = sorted(texts, key=lambda text: len(text.prompt) + len(text.response or []))
+    batches, first = [], 0
+    while first < len(rows):
+        last = first + 1
+        # the longest of a batch is its last
+        while last < len(rows) and (last + 1 - first) * _length(rows[last]) <= at_once:
+            last += 1
+        batches.append(_batch(rows[first:last], device))
+        first = last
+    return batches
+
+
+def _length(text: Text) -> int:
+    return len(text.prompt) + len(text.response or [])
+
+
+def _batch(texts: Sequence[Text], device: torch.device) -> Sequences:
+    rows = [torch.tensor(text.prompt + (text.response or [])) for text in texts]
+    measured = [
+        torch.tensor([False] * (len(text.prompt) - 1) + [True] * len(text.response or []))
+        for text in texts
+    ]
+    padded = (
+        pad_sequence(tensors, batch_first=True).to(device)
+        for tensors in (rows, [torch.ones_like(row, dtype=torch.bool) for row in rows], measured)
+    )
+    return Sequences(*padded)
