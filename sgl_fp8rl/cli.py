@@ -69,6 +69,13 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
     )
     precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is")
+    precision.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="float32",
+        help="of the arithmetic (default float32); bfloat16 takes half the memory, and hides what "
+        "single layers do",
+    )
     precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
 
     report = commands.add_parser("kv-report", help="tell what the scales of an FP8 KV cache do")
@@ -144,6 +151,8 @@ def _tune(model: str, tp_size: int) -> int:
 
 
 def _precision(arguments: argparse.Namespace) -> int:
+    import torch
+
     from sgl_fp8rl.precision import command
 
     try:
@@ -154,11 +163,13 @@ def _precision(arguments: argparse.Namespace) -> int:
             tokens=arguments.tokens,
             kv_cache=arguments.kv_cache_dtype is not None,
             device=arguments.device,
+            dtype=getattr(torch, arguments.dtype),
             seed=arguments.seed,
         )
         command.run(options, arguments.output)
     except (OSError, ValueError, MemoryError) as error:
-        print(f"sgl-fp8rl precision: {error}", file=sys.stderr)
+        # what transformers says may go on for many lines
+        print(f"sgl-fp8rl precision: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
 

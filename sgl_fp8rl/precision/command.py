@@ -32,6 +32,8 @@ class Options:
     tokens: int | None = None
     kv_cache: bool = False
     device: str | None = None
+    dtype: torch.dtype = torch.float32
+    """Of the arithmetic; weights have the values of BF16 in either case."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,7 +56,8 @@ def run(options: Options, output: Path | None) -> None:
         output.touch()  # told now, not when all is measured
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        model = load(options.model, device)
+        model = load(options.model, device, options.dtype)
+        fp8_groups(model)  # refused now, not after sampling
         found = measure(model, options, texts_of(model, options))
     except torch.OutOfMemoryError:
         raise ValueError(
@@ -66,8 +69,12 @@ def run(options: Options, output: Path | None) -> None:
         output.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def load(name: str, device: torch.device) -> Any:
-    """A causal language model in BF16, of a folder or of the hub.
+def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A causal language model with weights of BF16, of a folder or of the hub.
+
+    Args:
+        dtype: of the arithmetic. BF16 rounds so much behind every change that it hides what FP8
+            does to a single layer; FP32 takes twice the memory.
 
     Raises:
         ValueError: there is no such model, or it is not one in BF16.
@@ -85,18 +92,22 @@ def load(name: str, device: torch.device) -> Any:
         raise ValueError(f"{name} holds no config.json; name the folder of a model")
     try:
         config = AutoConfig.from_pretrained(name)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                f"{name} is a quantized checkpoint; name the BF16 model that it was made from"
-            )
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.bfloat16)
-    except (OSError, ImportError, KeyError, RuntimeError, SafetensorError) as error:
+        is_quantized = getattr(config, "quantization_config", None) is not None
+        if not is_quantized:
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.bfloat16)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ImportError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
             f"{name} cannot be loaded ({first}); name a folder, or a model of the hub that is in "
             f"the cache or that you may download"
         ) from None
-    return model.eval().to(device)
+    if is_quantized:
+        raise ValueError(
+            f"{name} is a quantized checkpoint; name the BF16 model that it was made from"
+        )
+    return model.eval().to(device=device, dtype=dtype)
 
 
 def texts_of(model: Any, options: Options) -> list[tokens.Text]:
@@ -109,21 +120,21 @@ def texts_of(model: Any, options: Options) -> list[tokens.Text]:
     if options.prompts is None:
         texts = tokens.from_nothing(model, count, options.seed)
     else:
-        texts = tokens.read_texts(options.prompts, _tokenizer(options.model))
+        texts = tokens.read_texts(options.prompts, tokenizer(options.model))
     return tokens.complete(model, texts, count, options.seed)
 
 
-def _tokenizer(model: str) -> tokens.Tokenize:
+def tokenizer(model: str) -> tokens.Tokenize:
     """The model's own, loaded where a text needs it."""
 
     @functools.cache
     def loaded() -> Any:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        if not tokenizer("a").input_ids:  # transformers makes one up where there are no files
+        found = AutoTokenizer.from_pretrained(model)
+        if not found("a").input_ids:  # transformers makes one up where there are no files
             raise ValueError(f"{model} has no tokenizer; give prompts as lists of token ids")
-        return tokenizer
+        return found
 
     def tokenize(given: Any) -> list[int]:
         if isinstance(given, str):
@@ -160,10 +171,14 @@ def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[
     facts = {
         "model": options.model,
         "device": _device_name(model.device),
-        "source": "sampled by the model" if options.prompts is None else "of the prompts",
+        "arithmetic": str(model.dtype).removeprefix("torch."),
+        "source": "sampled by the model"
+        if options.prompts is None
+        else "sampled from the prompts, or given",
         "seed": options.seed,
         "sequences": len(texts),
         "tokens": replay.tokens,
+        "kl_noise": replay.noise(options.seed).kl,
     }
     levers = _levers(model, replay, batches, groups, ignored, everything, points[-1], options)
     return report.as_json(facts, ranked, points, budget, levers, report.Bytes.of(model, groups))

@@ -19,26 +19,25 @@ class Divergence:
     In the mean it is the KL where the tokens are the model's own samples."""
 
 
-def token_kl(reference_TV: torch.Tensor, changed_TV: torch.Tensor) -> torch.Tensor:
-    """KL(reference || changed) of each token over the vocabulary, float64 [T].
+def token_divergence(
+    reference_TV: torch.Tensor, changed_TV: torch.Tensor, tokens_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(reference || changed) of each position over the vocabulary, and k3 of its token.
 
-    It is summed as p * (exp(d) - 1 - d) with d = log q - log p. The terms add up to p * -d, since
-    both distributions add up to 1, but none is negative, and none cancels another.
+    KL is summed as p * (exp(d) - 1 - d) with d = log q - log p, which is k3 in the mean over the
+    vocabulary. The terms add up to p * -d, since both distributions add up to 1, but none is
+    negative, and none cancels another.
 
     Args:
         reference_TV: logits of any float dtype.
         changed_TV: likewise.
+        tokens_T: what was sampled, int64.
+
+    Returns:
+        float64 [T] each.
     """
     logp_TV = reference_TV.double().log_softmax(-1)
-    d_TV = changed_TV.double().log_softmax(-1) - logp_TV
-    return (logp_TV.exp() * (d_TV.expm1() - d_TV)).sum(-1)
-
-
-def token_k3(
-    reference_TV: torch.Tensor, changed_TV: torch.Tensor, tokens_T: torch.Tensor
-) -> torch.Tensor:
-    """k3 of each token that was sampled, float64 [T]."""
-    logps = [logits.double().log_softmax(-1) for logits in (reference_TV, changed_TV)]
-    logp_T, logq_T = (x.gather(-1, tokens_T[:, None]).squeeze(-1) for x in logps)
-    d_T = logq_T - logp_T
-    return d_T.expm1() - d_T
+    d_TV = changed_TV.double().log_softmax(-1).sub_(logp_TV)
+    k3_TV = d_TV.expm1() - d_TV
+    k3_T = k3_TV.gather(-1, tokens_T[:, None]).squeeze(-1)
+    return k3_TV.mul_(logp_TV.exp_()).sum(-1), k3_T

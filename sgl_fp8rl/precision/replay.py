@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.precision import fake
-from sgl_fp8rl.precision.divergence import Divergence, token_k3, token_kl
+from sgl_fp8rl.precision.divergence import Divergence, token_divergence
 from sgl_fp8rl.precision.groups import Group
 from sgl_fp8rl.precision.tokens import Sequences
 
@@ -26,8 +26,8 @@ LOGITS_AT_ONCE = 1 << 25
 class Replay:
     """What an unchanged model does with some sequences.
 
-    Logits are computed in FP32 from the last hidden state: BF16 logits, which an engine has without
-    --enable-fp32-lm-head, carry a rounding that would hide the damage of single layers.
+    Logits are computed in FP32 from the last hidden state also where the model is BF16: rounded
+    logits, which an engine has without --enable-fp32-lm-head, would hide the damage of layers.
 
     Args:
         model: a causal language model of transformers 5, in evaluation mode.
@@ -47,7 +47,9 @@ class Replay:
         self._head = model.get_output_embeddings().weight.detach().float()
         self._record()
         self._tokens_T = torch.cat([batch.tokens_BL[:, 1:][batch.measured] for batch in batches])
-        self._logits = [part.clone() for part in self._logits_of(self._run(len(self._layers)))]
+        self._logits = [
+            part.clone() for part in self._logits_of(self._run(self._inputs[-1], self.layers))
+        ]
         if not all(bool(part.isfinite().all()) for part in self._logits):
             raise ValueError("the model's own logits are NaN or Inf; check its weights")
 
@@ -73,15 +75,31 @@ class Replay:
         """
         if first_layer is None:
             first_layer = min((group.layer for group in groups), default=self.layers)
+        return self._compared(self._run(self._inputs[first_layer], first_layer, groups))
+
+    @torch.inference_mode()
+    def noise(self, seed: int) -> Divergence:
+        """How far logprobs move where the first hidden states are rounded otherwise.
+
+        About a quarter of their elements become a neighbour. All that follows is then rounded
+        otherwise, as it is after any change: less than this the damage of a layer cannot be told.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        nudged = []
+        for hidden in self._inputs[0]:
+            shift = torch.rand(hidden.shape, generator=generator).to(hidden.device) - 0.5
+            factor = 1 + torch.finfo(hidden.dtype).eps * shift.double()
+            nudged.append((hidden.double() * factor).to(hidden.dtype))
+        return self._compared(self._run(nudged, 0))
+
+    def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
+        """Divergence of the logits that these last hidden states give."""
         found: list[torch.Tensor] = []
         at = 0
-        for ours_TV, changed_TV in zip(
-            self._logits, self._logits_of(self._run(first_layer, groups)), strict=True
-        ):
+        for ours_TV, changed_TV in zip(self._logits, self._logits_of(hidden_TH), strict=True):
             tokens_T = self._tokens_T[at : at + len(ours_TV)]
             at += len(ours_TV)
-            kl_T = token_kl(ours_TV, changed_TV)
-            found.append(torch.stack([kl_T, token_k3(ours_TV, changed_TV, tokens_T)]))
+            found.append(torch.stack(token_divergence(ours_TV, changed_TV, tokens_T)))
         kl, k3 = torch.cat(found, dim=1).mean(1).tolist()
         return Divergence(kl, k3)
 
@@ -113,12 +131,13 @@ class Replay:
             for hook in hooks:
                 hook.remove()
 
-    def _run(self, first_layer: int, groups: Collection[Group] = ()) -> torch.Tensor:
-        """The last hidden states of the measured tokens, ``[T, H]``.
+    def _run(
+        self, hiddens: list[torch.Tensor], first_layer: int, groups: Collection[Group] = ()
+    ) -> torch.Tensor:
+        """The last hidden states of the measured tokens, ``[T, H]``, of what a layer is given.
 
         All batches go through one layer before the next: each is quantized once.
         """
-        hiddens = self._inputs[first_layer]
         for index in range(first_layer, self.layers):
             with fake.fp8(group for group in groups if group.layer == index):
                 hiddens = [

@@ -131,10 +131,11 @@ def render(found: dict[str, Any]) -> str:
     whole = found["kl_all_fp8"]
     parts = [
         f"{found['model']}: {found['tokens']} tokens of {found['sequences']} sequences, "
-        f"{found['source']}, in BF16 on {found['device']}; nats a token",
+        f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}; nats a token",
         _table(layers),
         f"all in FP8: KL {whole:.2e}; the layers alone add up to {total:.2e}"
-        + (f", {total / whole:.2f} of it" if whole else ""),
+        + (f", {total / whole:.2f} of it" if whole else "")
+        + f"; {found['arithmetic']} rounding alone makes {found['kl_noise']:.0e}, and hides less",
         _table(levers),
         f"KL {found['kl']:.2e} is within the budget of {found['budget_kl']:.2e} with "
         f"{len(found['ignored_layers'])} of {len(found['layers'])} layers in BF16",

@@ -45,7 +45,7 @@ def test_the_list_is_what_the_engine_leaves_in_bf16(tmp_path: Path) -> None:
         layer["name"] for layer in found["layers"] if layer["name"] not in ignored
     }
 
-    model = command.load(str(checkpoint), torch.device("cpu"))
+    model = command.load(str(checkpoint), torch.device("cpu"), torch.bfloat16)
     groups = fp8_groups(model)
     as_listed = by_transformers(model, [g for g in groups if g.name not in ignored], tokens)
     without_list = by_transformers(model, groups, tokens)

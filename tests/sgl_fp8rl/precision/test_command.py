@@ -77,6 +77,14 @@ def test_levers(found: dict[str, Any]) -> None:
     assert all(lever["k3"] >= 0 for lever in levers.values())
 
 
+def test_arithmetic_of_bf16_adds_its_rounding(
+    found: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    coarse = report(checkpoint("qwen3_moe"), tmp_path, "--dtype", "bfloat16")
+    assert (found["arithmetic"], coarse["arithmetic"]) == ("float32", "bfloat16")
+    assert found["kl_noise"] < 1e-6 * coarse["kl_noise"]
+
+
 def test_the_table(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +135,11 @@ def test_given_responses_are_measured(checkpoint: Checkpoint, tmp_path: Path) ->
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": [1, 2, 3], "response": [4, 5, 6, 7]}\n')
     found = report(checkpoint("qwen3"), tmp_path, "--prompts", str(prompts))
-    assert (found["tokens"], found["sequences"], found["source"]) == (4, 1, "of the prompts")
+    assert (found["tokens"], found["sequences"], found["source"]) == (
+        4,
+        1,
+        "sampled from the prompts, or given",
+    )
 
 
 def fails(capsys: pytest.CaptureFixture[str], model: Path | str, *more: str) -> str:
@@ -177,6 +189,10 @@ def test_checkpoints_that_cannot_be_measured(
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, broken / models.WEIGHTS, metadata={"format": "pt"})
     assert "own logits are NaN or Inf" in fails(capsys, broken)
+
+    strange = shutil.copytree(checkpoint("qwen3"), tmp_path / "strange")
+    (strange / "config.json").write_text('{"model_type": "not-a-model"}')
+    assert "cannot be loaded" in fails(capsys, strange)
 
     (broken / models.WEIGHTS).write_bytes(b"no safetensors")
     assert "cannot be loaded" in fails(capsys, broken)

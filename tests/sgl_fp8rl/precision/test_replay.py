@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.precision import fake, tokens
-from sgl_fp8rl.precision.divergence import token_k3, token_kl
+from sgl_fp8rl.precision.divergence import token_divergence
 from sgl_fp8rl.precision.groups import Group, fp8_groups
 from sgl_fp8rl.precision.replay import Replay
 from tests.sgl_fp8rl.precision.conftest import TEXTS, Load, replay_of
@@ -28,8 +28,9 @@ def by_hand(model: Any, groups: list[Group]) -> tuple[float, float]:
             with fake.fp8(groups):
                 theirs = model(ids).logits[0]
         where = slice(len(text.prompt) - 1, -1)
-        kls.append(token_kl(ours[where], theirs[where]))
-        k3s.append(token_k3(ours[where], theirs[where], torch.tensor(text.response)))
+        kl, k3 = token_divergence(ours[where], theirs[where], torch.tensor(text.response))
+        kls.append(kl)
+        k3s.append(k3)
     return torch.cat(kls).mean().item(), torch.cat(k3s).mean().item()
 
 
@@ -58,6 +59,15 @@ def test_a_layer_is_replayed_as_if_the_model_began_there(load: Load) -> None:
     replay = replay_of(model)
     last = [group for group in fp8_groups(model) if group.layer == 1]
     assert replay.divergence(last) == replay.divergence(last, 0) != replay.divergence(last[:1])
+
+
+def test_noise_is_what_rounding_alone_does(load: Load) -> None:
+    """FP32 rounds 2^16 times finer than BF16, and KL goes with the square."""
+    coarse = replay_of(load("qwen3"))
+    noise = coarse.noise(0).kl
+    fine = replay_of(load("qwen3", torch.float32)).noise(0).kl
+    assert 0 < fine < 1e-6 * noise
+    assert coarse.noise(0).kl == noise != coarse.noise(1).kl
 
 
 def test_the_model_is_left_as_it_was(load: Load) -> None:
