@@ -9,6 +9,7 @@ from typing import Any
 import alarm_tables
 import kernel_tables
 import kv_tables
+import levers_tables
 import performance_tables
 import report
 
@@ -16,11 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
+PRECISION = ROOT / "docs" / "precision.md"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kv_cache.md",
     ROOT / "docs" / "correction.md",
     PERFORMANCE,
+    PRECISION,
 )
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -208,6 +211,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.long_tail),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
+    "levers": ("levers.json", levers_tables.levers),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "products": (TABLES / "nvidia-h200.json", kernel_tables.products),
     "products_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.products),

@@ -56,6 +56,11 @@ UNITS = {
     "ratio_sigmas": "1",
     "kl_of_entropy": "1",
     "tokens": "1",
+    "mismatch_kl_k1": "nats",
+    "mismatch_ess": "1",
+    "bf16_layers": "1",
+    "precision_kl": "nats",
+    "precision_step_bytes": "1",
 }
 LOWER_IS_BETTER = {
     "update_wall_ms",
@@ -72,6 +77,7 @@ LOWER_IS_BETTER = {
     "rollout_s",
     "logprob_error",
     "logprob_error_decode",
+    "mismatch_kl_k3",
 }
 HIGHER_IS_BETTER = {"update_gb_s", "quantize_tb_s", "kv_tokens", "rollout_tokens_s"}
 NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
