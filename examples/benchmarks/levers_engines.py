@@ -101,7 +101,8 @@ def measure(case: Case, job: dict[str, Any]) -> list[rows.Report]:
     times = timed(engine, decode, model)
     engine.shutdown()
     common = {"arm": case.name, "model": name_of(job, model), "layers": layers}
-    rollout = f"rollout {work.sequences}x{work.prompt}+{work.new}"
+    prompt = work.prompt if job["checkpoint"] is None else "prompt"
+    rollout = f"rollout {work.sequences}x{prompt}+{work.new}"
     return [
         common | {"case": rollout, "values": found | {"bf16_layers": [float(bf16)]}},
         common | {"case": f"decode {decode.name}", "values": {"decode_step_ms": times}},

@@ -60,7 +60,7 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "{doctor,layers,tune,kv-report,plot}" in capsys.readouterr().err
+    assert "{doctor,layers,tune,precision,kv-report,plot}" in capsys.readouterr().err
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
