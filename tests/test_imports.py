@@ -31,6 +31,12 @@ def test_trainer_bridge_loads_no_sglang() -> None:
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
 
+def test_precision_loads_no_sglang() -> None:
+    loaded = loaded_by("import sgl_fp8rl.precision.command")
+    assert "torch" in loaded
+    assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
+
+
 def test_sgl_fp8rl_loads_neither_torch_nor_sglang() -> None:
     loaded = loaded_by("import sgl_fp8rl; assert sgl_fp8rl.__version__; dir(sgl_fp8rl)")
     assert "sgl_fp8rl" in loaded

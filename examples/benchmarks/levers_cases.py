@@ -15,7 +15,7 @@ SHAPES = MODELS | {
 
 # Beside the trainer, whose weights are there as well.
 ON_GPU: dict[str, Any] = {
-    "mem_fraction_static": 0.4,
+    "mem_fraction_static": 0.6,
     "cuda_graph_max_bs_decode": 32,
     "max_total_tokens": 65536,
     "max_running_requests": 64,

@@ -135,7 +135,7 @@ def render(found: dict[str, Any]) -> str:
         _table(layers),
         f"all in FP8: KL {whole:.2e}; the layers alone add up to {total:.2e}"
         + (f", {total / whole:.2f} of it" if whole else "")
-        + f"; {found['arithmetic']} rounding alone makes {found['kl_noise']:.0e}, and hides less",
+        + f"; rounding of {found['arithmetic']} arithmetic alone: {found['kl_noise']:.0e}",
         _table(levers),
         f"KL {found['kl']:.2e} is within the budget of {found['budget_kl']:.2e} with "
         f"{len(found['ignored_layers'])} of {len(found['layers'])} layers in BF16",

@@ -208,6 +208,28 @@ def test_memory_that_is_not_there_is_a_sentence(
     assert "does not fit into the GPU's memory" in fails(capsys, checkpoint("qwen3"))
 
 
+def test_text_is_tokenized_as_the_model_does(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "sum": 1, "user": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template).save_pretrained(folder)
+    tokenize = command.tokenizer(str(folder))
+    assert tokenize("a sum a") == [0, 1, 0]
+    assert tokenize([{"role": "user", "content": "sum"}]) == [2, 1]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a sum"}\n{"prompt": "a", "response": "sum sum sum"}\n')
+    found = report(folder, tmp_path, "--prompts", str(prompts))
+    assert found["sequences"] == 2 and found["tokens"] == TOKENS
+
+
 def test_text_needs_the_models_own_tokenizer(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
