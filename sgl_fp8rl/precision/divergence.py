@@ -3,6 +3,7 @@
 Shapes: T tokens, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,15 @@ class Divergence:
     k3: float
     """The estimate of the same from the tokens alone: ratio - 1 - log ratio, of changed to model.
     In the mean it is the KL where the tokens are the model's own samples."""
+    kl_error: float = 0.0
+    """Standard error of ``kl``, as if tokens were independent."""
+
+    @classmethod
+    def of_tokens(cls, kl_T: torch.Tensor, k3_T: torch.Tensor) -> "Divergence":
+        """Means over tokens; one token has no error."""
+        error = kl_T.std() / math.sqrt(len(kl_T)) if len(kl_T) > 1 else kl_T.new_zeros(())
+        kl, k3, kl_error = torch.stack([kl_T.mean(), k3_T.mean(), error]).tolist()
+        return cls(kl, k3, kl_error)
 
 
 def token_divergence(

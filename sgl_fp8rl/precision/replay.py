@@ -100,8 +100,8 @@ class Replay:
             tokens_T = self._tokens_T[at : at + len(ours_TV)]
             at += len(ours_TV)
             found.append(torch.stack(token_divergence(ours_TV, changed_TV, tokens_T)))
-        kl, k3 = torch.cat(found, dim=1).mean(1).tolist()
-        return Divergence(kl, k3)
+        kl_T, k3_T = torch.cat(found, dim=1)
+        return Divergence.of_tokens(kl_T, k3_T)
 
     @torch.inference_mode()
     def _record(self) -> None:

@@ -65,6 +65,7 @@ def as_json(
             {
                 "name": damage.group.name,
                 "kl": damage.divergence.kl,
+                "kl_error": damage.divergence.kl_error,
                 "k3": damage.divergence.k3,
                 "bf16_bytes": damage.group.bf16_bytes,
                 "ignored": number < answer.ignored,
@@ -90,6 +91,7 @@ def as_json(
             {
                 "lever": lever.name,
                 "kl": lever.divergence.kl,
+                "kl_error": lever.divergence.kl_error,
                 "k3": lever.divergence.k3,
                 "bf16_layers": len(lever.bf16),
                 "bf16_gb": sum(group.bf16_bytes for group in lever.bf16) / 1e9,
@@ -104,11 +106,12 @@ def as_json(
 def render(found: dict[str, Any]) -> str:
     """The JSON as plain text."""
     total = found["kl_sum_of_layers"]
-    layers = [("layer, most damaging first", "KL", "k3", "share", "BF16", "")]
+    layers = [("layer, most damaging first", "KL", "+-", "k3", "share", "BF16", "")]
     layers += [
         (
             layer["name"],
             f"{layer['kl']:.2e}",
+            _relative(layer),
             f"{layer['k3']:.2e}",
             f"{layer['kl'] / total:.1%}" if total else "",
             f"{layer['bf16_bytes'] / 1e6:.1f} MB",
@@ -116,11 +119,12 @@ def render(found: dict[str, Any]) -> str:
         )
         for layer in found["layers"]
     ]
-    levers = [("engine", "KL", "k3", "BF16 layers", "of the weights", "bytes a step")]
+    levers = [("engine", "KL", "+-", "k3", "BF16 layers", "of the weights", "bytes a step")]
     levers += [
         (
             lever["lever"],
             f"{lever['kl']:.2e}",
+            _relative(lever),
             f"{lever['k3']:.2e}",
             str(lever["bf16_layers"]),
             f"{lever['bf16_gb']:.3g} GB, {lever['bf16_share']:.0%}",
@@ -141,6 +145,10 @@ def render(found: dict[str, Any]) -> str:
         f"{len(found['ignored_layers'])} of {len(found['layers'])} layers in BF16",
     ]
     return "\n\n".join([*parts, *filter(None, [found["flag"]])])
+
+
+def _relative(found: dict[str, Any]) -> str:
+    return f"{found['kl_error'] / found['kl']:.0%}" if found["kl"] else ""
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

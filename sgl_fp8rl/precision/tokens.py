@@ -6,6 +6,7 @@ the tokens that training will see.
 Shapes: B sequences, L tokens of the longest.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 LENGTH = 128
 """Tokens of a sequence that begins with nothing."""
 LEAST_RESPONSE = 64
-"""Tokens of a sampled response to a prompt; fewer prompts are taken where there would be less."""
+"""Tokens that a response may have at least; rather than less, fewer prompts are taken."""
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 SAMPLED_AT_ONCE = 64
 
@@ -100,29 +101,36 @@ def from_nothing(model: Any, tokens: int, seed: int) -> list[Text]:
 
 
 def complete(model: Any, texts: Sequence[Text], tokens: int, seed: int) -> list[Text]:
-    """The texts, as many as give about so many tokens, each with a response.
+    """Texts with responses of about so many tokens in all.
+
+    Those that have a response come first. Prompts without are taken in turn, again and again where
+    responses are short, and answered by the model.
 
     Raises:
-        ValueError: a token id is none of the model's.
+        ValueError: a token id is none of the model's, or its logits are NaN or Inf.
     """
     vocab = model.config.get_text_config().vocab_size
     ids = {token for text in texts for token in text.prompt + (text.response or [])}
     if min(ids) < 0 or max(ids) >= vocab:
         raise ValueError(f"a token id is outside of the model's vocabulary of {vocab}")
     whole: list[Text] = []
-    asked: list[Text] = []
-    at = 0
+    left = tokens
     for text in texts:
-        if at >= tokens:
-            break
-        (asked if text.response is None else whole).append(text)
-        at += LEAST_RESPONSE if text.response is None else len(text.response)
-    left = tokens - sum(len(text.response or []) for text in whole)
-    asked.sort(key=lambda text: len(text.prompt))  # those of about one length together
-    for first in range(0, len(asked), SAMPLED_AT_ONCE):
-        prompts = [text.prompt for text in asked[first : first + SAMPLED_AT_ONCE]]
-        new = max(1, -(-left // len(asked)))
-        whole += sample(model, prompts, new, seed + first)
+        if text.response is not None and left > 0:
+            whole.append(text)
+            left -= len(text.response)
+    prompts = [text.prompt for text in texts if text.response is None]
+    in_turn = itertools.cycle(prompts)
+    most = max(LEAST_RESPONSE, -(-left // max(1, len(prompts))))
+    typical = most
+    while prompts and left > 0:
+        count = min(SAMPLED_AT_ONCE, -(-left // typical))
+        some = sorted((next(in_turn) for _ in range(count)), key=len)
+        found = sample(model, some, most, seed + len(whole))
+        whole += found
+        length = sum(len(text.response or []) for text in found)
+        left -= length
+        typical = -(-length // count)
     return whole
 
 

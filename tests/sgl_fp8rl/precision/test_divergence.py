@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from sgl_fp8rl.precision.divergence import token_divergence
+from sgl_fp8rl.precision.divergence import Divergence, token_divergence
 
 RELATIVE = 1e-9
 """1e-12 here at a KL of 1e-2; what cancels in expm1(d) - d grows as the KL falls."""
@@ -76,6 +76,14 @@ def test_kl_of_what_became_impossible_is_large_and_finite() -> None:
     assert token_kl(sure, torch.tensor([[0.0, -200.0]])).item() == pytest.approx(
         100 - math.log(2), rel=1e-9
     )
+
+
+def test_means_and_their_error() -> None:
+    found = Divergence.of_tokens(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0.0, 3.0, 3.0]))
+    assert (found.kl, found.k3) == (3.0, 2.0)
+    # variance 7 of three tokens
+    assert found.kl_error == pytest.approx(math.sqrt(7 / 3))
+    assert Divergence.of_tokens(torch.ones(1), torch.ones(1)).kl_error == 0.0
 
 
 def test_k3_estimates_the_kl() -> None:
