@@ -72,6 +72,8 @@ class Work:
     """What each engine does."""
 
     sequences: int
+    trained_sequences: int
+    """Of a checkpoint, whose responses may end early."""
     prompt: int
     new: int
     rollouts: int
@@ -83,8 +85,8 @@ class Work:
 
 
 WORK = {
-    "cuda": Work(32, 128, 256, 4, Load(32, 512, 128), 1024),
-    "cpu": Work(16, 16, 24, 4, Load(4, 32, 16), 256),
+    "cuda": Work(32, 256, 128, 256, 4, Load(32, 512, 128), 2048),
+    "cpu": Work(16, 64, 16, 24, 4, Load(4, 32, 16), 1024),
 }
 
 

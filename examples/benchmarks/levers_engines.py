@@ -102,7 +102,7 @@ def measure(case: Case, job: dict[str, Any]) -> list[rows.Report]:
     engine.shutdown()
     common = {"arm": case.name, "model": name_of(job, model), "layers": layers}
     prompt = work.prompt if job["checkpoint"] is None else "prompt"
-    rollout = f"rollout {work.sequences}x{prompt}+{work.new}"
+    rollout = f"rollout {len(prompts)}x{prompt}+{work.new}"
     return [
         common | {"case": rollout, "values": found | {"bf16_layers": [float(bf16)]}},
         common | {"case": f"decode {decode.name}", "values": {"decode_step_ms": times}},
@@ -116,10 +116,11 @@ def prompts_of(job: dict[str, Any], model: Any, work: Work) -> list[list[int]]:
         tokenize = command.tokenizer(job["checkpoint"] or "")
         texts = tokens.read_texts(Path(job["prompts"]), tokenize)
     elif job["checkpoint"] is not None:
-        texts = tokens.from_nothing(model, work.sequences * tokens.LENGTH, SEED)
+        texts = tokens.from_nothing(model, work.trained_sequences * tokens.LENGTH, SEED)
     else:
         return serving.prompts_of(SEED, work.sequences, work.prompt, shape_of(job).vocab)
-    return [text.prompt for text, _ in zip(itertools.cycle(texts), range(work.sequences))]
+    count = work.trained_sequences
+    return [text.prompt for text, _ in zip(itertools.cycle(texts), range(count), strict=False)]
 
 
 def save_config(job: dict[str, Any], folder: Path) -> None:

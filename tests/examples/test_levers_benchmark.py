@@ -105,7 +105,7 @@ def test_prompts(model: Any, tmp_path: Path) -> None:
     path.write_text('{"prompt": [1, 2]}\n{"prompt": [3]}\n{"prompt": [4, 5, 6]}\n')
     given = TINY | {"prompts": str(path)}
     cycled = levers_engines.prompts_of(given, model, work)
-    assert cycled[:4] == [[1, 2], [3], [4, 5, 6], [1, 2]] and len(cycled) == work.sequences
+    assert cycled[:4] == [[1, 2], [3], [4, 5, 6], [1, 2]] and len(cycled) == work.trained_sequences
     other = levers_engines.prompts_like([[1, 2], [3]], 10)
     assert other == [[2, 3], [1]]
 
