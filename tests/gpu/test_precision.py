@@ -1,0 +1,50 @@
+"""``sgl-fp8rl precision`` on a GPU ranks as it does on a CPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl import cli
+from tests.engine import models
+from tests.gpu.conftest import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="torch computes here, not Triton")
+
+ALIKE = 0.2
+"""Relative difference of a KL: sums in another order let some activations take the next code, and
+experts take other tokens."""
+RESPONSE = [(7 * n) % models.VOCAB for n in range(200)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_gpu_measures_what_a_cpu_does(family: str, tmp_path: Path, device: str) -> None:
+    checkpoint = models.make_checkpoint(family, tmp_path / family)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": [1, 2, 3], "response": RESPONSE}))
+
+    def report(where: str) -> dict[str, Any]:
+        path = tmp_path / f"{where}.json"
+        given = ["--prompts", str(prompts), "--kv-cache-dtype", "fp8_e4m3", "--output", str(path)]
+        assert cli.main(["precision", str(checkpoint), "--device", where, *given]) == 0
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    on_gpu, on_cpu = report(device), report("cpu")
+    kls = {layer["name"]: layer["kl"] for layer in on_cpu["layers"]}
+    for layer in on_gpu["layers"]:
+        assert layer["kl"] == pytest.approx(kls[layer["name"]], rel=ALIKE), layer["name"]
+    for lever, other in zip(on_gpu["levers"], on_cpu["levers"], strict=True):
+        assert lever["kl"] == pytest.approx(other["kl"], rel=ALIKE), lever["lever"]
+
+
+def test_samples_depend_on_the_seed_alone(tmp_path: Path, device: str) -> None:
+    checkpoint = models.make_checkpoint("qwen3", tmp_path / "model")
+    found = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.json"
+        given = ["--device", device, "--tokens", "256", "--output", str(path)]
+        assert cli.main(["precision", str(checkpoint), *given]) == 0
+        found.append(json.loads(path.read_text()))
+    assert found[0] == found[1]
