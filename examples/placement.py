@@ -88,6 +88,15 @@ def engine_of(
     if dist.get_rank() != 0:
         yield None
         return
+    with running_engine(checkpoint, ignored_layers, seed, keywords) as engine:
+        yield engine
+
+
+@contextmanager
+def running_engine(
+    checkpoint: Path, ignored_layers: str, seed: int, keywords: dict[str, Any]
+) -> Iterator[Any]:
+    """A running engine."""
     import sglang
 
     os.environ["FP8RL_IGNORED_LAYERS"] = ignored_layers

@@ -127,14 +127,11 @@ def take_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> float
     return norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm.item()
 
 
-def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[int, float]]:
-    """Train on the teacher's demonstrations; yields (steps done, loss in nats a token)."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=learning_rate(PRETRAIN_LR, model), betas=(0.9, 0.95)
-    )
-    schedule = torch.optim.lr_scheduler.SequentialLR(
+def warm_up_and_decay(
+    optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """A learning rate that rises for WARMUP_STEPS and then falls to FINAL_LR_FRACTION of itself."""
+    return torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
             torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, 1, WARMUP_STEPS),
@@ -142,6 +139,16 @@ def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[in
         ],
         milestones=[WARMUP_STEPS],
     )
+
+
+def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[int, float]]:
+    """Train on the teacher's demonstrations; yields (steps done, loss in nats a token)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng = random.Random(f"{seed} demonstrations of rank {rank} of {world}")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate(PRETRAIN_LR, model), betas=(0.9, 0.95)
+    )
+    schedule = warm_up_and_decay(optimizer, steps)
     for step in range(steps):
         problems = [arithmetic.make_problem(rng) for _ in range(PRETRAIN_BATCH // world)]
         prompts = [arithmetic.encode(problem.prompt) for problem in problems]
