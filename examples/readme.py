@@ -12,18 +12,21 @@ import kv_tables
 import levers_tables
 import performance_tables
 import report
+from parity import picture, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 PRECISION = ROOT / "docs" / "precision.md"
+PARITY = ROOT / "docs" / "parity.md"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "kv_cache.md",
     ROOT / "docs" / "correction.md",
     PERFORMANCE,
     PRECISION,
+    PARITY,
 )
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -213,6 +216,11 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
     "levers": ("levers.json", levers_tables.levers),
     "kernels": ("kernels.json", kernel_tables.kernels),
+    "parity": ("parity.jsonl", tables.rewards),
+    "parity_tests": ("parity.jsonl", tables.tests),
+    "parity_mismatch": ("parity.jsonl", tables.mismatch),
+    "parity_alarms": ("parity.jsonl", tables.alarms),
+    "parity_timing": ("parity.jsonl", tables.timing),
     "products": (TABLES / "nvidia-h200.json", kernel_tables.products),
     "products_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.products),
 }
@@ -234,6 +242,9 @@ def main() -> None:
         performance_tables.draw(
             measured.read_text(), PERFORMANCE.parent / performance_tables.PICTURE
         )
+    measured = RESULTS / "parity.jsonl"
+    if measured.exists():
+        picture.draw(measured.read_text(), PARITY.parent / tables.PICTURE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""The model that all runs begin with: trained from scratch on the teacher's demonstrations.
+
+python examples/parity/pretraining.py --model dense --state runs/parity
+"""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import arithmetic
+import placement
+import tiny_model
+import torch
+from parity import options, policies, tasks
+from parity.layout import start_folder
+from parity.learner import Learner
+from parity.settings import SETTINGS, START_SEED, Settings
+
+LINE_EVERY = 25  # steps
+AUX_LOSS = 0.01
+"""Weight of the loss that keeps a router's experts in use."""
+
+
+def start_of(state: Path, model: str, size: str, settings: Settings, device: torch.device) -> Path:
+    """Folder of the checkpoint to begin with; trained here if there is none yet."""
+    folder = start_folder(state, model, size)
+    if folder.exists():
+        return folder
+    unfinished = state / f"{folder.name}.{os.getpid()}.tmp"
+    trained = _train(model, size, settings, device)
+    policies.save(trained.model, unfinished)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(unfinished)
+    return folder
+
+
+def _train(model: str, size: str, settings: Settings, device: torch.device) -> Learner:
+    # the same weights on the same machine, wherever torch has a deterministic kernel
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    rng = random.Random(f"{START_SEED} demonstrations")
+    made = policies.build(model, size, START_SEED).to(device, torch.bfloat16)
+    learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
+    aux: list[torch.Tensor] = []
+    if model == "moe":
+        made.config.output_router_logits = True
+        made.register_forward_hook(lambda module, given, output: aux.append(output.aux_loss))
+    schedule = tiny_model.warm_up_and_decay(learner.optimizer, settings.demonstrations)
+    started = time.perf_counter()
+    for step in range(1, settings.demonstrations + 1):
+        problems = [tasks.make_problem(rng) for _ in range(settings.demonstration_batch)]
+        prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+        shown = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
+        responses = [arithmetic.encode(text) for text in shown]
+        logprobs_BT = tiny_model.response_logprobs(made, prompts, responses)
+        mask_BT = tiny_model.mask_of(responses).to(device)
+        loss = -(logprobs_BT * mask_BT).sum() / mask_BT.sum()
+        learner.backward(loss + AUX_LOSS * aux.pop() if aux else loss)
+        learner.step()
+        schedule.step()
+        if step % LINE_EVERY == 0:
+            seconds = time.perf_counter() - started
+            print(
+                f"demonstrations  step {step:4d}  loss {loss.item():.3f} nats a token  "
+                f"{seconds:.0f} s",
+                flush=True,
+            )
+    torch.use_deterministic_algorithms(False)
+    made.config.output_router_logits = False
+    return learner
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the model that runs begin with.")
+    options.add_common(parser)
+    parser.add_argument("--model", choices=policies.MODELS, required=True)
+    args = parser.parse_args()
+    settings = replace(SETTINGS[args.size], **args.settings)
+    device = torch.device(placement.device_type())
+    folder = start_of(args.state, args.model, args.size, settings, device)
+    print(f"{folder.name}: {policies.fingerprint(folder)}")
+
+
+if __name__ == "__main__":
+    main()

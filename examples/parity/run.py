@@ -1,0 +1,199 @@
+"""One run of the experiment: GRPO of one arm with one seed, which goes on where it was stopped.
+
+    python examples/parity/run.py --arm fp8-kv8 --seed 0 --steps 200 --state runs/parity
+
+The folder gets the model that all runs begin with (trained here if it is not there), and for this
+run a log, a checkpoint while it runs, and its final weights. Trainer and engine share a device.
+
+Problems are drawn from the seed and the step alone, so nothing is lost with the process but the
+engine's own random numbers.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import environment
+import placement
+import report
+import tiny_model
+import torch
+from parity import options, policies, pretraining, rollouts
+from parity.journal import Journal
+from parity.layout import FINAL, run_folder
+from parity.learner import Learner, alarms_of, learn
+from parity.settings import ENGINE, SETTINGS, Settings
+from parity.variants import ARMS, Arm
+from transformers import PreTrainedModel
+
+from trainer_bridge import connect, update
+
+STOPPED = 3
+"""Exit status of a run whose time was up, and that is to be started again."""
+ENGINE_SEEDS = 1_000_003
+"""An engine that is started at a later step must not draw the random numbers of the first again."""
+METRICS = (
+    "mismatch_kl_k1",
+    "mismatch_kl_k3",
+    "ess",
+    "clipped_fraction",
+    "chi2_token",
+    "ratio_p01",
+    "ratio_p99",
+    "ratio_max",
+    "logprob_abs_diff_mean",
+    "logprob_abs_diff_max",
+    "token_mult_prob_error",
+    "rollout_log_ppl",
+    "trainer_log_ppl",
+    "tokens",
+)
+"""What a step's row has of the correction's metrics, each where the correction has it."""
+
+
+def run(args: argparse.Namespace, journal: Journal) -> bool:
+    """Go on with a run; returns whether it came to its end, or else its time was up."""
+    arm = ARMS[args.arm]
+    device = torch.device(placement.device_type())
+    settings = replace(SETTINGS[args.size], **args.settings)
+    start = pretraining.start_of(args.state, arm.model, args.size, settings, device)
+    model = policies.load(start, device)
+    frozen = policies.plant(model) if arm.planted else []
+    learner = Learner(model, tiny_model.learning_rate(settings.rate, model), frozen)
+    fixed = {
+        **asdict(settings),
+        "steps": args.steps,
+        "size": args.size,
+        "start": policies.fingerprint(start),
+    }
+    keywords = placement.engine_keywords(device.type, ENGINE[device.type])
+    keywords |= arm.engine | args.engine_args
+    step, state = journal.resume(fixed)
+    if state:
+        learner.restore(state)
+    else:
+        where = placement.device_name(device)
+        about = report.environment(model.num_parameters(), where, {})
+        commit = environment.commit()
+        header = {"arm": arm.name, "seed": args.seed, "commit": commit, "engine": keywords}
+        journal.add("run", **header, **about, options=fixed)
+    started = time.perf_counter()
+    seed = args.seed + ENGINE_SEEDS * step
+    with placement.running_engine(start, arm.ignored_layers, seed, keywords) as engine:
+        formats = [row["format"] for row in connect(engine).control({"op": "layers"})["layers"]]
+        engine_s = time.perf_counter() - started
+        journal.add(
+            "engine",
+            step=step,
+            start_s=engine_s,
+            matrices=len(formats),
+            fp8_matrices=formats.count("fp8"),
+        )
+        while step < args.steps:
+            if time.time() > args.until:
+                if step:
+                    journal.save(step, learner.state())
+                return False
+            update_s, update_gpu_s = bring(model, engine, step)
+            if step % settings.evaluate_every == 0:
+                measure(engine, journal, step, settings)
+            row = take_step(engine, learner, arm, args.seed, step, settings)
+            journal.add("step", step=step, update_s=update_s, update_gpu_s=update_gpu_s, **row)
+            print(line(arm, row | {"step": step}), flush=True)
+            step += 1
+            if step % settings.checkpoint_every == 0 or step == args.steps:
+                journal.save(step, learner.state())
+        bring(model, engine, step)
+        measure(engine, journal, step, settings)
+    policies.save(model, journal.folder / FINAL)
+    journal.finish()
+    return True
+
+
+def bring(model: PreTrainedModel, engine: Any, version: int) -> tuple[float, float | None]:
+    """Update the engine; returns the seconds of wall time, and those of its kernels on a GPU."""
+    updated = update(model, engine, version=version)
+    return updated.seconds["total"], updated.gpu_seconds
+
+
+def measure(engine: Any, journal: Journal, step: int, settings: Settings) -> None:
+    """Evaluate on held-out problems, by the arm's own engine."""
+    found = rollouts.evaluate(engine, settings.evaluation_problems, version=step)
+    journal.add("evaluation", step=step, **found)
+    name = journal.folder.name
+    print(f"{name}  step {step:3d}  held-out {found['reward']:.3f}", found["by_kind"], flush=True)
+
+
+def take_step(
+    engine: Any, learner: Learner, arm: Arm, seed: int, step: int, settings: Settings
+) -> dict[str, Any]:
+    """Sample from the engine, and learn; returns the step's row."""
+    started = time.perf_counter()
+    problems = rollouts.problems_of(settings.prompts, f"{seed} step {step}")
+    batch = rollouts.respond(engine, problems, step, settings.group)
+    sampled = time.perf_counter()
+    rewards = torch.tensor(rollouts.rewards_of(problems, batch))
+    rewards_PG = rewards.view(settings.prompts, settings.group)
+    correction, gradient_norm = learn(learner, batch, rewards_PG, arm.correction)
+    ended = time.perf_counter()
+    metrics = correction.metrics
+    return {
+        "reward": rewards.mean().item(),
+        **rollouts.shape_of(batch),
+        "gradient_norm": gradient_norm,
+        "rollout_s": sampled - started,
+        "learn_s": ended - sampled,
+        **{name: metrics[name] for name in METRICS if name in metrics},
+        "alarms": alarms_of(correction),
+    }
+
+
+def line(arm: Arm, row: dict[str, Any]) -> str:
+    """What is printed of a step."""
+    return (
+        f"{arm.name}  step {row['step']:3d}  reward {row['reward']:.3f}  "
+        f"mismatch KL {row['mismatch_kl_k3']:.1e}  ESS {row['ess']:.4f}  "
+        f"{row['response_tokens']:.0f} tokens, entropy {row['entropy']:.3f}  "
+        f"rollout {row['rollout_s']:.2f} s  learn {row['learn_s']:.2f} s"
+        + "".join(f"  ALARM {alarm['metric']}" for alarm in row["alarms"])
+    )
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="GRPO of one arm with one seed; it resumes.")
+    options.add_common(parser)
+    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="of problems and of sampling (0)")
+    parser.add_argument("--timing", action="store_true", help="keep it apart, in the folder timing")
+    parser.add_argument(
+        "--until",
+        type=float,
+        default=math.inf,
+        metavar="UNIX_TIME",
+        help="stop then, with a checkpoint",
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")  # SGLang's, of missing libraries
+    args = arguments()
+    journal = Journal(run_folder(args.state, args.arm, args.seed, args.timing))
+    if journal.is_finished:
+        print(f"{journal.folder.name} is finished")
+    elif not run(args, journal):
+        sys.exit(STOPPED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The measured blocks of docs/parity.md, from the rows of the result file."""
+
+from collections.abc import Sequence
+from statistics import fmean, median, stdev
+
+from parity import summary
+from parity.comparison import Comparison, compare, powers
+from parity.layout import Row
+from parity.settings import ALPHA, LAST_STEPS, MARGIN
+from parity.variants import ARMS
+
+PICTURE = "parity.png"
+
+
+def rewards(text: str) -> str:
+    """The picture, final rewards of each arm, and how they were measured."""
+    rows = summary.read(text)
+    lines = [
+        f"![Reward, mismatch KL, ESS and clipped fraction over steps, by arm]({PICTURE})",
+        "",
+        f"| arm | seeds | judged reward | last {LAST_STEPS} steps | own engine at the end "
+        f"| steps with an alarm |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, runs in _arms(rows).items():
+        cells = [
+            arm,
+            str(len(runs)),
+            _spread([run["judged"]["reward"] for run in runs if run["judged"]]),
+            _spread([run["last_reward"] for run in runs]),
+            _spread([run["evaluations"][-1][1] for run in runs]),
+            f"{sum(run['alarm_steps'] for run in runs)} of {sum(run['steps'] for run in runs)}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    starts = [row for row in rows if row["kind"] == "start" and row["judged"]]
+    lines += ["", *(_before(start) for start in starts), _how(rows)]
+    return "\n".join(lines)
+
+
+def tests(text: str) -> str:
+    """Each arm less its reference."""
+    rows = summary.read(text)
+    arms = _arms(rows)
+    lines = [
+        "| arm less reference | seeds | difference | 90% interval | within reference's seeds "
+        "| no difference: t, permutation | equivalent: TOST | power: t, TOST |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, runs in arms.items():
+        reference = ARMS[arm].reference
+        if reference is None or reference not in arms:
+            continue
+        mine, theirs = _judged(runs), _judged(arms[reference])
+        both = sorted(mine.keys() & theirs.keys())
+        if not both:
+            continue
+        found = compare([mine[s] for s in both], [theirs[s] for s in both], MARGIN, ALPHA)
+        mean = fmean(mine.values())
+        inside = min(theirs.values()) <= mean <= max(theirs.values())
+        lines.append(f"| {arm} less {reference} | {len(both)} | {_tested(found, inside)} |")
+    lines += ["", _legend(arms)]
+    return "\n".join(lines)
+
+
+def mismatch(text: str) -> str:
+    """How far rollout and trainer are apart, by arm."""
+    lines = [
+        "| arm | mismatch KL (k3, nats) | ESS | tokens above C = 2 | entropy (nats) "
+        "| response tokens, cut off |",
+        "|---|---|---|---|---|---|",
+    ]
+    for arm, runs in _arms(summary.read(text)).items():
+        kl, ess, clipped, entropy, length = (
+            [value for run in runs for value in run["series"].get(name, [])]
+            for name in summary.SERIES[1:]
+        )
+        cut = fmean(run["last_unfinished"] for run in runs)
+        cells = [
+            arm,
+            f"{median(kl):.1e} (to {max(kl):.1e})",
+            f"{median(ess):.4f} (from {min(ess):.4f})",
+            f"{fmean(clipped):.1e}" if clipped else "",
+            f"{entropy[0]:.2f} to {fmean(run['series']['entropy'][-1] for run in runs):.2f}",
+            f"{median(length):.0f}, {cut:.1%} at the end",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Medians over all steps and seeds, and the worst step."]
+    return "\n".join(lines)
+
+
+def alarms(text: str) -> str:
+    """Which alarms fired in which arm."""
+    lines = [
+        "| arm | alarm | steps | first | worst value | threshold |",
+        "|---|---|---|---|---|---|",
+    ]
+    silent = []
+    for arm, runs in _arms(summary.read(text)).items():
+        fired = sorted({metric for run in runs for metric in run["alarms"]})
+        if not fired:
+            silent.append(arm)
+        for metric in fired:
+            mine = [run["alarms"][metric] for run in runs if metric in run["alarms"]]
+            worst = max(mine, key=lambda a: abs(a["value"] - a["threshold"]))
+            count, steps = sum(a["count"] for a in mine), sum(run["steps"] for run in runs)
+            lines.append(
+                f"| {arm} | `{metric}` | {count} of {steps} | {min(a['first_step'] for a in mine)} "
+                f"| {worst['value']:.3g} | {worst['threshold']:.3g} |"
+            )
+    return "\n".join([*lines, "", f"No alarm in any step: {', '.join(silent) or 'no arm'}."])
+
+
+def timing(text: str) -> str:
+    """Wall time of a step, each arm alone on a GPU."""
+    rows = summary.read(text)
+    lines = [
+        "| arm | step | rollout | tokens/s | training | update |",
+        "|---|---|---|---|---|---|",
+    ]
+    timed = {row["arm"]: row for row in rows if row["kind"] == "timing" and row["n"]}
+    for arm in filter(timed.__contains__, ARMS):
+        row = timed[arm]
+        step = row["step_s"]
+        cells = [
+            arm,
+            f"{step['median']:.2f} s ({step['min']:.2f} to {step['max']:.2f})",
+            f"{row['rollout_s']['median']:.2f} s",
+            f"{row['tokens_per_s']['median']:,.0f}",
+            f"{row['learn_s']['median']:.2f} s",
+            f"{1e3 * row['update_s']['median']:.1f} ms",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    steps = max((row["n"] for row in timed.values()), default=0)
+    note = (
+        f"`python examples/parity/run_all.py --timing`: medians of {steps} steps, one run alone on "
+        f"a GPU. Correction and metrics are part of the training, and the same in every arm."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _arms(rows: list[Row]) -> dict[str, list[Row]]:
+    """Finished runs by arm, in the order of the arms."""
+    runs = [row for row in rows if row["kind"] == "run"]
+    found = {arm: [run for run in runs if run["arm"] == arm] for arm in ARMS}
+    return {arm: sorted(mine, key=lambda r: r["seed"]) for arm, mine in found.items() if mine}
+
+
+def _judged(runs: list[Row]) -> dict[int, float]:
+    return {run["seed"]: run["judged"]["reward"] for run in runs if run["judged"]}
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "not yet"
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def _before(start: Row) -> str:
+    return f"The {start['model']} model begins at {start['judged']['reward']:.3f} (judged)."
+
+
+def _how(rows: list[Row]) -> str:
+    e = rows[0]
+    versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
+    models = " and ".join(f"{n / 1e6:.0f} M parameters ({m})" for m, n in e["parameters"].items())
+    problems = max((r["judged"]["problems"] for r in rows if r.get("judged")), default=0)
+    unfinished = [
+        f"{r['arm']}-{r['seed']} ({r['steps']} steps)" for r in rows if r["kind"] == "unfinished"
+    ]
+    options = e["options"]
+    return (
+        f"`python examples/parity/run_all.py`: {models}, {options['steps']} steps of "
+        f"{options['prompts']} problems with {options['group']} responses each, {e['device']}, "
+        f"{versions}, {e['date']}, commit {e['commit']}. Means over seeds, least and largest. "
+        f"Judged: {problems} held-out problems, one response each, by one BF16 engine for all runs."
+        + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
+    )
+
+
+def _tested(found: Comparison, inside: bool) -> str:
+    if found.interval is None or found.spread is None or found.p_t is None or found.p_tost is None:
+        return f"{found.mean:+.3f} | | {_yes(inside)} | | |"
+    low, high = found.interval
+    of_t, of_tost = powers(found.spread, len(found.differences), MARGIN, ALPHA)
+    return " | ".join(
+        [
+            f"{found.mean:+.3f}",
+            f"{low:+.3f} to {high:+.3f}",
+            _yes(inside),
+            f"p = {found.p_t:.2f}, {found.p_permutation:.2f}",
+            f"{_yes(found.p_tost < ALPHA)}, p = {found.p_tost:.3f}",
+            f"{of_t:.0%}, {of_tost:.0%}",
+        ]
+    )
+
+
+def _yes(truth: bool) -> str:
+    return "yes" if truth else "no"
+
+
+def _legend(arms: dict[str, list[Row]]) -> str:
+    spreads = [
+        f"{arm} {stdev(values):.3f}"
+        for arm, runs in arms.items()
+        if ARMS[arm].reference is None and len(values := list(_judged(runs).values())) > 1
+    ]
+    seeds = max(len(runs) for runs in arms.values())
+    return (
+        f"Judged rewards, paired by seed; margin {MARGIN} and alpha {ALPHA} were fixed before the "
+        f"runs. Standard deviation of the references' seeds: {', '.join(spreads) or 'not yet'}. "
+        f"Power: the chance of the t test to find a difference of the margin, and of TOST to find "
+        f"none, at the spread that was seen. The permutation test cannot give less than "
+        f"{2.0 ** (1 - seeds):.2g} with {seeds} seeds."
+    )
