@@ -84,12 +84,12 @@ class Learner:
         torch._foreach_copy_(list(self._named.values()), self._masters)
 
 
-def parts_of(batch: Rollout, limit: int = TOKENS_PER_PASS) -> Iterator[list[int]]:
+def parts_of(batch: Rollout) -> Iterator[list[int]]:
     """Indices of sequences that go through the model together, those of like length."""
     length = [len(p) + len(r) for p, r in zip(batch.prompt_tokens, batch.tokens, strict=True)]
     part: list[int] = []
     for index in sorted(range(len(length)), key=lambda i: length[i]):
-        if part and length[index] * (len(part) + 1) > limit:
+        if part and length[index] * (len(part) + 1) > TOKENS_PER_PASS:
             yield part
             part = []
         part.append(index)
