@@ -35,13 +35,13 @@ def draw(text: str, path: Path) -> None:
             if mine:
                 _curve(panel, arm.name, metric, mine)
         panel.set_title(label, fontsize=10)
+        panel.set_xlabel("GRPO step", fontsize=9)
         panel.grid(alpha=0.3)
         if metric == "reward":
             panel.set_ylim(0, 1)
         elif panel.lines:
             panel.set_yscale("log" if metric != "clipped_fraction" else "symlog", **_linear(metric))
     handles = {line.get_label(): line for panel in panels for line in panel.lines}
-    figure.supxlabel("GRPO step", fontsize=9)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
     e = rows[0]
     seeds = len({run["seed"] for run in runs})
