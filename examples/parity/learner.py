@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from trainer_bridge import Correction, Rollout, correct
 
-TOKENS_PER_PASS = 16384
+TOKENS_PER_PASS = 8192
 """Padded tokens of a forward with its backward."""
 BETAS = (0.9, 0.95)
 LARGEST_NORM = 1.0

@@ -47,6 +47,7 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
     # the same weights on the same machine, wherever torch has a deterministic kernel
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rng = random.Random(f"{START_SEED} demonstrations")
     made = policies.build(model, size, START_SEED).to(device, torch.bfloat16)
     learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))

@@ -115,6 +115,9 @@ def run(args: argparse.Namespace, journal: Journal) -> bool:
         measure(engine, journal, step, settings)
     policies.save(model, journal.folder / FINAL)
     journal.finish()
+    if device.type == "cuda":
+        peak_gib = torch.cuda.max_memory_reserved() / 2**30
+        print(f"{journal.folder.name} is finished; the trainer took {peak_gib:.1f} GiB at most")
     return True
 
 

@@ -71,10 +71,11 @@ SAMPLING: dict[str, Any] = {
 
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 16384},
-    # A step's rollout takes 45000 tokens at most. Others share the GPU: the static part is of what
+    # An evaluation takes 90000 tokens at most. Others share the GPU: the static part is of what
     # they leave free, and what bounds the cache is its number of tokens.
     "cuda": {
-        "max_total_tokens": 65536,
+        "max_total_tokens": 98304,
+        "max_running_requests": 256,
         "mem_fraction_static": 0.3,
         "fp8rl_bucket_bytes": 256 << 20,
         "grammar_backend": "none",

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import arithmetic
 import placement
 import pytest
 import torch
-from parity import learner, policies, rollouts, run, tasks
+from parity import learner, policies, pretraining, rollouts, run, tasks
 from parity.journal import Journal
 from parity.layout import FINAL, LOG, rows_of, run_folder
 from parity.learner import Learner
+from parity.settings import SETTINGS
 
 from trainer_bridge import KVCalibrator, Rollout
 
@@ -126,6 +128,33 @@ def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
             assert all(n % 128 == 0 for n in weight.shape[-2:]), name
     if size == "full":
         assert 100e6 < made.num_parameters() < 200e6
+
+
+@pytest.mark.parametrize("model", policies.MODELS)
+def test_the_start_repeats_by_seed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS["tiny"], demonstrations=3, demonstration_batch=4)
+
+    def start(state: str) -> Path:
+        cpu = torch.device("cpu")
+        return pretraining.start_of(tmp_path / state, model, "tiny", settings, cpu)
+
+    folder = start("a")
+    assert policies.fingerprint(folder) == policies.fingerprint(start("b"))
+    assert not torch.are_deterministic_algorithms_enabled()
+    before = policies.build(model, "tiny", pretraining.START_SEED).state_dict()
+    after = policies.load(folder, torch.device("cpu"))
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert bool(routers) == (model == "moe")
+    for name in (*routers, "lm_head.weight"):
+        assert not torch.equal(after.state_dict()[name], before[name].to(torch.bfloat16)), name
+    assert not getattr(after.config, "output_router_logits", False)
+    monkeypatch.setattr(pretraining, "_train", None)
+    assert start("a") == folder  # made once
+    monkeypatch.undo()
+    monkeypatch.setattr(pretraining, "START_SEED", 1)
+    assert policies.fingerprint(start("c")) != policies.fingerprint(folder)
 
 
 # ---- a run ---------------------------------------------------------------------------------------
