@@ -34,8 +34,10 @@ def start_of(state: Path, model: str, size: str, settings: Settings, device: tor
     if folder.exists():
         return folder
     unfinished = state / f"{folder.name}.{os.getpid()}.tmp"
-    trained = _train(model, size, settings, device)
-    policies.save(trained.model, unfinished)
+    policies.save(_train(model, size, settings, device).model, unfinished)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what is to come is smaller
+        torch.cuda.reset_peak_memory_stats()
     try:
         unfinished.rename(folder)
     except OSError:  # another process was faster

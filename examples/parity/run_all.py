@@ -235,6 +235,7 @@ def main() -> None:
     until = time.monotonic()
     args = arguments()
     until += args.deadline
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each job: there are many
     schedule = Schedule(args.gpus, args.per_gpu, args.state / "logs", until)
     left = schedule.run(jobs_of(args))
     print(f"{len(left)} jobs are left: {', '.join(job.name for job in left) or 'none'}")

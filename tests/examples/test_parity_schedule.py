@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from parity import run_all
+from parity.judge import to_judge
 from parity.layout import FINISHED, JUDGED
 from parity.run import STOPPED
 from parity.run_all import Job, Schedule
@@ -172,6 +173,16 @@ def test_the_jobs_of_the_experiment(tmp_path: Path) -> None:
     assert [job.name for job in timed] == [f"{a.name}-0" for a in ARMS.values() if a.is_timed]
     assert all(job.makes[0].parts[-3] == "timing" for job in timed)
     assert all("--timing" in job.command for job in timed)
+
+
+def test_a_run_is_judged_once_and_with_its_model(tmp_path: Path) -> None:
+    for name in ("fp8-kv8-0", "fp8-1", "moe-fp8-0", "bf16-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FINISHED).touch()
+    (tmp_path / "bf16-2").mkdir()  # not finished
+    (tmp_path / "fp8-1" / JUDGED).touch()
+    assert [path.name for path in to_judge(tmp_path, "dense")] == ["bf16-0", "fp8-kv8-0"]
+    assert [path.name for path in to_judge(tmp_path, "moe")] == ["moe-fp8-0"]
 
 
 def test_jobs_see_their_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
