@@ -11,7 +11,7 @@ MARGIN = 0.05
 ALPHA = 0.05
 LAST_STEPS = 20
 """Steps of the end whose mean reward is reported."""
-JUDGED_PROBLEMS = 1024
+JUDGED_PROBLEMS = 4096
 """Held-out problems that the final weights of every run are judged on, by one BF16 engine."""
 START_SEED = 0
 """Of the model that all runs of a model begin with."""
@@ -71,17 +71,17 @@ SAMPLING: dict[str, Any] = {
 
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 16384},
-    # An evaluation takes 90000 tokens at most. Others share the GPU: the static part is of what
-    # they leave free, and what bounds the cache is its number of tokens.
+    # 128 responses take 45000 tokens at most. Others share the GPU: the static part is of what they
+    # leave free, and what bounds the cache is its number of tokens.
     "cuda": {
-        "max_total_tokens": 98304,
-        "max_running_requests": 256,
+        "max_total_tokens": 49152,
+        "max_running_requests": 128,
         "mem_fraction_static": 0.3,
         "fp8rl_bucket_bytes": 256 << 20,
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": [1, 8, 16, 32, 64, 96, 128, 192, 256],
+        "cuda_graph_bs_decode": [1, 8, 16, 32, 64, 96, 128],
     },
 }
 """Keywords of ``sglang.Engine`` in every arm, by kind of device."""
