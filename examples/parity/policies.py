@@ -33,14 +33,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "intermediate_size": 2048,  # of dense layers, of which there is none
         "num_hidden_layers": 6,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 128,
         "num_experts": 16,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 512,
     },
 }
-DENSE = {"tiny": tiny_model.SIZES["tiny"], "full": tiny_model.SIZES["small"]}
+# Four query heads a KV head, as in Qwen3-8B: XQA is compiled for each such number.
+DENSE = {
+    "tiny": tiny_model.SIZES["tiny"],
+    "full": {**tiny_model.SIZES["small"], "num_key_value_heads": 4},
+}
 OUTLIER_GAIN = 2.0**9
 """A power of two, so that planting changes no bit of what attention computes in BF16. K is then
 up to 3000: at scale 1 its planted channels are cut off beyond 0.9 of their standard deviation."""
