@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +21,7 @@ import rows
 import torch
 from parity import options, policies, pretraining, rollouts
 from parity.layout import FINAL, FINISHED, JUDGED
-from parity.settings import ENGINE, JUDGED_PROBLEMS, SETTINGS
+from parity.settings import ENGINE, SETTINGS
 from parity.variants import ALL_BF16, ARMS
 
 from trainer_bridge import update
@@ -39,15 +40,16 @@ def to_judge(state: Path, model: str) -> list[Path]:
 def judge(args: argparse.Namespace) -> None:
     """Write ``judged.json`` beside each run's log, and beside the model that all began with."""
     device = torch.device(placement.device_type())
-    start = pretraining.start_of(args.state, args.model, args.size, SETTINGS[args.size], device)
+    settings = replace(SETTINGS[args.size], **args.settings)
+    start = pretraining.start_of(args.state, args.model, args.size, settings, device)
     folders = [start, *to_judge(args.state, args.model)]
     keywords = placement.engine_keywords(device.type, ENGINE[device.type]) | args.engine_args
     with placement.running_engine(start, ALL_BF16, 0, keywords) as engine:
         for version, folder in enumerate(folders):
             weights = folder if folder == start else folder / FINAL
             update(policies.load(weights, device), engine, version=version)
-            found = rollouts.evaluate(engine, args.problems, version)
-            rows.write(folder / JUDGED, {"problems": args.problems, **found})
+            found = rollouts.evaluate(engine, settings.judged_problems, version)
+            rows.write(folder / JUDGED, {"problems": settings.judged_problems, **found})
             print(f"{folder.name}  {json.dumps(found)}", flush=True)
 
 
@@ -56,7 +58,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Judge finished runs by one BF16 engine.")
     options.add_common(parser)
     parser.add_argument("--model", choices=policies.MODELS, required=True)
-    parser.add_argument("--problems", type=int, default=JUDGED_PROBLEMS)
     judge(parser.parse_args())
 
 

@@ -11,8 +11,6 @@ MARGIN = 0.05
 ALPHA = 0.05
 LAST_STEPS = 20
 """Steps of the end whose mean reward is reported."""
-JUDGED_PROBLEMS = 4096
-"""Held-out problems that the final weights of every run are judged on, by one BF16 engine."""
 START_SEED = 0
 """Of the model that all runs of a model begin with."""
 
@@ -35,6 +33,8 @@ class Settings:
     """Held-out problems of an evaluation during the run, by the arm's own engine."""
     evaluate_every: int
     checkpoint_every: int
+    judged_problems: int
+    """Held-out problems that the final weights of every run are judged on, by one BF16 engine."""
 
 
 SETTINGS = {
@@ -48,6 +48,7 @@ SETTINGS = {
         evaluation_problems=32,
         evaluate_every=25,
         checkpoint_every=25,
+        judged_problems=64,
     ),
     "full": Settings(
         demonstrations=1500,
@@ -59,6 +60,7 @@ SETTINGS = {
         evaluation_problems=256,
         evaluate_every=25,
         checkpoint_every=50,
+        judged_problems=4096,
     ),
 }
 
