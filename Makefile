@@ -19,7 +19,7 @@ test: fast
 test-full: $(VERSIONS:%=full-%)
 
 fast: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest -m "not engine and not gpu"
+	$(VENV)/bin/python -m pytest --durations=15 -m "not engine and not gpu"
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -42,7 +42,7 @@ engine-$(NEWEST): export FP8RL_TEST_FAMILIES ?= phi3,gemma
 engine-$(NEWEST): export PYTEST_ADDOPTS ?= --ignore=tests/engine/test_in_flight.py
 
 engine-%: .venv/%/.ready
-	.venv/$*/bin/python -m pytest -m "engine and not full and not gpu"
+	.venv/$*/bin/python -m pytest --durations=15 -m "engine and not full and not gpu"
 
 full-%: .venv/%/.ready
 	.venv/$*/bin/python -m pytest -m "not gpu"

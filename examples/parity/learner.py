@@ -128,17 +128,3 @@ def learn(
         )
         learner.backward((losses * correction.mask_BT[part, columns]).sum() / count)
     return correction, learner.step()
-
-
-def alarms_of(correction: Correction) -> list[dict[str, Any]]:
-    """The alarms of a step, as rows of the log."""
-    # The one place that bears a correction without alarms.
-    return [
-        {
-            "metric": alarm.metric,
-            "value": alarm.value,
-            "threshold": alarm.threshold,
-            "message": alarm.message,
-        }
-        for alarm in getattr(correction, "alarms", ())
-    ]

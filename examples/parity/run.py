@@ -29,7 +29,7 @@ import torch
 from parity import options, policies, pretraining, rollouts
 from parity.journal import Journal
 from parity.layout import FINAL, run_folder
-from parity.learner import Learner, alarms_of, learn
+from parity.learner import Learner, learn
 from parity.settings import ENGINE, SETTINGS, Settings
 from parity.variants import ARMS, Arm
 from transformers import PreTrainedModel
@@ -155,7 +155,7 @@ def take_step(
         "rollout_s": sampled - started,
         "learn_s": ended - sampled,
         **{name: metrics[name] for name in METRICS if name in metrics},
-        "alarms": alarms_of(correction),
+        "alarms": [asdict(alarm) for alarm in correction.alarms],
     }
 
 

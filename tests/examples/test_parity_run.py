@@ -82,13 +82,6 @@ def test_learning_in_parts_is_learning_from_the_whole_batch(
     assert corrected != pytest.approx(norms[600], rel=5 * BF16_NOISE)
 
 
-def test_alarms_become_rows() -> None:
-    fired = Namespace(metric="ess", value=0.4, threshold=0.8, message="Mask them.", name="ess")
-    row = {"metric": "ess", "value": 0.4, "threshold": 0.8, "message": "Mask them."}
-    assert learner.alarms_of(Namespace(alarms=(fired,))) == [row]  # type: ignore[arg-type]
-    assert learner.alarms_of(Namespace(alarms=())) == []  # type: ignore[arg-type]
-
-
 def test_the_state_is_all_that_a_step_depends_on() -> None:
     problems = rollouts.problems_of(1, "a")
     batch, rewards_PG = a_batch(problems, 4, "b"), torch.tensor([[1.0, 0.0, 0.0, 1.0]])
