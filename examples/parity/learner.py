@@ -7,7 +7,6 @@ Shapes: B sequences, T tokens of the longest response, P prompts, G responses to
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import grpo
 import tiny_model
