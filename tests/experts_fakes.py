@@ -103,7 +103,7 @@ def align(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, Tensor, T
     rows_P = torch.full((room,), 1 << 30, dtype=torch.int32)
     expert_B = torch.full((-(-room // block),), 99, dtype=torch.int32)
     used = 0
-    for expert in range(experts):
+    for expert in range(-1, experts):
         mine = (topk_ids.flatten() == expert).nonzero().flatten().int()
         blocks = -(-len(mine) // block)
         expert_B[used // block : used // block + blocks] = expert

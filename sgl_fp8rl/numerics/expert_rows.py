@@ -21,7 +21,7 @@ class Places(NamedTuple):
     row_P: torch.Tensor
     """int32: the row at each place, R or more where there is none; nothing behind ``used``."""
     expert_B: torch.Tensor
-    """int32: the expert of each block of 128 places."""
+    """int32: the expert of each block of 128 places; -1 for rows that have none."""
     used_1: torch.Tensor
     """int32: how many places are in use, whole blocks."""
 
@@ -34,7 +34,7 @@ class SortedRows(NamedTuple):
     expert_P: torch.Tensor
     """int32: of each place, -1 behind those in use, which a grouped product passes over."""
     place_R: torch.Tensor
-    """int32: where each row is."""
+    """int32: where each row is; -1 for those that have no expert, as padding's."""
 
 
 def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
@@ -58,7 +58,8 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
     rows.scales_Mk[place_I] = scales_Mk[token_I]
     expert_P = places.expert_B[: P // BLOCK].repeat_interleave(BLOCK)
     place_R = torch.empty(M * T, dtype=torch.int32)
-    place_R[row_P[place_I]] = place_I.int()
+    has_expert_I = expert_P[place_I] >= 0
+    place_R[row_P[place_I]] = torch.where(has_expert_I, place_I.int(), -1)
     return SortedRows(rows, torch.where(is_used_P, expert_P, -1), place_R)
 
 
@@ -77,7 +78,8 @@ def sum_rows(
         out_MH: BF16, contiguous; written to and returned.
     """
     M, T = weight_MT.shape
-    y_MTH = y_PH[place_R.long()].view(M, T, -1).float()
+    y_RH = y_PH[place_R.long()].float().masked_fill((place_R < 0).unsqueeze(1), 0.0)
+    y_MTH = y_RH.view(M, T, -1)
     return out_MH.copy_((y_MTH * weight_MT.unsqueeze(-1)).sum(1) * factor)
 
 

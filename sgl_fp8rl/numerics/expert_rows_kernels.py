@@ -104,7 +104,7 @@ def _sort_rows(
         tl.store(expert_of_place + place, tl.zeros((PLACES,), tl.int32) + expert)
         row = tl.load(row_of_place + place)
         is_row = row < R
-        tl.store(place_of_row + row, place, mask=is_row)
+        tl.store(place_of_row + row, tl.where(expert >= 0, place, -1), mask=is_row)
         token = (row // T).to(tl.int64)[:, None]
         col = tl.arange(0, WIDTH)[None, :]
         inside = is_row[:, None] & (col < K)
@@ -135,6 +135,6 @@ def _sum_rows(
     for t in tl.static_range(T):
         place = tl.load(place_of_row + token * T + t).to(tl.int64)
         weight = tl.load(weights + token * T + t)
-        row = tl.load(y + place * H + col, mask=inside, other=0.0)
+        row = tl.load(y + place * H + col, mask=inside & (place >= 0), other=0.0)
         total += row.to(tl.float32) * weight
     tl.store(out + token * H + col, (total * factor).to(tl.bfloat16), mask=inside)

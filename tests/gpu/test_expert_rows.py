@@ -79,6 +79,30 @@ def test_a_tokens_rows_are_summed(H: int, factor: float, device: str) -> None:
     assert ((mine.double() - wrong).abs() > bound).any(), "control: another row shows"
 
 
+def test_rows_without_an_expert_count_for_nothing(device: str) -> None:
+    """Padding's, whose experts SGLang sets to -1: their places are never written."""
+    M, E, T, H = 37, 8, 3, 256
+    weights, ids = routes(M, E, T)
+    ids[5], ids[9, 1] = -1, -1
+    places = Places(*align(ids, 128, E))
+    tokens = quantize_tokens(rows(M, H), by_row=True)
+    mine = expert_rows_kernels.sort_rows(
+        Quantized(*(part.to(device) for part in tokens)), to(device, places), T
+    )
+    twin = expert_rows.sort_rows(tokens, places, T)
+    assert torch.equal(mine.place_R.cpu(), twin.place_R)
+    assert torch.equal(twin.place_R < 0, ids.flatten() < 0)
+    y = torch.full((len(twin.expert_P), H), torch.nan, dtype=torch.bfloat16)
+    y[twin.place_R[twin.place_R >= 0].long()] = 1.0
+    out = torch.empty(M, H, dtype=torch.bfloat16)
+    want = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True).expand(M, H)
+    kernel = expert_rows_kernels.sum_rows(
+        y.to(device), mine.place_R, weights.to(device), 1.0, out.to(device)
+    )
+    for got in (expert_rows.sum_rows(y, twin.place_R, weights, 1.0, out), kernel.cpu()):
+        assert torch.allclose(got.float(), want, rtol=MAX_SUM_ERROR)
+
+
 def test_scales_by_column_are_refused() -> None:
     _, ids = routes(8, 8, 3)
     with pytest.raises(ValueError, match="quantize with by_row=True"):
