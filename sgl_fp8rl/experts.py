@@ -5,8 +5,8 @@ Large batches go to DeepGEMM (``grouped_experts``), all others to SGLang's own T
 SGLang quantizes inside each of the two products, in a launch of its own. Here the codes of the
 first come from the norm before the experts (``fusion``) and those of the second from the SiLU, so
 a layer launches two kernels less and ``silu(gate) * up`` is never stored in BF16. Routing, both
-products and the sum over a token's experts are SGLang's; with its tiles so are the bytes (for up to
-32 tokens SGLang sums by a kernel that torch compiled; here one of its own sums them all).
+products and the sum over a token's experts are SGLang's; with its tiles so are the bytes (for few
+tokens SGLang sums by a kernel that Triton compiled; here one of its CUDA kernels sums them all).
 
 Shape suffixes: M tokens, T experts a token, H hidden, I channels of each half of gate_up; R = M * T
 rows, one for each token and expert.
@@ -48,7 +48,7 @@ def takes_codes(layer: Any) -> bool:
         and not config.apply_router_weight_on_input
         and not config.no_combine
         and not getattr(config, "silu_mul_keep_fp32", False)  # a newer SGLang's
-        and config.top_k > 2  # fewer are not summed by a kernel
+        and (config.top_k or 0) > 2  # fewer are not summed by a kernel; some models do not say
         and getattr(layer, "w13_weight_bias", None) is None
         and not compat.get_exec().moe.enable_fused_moe_sum_all_reduce
         and not compat.get_exec().comm.enable_symm_mem  # the sum would go to memory of its own

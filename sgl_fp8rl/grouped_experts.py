@@ -60,21 +60,31 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     """Compile what batches up to ``largest`` tokens can need, where they are large enough.
 
     The places that SGLang makes room for choose DeepGEMM's tile, so each number of them is run
-    once, with no place in use: all blocks are passed over.
+    once, with no place in use: all blocks are passed over. The largest comes first, as a smaller
+    tensor fits into the memory of a larger one, which torch keeps, and not the other way round.
+    Then one batch runs in earnest, for Triton's kernels around the products.
     """
+    from sgl_fp8rl.numerics.activation_kernels import quantize_tokens  # Triton, and a GPU
+
     E = len(layer.w13_weight)
     least = -(-ROWS_OF_EXPERT * E // T)
     if largest < least:
         return
-    rooms = range(_places(least, T, E), _places(largest, T, E) + 1, BLOCK)
+    # one block more: newer versions of SGLang round their room up to a multiple of 4 first
+    rooms = range(_places(least, T, E), _places(largest, T, E) + BLOCK + 1, BLOCK)
     device = layer.w13_weight.device
     for weight, scales in (
         (layer.w13_weight, layer.w13_weight_scale_inv),
         (layer.w2_weight, layer.w2_weight_scale_inv),
     ):
-        for P in rooms:
+        for P in reversed(rooms):
             none_P = torch.full((P,), -1, dtype=torch.int32, device=device)
             _product(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
+    x_MH = torch.zeros(least, layer.w2_weight.shape[1], dtype=torch.bfloat16, device=device)
+    ids_MT = (torch.arange(least * T, device=device).view(least, T) % E).int()
+    weights_MT = torch.ones(least, T, device=device)
+    grouped_experts(layer, quantize_tokens(x_MH, by_row=True), weights_MT, ids_MT, 1.0, x_MH)
+    torch.cuda.empty_cache()
 
 
 def _places(M: int, T: int, E: int) -> int:

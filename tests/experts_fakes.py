@@ -16,6 +16,8 @@ from tests.activation_oracle import rows
 
 Tensor = torch.Tensor
 E, H, I, T = 6, 256, 128, 3  # noqa: E741
+ROUNDED = 1
+"""To a multiple of what the room for rows is rounded up: of 4 in SGLang 0.5.23."""
 
 
 class Experts(nn.Module):
@@ -99,7 +101,7 @@ def product(
 def align(topk_ids: Tensor, block: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """``moe_align_block_size``; what it leaves unwritten is garbage here."""
     R = topk_ids.numel()
-    room = R + (experts + 1) * (block - 1)
+    room = -(-(R + (experts + 1) * (block - 1)) // ROUNDED) * ROUNDED
     rows_P = torch.full((room,), 1 << 30, dtype=torch.int32)
     expert_B = torch.full((-(-room // block),), 99, dtype=torch.int32)
     used = 0

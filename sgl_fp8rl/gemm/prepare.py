@@ -94,17 +94,24 @@ def compile_experts(model: Any) -> None:
     from sgl_fp8rl.moe import FP8RLMoEMethod  # loads SGLang's layers
 
     seen: set[Any] = set()
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if not (isinstance(method, FP8RLMoEMethod) and takes_codes(layer)):
-            continue
+    every = [m for m in model.modules() if isinstance(_method(m), FP8RLMoEMethod)]
+    layers = [layer for layer in every if takes_codes(layer)]
+    for layer in layers:
         shape = *layer.w13_weight.shape, layer.moe_runner_config.top_k
         if shape not in seen:
             bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
             largest = warmup.largest_batch(compat.get_schedule(), bound)
             compile_grouped(layer, layer.moe_runner_config.top_k, largest)
             seen.add(shape)
-        method.is_compiled = True
+        layer.quant_method.is_compiled = True
+    if every:
+        logger.info(
+            "experts of %d of %d layers run on codes of their norms", len(layers), len(every)
+        )
+
+
+def _method(module: Any) -> Any:
+    return getattr(module, "quant_method", None)
 
 
 def _why_stock(runner: Any) -> str | None:

@@ -18,6 +18,7 @@ from sgl_fp8rl import compat, experts, fusion, grouped_experts
 from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.numerics import activation, activation_kernels, expert_rows, expert_rows_kernels
 from sgl_fp8rl.numerics.activation import attach, attached, quantize_tokens
+from tests import experts_fakes
 from tests.activation_oracle import rows
 from tests.experts_fakes import E, Experts, H, I, T, align, grouped, product, routes, total
 
@@ -175,20 +176,27 @@ def test_others_are_not_sorted(case: str, kernels: dict[str, Any]) -> None:
     assert not grouped_experts.is_grouped(layer, 256 * E // T - (case == "few"), T)
 
 
+@pytest.mark.parametrize("rounded", [1, 4], ids=["0.5.17", "0.5.23"])
 def test_each_number_of_places_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
+    rounded: int, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
 ) -> None:
+    monkeypatch.setattr(experts_fakes, "ROUNDED", rounded)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(grouped_experts, "ROWS_OF_EXPERT", 20)
     layer, least = Experts(), 20 * E // T
     grouped_experts.compile_grouped(layer, T, least - 1)
     assert kernels["grouped"] == []
     grouped_experts.compile_grouped(layer, T, 200)
-    compiled = set(kernels["grouped"])
+    *compiled, last, last_too = kernels["grouped"]
+    middle = compiled.index(max(compiled), 1)
+    for part in (compiled[:middle], compiled[middle:]):
+        assert part == sorted(part, reverse=True), "the allocator would keep each size otherwise"
+    assert last == last_too in compiled  # one batch in earnest
     layer.quant_method.is_compiled = True
     for M in (least, least + 30, 200):
         kernels["grouped"].clear()
         experts.experts(layer, rows(M, H, spread=1), *routes(M))
-        assert set(kernels["grouped"]) <= compiled
+        assert set(kernels["grouped"]) <= set(compiled)
 
 
 # ---- tiles
@@ -296,6 +304,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "weights on the input": {"apply_router_weight_on_input": True},
     "not summed": {"no_combine": True},
     "two experts": {"top_k": 2},
+    "a model that does not say": {"top_k": None},
     "fp32 between": {"silu_mul_keep_fp32": True},
 }
 
