@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from parity import run_all
+from parity import schedule as scheduling
 from parity.judge import to_judge
 from parity.layout import FINISHED, JUDGED
 from parity.run import STOPPED
-from parity.run_all import Job, Schedule
+from parity.schedule import Job, Schedule
 from parity.variants import ARMS
 
 LONG_S = 60.0
@@ -47,9 +48,9 @@ HANGS = SHARED + (
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No waiting between starts, and no time that a job must have before it."""
-    monkeypatch.setattr(run_all, "BETWEEN_STARTS_S", 0.0)
-    monkeypatch.setattr(run_all, "LEAST_S", 0.0)
-    monkeypatch.setattr(run_all, "POLL_S", 0.02)
+    monkeypatch.setattr(scheduling, "BETWEEN_STARTS_S", 0.0)
+    monkeypatch.setattr(scheduling, "LEAST_S", 0.0)
+    monkeypatch.setattr(scheduling, "POLL_S", 0.02)
 
 
 def job(folder: Path, name: str, script: str, needs: tuple[str, ...] = ()) -> Job:
@@ -112,7 +113,7 @@ def test_a_failed_job_is_tried_again_and_then_left(
     mine = schedule(tmp_path)
     left = mine.run(jobs)
     assert [job.name for job in left] == ["always", "after"]
-    assert mine.failures == {"once": 1, "always": run_all.TRIES}
+    assert mine.failures == {"once": 1, "always": scheduling.TRIES}
     assert "why it failed" in capsys.readouterr().err
 
 
@@ -142,7 +143,7 @@ def test_nothing_outlives_the_deadline(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_job_without_time_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_all, "LEAST_S", 30.0)
+    monkeypatch.setattr(scheduling, "LEAST_S", 30.0)
     left = schedule(tmp_path, deadline=20.0).run([job(tmp_path, "run", WORKS)])
     assert [job.name for job in left] == ["run"]
     assert not (tmp_path / "logs" / "run.log").exists()
