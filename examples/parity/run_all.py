@@ -74,13 +74,33 @@ def _judging(args: argparse.Namespace, model: str, runs: list[tuple[str, int]]) 
     )
 
 
+def gpus_of(text: str) -> list[str]:
+    """Read ``--gpus``: names of so many of the GPUs that this process may use.
+
+    Raises:
+        argparse.ArgumentTypeError: no number from 1, or more than CUDA_VISIBLE_DEVICES lists.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; give 1 or more")
+    count = int(text)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(gpu) for gpu in range(count)]
+    names = [name.strip() for name in visible.split(",")]  # of an empty list: one empty name
+    if count > len(names):
+        raise argparse.ArgumentTypeError(
+            f"{count} are more than CUDA_VISIBLE_DEVICES={visible} has; give {len(names)} or less"
+        )
+    return names[:count]
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description="All runs of the experiment; call it again to go on."
     )
     options.add_common(parser)
-    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gpus", type=gpus_of, default="1", metavar="N", help="to run on (1)")
     parser.add_argument("--per-gpu", type=int, default=4, help="runs side by side on a GPU (4)")
     parser.add_argument("--deadline", type=float, default=570, help="seconds from now (570)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of each arm ({SEEDS})")

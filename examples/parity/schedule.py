@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Running:
     """A job on a GPU."""
 
     job: Job
-    gpu: int
+    gpu: str
     process: subprocess.Popen[bytes]
 
 
@@ -54,18 +55,20 @@ class Schedule:
     """Runs jobs, some to a GPU, until all are done or the deadline comes.
 
     Args:
+        gpus: each as CUDA_VISIBLE_DEVICES names it; an empty name is the CPU.
+        per_gpu: jobs side by side on each.
         logs: folder for what the jobs print, a file each, appended to.
         until: of ``time.monotonic``, when everything has ended.
     """
 
-    gpus: int
+    gpus: Sequence[str]
     per_gpu: int
     logs: Path
     until: float
     failures: dict[str, int] = field(default_factory=dict)
     """Failed starts by job."""
     _running: list[Running] = field(default_factory=list)
-    _started: dict[int, float] = field(default_factory=dict)
+    _started: dict[str, float] = field(default_factory=dict)
     """When a GPU got its last job."""
     _stopped: set[str] = field(default_factory=set)
 
@@ -97,10 +100,10 @@ class Schedule:
 
     def _fill(self, jobs: list[Job]) -> None:
         for job in filter(self._may_start, jobs):
-            load = [sum(r.gpu == gpu for r in self._running) for gpu in range(self.gpus)]
+            load = {gpu: sum(r.gpu == gpu for r in self._running) for gpu in self.gpus}
             ready = [
                 gpu
-                for gpu in range(self.gpus)
+                for gpu in self.gpus
                 if load[gpu] < self.per_gpu
                 and time.monotonic() - self._started.get(gpu, -1e9) >= BETWEEN_STARTS_S
             ]
@@ -108,17 +111,17 @@ class Schedule:
                 return
             self._start(job, min(ready, key=lambda gpu: load[gpu]))
 
-    def _start(self, job: Job, gpu: int) -> None:
+    def _start(self, job: Job, gpu: str) -> None:
         until = time.time() + self.until - time.monotonic() - GRACE_S
         command = job.command + (["--until", f"{until:.0f}"] if job.stops else [])
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         with (self.logs / f"{job.name}.log").open("ab") as out:
             process = subprocess.Popen(
                 command, stdout=out, stderr=out, env=environ, start_new_session=True
             )
         self._running.append(Running(job, gpu, process))
         self._started[gpu] = time.monotonic()
-        print(f"{job.name}  starts on GPU {gpu}", flush=True)
+        print(f"{job.name}  starts on {f'GPU {gpu}' if gpu else 'the CPU'}", flush=True)
 
     def _collect(self) -> None:
         for running in [running for running in self._running if _has_ended(running)]:

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def job(folder: Path, name: str, script: str, needs: tuple[str, ...] = ()) -> Jo
     )
 
 
-def schedule(folder: Path, gpus: int = 2, per_gpu: int = 2, deadline: float = LONG_S) -> Schedule:
+def schedule(
+    folder: Path, gpus: Sequence[str] = ("0", "1"), per_gpu: int = 2, deadline: float = LONG_S
+) -> Schedule:
     return Schedule(gpus, per_gpu, folder / "logs", time.monotonic() + deadline)
 
 
@@ -96,12 +99,12 @@ def test_jobs_fill_the_gpus_and_wait_for_what_they_need(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_gpus_get_the_same_load(tmp_path: Path) -> None:
-    started: list[int] = []
-    mine = schedule(tmp_path, gpus=2, per_gpu=3)
+    started: list[str] = []
+    mine = schedule(tmp_path, per_gpu=3)
     begin = mine._start
     mine._start = lambda job, gpu: (started.append(gpu), begin(job, gpu))[1]  # type: ignore[func-returns-value, method-assign]
     assert mine.run([job(tmp_path, f"run{i}", WORKS) for i in range(6)]) == []
-    assert sorted(started) == [0, 0, 0, 1, 1, 1]
+    assert sorted(started) == ["0"] * 3 + ["1"] * 3
 
 
 @pytest.mark.timeout(120)
@@ -149,7 +152,8 @@ def test_a_job_without_time_is_not_started(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "logs" / "run.log").exists()
 
 
-def test_the_jobs_of_the_experiment(tmp_path: Path) -> None:
+def test_the_jobs_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     args = run_all.arguments(["--state", str(tmp_path), "--size", "full", "--gpus", "2"])
     jobs = run_all.jobs_of(args)
     names = [job.name for job in jobs]
@@ -186,10 +190,39 @@ def test_a_run_is_judged_once_and_with_its_model(tmp_path: Path) -> None:
     assert [path.name for path in to_judge(tmp_path, "moe")] == ["moe-fp8-0"]
 
 
-def test_jobs_see_their_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+def gpus_seen(folder: Path, count: int) -> set[str]:
+    """CUDA_VISIBLE_DEVICES of jobs, of which ``count`` run side by side."""
     keeps = SHARED + "(folder / f'{name}.gpu').write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
-    jobs = [job(tmp_path, f"run{i}", keeps + "time.sleep(1)\ndone()") for i in range(2)]
-    assert schedule(tmp_path, gpus=2, per_gpu=1).run(jobs) == []
-    assert {path.read_text() for path in tmp_path.glob("*.gpu")} == {"0", "1"}
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    jobs = [job(folder, f"run{i}", keeps + "time.sleep(1)\ndone()") for i in range(count)]
+    args = run_all.arguments(["--gpus", str(count)])
+    assert schedule(folder, args.gpus, per_gpu=1).run(jobs) == []
+    return {path.read_text() for path in folder.glob("*.gpu")}
+
+
+def test_jobs_see_gpus_of_the_caller_s_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, GPU-5e,3")
+    assert gpus_seen(tmp_path, 2) == {"7", "GPU-5e"}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7, GPU-5e,3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert run_all.arguments(["--gpus", "2"]).gpus == ["0", "1"]
+
+
+def test_jobs_stay_on_the_cpu_where_the_caller_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus_seen(tmp_path, 1) == {""}
+    assert "run0  starts on the CPU" in capsys.readouterr().out
+
+
+def test_gpus_that_are_not_there_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {("0,1", "3"): "give 2 or less", ("", "2"): "give 1 or less", ("0", "0"): "1 or more"}
+    for (visible, count), reason in refused.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(SystemExit):
+            run_all.arguments(["--gpus", count])
+        assert reason in capsys.readouterr().err
