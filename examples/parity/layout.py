@@ -14,6 +14,8 @@ FINAL = "final"
 """Folder of a finished run's weights, in BF16."""
 JUDGED = "judged.json"
 """What ``judge.py`` found; beside a model that runs begin with as well."""
+START_SETTINGS = "settings.json"
+"""What a model that runs begin with was trained by, beside it."""
 TIMING = "timing"
 
 

@@ -4,6 +4,7 @@ python examples/parity/pretraining.py --model dense --state runs/parity
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -19,30 +20,55 @@ import placement
 import tiny_model
 import torch
 from parity import options, policies, tasks
-from parity.layout import start_folder
+from parity.layout import START_SETTINGS, Row, start_folder
 from parity.learner import Learner
 from parity.settings import SETTINGS, START_SEED, Settings
 
 LINE_EVERY = 25  # steps
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
+TRAINED_BY = ("demonstrations", "demonstration_batch", "demonstration_rate")
+"""Settings that a start depends on."""
 
 
 def start_of(state: Path, model: str, size: str, settings: Settings, device: torch.device) -> Path:
-    """Folder of the checkpoint to begin with; trained here if there is none yet."""
+    """Folder of the checkpoint to begin with; trained here if there is none yet.
+
+    Raises:
+        ValueError: the folder has one of other demonstrations.
+    """
     folder = start_folder(state, model, size)
-    if folder.exists():
-        return folder
-    unfinished = state / f"{folder.name}.{os.getpid()}.tmp"
-    policies.save(_train(model, size, settings, device).model, unfinished)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what is to come is smaller
-        torch.cuda.reset_peak_memory_stats()
+    wanted = {name: getattr(settings, name) for name in TRAINED_BY}
+    if not folder.exists():
+        unfinished = state / f"{folder.name}.{os.getpid()}.tmp"
+        policies.save(_train(model, size, settings, device).model, unfinished)
+        (unfinished / START_SETTINGS).write_text(json.dumps(wanted))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what is to come is smaller
+            torch.cuda.reset_peak_memory_stats()
+        _move(unfinished, folder)
+    if changed := sorted(wanted.items() - _settings_of(folder).items()):
+        raise ValueError(
+            f"{folder} was trained with other {', '.join(name for name, _ in changed)}; give the "
+            f"same settings, or another folder as --state"
+        )
+    return folder
+
+
+def _move(unfinished: Path, folder: Path) -> None:
+    """Give a start its name, or delete it where another process was faster."""
     try:
         unfinished.rename(folder)
-    except OSError:  # another process was faster
+    except OSError:
+        if not folder.exists():
+            raise
         shutil.rmtree(unfinished)
-    return folder
+
+
+def _settings_of(folder: Path) -> Row:
+    """What a start was trained by; empty where it does not say."""
+    path = folder / START_SETTINGS
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _train(model: str, size: str, settings: Settings, device: torch.device) -> Learner:

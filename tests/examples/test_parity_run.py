@@ -6,7 +6,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import arithmetic
 import placement
 import pytest
 import torch
-from parity import learner, policies, pretraining, rollouts, run, tasks
+from parity import learner, policies, rollouts, run, tasks
 from parity.journal import Journal
 from parity.layout import FINAL, LOG, rows_of, run_folder
 from parity.learner import Learner
-from parity.settings import SETTINGS
 
-from trainer_bridge import KVCalibrator, Rollout
+from trainer_bridge import Rollout
 
 STEPS, EVERY = 6, 2
 SMALL = {
@@ -96,65 +94,6 @@ def test_the_state_is_all_that_a_step_depends_on() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name, parameter in first.model.named_parameters():
         assert torch.equal(parameter, ours[f"weight.{name}"].to(torch.bfloat16)), name
-
-
-def test_planting_changes_k_but_not_the_policy() -> None:
-    model = a_learner().model
-    tokens = torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(0))
-
-    def look() -> tuple[torch.Tensor, torch.Tensor]:
-        calibrator = KVCalibrator.of(model, margin=448)  # its scales are then magnitudes
-        with torch.no_grad(), calibrator.watch(model):
-            logits = model(tokens, use_cache=False).logits
-        return logits, calibrator.scales()[:, 0].amin()
-
-    before, amax = look()
-    frozen = policies.plant(model)
-    after, planted = look()
-    assert torch.equal(before, after)
-    assert amax < 20 < 448 < planted
-    assert len(frozen) == 2 * model.config.num_hidden_layers
-    trained = Learner(model, 1e-3, frozen).state()
-    assert not any("q_norm" in name or "k_norm" in name for name in trained)
-
-
-@pytest.mark.parametrize("model", policies.MODELS)
-@pytest.mark.parametrize("size", policies.SIZES)
-def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
-    with torch.device("meta"):
-        made = policies.build(model, size, seed=0)
-    for name, weight in made.named_parameters():
-        if "_proj" in name:
-            assert all(n % 128 == 0 for n in weight.shape[-2:]), name
-    if size == "full":
-        assert 100e6 < made.num_parameters() < 200e6
-
-
-@pytest.mark.parametrize("model", policies.MODELS)
-def test_the_start_repeats_by_seed(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = replace(SETTINGS["tiny"], demonstrations=3, demonstration_batch=4)
-
-    def start(state: str) -> Path:
-        cpu = torch.device("cpu")
-        return pretraining.start_of(tmp_path / state, model, "tiny", settings, cpu)
-
-    folder = start("a")
-    assert policies.fingerprint(folder) == policies.fingerprint(start("b"))
-    assert not torch.are_deterministic_algorithms_enabled()
-    before = policies.build(model, "tiny", pretraining.START_SEED).state_dict()
-    after = policies.load(folder, torch.device("cpu"))
-    routers = [name for name in before if name.endswith("mlp.gate.weight")]
-    assert bool(routers) == (model == "moe")
-    for name in (*routers, "lm_head.weight"):
-        assert not torch.equal(after.state_dict()[name], before[name].to(torch.bfloat16)), name
-    assert not getattr(after.config, "output_router_logits", False)
-    monkeypatch.setattr(pretraining, "_train", None)
-    assert start("a") == folder  # made once
-    monkeypatch.undo()
-    monkeypatch.setattr(pretraining, "START_SEED", 1)
-    assert policies.fingerprint(start("c")) != policies.fingerprint(folder)
 
 
 # ---- a run ---------------------------------------------------------------------------------------

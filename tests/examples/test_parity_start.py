@@ -1,0 +1,128 @@
+"""The models of the experiment, and the weights that its runs begin with."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import policies, pretraining
+from parity.layout import START_SETTINGS
+from parity.learner import Learner
+from parity.settings import SETTINGS
+
+from trainer_bridge import KVCalibrator
+
+SMALL = replace(SETTINGS["tiny"], demonstrations=3, demonstration_batch=4)
+
+
+def start(state: Path, model: str = "dense", **settings: Any) -> Path:
+    cpu = torch.device("cpu")
+    return pretraining.start_of(state, model, "tiny", replace(SMALL, **settings), cpu)
+
+
+def test_planting_changes_k_but_not_the_policy() -> None:
+    model = policies.build("dense", "tiny", 0).to(torch.bfloat16)
+    tokens = torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    def look() -> tuple[torch.Tensor, torch.Tensor]:
+        calibrator = KVCalibrator.of(model, margin=448)  # its scales are then magnitudes
+        with torch.no_grad(), calibrator.watch(model):
+            logits = model(tokens, use_cache=False).logits
+        return logits, calibrator.scales()[:, 0].amin()
+
+    before, amax = look()
+    frozen = policies.plant(model)
+    after, planted = look()
+    assert torch.equal(before, after)
+    assert amax < 20 < 448 < planted
+    assert len(frozen) == 2 * model.config.num_hidden_layers
+    trained = Learner(model, 1e-3, frozen).state()
+    assert not any("q_norm" in name or "k_norm" in name for name in trained)
+
+
+@pytest.mark.parametrize("model", policies.MODELS)
+@pytest.mark.parametrize("size", policies.SIZES)
+def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
+    with torch.device("meta"):
+        made = policies.build(model, size, seed=0)
+    for name, weight in made.named_parameters():
+        if "_proj" in name:
+            assert all(n % 128 == 0 for n in weight.shape[-2:]), name
+    if size == "full":
+        assert 100e6 < made.num_parameters() < 200e6
+
+
+@pytest.mark.parametrize("model", policies.MODELS)
+def test_the_start_repeats_by_seed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = start(tmp_path / "a", model)
+    assert policies.fingerprint(folder) == policies.fingerprint(start(tmp_path / "b", model))
+    assert not torch.are_deterministic_algorithms_enabled()
+    before = policies.build(model, "tiny", pretraining.START_SEED).state_dict()
+    after = policies.load(folder, torch.device("cpu"))
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert bool(routers) == (model == "moe")
+    for name in (*routers, "lm_head.weight"):
+        assert not torch.equal(after.state_dict()[name], before[name].to(torch.bfloat16)), name
+    assert not getattr(after.config, "output_router_logits", False)
+    monkeypatch.setattr(pretraining, "_train", None)
+    assert start(tmp_path / "a", model) == folder  # made once
+    monkeypatch.undo()
+    monkeypatch.setattr(pretraining, "START_SEED", 1)
+    assert policies.fingerprint(start(tmp_path / "c", model)) != policies.fingerprint(folder)
+
+
+def test_a_start_of_other_demonstrations_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = start(tmp_path, demonstrations=1)
+    monkeypatch.setattr(pretraining, "_train", None)
+    others = {"demonstrations": 2, "demonstration_batch": 5, "demonstration_rate": 1.0}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=f"trained with other {name}; give the same"):
+            start(tmp_path, **{"demonstrations": 1, name: value})
+    # What concerns GRPO alone may be another.
+    assert start(tmp_path, demonstrations=1, rate=1.0, prompts=9) == folder
+    (folder / START_SETTINGS).unlink()  # nobody knows what that one is
+    with pytest.raises(ValueError, match=f"trained with other {', '.join(sorted(others))};"):
+        start(tmp_path, demonstrations=1)
+
+
+def test_the_start_of_a_faster_process_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = pretraining._train
+    demonstrations = 1
+
+    def overtaken(*args: Any) -> Learner:
+        monkeypatch.setattr(pretraining, "_train", train)
+        start(tmp_path, demonstrations=demonstrations)
+        return train(*args)
+
+    monkeypatch.setattr(pretraining, "_train", overtaken)
+    folder = start(tmp_path, demonstrations=1)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / "model.safetensors").exists()
+    # The control: the faster process was given other settings.
+    folder.rename(folder.with_name("other"))
+    demonstrations = 2
+    monkeypatch.setattr(pretraining, "_train", overtaken)
+    with pytest.raises(ValueError, match="trained with other demonstrations"):
+        start(tmp_path, demonstrations=1)
+
+
+def test_a_start_that_cannot_be_moved_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space left"):
+        start(tmp_path, demonstrations=1)
+    [kept] = tmp_path.iterdir()
+    assert (kept / "model.safetensors").exists()
+    assert json.loads((kept / START_SETTINGS).read_text())["demonstrations"] == 1
