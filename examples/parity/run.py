@@ -73,6 +73,8 @@ def run(args: argparse.Namespace, journal: Journal) -> bool:
         "steps": args.steps,
         "size": args.size,
         "start": policies.fingerprint(start),
+        "engine_args": args.engine_args,
+        "commit": environment.commit(),
     }
     keywords = placement.engine_keywords(device.type, ENGINE[device.type])
     keywords |= arm.engine | args.engine_args
@@ -82,9 +84,8 @@ def run(args: argparse.Namespace, journal: Journal) -> bool:
     else:
         where = placement.device_name(device)
         about = report.environment(model.num_parameters(), where, {})
-        commit = environment.commit()
-        header = {"arm": arm.name, "seed": args.seed, "commit": commit, "engine": keywords}
-        journal.add("run", **header, **about, options=fixed)
+        header = {"arm": arm.name, "seed": args.seed, "engine": keywords, **about}
+        journal.add("run", **header, options=fixed)
     started = time.perf_counter()
     seed = args.seed + ENGINE_SEEDS * step
     with placement.running_engine(start, arm.ignored_layers, seed, keywords) as engine:

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from parity.layout import FINISHED, JUDGED, LOG, TIMING, Row, rows_of
 from parity.settings import LAST_STEPS
@@ -17,8 +16,8 @@ TIMES = ("step_s", "rollout_s", "learn_s", "update_s")
 DIGITS = 4
 WARM_UP = 5
 """Steps at the begin of a run that are not timed."""
-PLACE = ("device", "versions", "commit", "options")
-"""What of a run's header all runs have in common, but for the start, which is of a model."""
+PLACE = ("device", "versions")
+"""What of a run's header all runs have in common, beside their options."""
 
 
 def summarize(states: Iterable[Path]) -> list[Row]:
@@ -29,14 +28,14 @@ def summarize(states: Iterable[Path]) -> list[Row]:
     """
     rows: list[Row] = []
     headers: dict[str, Row] = {}
+    timed: dict[str, Row] = {}
     for state in states:
         for log in sorted([*state.glob(f"*-*/{LOG}"), *state.glob(f"{TIMING}/*/{LOG}")]):
             found = rows_of(log)
             if not found or found[0]["kind"] != "run":
                 continue
             is_timing = log.parent.parent.name == TIMING
-            if not is_timing:
-                headers[log.parent.name] = found[0]
+            (timed if is_timing else headers)[log.parent.name] = found[0]
             rows.append(_timing(found) if is_timing else _run(log.parent, found))
         for judged in sorted(state.glob(f"start-*/{JUDGED}")):
             model = judged.parent.name.split("-")[1]
@@ -46,7 +45,7 @@ def summarize(states: Iterable[Path]) -> list[Row]:
     names = Counter((row["kind"], row.get("arm"), row.get("seed")) for row in rows if "arm" in row)
     if twice := [f"{arm}-{seed}" for (_, arm, seed), count in names.items() if count > 1]:
         raise ValueError(f"more than one folder has {', '.join(twice)}; give each run once")
-    return [_environment(headers), *rows]
+    return [_environment(headers, timed), *rows]
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -61,38 +60,46 @@ def read(text: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def _environment(headers: dict[str, Row]) -> Row:
-    """What all runs depend on.
+def _environment(headers: dict[str, Row], timed: dict[str, Row]) -> Row:
+    """What all runs depend on, timed ones as well.
 
     Raises:
         ValueError: they do not.
     """
     starts: dict[str, str] = {}
-    facts: dict[str, Any] = {}
+    facts = _facts(next(iter(headers.values())))
     for name, header in headers.items():
-        options = dict(header["options"])
-        model = ARMS[header["arm"]].model
-        mine = {"start": options.pop("start")}
-        mine_facts = {key: header[key] for key in PLACE} | {"options": options}
-        facts = facts or mine_facts
-        if changed := [key for key in PLACE if facts[key] != mine_facts[key]]:
-            raise ValueError(
-                f"{name} differs from other runs in {', '.join(changed)}; merge one experiment"
-            )
-        if starts.setdefault(model, mine["start"]) != mine["start"]:
+        _check(name, facts, _facts(header))
+        model, start = ARMS[header["arm"]].model, header["options"]["start"]
+        if starts.setdefault(model, start) != start:
             raise ValueError(
                 f"{name} began with other weights than other runs of the {model} model, so they "
                 f"are no pairs; merge runs of one machine's start"
             )
-    parameters = {ARMS[h["arm"]].model: h["parameters"] for h in headers.values()}
+    for name, header in timed.items():
+        _check(f"{TIMING}/{name}", facts, _facts(header) | {"steps": facts["steps"]})
     dates = sorted(header["date"][:10] for header in headers.values())
     return {
         "kind": "environment",
-        **facts,
+        **{key: facts.pop(key) for key in (*PLACE, "commit")},
+        "options": facts,
         "starts": starts,
-        "parameters": parameters,
+        "parameters": {ARMS[h["arm"]].model: h["parameters"] for h in headers.values()},
         "date": dates[-1],
     }
+
+
+def _facts(header: Row) -> Row:
+    """What a run has in common with others; the start is of a model."""
+    options = {key: value for key, value in header["options"].items() if key != "start"}
+    return {key: header[key] for key in PLACE} | options
+
+
+def _check(name: str, facts: Row, mine: Row) -> None:
+    if changed := [key for key in facts | mine if facts.get(key) != mine.get(key)]:
+        raise ValueError(
+            f"{name} differs from other runs in {', '.join(changed)}; merge one experiment"
+        )
 
 
 def _run(folder: Path, rows: list[Row]) -> Row:

@@ -133,7 +133,8 @@ def timing(text: str) -> str:
     steps = max((row["n"] for row in timed.values()), default=0)
     note = (
         f"`python examples/parity/run_all.py --timing`: medians of {steps} steps, one run alone on "
-        f"a GPU. Correction and metrics are part of the training, and the same in every arm."
+        f"a GPU, {_where(rows[0])}. Correction and metrics are part of the training, and the same "
+        f"in every arm."
     )
     return "\n".join([*lines, "", note])
 
@@ -163,7 +164,6 @@ def _before(start: Row) -> str:
 
 def _how(rows: list[Row]) -> str:
     e = rows[0]
-    versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
     models = " and ".join(f"{n / 1e6:.0f} M parameters ({m})" for m, n in e["parameters"].items())
     problems = max((r["judged"]["problems"] for r in rows if r.get("judged")), default=0)
     unfinished = [
@@ -172,11 +172,16 @@ def _how(rows: list[Row]) -> str:
     options = e["options"]
     return (
         f"`python examples/parity/run_all.py`: {models}, {options['steps']} steps of "
-        f"{options['prompts']} problems with {options['group']} responses each, {e['device']}, "
-        f"{versions}, {e['date']}, commit {e['commit']}. Means over seeds, least and largest. "
+        f"{options['prompts']} problems with {options['group']} responses each, {_where(e)}, "
+        f"{e['date']}. Means over seeds, least and largest. "
         f"Judged: {problems} held-out problems, one response each, by one BF16 engine for all runs."
         + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
     )
+
+
+def _where(e: Row) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
+    return f"{e['device']}, {versions}, commit {e['commit']}"
 
 
 def _tested(found: Comparison, inside: bool) -> str:

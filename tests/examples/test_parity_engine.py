@@ -54,7 +54,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(folder / LOG) if row["kind"] == "step"]
 
 
-def test_two_arms_with_a_kill_between(tmp_path: Path) -> None:
+def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8RL_COMMIT", "abc1234")  # the tree may change between the processes
     finish(start("run.py", tmp_path, "--arm", "bf16"), tmp_path)
 
     killed = tmp_path / "fp8-kv8-0"

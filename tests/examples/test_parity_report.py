@@ -13,7 +13,8 @@ from parity.settings import MARGIN
 from parity.variants import ARMS, seeds_of
 
 STEPS, SEEDS = 200, 3
-OPTIONS = {"steps": STEPS, "size": "full", "prompts": 16, "group": 8}
+WHERE = "NVIDIA H200, sglang 0.5.17, torch 2.11.0, commit abc1234"
+OPTIONS = {"size": "full", "prompts": 16, "group": 8, "engine_args": {}, "commit": "abc1234"}
 ALARM = {"metric": "mismatch_kl_k3", "value": 0.5, "threshold": 0.1, "message": "Look at it."}
 JUDGEMENT = {"problems": 1024, "response_tokens": 110.0, "unfinished": 0.0, "entropy": 0.2}
 NOISE = {"fp8": (0.004, -0.006, 0.002)}
@@ -24,19 +25,20 @@ PAGE = "".join(
 )
 
 
-def a_log(arm: str, seed: int, steps: int = STEPS, start: str = "f00d") -> list[dict[str, Any]]:
-    """What a run of so many steps writes."""
+def a_log(
+    arm: str, seed: int, steps: int = STEPS, of: int = STEPS, start: str = "f00d"
+) -> list[dict[str, Any]]:
+    """What a run writes that has done ``steps`` of its steps."""
     rng = random.Random(f"{arm} {seed}")
     model = ARMS[arm].model
     header = {
         "arm": arm,
         "seed": seed,
-        "commit": "abc1234",
         "device": "NVIDIA H200",
         "versions": {"sglang": "0.5.17", "torch": "2.11.0"},
         "parameters": 126110720,
         "date": "2026-01-01T00:00:00+00:00",
-        "options": OPTIONS | {"start": f"{start}-{model}"},
+        "options": OPTIONS | {"steps": of, "start": f"{start}-{model}"},
     }
     engine = {"start_s": 40.0, "matrices": 32, "fp8_matrices": 0 if "bf16" in arm else 32}
     rows = [{"kind": "run", **header}, {"kind": "engine", "step": 0, **engine}]
@@ -81,7 +83,7 @@ def state(tmp_path: Path) -> Path:
         for seed in seeds_of(arm, SEEDS):
             write_run(tmp_path, arm, seed)
         if ARMS[arm].is_timed:
-            write_run(tmp_path, arm, 0, is_timed=True, steps=20)
+            write_run(tmp_path, arm, 0, is_timed=True, steps=20, of=20)
     start = tmp_path / "start-dense-full"
     start.mkdir()
     (start / JUDGED).write_text(json.dumps(JUDGEMENT | {"reward": 0.3, "by_kind": {}}))
@@ -113,6 +115,9 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "| outliers-kv8-unit | `mismatch_kl_k3` | 198 of 200 | 2 | 0.5 | 0.1 |" in lines
     [silent] = [line for line in lines if line.startswith("No alarm in any step:")]
     assert set(silent[:-1].split(": ")[1].split(", ")) == ARMS.keys() - {"outliers-kv8-unit"}
+    [note] = [line for line in lines if "examples/parity/run_all.py --timing" in line]
+    assert f"one run alone on a GPU, {WHERE}. " in note
+    assert f"8 responses each, {WHERE}, 2026-01-01. " in page
     timed = [line for line in lines if "| 0.76 s (0.76 to 0.76) | 0.50 s | 25,600 |" in line]
     with_times = [name for name, arm in ARMS.items() if arm.is_timed]
     assert [line.split(" |")[0][2:] for line in timed] == with_times
@@ -154,11 +159,31 @@ def test_runs_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "c", "bf16", 0)
     with pytest.raises(ValueError, match="more than one folder has bf16-0"):
         summary.summarize([tmp_path / "a", tmp_path / "c"])
-    folder = write_run(tmp_path / "d", "fp8", 1)
-    log = (folder / LOG).read_text()
-    (folder / LOG).write_text(log.replace('"commit": "abc1234"', '"commit": "def5678"'))
-    with pytest.raises(ValueError, match="differs from other runs in commit"):
-        summary.summarize([tmp_path / "a", tmp_path / "d"])
+
+
+CHANGES = {
+    "commit": ('"commit": "abc1234"', '"commit": "def5678"'),
+    "engine_args": ('"engine_args": {}', '"engine_args": {"page_size": 16}'),
+    "prompts": ('"prompts": 16', '"prompts": 8'),
+    "device": ("NVIDIA H200", "NVIDIA H100"),
+    "versions": ("0.5.17", "0.5.23"),
+}
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.parametrize("changed", CHANGES)
+def test_runs_of_other_experiments_are_refused(
+    tmp_path: Path, changed: str, is_timed: bool
+) -> None:
+    write_run(tmp_path, "bf16", 0)
+    more = {"is_timed": True, "steps": 20, "of": 20} if is_timed else {}
+    log = write_run(tmp_path, "fp8", 0, **more) / LOG
+    assert len(summary.summarize([tmp_path])) == 3  # the control
+    text = log.read_text()
+    assert text.count(CHANGES[changed][0]) == 1
+    log.write_text(text.replace(*CHANGES[changed]))
+    with pytest.raises(ValueError, match=f"fp8-0 differs from other runs in {changed}; merge"):
+        summary.summarize([tmp_path])
 
 
 def test_the_page_s_blocks_are_known() -> None:

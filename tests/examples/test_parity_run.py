@@ -21,6 +21,7 @@ from parity.learner import Learner
 from trainer_bridge import Rollout
 
 STEPS, EVERY = 6, 2
+COMMIT = "abc1234"  # of the tree, which may change while the tests run
 SMALL = {
     "demonstrations": 3,
     "demonstration_batch": 2,
@@ -107,6 +108,7 @@ class Killed(BaseException):
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engines that respond as the teacher does, each policy version in its own way."""
     facts: dict[str, Any] = {"seeds": [], "kill_at": None, "versions": []}
+    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, COMMIT)
 
     @contextmanager
     def running_engine(
@@ -209,13 +211,29 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
     assert fake_engine["versions"][-STEPS + 2 :] == [3, 4, 5, 6]
 
 
-def test_other_options_do_not_go_on_with_a_run(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
+def test_other_options_do_not_go_on_with_a_run(
+    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = ("--engine-args", '{"page_size": 16}')
     fake_engine["kill_at"] = 3
     with pytest.raises(Killed):
-        go_on(arguments(tmp_path))
-    other = arguments(tmp_path, "--settings", json.dumps(SMALL | {"rate": 1.0}))
-    with pytest.raises(ValueError, match="a run with other rate; give the same options"):
-        go_on(other)
+        go_on(arguments(tmp_path, *engine))
+    fake_engine["kill_at"] = None
+    settings = ("--settings", json.dumps(SMALL | {"rate": 1.0}))
+    others = {"rate": (*engine, *settings), "engine_args": (), "steps": (*engine, "--steps", "9")}
+    for name, words in others.items():
+        with pytest.raises(ValueError, match=f"a run with other {name}; give the same options"):
+            go_on(arguments(tmp_path, *words))
+    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, "def5678")
+    with pytest.raises(ValueError, match="a run with other commit; give the same"):
+        go_on(arguments(tmp_path, *engine))
+    # The control: what was refused has left the run as it was, and the same options go on.
+    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, COMMIT)
+    assert go_on(arguments(tmp_path, *engine))
+    rows = rows_of(tmp_path / "fp8-1" / LOG)
+    assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
+    assert rows[0]["options"]["commit"] == COMMIT
+    assert rows[0]["options"]["engine_args"] == {"page_size": 16}
 
 
 def test_wrong_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
