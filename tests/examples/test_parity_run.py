@@ -17,6 +17,7 @@ from parity import learner, policies, rollouts, run, tasks
 from parity.journal import Journal
 from parity.layout import FINAL, LOG, rows_of, run_folder
 from parity.learner import Learner
+from parity.variants import ARMS, CORRECTED
 
 from trainer_bridge import Rollout
 
@@ -192,6 +193,20 @@ def test_a_killed_run_goes_on_to_the_same_curve(
     assert (folder / FINAL / "model.safetensors").exists()
     assert Journal(folder).is_finished
     assert not list(folder.glob("checkpoint*.safetensors"))
+
+
+@pytest.mark.parametrize("arm", ["fp8", "fp8-uncorrected"])
+def test_a_step_s_row_has_what_alarms_are_judged_by(
+    tmp_path: Path, fake_engine: dict[str, Any], arm: str
+) -> None:
+    assert go_on(arguments(tmp_path, "--arm", arm, "--steps", "1"))
+    [row] = [row for row in rows_of(tmp_path / f"{arm}-1" / LOG) if row["kind"] == "step"]
+    judged = {"mismatch_kl_k3", "ratio_mean", "chi2_token", "tokens"}
+    weights = {"weight_ess", "weight_mean"}
+    assert judged <= row.keys()
+    assert weights & row.keys() == (weights if ARMS[arm].correction == CORRECTED else set())
+    assert row["alarms"]  # the logprobs are made up
+    assert {alarm["metric"] for alarm in row["alarms"]} <= row.keys()
 
 
 def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
