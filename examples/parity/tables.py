@@ -70,9 +70,9 @@ def mismatch(text: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for arm, runs in _arms(summary.read(text)).items():
-        kl, ess, clipped, entropy, length = (
+        kl, ess, clipped, length = (
             [value for run in runs for value in run["series"].get(name, [])]
-            for name in summary.SERIES[1:]
+            for name in ("mismatch_kl_k3", "ess", "clipped_fraction", "response_tokens")
         )
         cut = fmean(run["last_unfinished"] for run in runs)
         cells = [
@@ -80,12 +80,16 @@ def mismatch(text: str) -> str:
             f"{median(kl):.1e} (to {max(kl):.1e})",
             f"{median(ess):.4f} (from {min(ess):.4f})",
             f"{fmean(clipped):.1e}" if clipped else "",
-            f"{entropy[0]:.2f} to {fmean(run['series']['entropy'][-1] for run in runs):.2f}",
+            " to ".join(f"{fmean(r['series']['entropy'][i] for r in runs):.2f}" for i in (0, -1)),
             f"{median(length):.0f}, {cut:.1%} at the end",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Medians over all steps and seeds, and the worst step."]
-    return "\n".join(lines)
+    note = (
+        f"KL, ESS, response tokens: medians over all steps and seeds, in brackets the worst step. "
+        f"Tokens above C: their mean fraction. Entropy: first step to last, means over seeds. Cut "
+        f"off: of the last {LAST_STEPS} steps."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def alarms(text: str) -> str:

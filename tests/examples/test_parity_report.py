@@ -133,6 +133,19 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     assert 20_000 < png.stat().st_size < 600_000
 
 
+def test_entropy_is_of_all_seeds_at_both_ends(tmp_path: Path) -> None:
+    ends = {0: (0.9, 0.3), 1: (0.7, 0.2), 2: (0.5, 0.4)}
+    for seed, (first, last) in ends.items():
+        log = write_run(tmp_path, "bf16", seed) / LOG
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        steps = [row for row in rows if row["kind"] == "step"]
+        steps[0]["entropy"], steps[-1]["entropy"] = first, last
+        log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = tables.mismatch("\n".join(map(json.dumps, summary.summarize([tmp_path]))))
+    [bf16] = [line for line in table.splitlines() if line.startswith("| bf16 |")]
+    assert "| 0.70 to 0.30 |" in bf16
+
+
 def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
     write_run(tmp_path, "bf16", 0)
     write_run(tmp_path, "fp8", 0)
