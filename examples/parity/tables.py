@@ -46,6 +46,7 @@ def tests(text: str) -> str:
         "| no difference: t, permutation | equivalent: TOST | power: t, TOST |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    comparisons = []
     for arm, runs in arms.items():
         reference = ARMS[arm].reference
         if reference is None or reference not in arms:
@@ -55,10 +56,11 @@ def tests(text: str) -> str:
         if not both:
             continue
         found = compare([mine[s] for s in both], [theirs[s] for s in both], MARGIN, ALPHA)
+        comparisons.append(found)
         mean = fmean(mine.values())
         inside = min(theirs.values()) <= mean <= max(theirs.values())
         lines.append(f"| {arm} less {reference} | {len(both)} | {_tested(found, inside)} |")
-    lines += ["", _legend(arms)]
+    lines += ["", _legend(arms, comparisons)]
     return "\n".join(lines)
 
 
@@ -93,25 +95,27 @@ def mismatch(text: str) -> str:
 
 
 def alarms(text: str) -> str:
-    """Which alarms fired in which arm."""
+    """Which alarms fired in which arm, and whether they were to."""
     lines = [
-        "| arm | alarm | steps | first | worst value | threshold |",
-        "|---|---|---|---|---|---|",
+        "| arm | alarm | steps | first | worst value | threshold | as expected |",
+        "|---|---|---|---|---|---|---|",
     ]
-    silent = []
     for arm, runs in _arms(summary.read(text)).items():
+        steps = sum(run["steps"] for run in runs)
         fired = sorted({metric for run in runs for metric in run["alarms"]})
+        expected = _yes(bool(fired) == ARMS[arm].must_alarm)
         if not fired:
-            silent.append(arm)
+            lines.append(f"| {arm} | none | 0 of {steps} | | | | {expected} |")
         for metric in fired:
             mine = [run["alarms"][metric] for run in runs if metric in run["alarms"]]
             worst = max(mine, key=lambda a: abs(a["value"] - a["threshold"]))
-            count, steps = sum(a["count"] for a in mine), sum(run["steps"] for run in runs)
             lines.append(
-                f"| {arm} | `{metric}` | {count} of {steps} | {min(a['first_step'] for a in mine)} "
-                f"| {worst['value']:.3g} | {worst['threshold']:.3g} |"
+                f"| {arm} | `{metric}` | {sum(a['count'] for a in mine)} of {steps} "
+                f"| {min(a['first_step'] for a in mine)} "
+                f"| {worst['value']:.3g} | {worst['threshold']:.3g} | {expected} |"
             )
-    return "\n".join([*lines, "", f"No alarm in any step: {', '.join(silent) or 'no arm'}."])
+    broken = ", ".join(f"`{arm.name}`" for arm in ARMS.values() if arm.must_alarm)
+    return "\n".join([*lines, "", f"Expected: alarms in {broken}, which is broken, and no other."])
 
 
 def timing(text: str) -> str:
@@ -209,17 +213,22 @@ def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
 
-def _legend(arms: dict[str, list[Row]]) -> str:
+def _legend(arms: dict[str, list[Row]], comparisons: list[Comparison]) -> str:
     spreads = [
         f"{arm} {stdev(values):.3f}"
         for arm, runs in arms.items()
         if ARMS[arm].reference is None and len(values := list(_judged(runs).values())) > 1
     ]
-    seeds = max(len(runs) for runs in arms.values())
-    return (
+    legend = (
         f"Judged rewards, paired by seed; margin {MARGIN} and alpha {ALPHA} were fixed before the "
         f"runs. Standard deviation of the references' seeds: {', '.join(spreads) or 'not yet'}. "
         f"Power: the chance of the t test to find a difference of the margin, and of TOST to find "
-        f"none, at the spread that was seen. The permutation test cannot give less than "
-        f"{2.0 ** (1 - seeds):.2g} with {seeds} seeds."
+        f"none, at the spread that was seen."
+    )
+    if not comparisons:
+        return legend
+    most = max(comparisons, key=lambda found: len(found.differences))
+    return (
+        f"{legend} The permutation test cannot give less than {most.least_p_permutation:.2g} with "
+        f"{len(most.differences)} seeds."
     )

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,11 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     assert f"margin {MARGIN}" in page
     assert "cannot give less than 0.25 with 3 seeds" in page
     assert "The dense model begins at 0.300" in page
-    assert "| outliers-kv8-unit | `mismatch_kl_k3` | 198 of 200 | 2 | 0.5 | 0.1 |" in lines
-    [silent] = [line for line in lines if line.startswith("No alarm in any step:")]
-    assert set(silent[:-1].split(": ")[1].split(", ")) == ARMS.keys() - {"outliers-kv8-unit"}
+    unit = "| outliers-kv8-unit | `mismatch_kl_k3` | 198 of 200 | 2 | 0.5 | 0.1 | yes |"
+    assert unit in lines
+    silent = {line.split(" ")[1] for line in lines if line.endswith("| | | | yes |")}
+    assert silent == ARMS.keys() - {"outliers-kv8-unit"}
+    assert "| bf16 | none | 0 of 600 | | | | yes |" in lines
     [note] = [line for line in lines if "examples/parity/run_all.py --timing" in line]
     assert f"one run alone on a GPU, {WHERE}. " in note
     assert f"8 responses each, {WHERE}, 2026-01-01. " in page
@@ -146,6 +149,19 @@ def test_entropy_is_of_all_seeds_at_both_ends(tmp_path: Path) -> None:
     assert "| 0.70 to 0.30 |" in bf16
 
 
+def test_alarms_that_were_not_expected_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fp8", "outliers-kv8-unit"):  # the healthy arm fires, and the broken one does not
+        arm = replace(ARMS[name], must_alarm=not ARMS[name].must_alarm)
+        with monkeypatch.context() as patched:
+            patched.setitem(ARMS, name, arm)
+            write_run(tmp_path, name, 0)
+    table = tables.alarms("\n".join(map(json.dumps, summary.summarize([tmp_path])))).splitlines()
+    assert "| fp8 | `mismatch_kl_k3` | 198 of 200 | 2 | 0.5 | 0.1 | no |" in table
+    assert "| outliers-kv8-unit | none | 0 of 200 | | | | no |" in table
+
+
 def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
     write_run(tmp_path, "bf16", 0)
     write_run(tmp_path, "fp8", 0)
@@ -155,6 +171,7 @@ def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
     page = "\n".join(make(text) for _, make in map(readme.BLOCKS.get, BLOCKS_OF_THE_PAGE))  # type: ignore[misc]
     assert "Not finished: fp8-kv8-1 (7 steps)." in page
     assert "| bf16 | 1 | not yet |" in page
+    assert "The permutation test" not in page  # there is no pair yet
     assert "less bf16" not in tables.tests(text).split("Judged")[0].split("|---|")[-1]
     picture.draw(text, tmp_path / "picture.png")
 
