@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 DRAWS = 200_000
-"""Simulated experiments behind a power, which is then off by 0.002 at most."""
+"""Simulated experiments behind a power, whose standard error is then 0.0011 at most."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ ARMS = {
         Arm("fp8-kv8-uncorrected", "dense", "", UNCORRECTED, KV8, "bf16"),
         Arm("moe-bf16", "moe", ALL_BF16, CORRECTED, {}, None, is_timed=True),
         Arm("moe-fp8", "moe", "", CORRECTED, {}, "moe-bf16", is_timed=True),
-        # Router replay goes here, as an arm of its own, once the engine returns its routed experts.
         Arm("outliers-kv8", "dense", "", CORRECTED, KV8, "bf16", planted=True),
         Arm(
             "outliers-kv8-unit",
