@@ -77,7 +77,7 @@ def fired(batches: list[dict[str, float]]) -> dict[str, int]:
 def report(name: str, arm: str, batches: list[dict[str, float]]) -> rows.Report:
     """One arm's rows; the first tells which alarms fired."""
     values = {metric: [metrics[metric] for metrics in batches] for metric in SHOWN}
-    values["kl_of_entropy"] = [m["mismatch_kl_k3"] / m["rollout_log_ppl"] for m in batches]
+    values["kl_of_entropy"] = [m["mismatch_kl_k3"] / m["rollout_nll"] for m in batches]
     values["ratio_sigmas"] = [
         (m["ratio_mean"] - 1) / ((m["chi2_token"] + 1 - m["ratio_mean"] ** 2) / m["tokens"]) ** 0.5
         for m in batches

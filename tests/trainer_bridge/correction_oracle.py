@@ -35,8 +35,8 @@ def k3(x: float) -> float:
     return math.exp(x) - 1.0 - x
 
 
-def token_metrics(x: list[float]) -> dict[str, float]:
-    """Of any set of tokens."""
+def token_metrics(x: list[float], rollout: list[float]) -> dict[str, float]:
+    """Of any set of tokens: their log ratios and rollout logprobs."""
     n = len(x)
     ratio = [math.exp(clamp(value)) for value in x]
     squares = math.fsum(r * r for r in ratio)
@@ -49,6 +49,7 @@ def token_metrics(x: list[float]) -> dict[str, float]:
         "chi2_token": math.fsum(math.expm1(2 * clamp(value)) for value in x) / n,
         "logprob_abs_diff_mean": math.fsum(map(abs, x)) / n,
         "token_mult_prob_error": math.fsum(math.exp(min(abs(value), BOUND)) for value in x) / n,
+        "rollout_nll": -math.fsum(rollout) / n,
     }
 
 
@@ -67,7 +68,7 @@ def metrics(trainer: Rows, rollout: Rows) -> dict[str, float]:
         "rollout": [-math.fsum(r) / len(r) for _, r in rows],
     }
     gaps = [-total / len(t) for total, (t, _) in zip(sums, rows, strict=True)]
-    found = token_metrics(x) | {
+    found = token_metrics(x, [value for _, r in rows for value in r.tolist()]) | {
         "sequences": float(len(rows)),
         "ratio_min": math.exp(clamp(min(x))),
         "ratio_max": math.exp(clamp(max(x))),

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
 HEALTHY = {
     "tokens": 20_000.0,  # the standard error of the mean ratio is below 0.0008
     "mismatch_kl_k3": 0.004,  # of 8B models, published
-    "rollout_log_ppl": 0.3,
+    "rollout_nll": 0.3,
     "token_mult_prob_error": 1.03,
     "ess": 0.99,
     "chi2_token": 0.002,
@@ -53,10 +53,35 @@ def test_each_metric_alone_can_fire() -> None:
 
 
 def test_a_sure_policy_may_differ_by_less_than_an_undecided_one() -> None:
-    assert names(mismatch_kl_k3=0.004, rollout_log_ppl=0.03) == ["mismatch_kl_k3"]
-    assert names(mismatch_kl_k3=0.09, rollout_log_ppl=2.0) == []
-    assert names(mismatch_kl_k3=0.11, rollout_log_ppl=2.0) == ["mismatch_kl_k3"]
-    assert names(mismatch_kl_k3=9e-4, rollout_log_ppl=0.0) == []  # greedy, or sure of everything
+    assert names(mismatch_kl_k3=0.004, rollout_nll=0.03) == ["mismatch_kl_k3"]
+    assert names(mismatch_kl_k3=0.09, rollout_nll=2.0) == []
+    assert names(mismatch_kl_k3=0.11, rollout_nll=2.0) == ["mismatch_kl_k3"]
+    assert names(mismatch_kl_k3=9e-4, rollout_nll=0.0) == []  # greedy, or sure of everything
+
+
+def test_the_entropy_is_by_token_as_the_kl_is() -> None:
+    """Short undecided sequences must not hide what long sure ones do."""
+    lengths_B = torch.tensor([1000] * 4 + [4] * 4)
+    mask_BT = torch.arange(1000) < lengths_B[:, None]
+    rollout_BT = torch.where(lengths_B[:, None] == 4, -3.0, -0.05).expand(8, 1000)
+    generator = torch.Generator().manual_seed(0)
+    noise_BT = 0.12 * torch.randn(8, 1000, generator=generator)
+    noise_BT -= noise_BT[mask_BT].exp().mean().log()
+    found = correct_logprobs(rollout_BT + noise_BT, rollout_BT, mask_BT)
+    entropy = (1000 * 0.05 + 4 * 3.0) / 1004
+    assert found.metrics["rollout_nll"] == pytest.approx(entropy)
+    assert found.metrics["rollout_log_ppl"] == pytest.approx(1.525)  # the control: by sequence
+    kl = found.metrics["mismatch_kl_k3"]
+    assert module.KL_OF_ENTROPY * entropy < kl < module.KL_OF_ENTROPY * 1.525
+    (alarm,) = found.alarms
+    assert alarm.metric == "mismatch_kl_k3"
+    assert alarm.threshold == pytest.approx(module.KL_OF_ENTROPY * entropy)
+
+
+def test_a_version_is_held_against_its_own_entropy() -> None:
+    version = {"version_3/tokens": 600.0, "version_3/mismatch_kl_k3": 0.01}
+    assert names(**version, **{"version_3/rollout_nll": 0.3}) == []
+    assert names(**version, **{"version_3/rollout_nll": 0.1}) == ["version_3/mismatch_kl_k3"]
 
 
 def test_a_mean_ratio_is_held_against_its_own_error() -> None:

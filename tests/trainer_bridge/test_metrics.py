@@ -12,6 +12,7 @@ from tests.trainer_bridge.correction_oracle import (
     Rows,
     batches,
     clamp,
+    float32,
     log_ratios,
     mask_of,
     metrics,
@@ -77,7 +78,8 @@ def test_long_sequences_and_their_positions(spread: float) -> None:
         prefix = f"position_{start}/"
         part = {k.removeprefix(prefix): v for k, v in actual.items() if k.startswith(prefix)}
         inside = [float(value) for row in rows for value in row[start:end]]
-        assert_metrics(part, token_metrics(inside), inside, 1.0)
+        sampled = [float(value) for row in float32(rollout) for value in row[start:end]]
+        assert_metrics(part, token_metrics(inside, sampled), inside, 1.0)
 
 
 def test_a_float32_sum_would_fail_at_32k_tokens() -> None:
@@ -135,11 +137,14 @@ def test_policy_versions_are_reported_apart() -> None:
     given_ = pad(trainer), pad(rollout), mask_of(rollout)
     versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is no token, whatever it says
     found = mismatch_metrics(*given_, versions_BT=versions)
-    x = log_ratios(trainer, rollout)
-    for version, part in {-1: [*x[0][:2]], 3: [x[0][2], *x[1]]}.items():
+    x, sampled = log_ratios(trainer, rollout), float32(rollout)
+    for version, (part, rolled) in {
+        -1: ([*x[0][:2]], [*sampled[0][:2]]),
+        3: ([x[0][2], *x[1]], [sampled[0][2], *sampled[1]]),
+    }.items():
         prefix = f"version_{version}/"
         mine = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        assert_metrics(mine, token_metrics(part), part, 1.0)
+        assert_metrics(mine, token_metrics(part, rolled), part, 1.0)
     versions[1, 2] = 9
     assert mismatch_metrics(*given_, versions_BT=versions) == found
     one = mismatch_metrics(*given_, versions_BT=torch.full((2, 3), 5))

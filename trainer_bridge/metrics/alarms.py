@@ -100,7 +100,7 @@ def announce(alarms: Sequence[Alarm]) -> None:
 def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float, float]]:
     """Between which values each metric is silent; what a batch is corrected with goes for all
     policy versions together."""
-    entropy = max(metrics.get("rollout_log_ppl", math.inf), ENTROPY_FLOOR)
+    entropy = max(metrics.get(f"{prefix}rollout_nll", math.inf), ENTROPY_FLOOR)
     bias = max(RATIO_BIAS, RATIO_SIGMAS * _ratio_error(metrics, prefix))
     limits = {
         "mismatch_kl_k3": (-math.inf, min(KL_MOST, KL_OF_ENTROPY * entropy)),

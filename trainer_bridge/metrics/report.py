@@ -41,6 +41,7 @@ def mismatch_metrics(
     chi2_token, chi2_seq (S)            mean of r^2, less 1; r of a token, or the sequence's product
     logprob_abs_diff_mean, _max         of |x|
     token_mult_prob_error               mean of exp(|x|); NeMo-RL worries above 1.05
+    rollout_nll                         mean of -rollout logprob: estimates its policy's entropy
     log_ppl_gap, _abs, _min, _max (S)  of g, a sequence's mean of -x: log(trainer PPL / rollout PPL)
     ppl_ratio (S)                       mean of exp(g)
     trainer_ppl, rollout_ppl (S)        mean of the perplexity, exp of a sequence's mean -logprob
@@ -106,6 +107,7 @@ def add_mismatch(
         counted_BT.square(),
         log_ratio_BT.abs(),
         torch.maximum(ratio_BT, ratio_BT.reciprocal()) - 1,  # exp(|x|) - 1
+        mismatch.rollout_BT,
         *more_BT.values(),
     ]
     bins_BT = histogram.bins_of(mismatch.bounded_BT)
@@ -172,7 +174,7 @@ def _of_tokens(
     tokens = sums[0]
     if not tokens:
         return {"tokens": 0.0}
-    log_ratio, excess, ratio, square, magnitude, error, *others = (
+    log_ratio, excess, ratio, square, magnitude, error, rollout, *others = (
         total / tokens for total in sums[1:]
     )
     ranks = {
@@ -189,6 +191,7 @@ def _of_tokens(
         "chi2_token": square - 1,
         "logprob_abs_diff_mean": magnitude,
         "token_mult_prob_error": 1 + error,
+        "rollout_nll": -rollout,
         **dict(zip(more, others, strict=True)),
     }
 
