@@ -11,6 +11,7 @@ import torch
 from trainer_bridge import Alarm, check_alarms
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import alarms as module
+from trainer_bridge.metrics import mismatch_metrics
 
 RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
 HEALTHY = {
@@ -93,6 +94,40 @@ def test_a_mean_ratio_is_held_against_its_own_error() -> None:
         (alarm,) = check_alarms(HEALTHY | wide | {"ratio_mean": far})
         error = math.sqrt((1.5 - far**2) / 1000)
         assert alarm.threshold == pytest.approx(1 + math.copysign(6 * error, far - 1))
+
+
+def test_ratios_below_one_are_put_down_to_policies_that_are_far_apart() -> None:
+    far = {"mismatch_kl_k3": 0.016}
+    assert names(ratio_mean=0.99, **far) == ["mismatch_kl_k3"]
+    assert names(ratio_mean=1.01, **far) == ["mismatch_kl_k3", "ratio_mean"]
+    version = {"version_3/mismatch_kl_k3": 0.2, "version_3/chi2_token": 0.0}
+    version |= {"version_3/tokens": 5000.0, "version_3/ratio_mean": 0.99}
+    assert names(**version) == ["version_3/mismatch_kl_k3"]
+    assert names(**version, ratio_mean=0.99) == ["ratio_mean", "version_3/mismatch_kl_k3"]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.06])
+def test_a_tail_that_was_not_sampled(spread: float) -> None:
+    """A broken policy with E[r] = 1 exactly: 2 tokens in 10000 have r = 50, so that of batches of
+    5000 a third has none of them. Where other tokens differ by nothing (``spread`` 0), such a batch
+    looks as with top-p, and the mean ratio is told: the limit that is left."""
+    generator = torch.Generator().manual_seed(0)
+    rare, high, shape = 2e-4, 50.0, (5, 1000)
+    others = math.log((1 - rare * high) / (1 - rare)) - spread**2 / 2
+    rollout_BT = torch.full(shape, -module.ENTROPY_FLOOR)
+    found = []
+    for _ in range(200):
+        x_BT = others + spread * torch.randn(shape, generator=generator)
+        x_BT[torch.rand(shape, generator=generator) < rare] = math.log(high)
+        mask_BT = torch.ones(shape, dtype=torch.bool)
+        found.append(mismatch_metrics(rollout_BT + x_BT, rollout_BT, mask_BT))
+    told = [{alarm.metric for alarm in check_alarms(metrics)} for metrics in found]
+    alone = [check_alarms(metrics | {"mismatch_kl_k3": 0.0}) for metrics in found]
+    assert sum("ratio_mean" in {a.metric for a in each} for each in alone) > 40  # without the rule
+    if spread:
+        assert all("mismatch_kl_k3" in fired and "ratio_mean" not in fired for fired in told)
+    else:
+        assert sum(fired == {"ratio_mean"} for fired in told) > 40
 
 
 def test_few_tokens_are_not_judged_and_versions_are_judged_apart() -> None:
