@@ -26,7 +26,7 @@ def faults(text: str) -> str:
         f"| rollout | {' | '.join(heads)} | alarms, {' | '.join(models)} |",
         "|---" * (1 + 3 * len(models)) + "|",
     ]
-    for state in ("healthy", "faulty"):
+    for state in dict.fromkeys(row["case"] for row in rows):
         lines.append(f"| **{state}** |{' |' * (3 * len(models))}")
         for arm in dict.fromkeys(row["arm"] for row in rows if row["case"] == state):
             mine = [[r for r in rows if (r["arm"], r["model"]) == (arm, m)] for m in models]
@@ -39,8 +39,8 @@ def faults(text: str) -> str:
     return "\n".join(lines) + (
         f"\n\n`{e['command']}`, {e['device']}, torch {e['torch']}, {e['date']}, commit "
         f"{e['commit']}: medians of {batches} batches of {min(tokens):.0f} to {max(tokens):.0f} "
-        f"tokens. A number behind an alarm: it fired in so many of them only; v: for the policy "
-        f"version at fault."
+        f"tokens{_trained(e)}. A number behind an alarm: it fired in so many of them only; v: for "
+        f"the policy version at fault."
     )
 
 
@@ -83,6 +83,15 @@ def _margin(metric: str, healthy: Rows, threshold: float, sick: Rows) -> tuple[s
             f"{_share(medians[0])} to {_share(medians[-1])}",
         )
     return f"{worst:.3f}", f"above {threshold}", f"{medians[0]:.2f} to {medians[-1]:.0f}"
+
+
+def _trained(environment: dict[str, Any]) -> str:
+    """Which commits trained the policies, where they are others than the one that measured."""
+    return "".join(
+        f"; policy {name} trained by commit {commit}"
+        for name, commit in environment.get("policies", {}).items()
+        if commit != environment["commit"]
+    )
 
 
 def _share(value: float) -> str:

@@ -86,11 +86,13 @@ HEALTHY = (
     Arm("BF16", lambda policy: planted.bf16_engine(policy.at(0))),
     Arm("FP8"),
     Arm("FP8, temperature 0.7", temperature=0.7),
-    Arm("FP8, greedy", temperature=0.0, trainer_temperature=1.0),
     Arm("FP8 + FP8 KV", _fp8_kv(outliers=False, calibrated=True)),
     Arm("FP8 + FP8 KV at scale 1", _fp8_kv(outliers=False, calibrated=False)),
     Arm("FP8 + FP8 KV, K beyond 448", _fp8_kv(outliers=True, calibrated=True)),
     Arm("FP8, 1 step old", _fp8(1)),
+)
+UNJUDGED = (  # drawn from no distribution, so that its mean ratio need not be 1
+    Arm("FP8, greedy", temperature=0.0, trainer_temperature=1.0),
 )
 FAULTY = (
     Arm("5 steps old", _fp8(5)),
@@ -110,7 +112,8 @@ FAULTY = (
     Arm("top-p 0.95, logprobs without it", top_p=0.95),
     Arm("logprobs one token late", shift=1),
 )
-ARMS = {arm.name: arm for arm in (*HEALTHY, *FAULTY)}
+STATES = {"healthy": HEALTHY, "not judged": UNJUDGED, "faulty": FAULTY}
+ARMS = {arm.name: arm for arms in STATES.values() for arm in arms}
 
 
 def roll_out(

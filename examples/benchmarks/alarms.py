@@ -3,8 +3,9 @@
     PYTHONPATH=examples python examples/benchmarks/alarms.py
 
 On the CPU, in an hour on one core: two small policies (alarm_tasks.py), for each a healthy or a
-faulty engine (alarm_arms.py) that samples from itself. Policies and metrics are kept in --work, so
-a run that was cut goes on. Figures go to results/alarms.json.
+faulty engine (alarm_arms.py) that samples from itself. Policies are kept in --work, and a commit's
+metrics in a folder there, so a run that was cut goes on. A policy that an earlier commit trained is
+used again, and the figures, which go to results/alarms.json, tell which one did.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import rows
 import torch
 from alarm_tasks import Policy
 from correction import facts
+from environment import commit
 
 from trainer_bridge.metrics import check_alarms
 
@@ -27,30 +29,39 @@ RESULTS = Path(__file__).resolve().parent / "results" / "alarms.json"
 COMMAND = "PYTHONPATH=examples python examples/benchmarks/alarms.py"
 SEQUENCES = {"sums": 512, "text": 64}  # of a batch: about 5000 tokens each
 BATCHES = 4
-SHOWN = ("mismatch_kl_k3", "token_mult_prob_error", "ess", "ratio_mean", "logprob_abs_diff_mean")
+SHOWN = (
+    "mismatch_kl_k3",
+    "token_mult_prob_error",
+    "ess",
+    "ratio_mean",
+    "logprob_abs_diff_mean",
+    "rollout_nll",
+    "chi2_token",
+    "tokens",
+)
 
 
-def trained(name: str, work: Path) -> Policy:
-    """The policy with its history, from ``work`` if it is there."""
+def trained(name: str, work: Path) -> tuple[Policy, str]:
+    """The policy with its history, from ``work`` if it is there, and the commit that trained it."""
     task = alarm_tasks.TASKS[name]
     policy, kept = Policy(task, alarm_tasks.build(task)), work / f"{name}.pt"
     if kept.exists():
         saved = torch.load(kept)
         policy.history, policy.rewards = saved["history"], saved["rewards"]
-        return policy
+        return policy, saved["commit"]
+    trainer = commit()
     for step, loss in enumerate(alarm_tasks.teach(task, policy.model, task.steps)):
         if step % 50 == 0:
             print(f"{name}: demonstration step {step}, loss {loss:.3f}", flush=True)
     alarm_tasks.reinforce(policy, alarm_tasks.RL_STEPS)
-    torch.save({"history": policy.history, "rewards": policy.rewards}, kept)
-    return policy
+    saved = {"history": policy.history, "rewards": policy.rewards, "commit": trainer}
+    torch.save(saved, kept)
+    return policy, trainer
 
 
-def measure(name: str, work: Path) -> dict[str, list[dict[str, float]]]:
-    """Of each arm, the metrics of each batch."""
-    path = work / f"{name}.json"
+def measure(name: str, policy: Policy, path: Path) -> dict[str, list[dict[str, float]]]:
+    """Of each arm, the metrics of each batch; those that ``path`` has are not measured again."""
     found: dict[str, list[dict[str, float]]] = json.loads(path.read_text()) if path.exists() else {}
-    policy = trained(name, work)
     for arm in alarm_arms.ARMS.values():
         if arm.name in found:
             continue
@@ -82,8 +93,7 @@ def report(name: str, arm: str, batches: list[dict[str, float]]) -> rows.Report:
         (m["ratio_mean"] - 1) / ((m["chi2_token"] + 1 - m["ratio_mean"] ** 2) / m["tokens"]) ** 0.5
         for m in batches
     ]
-    values["tokens"] = [metrics["tokens"] for metrics in batches]
-    state = "healthy" if arm in {healthy.name for healthy in alarm_arms.HEALTHY} else "faulty"
+    state = next(s for s, arms in alarm_arms.STATES.items() if alarm_arms.ARMS[arm] in arms)
     return {"arm": arm, "model": name, "case": state, "values": values, "alarms": fired(batches)}
 
 
@@ -93,14 +103,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/alarms"), help="what is kept")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    reports = [
-        report(name, arm, batches)
-        for name in options.tasks
-        for arm, batches in measure(name, options.work).items()
-    ]
-    environment: dict[str, Any] = facts(COMMAND)
+    environment: dict[str, Any] = facts(COMMAND) | {"policies": {}}
+    measured = options.work / environment["commit"]
+    measured.mkdir(parents=True, exist_ok=True)
+    reports = []
+    for name in options.tasks:
+        policy, environment["policies"][name] = trained(name, options.work)
+        batches = measure(name, policy, measured / f"{name}.json")
+        reports += [report(name, arm, each) for arm, each in batches.items()]
     rows.save(options.output, environment, rows.rows_of(reports), [])
     print(f"{options.output}: {len(reports)} arms", file=sys.stderr)
 

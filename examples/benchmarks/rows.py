@@ -55,6 +55,8 @@ UNITS = {
     "ratio_mean": "1",
     "ratio_sigmas": "1",
     "kl_of_entropy": "1",
+    "rollout_nll": "nats",
+    "chi2_token": "1",
     "tokens": "1",
     "mismatch_kl_k1": "nats",
     "mismatch_ess": "1",
