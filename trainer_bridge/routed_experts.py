@@ -11,6 +11,8 @@ engine's order of falling gates.
 """
 
 import base64
+import binascii
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,15 +73,18 @@ class ExpertLayout:
                 f"rollout: reply {index} has no routed experts, though the engine captures them; "
                 f"does something on the way drop parts of meta_info?"
             )
-        sent = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
+        try:
+            sent = bytearray(base64.b64decode(encoded))
+        except binascii.Error:
+            sent = bytearray()  # cut within a group of four letters
         shape = (tokens - 1, self.decoder_layers, self.top_k)
-        if sent.numel() != shape[0] * shape[1] * shape[2]:
+        if len(sent) != math.prod(shape) * torch.int32.itemsize:
             raise ValueError(
-                f"rollout: reply {index} has {sent.numel()} expert ids where {shape[0]} tokens of "
-                f"{shape[1]} layers with {shape[2]} experts each were run; do not replay it, and "
-                f"report it with the engine's version and options"
+                f"rollout: reply {index} has {len(sent)} bytes of int32 expert ids where "
+                f"{shape[0]} tokens of {shape[1]} layers with {shape[2]} experts each were run; do "
+                f"not replay it, and report it with the engine's version and options"
             )
-        experts_SLK = sent.view(shape)[:, self.layers]
+        experts_SLK = torch.frombuffer(sent, dtype=torch.int32).view(shape)[:, self.layers]
         if fault := self._fault(experts_SLK):
             raise ValueError(
                 f"rollout: reply {index} has {fault}, so its experts were not captured in "

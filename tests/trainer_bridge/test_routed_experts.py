@@ -64,8 +64,11 @@ def spoiled(value: int, layer: int) -> dict[str, Any]:
     [
         ({}, "reply 7 has no routed experts, though"),
         ({"routed_experts": None}, "reply 7 has no routed experts, though"),
-        (sent(captured(5)), "24 expert ids where 3 tokens of 3 layers with 2"),
-        (sent(captured(3)), "12 expert ids where 3 tokens"),
+        (sent(captured(5)), "96 bytes of int32 expert ids where 3 tokens of 3 layers with 2"),
+        (sent(captured(3)), "48 bytes of int32 expert ids where 3 tokens"),
+        ({"routed_experts": ""}, "0 bytes of int32 expert ids where 3 tokens"),
+        ({"routed_experts": sent(captured())["routed_experts"][:-4]}, "69 bytes of int32"),
+        ({"routed_experts": sent(captured())["routed_experts"][:-3]}, "0 bytes of int32"),
         (spoiled(-1, 2), "expert -1, not one of 0 to 3"),
         (spoiled(4, 1), "expert 4, not one of 0 to 3"),
         (spoiled(0, 1), "the same expert twice"),  # a row that was never written
