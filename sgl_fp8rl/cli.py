@@ -168,8 +168,7 @@ def _precision(arguments: argparse.Namespace) -> int:
         )
         command.run(options, arguments.output)
     except (OSError, ValueError, MemoryError) as error:
-        # what transformers says may go on for many lines
-        print(f"sgl-fp8rl precision: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        print(f"sgl-fp8rl precision: {command.first_line(error)}", file=sys.stderr)
         return 2
     return 0
 

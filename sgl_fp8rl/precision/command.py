@@ -69,6 +69,11 @@ def run(options: Options, output: Path | None) -> None:
         output.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def first_line(error: BaseException) -> str:
+    """Of what it says, which may go on for many lines; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """A causal language model with weights of BF16, of a folder or of the hub.
 
@@ -98,10 +103,9 @@ def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ImportError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
-            f"{name} cannot be loaded ({first}); name a folder, or a model of the hub that is in "
-            f"the cache or that you may download"
+            f"{name} cannot be loaded ({first_line(error).rstrip('.')}); name a folder, or a model "
+            f"of the hub that is in the cache or that you may download"
         ) from None
     if is_quantized:
         raise ValueError(

@@ -208,6 +208,27 @@ def test_memory_that_is_not_there_is_a_sentence(
     assert "does not fit into the GPU's memory" in fails(capsys, checkpoint("qwen3"))
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(MemoryError(), "MemoryError"), (OSError(), "OSError"), (OSError("\n one\n two"), "one")],
+)
+def test_what_an_error_says_is_a_line(
+    error: Exception,
+    told: str,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(command, "measure", fail)
+    assert fails(capsys, checkpoint("qwen3")) == f"sgl-fp8rl precision: {told}"
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    if not isinstance(error, MemoryError):
+        assert f"cannot be loaded ({told})" in fails(capsys, checkpoint("qwen3"))
+
+
 def test_text_is_tokenized_as_the_model_does(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
