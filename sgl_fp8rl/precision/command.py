@@ -140,9 +140,9 @@ def tokenizer(model: str) -> tokens.Tokenize:
             raise ValueError(f"{model} has no tokenizer; give prompts as lists of token ids")
         return found
 
-    def tokenize(given: Any) -> list[int]:
+    def tokenize(given: Any, /, *, begins: bool) -> list[int]:
         if isinstance(given, str):
-            return list(loaded()(given).input_ids)
+            return list(loaded()(given, add_special_tokens=begins).input_ids)
         chat = loaded().apply_chat_template(given, add_generation_prompt=True, return_dict=False)
         return list(chat)
 

@@ -8,10 +8,10 @@ Shapes: B sequences, L tokens of the longest.
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -45,8 +45,11 @@ class Text:
     """None where the model is to sample it."""
 
 
-Tokenize = Callable[[Any], list[int]]
-"""Token ids of a string, or of a list of chat messages."""
+class Tokenize(Protocol):
+    """Token ids of a string, or of a list of chat messages."""
+
+    def __call__(self, given: Any, /, *, begins: bool) -> list[int]:
+        """``begins``: whether a sequence begins here, as with the tokenizer's BOS."""
 
 
 def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
@@ -56,7 +59,7 @@ def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
     ids; a prompt may also be a list of chat messages.
 
     Raises:
-        ValueError: a line is something else, or there is none.
+        ValueError: a line is something else or has no token, or there is none.
         OSError: the file cannot be read.
     """
     texts = []
@@ -65,28 +68,44 @@ def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
             continue
         try:
             found = json.loads(line)
-            prompt, response = _checked(found["prompt"]), _checked(found.get("response", [0]))
+            prompt, response = found["prompt"], found.get("response", [0])
+            if not (_is_text(prompt) or _is_chat(prompt)) or not _is_text(response):
+                raise TypeError("prompt or response is neither text nor token ids, or empty")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"line {number} of {path} is no prompt ({error!r}); each line is an object such as "
                 f'{{"prompt": "..."}} or {{"prompt": [1, 2], "response": [3]}}'
             ) from None
-        given = _ids(response, tokenize) if "response" in found else None
-        texts.append(Text(_ids(prompt, tokenize), given))
+        prompt = _ids(prompt, tokenize, begins=True)
+        response = _ids(response, tokenize, begins=False)
+        if not prompt or not response:
+            raise ValueError(
+                f"line {number} of {path} has no token in its prompt or response as the model's "
+                f"tokenizer reads it; take the line out"
+            )
+        texts.append(Text(prompt, response if "response" in found else None))
     if not texts:
         raise ValueError(f"{path} holds no prompts; give at least one line")
     return texts
 
 
-def _checked(given: Any) -> Any:
-    if not isinstance(given, str | list) or not given:
-        raise TypeError(f"{given!r} is neither a text nor a list, or is empty")
-    return given
+def _is_text(given: Any) -> bool:
+    """Whether it is a string or token ids."""
+    return bool(given) and (isinstance(given, str) or _is_ids(given))
 
 
-def _ids(given: Any, tokenize: Tokenize) -> list[int]:
-    is_ids = isinstance(given, list) and all(type(token) is int for token in given)
-    return list(given) if is_ids else tokenize(given)
+def _is_ids(given: Any) -> bool:
+    return isinstance(given, list) and all(type(token) is int for token in given)
+
+
+def _is_chat(given: Any) -> bool:
+    """Whether it is messages for a chat template."""
+    is_list = bool(given) and isinstance(given, list)
+    return is_list and all(isinstance(x, dict) and {"role", "content"} <= x.keys() for x in given)
+
+
+def _ids(given: Any, tokenize: Tokenize, *, begins: bool) -> list[int]:
+    return list(given) if _is_ids(given) else tokenize(given, begins=begins)
 
 
 def from_nothing(model: Any, tokens: int, seed: int) -> list[Text]:

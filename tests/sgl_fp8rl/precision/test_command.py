@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from server_args import parse
 from sgl_fp8rl import cli
-from sgl_fp8rl.precision import command
+from sgl_fp8rl.precision import command, tokens
 from tests.engine import models
 
 Checkpoint = Callable[[str], Path]
@@ -235,20 +235,26 @@ def test_text_is_tokenized_as_the_model_does(
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"a": 0, "sum": 1, "user": 2, "<unk>": 3}, unk_token="<unk>"))
+    vocab = {"a": 0, "sum": 1, "user": 2, "<unk>": 3, "<s>": 4}
+    words = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 4)])
     template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
     folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "model")
     PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template).save_pretrained(folder)
     tokenize = command.tokenizer(str(folder))
-    assert tokenize("a sum a") == [0, 1, 0]
-    assert tokenize([{"role": "user", "content": "sum"}]) == [2, 1]
+    assert tokenize("a sum a", begins=True) == [4, 0, 1, 0]
+    assert tokenize("a sum a", begins=False) == [0, 1, 0]  # no BOS amid a sequence
+    assert tokenize([{"role": "user", "content": "sum"}], begins=True) == [2, 1]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a sum"}\n{"prompt": "a", "response": "sum sum sum"}\n')
     found = report(folder, tmp_path, "--prompts", str(prompts))
     assert found["sequences"] == 2 and found["tokens"] == TOKENS
+    first, second = tokens.read_texts(prompts, tokenize)
+    assert first == tokens.Text([4, 0, 1], None) and second == tokens.Text([4, 0], [1, 1, 1])
 
 
 def test_text_needs_the_models_own_tokenizer(

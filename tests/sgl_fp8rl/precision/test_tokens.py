@@ -17,11 +17,14 @@ MATCH = 0.05
 here. The control, the distribution at temperature 2, is 0.2 away."""
 
 
-def words(given: Any) -> list[int]:
-    """A tokenizer: the length of each word, of chat messages that of each content."""
+BOS = 99
+
+
+def words(given: Any, /, *, begins: bool) -> list[int]:
+    """A tokenizer: BOS and the length of each word, of chat messages that of each content."""
     if isinstance(given, list):
         return [len(message["content"]) for message in given]
-    return [len(word) for word in given.split()]
+    return [BOS] * (begins and bool(given.strip())) + [len(word) for word in given.split()]
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -33,14 +36,33 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     ]
     path.write_text("\n\n".join(map(json.dumps, lines)))
     assert tokens.read_texts(path, words) == [
-        Text([1, 2], [3]),
+        Text([BOS, 1, 2], [3]),
         Text([4, 5], None),
         Text([5], [6, 7]),
     ]
 
 
 @pytest.mark.parametrize(
-    "line", ["no json", '{"text": "a"}', '{"prompt": ""}', '{"prompt": 4}', '["a"]']
+    "line",
+    [
+        "no json",
+        '{"text": "a"}',
+        '{"prompt": ""}',
+        '{"prompt": 4}',
+        '["a"]',
+        '{"prompt": []}',
+        '{"prompt": ["a"]}',
+        '{"prompt": [1, "a"]}',
+        '{"prompt": [1.5]}',
+        '{"prompt": [true]}',
+        '{"prompt": [{"x": 1}]}',
+        '{"prompt": [{"role": "user"}]}',
+        '{"prompt": [{"role": "user", "content": "a"}, 1]}',
+        '{"prompt": "a", "response": null}',
+        '{"prompt": "a", "response": []}',
+        '{"prompt": "a", "response": ["a"]}',
+        '{"prompt": "a", "response": [{"role": "assistant", "content": "a"}]}',
+    ],
 )
 def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
@@ -49,6 +71,14 @@ def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
         tokens.read_texts(path, words)
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
+        tokens.read_texts(path, words)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "  "}', '{"prompt": "a", "response": " "}'])
+def test_text_that_has_no_token_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=r"line 2 of .* has no token in its prompt or response"):
         tokens.read_texts(path, words)
 
 
