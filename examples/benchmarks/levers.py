@@ -34,6 +34,8 @@ from levers_cases import CASES, NAMES, TINY
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "levers.json"
+COMMAND = "python examples/benchmarks/levers.py"
+"""How to repeat the run; cases and models may be run one by one, paths are of one machine."""
 HAS_GPU = shutil.which("nvidia-smi") is not None
 
 
@@ -57,11 +59,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not HAS_GPU and options.output == RESULTS and not options.merge:
         parser.error("there is no GPU here, and times would mean nothing; name another --output")
     return options
-
-
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run; cases and models may be run one by one, paths are of one machine."""
-    return "python examples/benchmarks/levers.py"
 
 
 def run_case(name: str, options: argparse.Namespace) -> list[rows.Report]:
@@ -98,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.merge:
         save(options.output, *rows.merged(options.merge, "rows", rows.identity))
         return
-    environment = facts(command(options)) | {"host": host()}
+    environment = facts(COMMAND) | {"host": host()}
     every = rows.kept(options.output, environment, [])
     for case in (case for case in CASES if case.name in options.cases):
         started = time.perf_counter()

@@ -158,9 +158,8 @@ def mismatch(
     """
     import trainer_bridge
 
-    vocab = model.config.get_text_config().vocab_size
     # the first prefill: an engine that measures KV scales does so on other tokens
-    serving.generate(engine, prompts_like(prompts, vocab), 1)
+    serving.generate(engine, prompts_like(prompts), 1)
     serving.assert_calibrated(engine)
     sampling = {"temperature": 1.0, "max_new_tokens": work.new, "ignore_eos": not ends}
     found: dict[str, list[float]] = {name: [] for name in METRICS}
@@ -173,10 +172,10 @@ def mismatch(
     return found
 
 
-def prompts_like(prompts: list[list[int]], vocab: int) -> list[list[int]]:
+def prompts_like(prompts: list[list[int]]) -> list[list[int]]:
     """Other prompts of the same lengths and tokens: each token is the next one in the list."""
     every = [token for prompt in prompts for token in prompt]
-    shifted = iter([*every[1:], every[0] % vocab])
+    shifted = iter([*every[1:], every[0]])
     return [[next(shifted) for _ in prompt] for prompt in prompts]
 
 

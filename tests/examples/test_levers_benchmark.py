@@ -106,7 +106,7 @@ def test_prompts(model: Any, tmp_path: Path) -> None:
     given = TINY | {"prompts": str(path)}
     cycled = levers_engines.prompts_of(given, model, work)
     assert cycled[:4] == [[1, 2], [3], [4, 5, 6], [1, 2]] and len(cycled) == work.trained_sequences
-    other = levers_engines.prompts_like([[1, 2], [3]], 10)
+    other = levers_engines.prompts_like([[1, 2], [3]])
     assert other == [[2, 3], [1]]
 
 
