@@ -181,13 +181,16 @@ def test_correct_fills_them_and_logs_the_first(
 
 @pytest.mark.parametrize("file", ["grpo.jsonl", "grpo_gpu.jsonl"])
 def test_recorded_runs_are_silent(file: str) -> None:
-    """120 steps of BF16 and of FP8 each; controls: what they say with a fault put in."""
+    """60 steps of BF16 and of FP8 each, judged as the surest policy, whose entropy is 0, would be;
+    controls: what they say with a fault put in."""
     lines = (json.loads(line) for line in (RESULTS / file).read_text().splitlines())
     steps = [row for row in lines if row["kind"] == "step"]
     assert len(steps) == 120
     for row in steps:
-        assert check_alarms({k: v for k, v in row.items() if isinstance(v, float)}) == ()
-        assert check_alarms(row | {"ratio_mean": 1.02})[0].metric == "ratio_mean"
+        sure = row | {"rollout_nll": 0.0}
+        assert check_alarms(sure) == ()
+        for fault in ({"ratio_mean": 1.02}, {"mismatch_kl_k3": 0.0011}):
+            assert [alarm.metric for alarm in check_alarms(sure | fault)] == [*fault]
 
 
 def test_each_tail_has_its_alarm_and_a_spread_has_none() -> None:
