@@ -53,7 +53,7 @@ def margins(text: str) -> str:
         sick = [
             found
             for first in rows
-            if alarm in first.get("alarms", ())
+            if first["case"] == "faulty" and alarm in first.get("alarms", ())
             for found in rows
             if (found["arm"], found["model"], found["metric"])
             == (first["arm"], first["model"], metric)
