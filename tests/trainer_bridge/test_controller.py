@@ -77,6 +77,13 @@ def test_it_says_why_with_the_figures() -> None:
     )
 
 
+def test_it_acts_on_policies_that_are_far_apart_whatever_tail_was_missed() -> None:
+    below = APART | {"mismatch_kl_k3": 0.2, "ratio_mean": 0.95}
+    assert feed(controller(fp8_kv=True), below).requests
+    (reason,) = controller(fp8_kv=True).observe(below | {"ratio_mean": 1.05}).reasons  # control
+    assert reason.startswith("nothing is changed: ratio_mean is 1.05")
+
+
 def test_c_is_left_where_it_does_not_help() -> None:
     given = metrics(ess=0.95, weights=0.95, top=1.6)  # C = 1.7 would cut nothing
     decision = feed(controller(fp8_kv=True), given)

@@ -88,13 +88,13 @@ def check_alarms(metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
     for prefix in ["", *dict.fromkeys(prefixes)]:
         if metrics.get(f"{prefix}tokens", math.inf) < MIN_TOKENS:
             continue
-        found = [
+        mine = [
             _alarm(prefix, name, value, low if value < low else high)
             for name, (low, high) in _limits(metrics, prefix).items()
             if not low <= (value := metrics.get(f"{prefix}{name}", low)) <= high
         ]
-        is_far = any(alarm.name == "mismatch_kl_k3" for alarm in found)
-        alarms += [a for a in found if not (is_far and a.name == "ratio_mean" and a.value < 1)]
+        is_far = any(alarm.name == "mismatch_kl_k3" for alarm in mine)
+        alarms += [a for a in mine if not (is_far and a.name == "ratio_mean" and a.value < 1)]
     return tuple(alarms)
 
 
