@@ -5,6 +5,8 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import alarm_tables
 import alarm_tasks
 import alarms
 from alarm_tasks import TASKS, Policy
+
+from trainer_bridge.metrics import check_alarms
 
 DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
 LOGIT_GAIN = 6.0
@@ -73,14 +77,53 @@ def test_planted_faults_fire(policy: Policy, name: str) -> None:
     assert not any(metric.startswith("version_20/") for metric in found)
 
 
+def test_what_was_measured_is_of_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics are measured again by another commit; a policy is not, and tells its own."""
+    measured, now = [], "first"
+
+    def roll_out(policy: Policy, arm: alarm_arms.Arm, *_: Any) -> Any:
+        measured.append((now, arm.name))
+        return SimpleNamespace(metrics=dict.fromkeys(alarms.SHOWN, 0.5))
+
+    monkeypatch.setattr(alarm_arms, "roll_out", roll_out)
+    monkeypatch.setattr(alarm_tasks, "teach", lambda *_: iter(()))
+    monkeypatch.setattr(alarm_tasks, "reinforce", lambda *_: None)
+    monkeypatch.setattr(alarms, "commit", lambda: now)
+    monkeypatch.setattr(alarms, "facts", lambda command: {"commit": now})
+    output = tmp_path / "alarms.json"
+    monkeypatch.setattr(
+        sys, "argv", f"alarms --tasks sums --work {tmp_path} --output {output}".split()
+    )
+    for now in ("first", "first", "second"):
+        alarms.main()
+        assert json.loads(output.read_text())["environment"] == {
+            "commit": now,
+            "policies": {"sums": "first"},
+        }
+    batches = [arm for arm in alarm_arms.ARMS for _ in range(alarms.BATCHES)]
+    assert measured == [(commit, arm) for commit in ("first", "second") for arm in batches]
+
+
 def test_the_results_are_of_todays_thresholds_and_make_the_tables() -> None:
     text = alarms.RESULTS.read_text()
-    first = [row for row in json.loads(text)["rows"] if "alarms" in row]
-    assert {(row["model"], row["arm"]) for row in first} == {
-        (model, arm) for model in TASKS for arm in alarm_arms.ARMS
+    every = json.loads(text)["rows"]
+    first = [row for row in every if "alarms" in row]
+    assert {(row["model"], row["arm"], row["case"]) for row in first} == {
+        (model, arm.name, case)
+        for model in TASKS
+        for case, arms in alarm_arms.STATES.items()
+        for arm in arms
     }
     for row in first:
         assert not (row["case"] == "healthy" and row["alarms"]), row["arm"]
+        # judged anew, from medians of the batches
+        mine = [r for r in every if (r["model"], r["arm"]) == (row["model"], row["arm"])]
+        again = {alarm.metric for alarm in check_alarms({r["metric"]: r["median"] for r in mine})}
+        whole = {name: count for name, count in row["alarms"].items() if "/" not in name}
+        always = {name for name, count in whole.items() if count == row["n"]}
+        assert always <= again <= whole.keys(), row["arm"]
     for model in TASKS:
         fired = {row["arm"]: row["alarms"] for row in first if row["model"] == model}
         if model == "text":  # where 20 steps change as much as FP8 does
