@@ -334,7 +334,8 @@ def test_routed_experts_are_only_asked_for_when_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"), [(9, "36 expert ids where 2 tokens"), (None, "no routed experts")]
+    ("tokens", "message"),
+    [(9, "144 bytes of int32 expert ids where 2 tokens"), (None, "no routed experts")],
 )
 def test_experts_of_another_length_or_missing_are_refused(tokens: int | None, message: str) -> None:
     sent = tokens and base64.b64encode(experts_of([1] * tokens).int().numpy().tobytes()).decode()
