@@ -201,7 +201,7 @@ def test_a_step_s_row_has_what_alarms_are_judged_by(
 ) -> None:
     assert go_on(arguments(tmp_path, "--arm", arm, "--steps", "1"))
     [row] = [row for row in rows_of(tmp_path / f"{arm}-1" / LOG) if row["kind"] == "step"]
-    judged = {"mismatch_kl_k3", "ratio_mean", "chi2_token", "tokens"}
+    judged = {"mismatch_kl_k3", "rollout_nll", "ratio_mean", "chi2_token", "tokens"}
     weights = {"weight_ess", "weight_mean"}
     assert judged <= row.keys()
     assert weights & row.keys() == (weights if ARMS[arm].correction == CORRECTED else set())
