@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 CASES = [
     pytest.param(("qwen3", 1), id="qwen3-tp1"),
-    pytest.param(("qwen3", 2), id="qwen3-tp2"),
+    pytest.param(("qwen3", 2), id="qwen3-tp2", marks=pytest.mark.full),
     pytest.param(("qwen3_moe", 1), id="qwen3_moe-tp1", marks=pytest.mark.full),
     pytest.param(("qwen3_moe", 2), id="qwen3_moe-tp2"),
 ]
