@@ -93,25 +93,23 @@ def compile_experts(model: Any) -> None:
     """
     from sgl_fp8rl.moe import FP8RLMoEMethod  # loads SGLang's layers
 
-    seen: set[Any] = set()
-    every = [m for m in model.modules() if isinstance(_method(m), FP8RLMoEMethod)]
+    every = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_method", None), FP8RLMoEMethod)
+    ]
+    if not every:
+        return
     layers = [layer for layer in every if takes_codes(layer)]
+    bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
+    largest = warmup.largest_batch(compat.get_schedule(), bound)
+    first: dict[Any, Any] = {}
     for layer in layers:
-        shape = *layer.w13_weight.shape, layer.moe_runner_config.top_k
-        if shape not in seen:
-            bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
-            largest = warmup.largest_batch(compat.get_schedule(), bound)
-            compile_grouped(layer, layer.moe_runner_config.top_k, largest)
-            seen.add(shape)
+        first.setdefault((layer.w13_weight.shape, layer.moe_runner_config.top_k), layer)
         layer.quant_method.is_compiled = True
-    if every:
-        logger.info(
-            "experts of %d of %d layers run on codes of their norms", len(layers), len(every)
-        )
-
-
-def _method(module: Any) -> Any:
-    return getattr(module, "quant_method", None)
+    for (_, top_k), layer in first.items():
+        compile_grouped(layer, top_k, largest)
+    logger.info("experts of %d of %d layers run on codes of their norms", len(layers), len(every))
 
 
 def _why_stock(runner: Any) -> str | None:
