@@ -17,17 +17,17 @@ KERNELS = 12
 
 def rollout(text: str) -> str:
     """Decode and prefill of each model, each arm beside stock BF16."""
-    return f"![Decode speed of each arm over stock BF16]({PICTURE})\n\n{long_tail(text)}"
+    return f"![Decode speed of each arm over stock BF16]({PICTURE})\n\n{tables(text)}"
 
 
-def long_tail(text: str) -> str:
-    """Every table of a file of rollout.py, with the environment below."""
+def tables(text: str) -> str:
+    """All that a file of rollout.py has, with the environment below."""
     content = json.loads(text)
     e, rows = content["environment"], content["rows"]
     parts: list[str] = []
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
-        parts += [f"### {model}", *_tables(mine)]
+        parts += [f"### {model}", *_of_model(mine)]
     parts += [
         f"{row['arm']}, {row['model']}, {row['case']} fails: {row['sentence']}"
         for row in rows
@@ -133,8 +133,8 @@ def draw(text: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _tables(rows: list[Row]) -> list[str]:
-    """Of one model."""
+def _of_model(rows: list[Row]) -> list[str]:
+    """The tables of one model."""
     found = {(row["arm"], row["case"], row["metric"]): row for row in rows}
     loads = [case for case in _cases(found) if "x" in case]
     tables = [

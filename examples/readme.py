@@ -212,7 +212,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "alarm_margins": ("alarms.json", alarm_tables.margins),
     "decode": ("rollout.json", performance_tables.summary),
     "rollout": ("rollout.json", performance_tables.rollout),
-    "long_tail": ("long_tail.json", performance_tables.long_tail),
+    "long_tail": ("long_tail.json", performance_tables.tables),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
     "levers": ("levers.json", levers_tables.levers),
     "kernels": ("kernels.json", kernel_tables.kernels),
