@@ -1,4 +1,5 @@
-"""The model that all runs begin with: trained from scratch on the teacher's demonstrations.
+"""The model that all runs begin with: trained from scratch on the teacher's demonstrations, until
+it solves a given part of the problems.
 
 python examples/parity/pretraining.py --model dense --state runs/parity
 """
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -19,15 +21,26 @@ import arithmetic
 import placement
 import tiny_model
 import torch
-from parity import options, policies, tasks
+from arithmetic import END_TOKEN
+from parity import options, policies, rollouts, tasks
 from parity.layout import START_SETTINGS, Row, start_folder
 from parity.learner import Learner
 from parity.settings import SETTINGS, START_SEED, Settings
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 LINE_EVERY = 25  # steps
+EVALUATE_EVERY = 100
+PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
-TRAINED_BY = ("demonstrations", "demonstration_batch", "demonstration_rate")
+TRAINED_BY = (
+    "demonstrations",
+    "demonstration_batch",
+    "demonstration_rate",
+    "start_reward",
+    "evaluation_problems",
+)
 """Settings that a start depends on."""
 
 
@@ -103,9 +116,34 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
                 f"{seconds:.0f} s",
                 flush=True,
             )
+        if step % EVALUATE_EVERY == 0:
+            reward = reward_of(made, settings.evaluation_problems)
+            aux.clear()
+            print(f"demonstrations  step {step:4d}  held-out {reward:.3f}", flush=True)
+            if reward >= settings.start_reward:
+                break
     torch.use_deterministic_algorithms(False)
     made.config.output_router_logits = False
     return learner
+
+
+@torch.no_grad()
+def reward_of(model: PreTrainedModel, count: int) -> float:
+    """Mean reward of one response to each of ``count`` held-out problems, without SGLang."""
+    problems = rollouts.problems_of(count, "demonstrations", held_out=True)
+    prompts = [torch.tensor(arithmetic.encode(problem.prompt)) for problem in problems]
+    tokens_BL = pad_sequence(prompts, batch_first=True, padding_side="left").to(model.device)
+    sampled_BT = model.generate(
+        tokens_BL,
+        attention_mask=(tokens_BL != PADDING).long(),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=tasks.MAX_NEW_TOKENS,
+        eos_token_id=END_TOKEN,
+        pad_token_id=PADDING,
+    )[:, tokens_BL.shape[1] :]
+    texts = [arithmetic.decode([t for t in row if t != PADDING]) for row in sampled_BT.tolist()]
+    return fmean(tasks.reward(*pair) for pair in zip(problems, texts, strict=True))
 
 
 def main() -> None:

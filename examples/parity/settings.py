@@ -20,7 +20,9 @@ class Settings:
     """Of the start and of GRPO."""
 
     demonstrations: int
-    """Steps of training on demonstrations, before GRPO."""
+    """Steps of training on demonstrations, before GRPO, at most."""
+    start_reward: float
+    """Of held-out problems; demonstrations end when it is reached."""
     demonstration_batch: int
     demonstration_rate: float
     """Learning rates are of the tiny size; ``tiny_model.learning_rate`` brings them to others."""
@@ -30,7 +32,8 @@ class Settings:
     """Responses to each."""
     rate: float
     evaluation_problems: int
-    """Held-out problems of an evaluation during the run, by the arm's own engine."""
+    """Held-out problems of an evaluation: of the model while it learns from demonstrations, then by
+    the arm's own engine."""
     evaluate_every: int
     checkpoint_every: int
     judged_problems: int
@@ -40,6 +43,7 @@ class Settings:
 SETTINGS = {
     "tiny": Settings(
         demonstrations=300,
+        start_reward=0.3,
         demonstration_batch=32,
         demonstration_rate=2e-3,
         prompts=4,
@@ -51,7 +55,8 @@ SETTINGS = {
         judged_problems=64,
     ),
     "full": Settings(
-        demonstrations=1500,
+        demonstrations=3000,
+        start_reward=0.3,
         demonstration_batch=128,
         demonstration_rate=2e-3,
         prompts=16,

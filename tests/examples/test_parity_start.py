@@ -5,12 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import arithmetic
 import pytest
+import tiny_model
 import torch
-from parity import policies, pretraining
+from arithmetic import END
+from parity import policies, pretraining, rollouts
 from parity.layout import START_SETTINGS
 from parity.learner import Learner
 from parity.settings import SETTINGS
+from parity.tasks import Problem
 
 from trainer_bridge import KVCalibrator
 
@@ -75,12 +79,64 @@ def test_the_start_repeats_by_seed(
     assert policies.fingerprint(start(tmp_path / "c", model)) != policies.fingerprint(folder)
 
 
+@pytest.mark.parametrize("model", policies.MODELS)
+def test_the_start_ends_at_the_reward_that_was_asked_for(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretraining, "EVALUATE_EVERY", 2)
+    found: list[float] = []
+
+    def reward_of(model: Any, count: int) -> float:
+        assert count == SMALL.evaluation_problems
+        found.append(0.1 * (len(found) + 1))
+        return found[-1]
+
+    monkeypatch.setattr(pretraining, "reward_of", reward_of)
+    start(tmp_path / "a", model, demonstrations=9, start_reward=0.2)
+    assert found == [0.1, 0.2]
+    found.clear()
+    start(tmp_path / "b", model, demonstrations=5, start_reward=2.0)
+    assert found == [0.1, 0.2]  # demonstrations were at an end
+    fingerprints = {policies.fingerprint(next((tmp_path / name).iterdir())) for name in "ab"}
+    assert len(fingerprints) == 2
+
+
+@pytest.mark.parametrize("model", policies.MODELS)
+def test_reward_is_of_the_problems_that_a_policy_solves(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths, of which the policy has learnt some by heart."""
+    answers = {"T+9=": "9", "T+1+2+3=": "6", "Sba=": "ab", "Sdcba=": "abcd", "P2*3=": "6"}
+    problems = [
+        Problem({"T": "total", "S": "sort", "P": "product"}[prompt[0]], 1, prompt, answer)
+        for prompt, answer in answers.items()
+    ]
+    shown = [answer if index < 3 else "no" for index, answer in enumerate(answers.values())]
+    made = policies.build(model, "tiny", 0)
+    learner = Learner(made, 3e-3)
+    prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+    responses = [arithmetic.encode(text + END) for text in shown]
+    for _ in range(40):
+        logprobs_BT = tiny_model.response_logprobs(made, prompts, responses)
+        learner.backward(-logprobs_BT[tiny_model.mask_of(responses)].mean())
+        learner.step()
+    monkeypatch.setattr(rollouts, "problems_of", lambda *args, **kwargs: problems)
+    assert pretraining.reward_of(made, len(problems)) == pytest.approx(3 / 5)
+    assert pretraining.reward_of(policies.build(model, "tiny", 0), len(problems)) == 0
+
+
 def test_a_start_of_other_demonstrations_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = start(tmp_path, demonstrations=1)
     monkeypatch.setattr(pretraining, "_train", None)
-    others = {"demonstrations": 2, "demonstration_batch": 5, "demonstration_rate": 1.0}
+    others = {
+        "demonstrations": 2,
+        "demonstration_batch": 5,
+        "demonstration_rate": 1.0,
+        "start_reward": 0.9,
+        "evaluation_problems": 7,
+    }
     for name, value in others.items():
         with pytest.raises(ValueError, match=f"trained with other {name}; give the same"):
             start(tmp_path, **{"demonstrations": 1, name: value})
