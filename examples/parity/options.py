@@ -10,7 +10,7 @@ import placement
 from parity import policies
 from parity.settings import Settings
 
-STEPS = 200
+STEPS = 150
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """One run of the experiment: GRPO of one arm with one seed, which goes on where it was stopped.
 
-    python examples/parity/run.py --arm fp8-kv8 --seed 0 --steps 200 --state runs/parity
+    python examples/parity/run.py --arm fp8-kv8 --seed 0 --steps 150 --state runs/parity
 
 The folder gets the model that all runs begin with (trained here if it is not there), and for this
 run a log, a checkpoint while it runs, and its final weights. Trainer and engine share a device.
