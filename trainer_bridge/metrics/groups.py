@@ -1,6 +1,7 @@
 """Tokens by the policy version that sampled them and by their position in the response.
 
-Shapes: B sequences, T tokens of the longest response, V policy versions, P positions.
+Shapes: B sequences, T tokens of the longest response, V policy versions, P positions, K terms, N
+bins.
 """
 
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Groups:
 
     versions: list[int]
     versions_BT: torch.Tensor | None
+    versions_V: torch.Tensor
+    """``versions`` on the device of the batch, int64."""
     widths: list[int]
     """Columns in each group of positions."""
     first_bin_T: torch.Tensor
@@ -85,7 +88,8 @@ class Groups:
             versions, versions_BT = [], None
         elif versions_BT is not None:
             versions_BT = versions_BT.to(device)
-        return cls(versions, versions_BT, widths, (position_T * BINS).float())
+        versions_V = torch.tensor(versions, device=device, dtype=torch.int64)
+        return cls(versions, versions_BT, versions_V, widths, (position_T * BINS).float())
 
     @property
     def names(self) -> list[str]:
@@ -103,24 +107,34 @@ class Groups:
     ) -> None:
         """Count a block of rows: "tokens", the sums of its K terms [groups, K], and "histogram"
         [groups, BINS]. All terms are 0 where tokens_BT is 0, and tokens_BT is 1 elsewhere."""
-        by_column_KT = torch.stack([term_BT.sum(0) for term_BT in terms_BT])
-        sums = torch.stack([part.sum(1) for part in by_column_KT.split(self.widths, 1)])
-        index_BT = (bins_BT + self.first_bin_T).long()
-        counts = _histogram(index_BT, tokens_BT, len(POSITIONS) * BINS).view(-1, BINS)
-        parts = [(sums.sum(0)[None], counts.sum(0)[None]), (sums, counts)]
-        index_BT = bins_BT.long() if self.versions else index_BT
-        for version in self.versions:
-            if self.versions_BT is None:  # this rank, of several, does not know
-                chosen_BT = torch.zeros_like(tokens_BT)
-            else:
-                chosen_BT = ones_where(self.versions_BT[rows] == version).mul_(tokens_BT)
-            chosen = chosen_BT.flatten()
-            sums = torch.stack([term_BT.flatten().dot(chosen) for term_BT in terms_BT])
-            parts.append((sums[None], _histogram(index_BT, chosen_BT, BINS)[None]))
-        for name, values in zip(("tokens", "histogram"), zip(*parts, strict=True), strict=True):
-            tally.sum(name, torch.cat(values))
+        count, shape, device = len(terms_BT), tuple(bins_BT.shape), bins_BT.device
+        columns_KT = tally.scratch("columns", (count, shape[1]), device)
+        for term_BT, column_T in zip(terms_BT, columns_KT, strict=True):
+            torch.sum(term_BT, 0, out=column_T)
+        sums_PK = torch.stack([part.sum(1) for part in columns_KT.split(self.widths, 1)])
+        counts_PN = _histograms(bins_BT + self.first_bin_T, tokens_BT, len(POSITIONS))
+        sums, counts = [sums_PK.sum(0)[None], sums_PK], [counts_PN.sum(0)[None], counts_PN]
+        if self.versions:
+            chosen_VBT = self._chosen(rows, tokens_BT)
+            terms_KBT = tally.scratch("terms", (count, *shape), device)
+            torch.stack(terms_BT, out=terms_KBT)
+            sums.append(chosen_VBT.flatten(1) @ terms_KBT.flatten(1).T)
+            # the first histogram is of tokens whose version is not reported
+            first_bin_V = BINS * torch.arange(1, len(chosen_VBT) + 1, device=device)
+            first_bin_BT = (first_bin_V.double() @ chosen_VBT.flatten(1)).view_as(bins_BT)
+            counts.append(_histograms(bins_BT + first_bin_BT, tokens_BT, len(chosen_VBT) + 1)[1:])
+        tally.sum("tokens", torch.cat(sums))
+        tally.sum("histogram", torch.cat(counts))
+
+    def _chosen(self, rows: slice, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """1.0 where a token is of the version, else 0.0, float64 [V, B, T]."""
+        if self.versions_BT is None:  # this rank, of several, does not know
+            return tokens_BT.new_zeros(len(self.versions), *tokens_BT.shape)
+        return ones_where(self.versions_BT[rows] == self.versions_V[:, None, None])
 
 
-def _histogram(index_BT: torch.Tensor, weights_BT: torch.Tensor, bins: int) -> torch.Tensor:
-    counts = weights_BT.new_zeros(bins)
-    return counts.scatter_add_(0, index_BT.flatten(), weights_BT.flatten())
+def _histograms(index_BT: torch.Tensor, tokens_BT: torch.Tensor, number: int) -> torch.Tensor:
+    """Tokens by index, float64 [number, BINS]."""
+    counts = tokens_BT.new_zeros(number * BINS)
+    index = index_BT.long().flatten()
+    return counts.scatter_add_(0, index, tokens_BT.flatten()).view(number, BINS)

@@ -17,7 +17,7 @@ LOG_RATIO_BOUND = 20.0
 """A log ratio is held within +-20 before exp, as in verl: e^40 and its sums stay finite."""
 
 # Tokens that are worked on at once: on a CPU what fits its caches, on a GPU what it has memory for.
-CPU_TOKENS, GPU_TOKENS = 1 << 16, 1 << 24
+CPU_TOKENS, GPU_TOKENS = 1 << 16, 1 << 22
 
 _NEVER_LARGEST = 1e300  # stands for infinity, which times 0 is NaN
 

@@ -13,6 +13,14 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def scratch(self, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Memory for one block, float64, which the next block gets again: memory that is fresh
+        from the system costs a page fault each 4 KiB."""
+        if name not in self._scratch or self._scratch[name].shape != shape:
+            self._scratch[name] = torch.empty(shape, dtype=torch.float64, device=device)
+        return self._scratch[name]
 
     def sum(self, name: str, value: torch.Tensor) -> None:
         """Add ``value``, of any shape (the same on all ranks)."""
