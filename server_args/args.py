@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from server_args.layers import check_pattern, matches
+from server_args.layers import check_pattern
 from server_args.sizes import parse_size
 
 ENV_PREFIX = "FP8RL_"
@@ -153,10 +153,6 @@ class Fp8RLServerArgs:
             raise _invalid(
                 "session_timeout_s", f"must be a positive number, not {self.session_timeout_s}"
             )
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether ``ignored_layers`` names the layer ``name``."""
-        return any(matches(pattern, name) for pattern in self.ignored_layers)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Fp8RLServerArgs":

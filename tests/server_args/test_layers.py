@@ -2,7 +2,7 @@
 
 import pytest
 
-from server_args import Fp8RLServerArgs, matches
+from server_args import matches
 
 NAME = "model.layers.10.mlp.down_proj"
 
@@ -25,11 +25,3 @@ NAME = "model.layers.10.mlp.down_proj"
 )
 def test_matches(pattern: str, expected: bool) -> None:
     assert matches(pattern, NAME) is expected
-
-
-def test_is_ignored_asks_every_pattern() -> None:
-    args = Fp8RLServerArgs(ignored_layers=("lm_head", r"re:\.10\."))
-    assert args.is_ignored(NAME)
-    assert args.is_ignored("lm_head")
-    assert not args.is_ignored("model.layers.11.mlp.down_proj")
-    assert not Fp8RLServerArgs().is_ignored(NAME)
