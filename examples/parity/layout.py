@@ -16,6 +16,8 @@ JUDGED = "judged.json"
 """What ``judge.py`` found; beside a model that runs begin with as well."""
 START_SETTINGS = "settings.json"
 """What a model that runs begin with was trained by, beside it."""
+WARMED = "warmed"
+"""Empty; exists when a model's kernels have been measured."""
 TIMING = "timing"
 
 
@@ -27,6 +29,11 @@ def run_folder(state: Path, arm: str, seed: int, is_timed: bool = False) -> Path
 def start_folder(state: Path, model: str, size: str) -> Path:
     """Of the model that runs begin with."""
     return state / f"start-{model}-{size}"
+
+
+def warm_up_folder(state: Path, model: str, size: str) -> Path:
+    """Of a random model, whose engines are started first."""
+    return state / f"warm-up-{model}-{size}"
 
 
 def rows_of(log: Path) -> list[Row]:

@@ -2,10 +2,10 @@
 
     python examples/parity/run_all.py --gpus 2 --per-gpu 6 --deadline 570 --state runs/parity
 
-First the models that runs begin with, then the runs, a seed of every arm before the next seed,
-then the judging. Before the deadline each run writes a checkpoint and ends, and the next call goes
-on. ``--timing`` runs the timed arms instead, for a few steps, one alone on a GPU: side by side they
-take each other's time.
+First the models that runs begin with, beside them on a GPU the kernels of their engines, then the
+runs, a seed of every arm before the next seed, then the judging. Before the deadline each run
+writes a checkpoint and ends, and the next call goes on. ``--timing`` runs the timed arms instead,
+for a few steps, one alone on a GPU: side by side they take each other's time.
 """
 
 import argparse
@@ -18,8 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import placement
 from parity import options
-from parity.layout import FINISHED, JUDGED, run_folder, start_folder
+from parity.layout import FINISHED, JUDGED, WARMED, run_folder, start_folder, warm_up_folder
 from parity.run import STOPPED
 from parity.schedule import TRIES, Job, Schedule
 from parity.variants import ARMS, seeds_of
@@ -41,6 +42,7 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
     judging = [] if args.timing else [_judging(args, model, runs) for model in models]
     return [
         *(_start(args, model) for model in models),
+        *(_warm_up(args, model) for model in models if _measures()),
         *(_run(args, arm, seed) for arm, seed in runs),
         *judging,
     ]
@@ -55,12 +57,26 @@ def _start(args: argparse.Namespace, model: str) -> Job:
     return Job(f"start-{model}", command, (start_folder(args.state, model, args.size),))
 
 
+def _measures() -> bool:
+    """Whether engines measure kernels here."""
+    return placement.device_type() == "cuda"
+
+
+def _warm_up(args: argparse.Namespace, model: str) -> Job:
+    command = _command(args, "warm_up.py", "--model", model)
+    marker = warm_up_folder(args.state, model, args.size) / WARMED
+    return Job(f"warm-up-{model}", command, (marker,))
+
+
 def _run(args: argparse.Namespace, arm: str, seed: int) -> Job:
     folder = run_folder(args.state, arm, seed, args.timing)
-    start = start_folder(args.state, ARMS[arm].model, args.size)
+    model = ARMS[arm].model
+    needs = [start_folder(args.state, model, args.size)]
+    if _measures():
+        needs += _warm_up(args, model).makes
     words = ["--arm", arm, "--seed", str(seed), *(["--timing"] if args.timing else [])]
     command = _command(args, "run.py", *words)
-    return Job(folder.name, command, (folder / FINISHED,), (start,), stops=True)
+    return Job(folder.name, command, (folder / FINISHED,), tuple(needs), stops=True)
 
 
 def _judging(args: argparse.Namespace, model: str, runs: list[tuple[str, int]]) -> Job:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.layout import JUDGED, LOG, rows_of
+from parity.layout import JUDGED, LOG, WARMED, rows_of
+from parity.tasks import MAX_NEW_TOKENS
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "parity"
 
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1200)]
 LIMIT_S = 400
 STEPS, CHECKPOINT_EVERY = 4, 2
 KILL_AFTER = 3  # steps in the log: one more than the checkpoint has
-SETTINGS = {
+SETTINGS: dict[str, int] = {
     "demonstrations": 60,
     "demonstration_batch": 16,
     "prompts": 2,
@@ -95,3 +97,12 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     finish(start("judge.py", tmp_path, "--model", "dense"), tmp_path)
     for name in ("start-dense-tiny", *engines):
         assert json.loads((tmp_path / name / JUDGED).read_text())["problems"] == 4
+
+
+def test_engines_of_random_weights_warm_up(tmp_path: Path) -> None:
+    finish(start("warm_up.py", tmp_path, "--model", "dense"), tmp_path)
+    assert (tmp_path / "warm-up-dense-tiny" / WARMED).exists()
+    told = re.findall(r"^(fp8[-\w]*): (\d+) tokens$", (tmp_path / "out").read_text(), re.MULTILINE)
+    assert [arm for arm, _ in told] == ["fp8", "fp8-kv8", "fp8"]
+    responses = SETTINGS["prompts"] * SETTINGS["group"]
+    assert all(responses <= int(count) <= responses * MAX_NEW_TOKENS for _, count in told)

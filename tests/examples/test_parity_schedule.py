@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import placement
 import pytest
-from parity import run_all
+from parity import policies, run_all, warm_up
 from parity import schedule as scheduling
 from parity.judge import to_judge
-from parity.layout import FINISHED, JUDGED
+from parity.layout import FINISHED, JUDGED, WARMED
 from parity.run import STOPPED
 from parity.schedule import Job, Schedule
 from parity.variants import ARMS
@@ -178,6 +179,26 @@ def test_the_jobs_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [job.name for job in timed] == [f"{a.name}-0" for a in ARMS.values() if a.is_timed]
     assert all(job.makes[0].parts[-3] == "timing" for job in timed)
     assert all("--timing" in job.command for job in timed)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_gpu_runs_wait_for_measured_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(placement, "device_type", lambda: device)
+    words = ["--state", str(tmp_path), "--size", "full", "--arms", "fp8-kv8", "--seeds", "1"]
+    jobs = {job.name: job for job in run_all.jobs_of(run_all.arguments(words))}
+    marker = tmp_path / "warm-up-dense-full" / WARMED
+    assert (marker in jobs["fp8-kv8-0"].needs) == ("warm-up-dense" in jobs) == (device == "cuda")
+    assert tmp_path / "start-dense-full" in jobs["fp8-kv8-0"].needs
+    if device == "cuda":
+        assert jobs["warm-up-dense"].makes == (marker,)
+        assert not jobs["warm-up-dense"].needs  # beside the training of the start
+
+
+def test_engines_that_differ_in_fp8_are_warmed_up() -> None:
+    named = {model: [arm.name for arm in warm_up.engines_of(model)] for model in policies.MODELS}
+    assert named == {"dense": ["fp8", "fp8-kv8", "fp8"], "moe": ["moe-fp8", "moe-fp8"]}
 
 
 def test_a_run_is_judged_once_and_with_its_model(tmp_path: Path) -> None:
