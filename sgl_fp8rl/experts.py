@@ -23,7 +23,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.choose import quantized
-from sgl_fp8rl.gemm.table import Machine
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.grouped_experts import grouped_experts, is_grouped
 from sgl_fp8rl.numerics.activation import Quantized, detach
 from sgl_fp8rl.numerics.reference import BLOCK

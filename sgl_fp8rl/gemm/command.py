@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from sgl_fp8rl.gemm import table
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
-from sgl_fp8rl.gemm.table import Machine, Shape, Table
+from sgl_fp8rl.gemm.table import FILES, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     PREFILL_ROWS,
@@ -30,10 +30,9 @@ def run(shapes: Sequence[Shape], folder: str) -> None:
     Raises:
         OSError: the table cannot be written.
     """
-    properties = torch.cuda.get_device_properties(0)
-    machine = Machine.of(properties.name, properties.multi_processor_count)
-    path = machine.path(folder)
-    table.save(path, machine, table.own(machine, folder))  # told now, not when all is measured
+    machine = Machine.here(0)
+    path = FILES.path(machine, folder)
+    FILES.save(path, machine, FILES.own(machine, folder))  # told now, not when all is measured
     plans = {shape: plan(shape, rows_of(BUCKETS)) for shape in shapes}
     tuned: Table = {}
     faults = Counter[str]()
@@ -50,7 +49,7 @@ def run(shapes: Sequence[Shape], folder: str) -> None:
                     faults[f"{measurement.kernel}: {measurement.fault}"] += 1
                 bar.update()
             tuned[n, k] = pick(measurements, BUCKETS)
-            table.save(path, machine, table.own(machine, folder) | tuned)
+            FILES.save(path, machine, FILES.own(machine, folder) | tuned)
     print(render(tuned, copy_bytes_per_us()))
     for fault, times in faults.most_common():
         print(f"passed over {times} times: {fault}")

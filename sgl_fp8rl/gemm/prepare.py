@@ -22,8 +22,9 @@ from sgl_fp8rl.experts import takes_codes
 from sgl_fp8rl.gemm import table, warmup
 from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
 from sgl_fp8rl.gemm.choose import Choices
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
-from sgl_fp8rl.gemm.table import Entry, Machine, Shape, Table
+from sgl_fp8rl.gemm.table import FILES, Entry, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     ERROR_BOUND,
@@ -131,8 +132,7 @@ def _of_first_rank(shapes: Sequence[Shape], device: int) -> Table:
     group = compat.get_tp_group()
     found: list[Table] = [{}]
     if group.rank_in_group == 0:
-        properties = torch.cuda.get_device_properties(device)
-        machine = Machine.of(properties.name, properties.multi_processor_count)
+        machine = Machine.here(device)
         folder = Fp8RLServerArgs.from_env().tune_cache
         found = [find(shapes, machine, folder, may_measure=not compat.cuda_graph_fully_disabled())]
     if group.world_size > 1:
@@ -149,7 +149,7 @@ def find(
         folder: the tune cache.
         may_measure: False where launches cost more than kernels, without CUDA graphs.
     """
-    mine = only_built(table.own(machine, folder))
+    mine = only_built(FILES.own(machine, folder))
     theirs, same_versions = table.shipped(machine, flashinfer_is_built())
     found = {shape: (theirs | mine)[shape] for shape in shapes if shape in theirs | mine}
     unchecked = [] if same_versions else [shape for shape in found if shape not in mine]
@@ -177,8 +177,8 @@ def find(
     if kept:
         try:
             # read again: another engine may have measured other shapes meanwhile
-            path = machine.path(folder)
-            table.save(path, machine, table.own(machine, folder) | kept)
+            path = FILES.path(machine, folder)
+            FILES.save(path, machine, FILES.own(machine, folder) | kept)
         except OSError as error:
             logger.warning("The table of kernels cannot be kept: %s", error)
     return found | checked | tuned

@@ -24,7 +24,7 @@ import readme
 import rows
 from measuring import Call
 
-from sgl_fp8rl.gemm import candidates, table
+from sgl_fp8rl.gemm import candidates, kept, table
 from sgl_fp8rl.numerics import (
     activation,
     head_kernels,
@@ -377,18 +377,18 @@ def test_without_a_gpu_the_benchmark_says_so(
 
 
 def test_a_table_of_products(tmp_path: Path) -> None:
-    entry, versions = table.Entry, dict.fromkeys(table.PACKAGES, "9.9")
+    entry, versions = table.Entry, dict.fromkeys(kept.PACKAGES, "9.9")
     made: table.Table = {
         (256, 128): [entry(1, candidates.STOCK, {}, 4, 4), entry(64, "flashinfer_sm90", {}, 2, 5)],
         (512, 128): [entry(64, candidates.STOCK, {}, 150, 150)],
     }
-    table.save(tmp_path / "x.json", table.Machine("NVIDIA H200", 132, versions), made)
+    table.FILES.save(tmp_path / "x.json", kept.Machine("NVIDIA H200", 132, versions), made)
     lines = kernel_tables.products((tmp_path / "x.json").read_text()).splitlines()
     assert lines[0] == "| rows | 256 x 128 | 512 x 128 |"
     assert lines[2] == "| 64 | 2.0, 2.50x | 150 |"  # 1 has nothing but stock's
     assert lines[3] == "" and "2 batches up to 64 rows" in lines[4] and "torch 9.9" in lines[4]
     del made[256, 128][1]
-    table.save(tmp_path / "x.json", table.Machine("NVIDIA H200", 132, versions), made)
+    table.FILES.save(tmp_path / "x.json", kept.Machine("NVIDIA H200", 132, versions), made)
     assert kernel_tables.products((tmp_path / "x.json").read_text()).startswith("N x K")
 
 

@@ -8,9 +8,10 @@ import torch
 from sgl_fp8rl.gemm import choose, operands, prepare, tune
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
 from sgl_fp8rl.gemm.choose import Choices
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
 from sgl_fp8rl.gemm.prepare import find
-from sgl_fp8rl.gemm.table import Entry, Machine
+from sgl_fp8rl.gemm.table import Entry
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
 """N = 17 blocks is cut into unequal parts."""

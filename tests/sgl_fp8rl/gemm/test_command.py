@@ -9,9 +9,10 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import command, table
+from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.candidates import STOCK
-from sgl_fp8rl.gemm.table import Entry, Machine
+from sgl_fp8rl.gemm.kept import Machine
+from sgl_fp8rl.gemm.table import FILES, Entry
 from sgl_fp8rl.gemm.tune import Attempt
 from tests.sgl_fp8rl.gemm import fakes
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
@@ -41,7 +42,7 @@ def test_shapes_are_tuned_kept_and_printed(
     bench = Bench(us, triton=fakes.clipping, deep_gemm_split_n=fakes.raising)
     machine = Machine.of("NVIDIA H200", 132)
     old = {(128, 128): [Entry(64, STOCK, {}, 1.0, 1.0)]}
-    table.save(machine.path(str(tmp_path)), machine, old)
+    FILES.save(FILES.path(machine, str(tmp_path)), machine, old)
 
     def plan(_shape: Any, rows: Any) -> list[Attempt]:
         assert max(rows) == 16384
@@ -56,7 +57,7 @@ def test_shapes_are_tuned_kept_and_printed(
     monkeypatch.setattr(command, "Operands", lambda n, k, *_: bench.operands(n, k))
     monkeypatch.setattr(command, "copy_bytes_per_us", lambda: 1e6)
     command.run([(256, 128)], str(tmp_path))
-    kept = table.own(machine, str(tmp_path))
+    kept = FILES.own(machine, str(tmp_path))
     assert kept.keys() == {(256, 128), (128, 128)}
     assert [(x.m, x.kernel) for x in kept[256, 128]] == [
         (8, "flashinfer_sm90"),
@@ -69,5 +70,5 @@ def test_shapes_are_tuned_kept_and_printed(
         "passed over 2 times: deep_gemm_split_n: RuntimeError: no kernel image is available" in out
     )
     assert "passed over" in out and "triton: its error" in out
-    assert str(machine.path(str(tmp_path))) in out
+    assert str(FILES.path(machine, str(tmp_path))) in out
     assert "8/8" in err

@@ -14,8 +14,9 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import candidates, prepare, table, warmup
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
 from sgl_fp8rl.gemm.choose import Choices
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands
-from sgl_fp8rl.gemm.table import Entry, Machine, Table
+from sgl_fp8rl.gemm.table import Entry, Table
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.numerics.reference import quantize_weight
 from tests.experts_fakes import Experts
@@ -55,7 +56,7 @@ class Start:
         return entries
 
     def ship(self, machine: Machine = MACHINE) -> None:
-        table.save(self.tables / f"{machine.slug}.json", machine, {BIG: SPLIT})
+        table.FILES.save(self.tables / f"{machine.slug}.json", machine, {BIG: SPLIT})
 
     def find(self, *shapes: Any, machine: Machine = MACHINE, may_measure: bool = True) -> Table:
         return prepare.find(shapes, machine, self.folder, may_measure=may_measure)
@@ -98,14 +99,14 @@ def test_a_shipped_table_needs_no_measuring(start: Start) -> None:
 
 def test_the_users_own_table_wins(start: Start) -> None:
     start.ship()
-    table.save(MACHINE.path(start.folder), MACHINE, {BIG: FAST})
+    table.FILES.save(table.FILES.path(MACHINE, start.folder), MACHINE, {BIG: FAST})
     assert start.find(BIG) == {BIG: FAST}
 
 
 def test_a_new_shape_does_not_lose_the_others(start: Start) -> None:
     start.find(BIG)
     start.find(SMALL)
-    assert table.own(MACHINE, start.folder) == {BIG: FAST, SMALL: FAST}
+    assert table.FILES.own(MACHINE, start.folder) == {BIG: FAST, SMALL: FAST}
 
 
 def test_with_other_versions_kernels_are_checked_once(start: Start) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.gemm import table
+from sgl_fp8rl.gemm import kept, table
 from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
 from sgl_fp8rl.gemm.command import BUCKETS
-from sgl_fp8rl.gemm.table import Entry, Machine, Table
+from sgl_fp8rl.gemm.kept import Machine
+from sgl_fp8rl.gemm.table import FILES, Entry, Table
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 TABLE: Table = {
@@ -25,7 +26,7 @@ TABLE: Table = {
 
 def write(path: Path, change: Any) -> None:
     """A valid file, and one thing of it changed."""
-    table.save(path, MACHINE, TABLE)
+    FILES.save(path, MACHINE, TABLE)
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -33,11 +34,11 @@ def write(path: Path, change: Any) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "table.json"
-    table.save(path, MACHINE, TABLE)
-    assert table.read(path) == (MACHINE, TABLE)
-    assert table.own(MACHINE, str(tmp_path)) == {}
-    table.save(MACHINE.path(str(tmp_path)), MACHINE, TABLE)
-    assert table.own(MACHINE, str(tmp_path)) == TABLE
+    FILES.save(path, MACHINE, TABLE)
+    assert FILES.read(path) == (MACHINE, TABLE)
+    assert FILES.own(MACHINE, str(tmp_path)) == {}
+    FILES.save(FILES.path(MACHINE, str(tmp_path)), MACHINE, TABLE)
+    assert FILES.own(MACHINE, str(tmp_path)) == TABLE
 
 
 def test_a_name_for_each_machine() -> None:
@@ -47,15 +48,15 @@ def test_a_name_for_each_machine() -> None:
         replace(MACHINE, sms=114),
         replace(MACHINE, versions={**MACHINE.versions, "triton": "3.7.0"}),
     ]
-    names = [machine.path("~/cache").name for machine in machines]
+    names = [FILES.path(machine, "~/cache").name for machine in machines]
     assert len(set(names)) == len(machines)
     assert names[0].startswith("gemm-nvidia-h200-132-")
-    assert MACHINE.path("~/cache").parent == Path("~/cache").expanduser()
+    assert FILES.path(MACHINE, "~/cache").parent == Path("~/cache").expanduser()
 
 
 def test_this_machine_names_what_compiles() -> None:
     machine = Machine.of("a card", 1)
-    assert set(machine.versions) == set(table.PACKAGES)
+    assert set(machine.versions) == set(kept.PACKAGES)
     assert machine.versions["torch"]
 
 
@@ -64,7 +65,7 @@ def entries_of(content: Any) -> Any:
 
 
 CORRUPTIONS = {
-    "another format": lambda c: c.update(format=table.FORMAT + 1),
+    "another format": lambda c: c.update(format=kept.FORMAT + 1),
     "another card": lambda c: c.update(card="NVIDIA H100"),
     "other versions": lambda c: c["versions"].update(torch="2.12.0"),
     "no format": lambda c: c.pop("format"),
@@ -83,11 +84,11 @@ CORRUPTIONS = {
 def test_a_table_that_is_not_ours_is_ignored(
     corruption: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = MACHINE.path(str(tmp_path))
+    path = FILES.path(MACHINE, str(tmp_path))
     write(path, lambda _: None)
-    assert table.own(MACHINE, str(tmp_path)) == TABLE
+    assert FILES.own(MACHINE, str(tmp_path)) == TABLE
     write(path, CORRUPTIONS[corruption])
-    assert table.own(MACHINE, str(tmp_path)) == {}
+    assert FILES.own(MACHINE, str(tmp_path)) == {}
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert str(path) in record.getMessage()
@@ -97,17 +98,17 @@ def test_a_table_that_is_not_ours_is_ignored(
 def test_a_file_that_is_no_table_is_ignored(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = MACHINE.path(str(tmp_path))
+    path = FILES.path(MACHINE, str(tmp_path))
     path.write_bytes(text.encode("latin-1"))
-    assert table.own(MACHINE, str(tmp_path)) == {}
+    assert FILES.own(MACHINE, str(tmp_path)) == {}
     assert len(caplog.records) == 1
 
 
 def test_a_folder_in_the_place_of_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    MACHINE.path(str(tmp_path)).mkdir()
-    assert table.own(MACHINE, str(tmp_path)) == {}
+    FILES.path(MACHINE, str(tmp_path)).mkdir()
+    assert FILES.own(MACHINE, str(tmp_path)) == {}
     assert len(caplog.records) == 1
 
 
@@ -115,7 +116,7 @@ def test_an_interrupted_write_leaves_the_old_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
-    table.save(path, MACHINE, TABLE)
+    FILES.save(path, MACHINE, TABLE)
 
     def full(content: Any, file: Any, **_: Any) -> None:
         file.write("{")
@@ -123,14 +124,14 @@ def test_an_interrupted_write_leaves_the_old_table(
 
     monkeypatch.setattr(json, "dump", full)
     with pytest.raises(OSError, match="no space"):
-        table.save(path, MACHINE, {})
-    assert table.read(path) == (MACHINE, TABLE)
+        FILES.save(path, MACHINE, {})
+    assert FILES.read(path) == (MACHINE, TABLE)
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_shipped_tables_are_for_a_card(tmp_path: Path) -> None:
     """Other versions are said, another card or number of SMs is not taken."""
-    table.save(tmp_path / "nvidia-h200.json", MACHINE, TABLE)
+    FILES.save(tmp_path / "nvidia-h200.json", MACHINE, TABLE)
     assert table.shipped(MACHINE, False, tmp_path) == (TABLE, True)
     newer = replace(MACHINE, versions={"torch": "2.12.0"})
     assert table.shipped(newer, False, tmp_path) == (TABLE, False)
@@ -153,15 +154,15 @@ def test_no_home_folder_is_no_reason_to_fail(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "expanduser", homeless)
-    assert table.own(MACHINE, "~/.cache") == {}
+    assert FILES.own(MACHINE, "~/.cache") == {}
     assert "set FP8RL_TUNE_CACHE" in caplog.text
     with pytest.raises(OSError, match="set FP8RL_TUNE_CACHE"):
-        MACHINE.path("~/.cache")
+        FILES.path(MACHINE, "~/.cache")
 
 
 def test_the_tables_of_the_package_are_whole() -> None:
     """A plain one, which no start must build anything for, and one with FlashInfer's kernel."""
-    files = {path.stem: table.read(path) for path in table.SHIPPED.glob("*.json")}
+    files = {path.stem: FILES.read(path) for path in table.SHIPPED.glob("*.json")}
     assert set(files) == {"nvidia-h200", "nvidia-h200-flashinfer"}
     shapes = set()
     for name, (machine, found) in files.items():
