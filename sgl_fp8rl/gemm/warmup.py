@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.gemm.processes import process_limit, run_shares
 from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,8 @@ SMALL_BATCHES = (16, 32)
 """The row blocks that only a batch within one of them is given."""
 MAX_RUNNING_REQUESTS = 4096
 """What SGLang caps the running requests at where the user named no number."""
-MAX_PROCESSES = 16
-PROCESS_BYTES = 1 << 30
-"""A CUDA context and its libraries, about 0.6 GB, rounded up."""
 LARGEST_SHARED = 4096
 """Above this M a shape seldom meets a new tile: SGLang's own pass compiles those."""
-TIMEOUT_S = 300.0
 
 Shape = tuple[int, int]
 """N, K of a weight on this rank."""
@@ -153,11 +149,8 @@ def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Pat
 
 
 def process_count(shapes: list[Shape], rows: list[int], device: int) -> int:
-    """As many processes as there are cores, within half of the device's free memory."""
-    cores = len(os.sched_getaffinity(0))
-    free, _ = torch.cuda.mem_get_info(device)
-    each = PROCESS_BYTES + sum(_elements(shapes, rows))
-    return min(MAX_PROCESSES, cores, len(shapes) * len(rows), free // 2 // each)
+    """How many processes compile these products."""
+    return process_limit(len(shapes) * len(rows), sum(_elements(shapes, rows)), device)
 
 
 def _elements(shapes: list[Shape], rows: list[int]) -> tuple[int, int, int]:
@@ -183,36 +176,8 @@ def _key(shapes: list[Shape], rows: list[int], device: int) -> str:
 
 def _run_shares(shapes: list[Shape], rows: list[int], device: int, processes: int) -> str | None:
     """Run all shares to their end; what one that failed said last, or None."""
-    # the children import what this process does, wherever it found that
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    deadline = time.monotonic() + TIMEOUT_S
-    children: list[subprocess.Popen[str]] = []
-    failure = None
-    try:
-        for index in range(processes):
-            task = json.dumps([index, processes, device, shapes, rows])
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", __name__, task],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        for child in children:
-            said, _ = child.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            if child.returncode != 0:
-                failure = said.strip().rpartition("\n")[2] or f"exit status {child.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failure = str(error)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.communicate()
-    return failure
+    shares = [[index, processes, device, shapes, rows] for index in range(processes)]
+    return run_shares(__name__, shares)
 
 
 def share_of(
