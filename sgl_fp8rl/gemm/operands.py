@@ -46,15 +46,59 @@ def difference(y_MN: torch.Tensor, reference_MN: torch.Tensor) -> float:
 
     That is 1 - cosine where both are as long, and larger where they are not, so a bound on it
     bounds 1 - cosine, and a wrong scale does not hide. By blocks, since one wrong tile would
-    hardly move the cosine of all, and hot rows would outweigh the others.
+    hardly move the cosine of all, and hot rows would outweigh the others. Infinite where either
+    is NaN.
     """
     y, reference = (t.double().unflatten(-1, (-1, BLOCK)) for t in (y_MN, reference_MN))
     lengths = (y * y).sum(-1) + (reference * reference).sum(-1)
     products = (y * reference).sum(-1)
     both_zero = lengths == 0
     ones = torch.ones_like(lengths)
-    worst = (1 - torch.where(both_zero, ones, 2 * products / lengths)).amax()
-    return float(worst)
+    worst = float((1 - torch.where(both_zero, ones, 2 * products / lengths)).amax())
+    return worst if worst == worst else float("inf")
+
+
+def random_weight(n: int, k: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes ``[N, K]`` and scales ``[N/128, K/128]`` on the generator's device."""
+    codes_NK = _normal((n, k), generator).mul_(FP8_MAX / 4).clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
+    exponents = torch.rand(
+        n // BLOCK,
+        k // BLOCK,
+        generator=generator,
+        device=generator.device,
+        dtype=torch.float32,
+    )
+    return codes_NK, torch.exp2(2 * exponents - 1) / FP8_MAX
+
+
+def random_activations(m: int, k: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """BF16 ``[M, K]``: normal values, and such with outliers."""
+    normal_MK = _normal((m, k), generator)
+    outlier_MK = normal_MK.clone()
+    outlier_MK[:, :: max(1, k // OUTLIER_CHANNELS)] *= OUTLIER
+    outlier_MK[:: max(1, m // HOT_TOKENS)] *= HOT
+    return [normal_MK, outlier_MK]
+
+
+def _normal(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
+def checked_rows(m: int) -> torch.Tensor:
+    """Indices of the rows that are compared."""
+    return torch.linspace(0, m - 1, min(m, CHECKED_ROWS), dtype=torch.float64).round().long()
+
+
+def copies(weight_NK: torch.Tensor) -> int:
+    """How many of this weight are to be in rotation, so that none is read from the L2 cache."""
+    on_cpu = weight_NK.device.type == "cpu"
+    return 1 if on_cpu else -(-ROTATED_BYTES // weight_NK.numel())
+
+
+def free_captured(device: torch.device) -> None:
+    """Give back what captured graphs held: each had memory of its own."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Operands:
@@ -63,43 +107,29 @@ class Operands:
     def __init__(self, n: int, k: int, device: str, timer: Timer, seed: int = 0) -> None:
         self.n, self.k, self._timer = n, k, timer
         self._generator = torch.Generator(device).manual_seed(seed)
-        weight_NK = self._normal(n, k).mul_(FP8_MAX / 4).clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
-        exponents = torch.rand(
-            n // BLOCK, k // BLOCK, generator=self._generator, device=device, dtype=torch.float32
-        )
-        scales_nk = torch.exp2(2 * exponents - 1) / FP8_MAX
-        sets = max(2, -(-ROTATED_BYTES // weight_NK.numel())) if device != "cpu" else 2
+        weight_NK, scales_nk = random_weight(n, k, self._generator)
+        sets = max(2, copies(weight_NK))
         self.weights = [(weight_NK.clone(), scales_nk.clone()) for _ in range(sets)]
         self._activations: tuple[int, list[Quantized]] | None = None
         self._references: tuple[int, torch.Tensor, list[torch.Tensor]] | None = None
-
-    def _normal(self, *shape: int) -> torch.Tensor:
-        device = self._generator.device
-        return torch.randn(*shape, generator=self._generator, device=device, dtype=torch.bfloat16)
 
     def activations(self, m: int) -> list[Quantized]:
         """Codes and scales: of normal values, and of such with outliers."""
         if self._activations is None or self._activations[0] != m:
             self._activations = self._references = None
-            if self._generator.device.type == "cuda":
-                torch.cuda.empty_cache()  # each captured graph had memory of its own
-            normal_MK = self._normal(m, self.k)
-            outlier_MK = normal_MK.clone()
-            outlier_MK[:, :: max(1, self.k // OUTLIER_CHANNELS)] *= OUTLIER
-            outlier_MK[:: max(1, m // HOT_TOKENS)] *= HOT
-            self._activations = m, [quantize_tokens(x) for x in (normal_MK, outlier_MK)]
+            free_captured(self._generator.device)
+            made = random_activations(m, self.k, self._generator)
+            self._activations = m, [quantize_tokens(x_MK) for x_MK in made]
         return self._activations[1]
 
     def _reference(self, m: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Indices of the rows compared, and their products in FP64, for each activation."""
         if self._references is None or self._references[0] != m:
-            device = self._generator.device
-            spread = torch.linspace(0, m - 1, min(m, CHECKED_ROWS), dtype=torch.float64)
-            rows = spread.round().long().to(device)
+            rows = checked_rows(m).to(self._generator.device)
             weight_NK, scales_nk = self.weights[0]
             xs = [
-                dequantize_activation(_rows_of(codes, rows), scales[rows], torch.float64)
-                for codes, scales in self.activations(m)
+                dequantize_activation(*take_rows(tokens, rows), torch.float64)
+                for tokens in self.activations(m)
             ]
             parts: list[list[torch.Tensor]] = [[] for _ in xs]
             for begin in range(0, self.n, CHECKED_COLUMNS):
@@ -112,12 +142,12 @@ class Operands:
         return self._references[1], self._references[2]
 
     def error(self, kernel: Kernel, m: int) -> float:
-        """The kernel's :func:`difference` from the product in FP64; infinite for NaN."""
+        """The kernel's :func:`difference` from the product in FP64."""
         rows, references = self._reference(m)
         worst = 0.0
         for (codes, scales), reference in zip(self.activations(m), references, strict=True):
-            found = difference(kernel(codes, scales, *self.weights[0])[rows], reference)
-            worst = max(worst, found if found == found else float("inf"))
+            found = kernel(codes, scales, *self.weights[0])[rows]
+            worst = max(worst, difference(found, reference))
         return worst
 
     def time_us(self, kernel: Kernel, m: int) -> float:
@@ -126,8 +156,10 @@ class Operands:
         return self._timer(lambda i: kernel(codes, scales, *self.weights[i]), len(self.weights))
 
 
-def _rows_of(codes_MK: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return codes_MK.view(torch.uint8)[rows].view(FP8_DTYPE)  # FP8 itself is not indexed everywhere
+def take_rows(tokens: Quantized, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of these rows."""
+    codes = tokens.codes_MK.view(torch.uint8)[rows]  # FP8 itself is not indexed everywhere
+    return codes.view(FP8_DTYPE), tokens.scales_Mk[rows]
 
 
 def cuda_graph_us(run: Callable[[int], object], sets: int) -> float:

@@ -45,7 +45,12 @@ class Measurement:
     @property
     def choice(self) -> Choice:
         """What was measured."""
-        return self.kernel, tuple(sorted(self.config.items()))
+        return choice_of(self.kernel, self.config)
+
+
+def choice_of(kernel: str, config: Config) -> Choice:
+    """A kernel with a config, as a key."""
+    return kernel, tuple(sorted(config.items()))
 
 
 def rows_of(buckets: Sequence[int]) -> list[int]:
@@ -105,16 +110,33 @@ def measure(
 
 
 def _measure(operands: Operands, m: int, candidate: Candidate, config: Config) -> Measurement:
+    def error() -> float:
+        return operands.error(candidate.bind(config), m)
+
+    def time_us() -> float:
+        return operands.time_us(candidate.bind(config), m)
+
+    return judge(m, candidate.name, config, error, time_us)
+
+
+def judge(
+    m: int,
+    kernel: str,
+    config: Config,
+    error_of: Callable[[], float],
+    time_us: Callable[[], float],
+) -> Measurement:
+    """Measure a kernel's error, and if that is within ``ERROR_BOUND`` its time."""
+
     def result(us: float | None, error: float | None, fault: str | None = None) -> Measurement:
-        return Measurement(m, candidate.name, dict(config), us, error, fault)
+        return Measurement(m, kernel, dict(config), us, error, fault)
 
     error = None
     try:
-        kernel = candidate.bind(config)
-        error = operands.error(kernel, m)
+        error = error_of()
         if not error <= ERROR_BOUND:
             return result(None, error, f"its error is above {ERROR_BOUND:.0e}")
-        return result(operands.time_us(kernel, m), error)
+        return result(time_us(), error)
     except NOT_THE_KERNELS:
         raise
     except faults() as fault:
@@ -147,7 +169,7 @@ def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[En
         totals = {
             choice: sum(times[choice, m] for m in rows)
             for choice in {choice for choice, _ in times}
-            if all(_beats(times.get((choice, m)), times.get((stock, m))) for m in rows)
+            if all(beats(times.get((choice, m)), times.get((stock, m))) for m in rows)
         }
         limit = min(totals.values(), default=0.0) * (1 + MARGIN)
         if totals:
@@ -165,7 +187,8 @@ def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[En
     return [entries[high] for high in buckets]
 
 
-def _beats(us: float | None, stock_us: float | None) -> bool:
+def beats(us: float | None, stock_us: float | None) -> bool:
+    """Whether a kernel is faster than the stock choice by more than noise; None has no time."""
     return us is not None and stock_us is not None and us < stock_us * (1 - MARGIN)
 
 
