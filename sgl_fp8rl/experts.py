@@ -12,24 +12,16 @@ Shape suffixes: M tokens, T experts a token, H hidden, I channels of each half o
 rows, one for each token and expert.
 """
 
-import functools
-import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.choose import quantized
-from sgl_fp8rl.gemm.kept import Machine
+from sgl_fp8rl.gemm.expert_tiles import BLOCK_SHAPE, ExpertShape, tiles
 from sgl_fp8rl.grouped_experts import grouped_experts, is_grouped
 from sgl_fp8rl.numerics.activation import Quantized, detach
-from sgl_fp8rl.numerics.reference import BLOCK
-
-_BLOCK_SHAPE = [BLOCK, BLOCK]
-MEASURED = Path(__file__).parent / "gemm" / "tiles"
 
 
 def takes_codes(layer: Any) -> bool:
@@ -105,64 +97,23 @@ def _tiled_experts(
 
     w13, w2 = layer.w13_weight, layer.w2_weight
     M, T = topk_ids_MT.shape
-    up_tiles, down_tiles = tiles(w13.shape, w2.shape, T, M)
+    up_tiles, down_tiles = tiles(layer.quant_method.tiles, ExpertShape.of(w2.shape, T), M)
     routes = (
         topk_weights_MT,
         topk_ids_MT,
         *compat.moe_align_block_size(topk_ids_MT, up_tiles["BLOCK_SIZE_M"], w13.shape[0]),
     )
     gate_up_R2I = out_MH.new_empty((M * T, w13.shape[1]))
-    _product(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
+    product(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
     hidden = silu_mul_codes(gate_up_R2I, by_row=True)
     del gate_up_R2I  # most of the memory of a prefill; what follows may have it
     down_MTH = out_MH.new_empty((M, T, w2.shape[1]))
-    _product(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
+    product(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
     moe_sum_reduce(down_MTH, out_MH, factor)
     return out_MH
 
 
-def tiles(
-    w13_shape: torch.Size, w2_shape: torch.Size, T: int, M: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Triton's tiles for the two products of M tokens; both have one ``BLOCK_SIZE_M``.
-
-    Those that the package has for this card and these experts, else what SGLang takes. ``USE_TMA``
-    in them says that weights are loaded through a TMA descriptor.
-    """
-    measured = measured_tiles(*w2_shape)
-    if measured:
-        nearest = measured[min(measured, key=lambda m: abs(m - M))]  # as SGLang picks among its own
-        return nearest["up"], nearest["down"]
-    up, (down, _) = compat.try_get_optimal_moe_config(
-        w13_shape,
-        w2_shape,
-        T,
-        "fp8_w8a8",
-        M,
-        block_shape=_BLOCK_SHAPE,
-        return_down_config=True,
-    )
-    return up, down or up
-
-
-@functools.cache
-def measured_tiles(E: int, H: int, I: int, folder: Path = MEASURED) -> dict[int, Any]:  # noqa: E741
-    """``{M: {"up": config, "down": config}}`` of these experts on this card, as they were measured.
-
-    Empty where the package has no file for them, where the user named a folder of such configs to
-    SGLang, and for deterministic runs, whose tiles must not change with M.
-    """
-    deterministic = compat.get_exec().deterministic.enable_deterministic_inference
-    if deterministic or os.environ.get("SGLANG_MOE_CONFIG_DIR"):
-        return {}
-    card = Machine.of(torch.cuda.get_device_name(), 0)
-    path = folder / f"{card.slug}-{E}x{H}x{I}.json"
-    if not path.exists():
-        return {}
-    return {int(m): pair for m, pair in json.loads(path.read_text()).items()}
-
-
-def _product(
+def product(
     a: Quantized,
     weight_ENK: torch.Tensor,
     scales_Enk: torch.Tensor,
@@ -198,7 +149,7 @@ def _product(
         use_int8_w8a16=False,
         use_int4_w4a16=False,
         per_channel_quant=False,
-        block_shape=_BLOCK_SHAPE,
+        block_shape=BLOCK_SHAPE,
         b_use_tma=config.get("USE_TMA", False),
         filter_expert=False,
     )

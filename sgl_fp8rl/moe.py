@@ -7,6 +7,7 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.experts import experts, fits, takes_codes
+from sgl_fp8rl.gemm.expert_tiles import Tiles
 from sgl_fp8rl.linear import keep_storage
 from sgl_fp8rl.numerics.activation import detach
 from sgl_fp8rl.numerics.experts import fp8_experts
@@ -21,6 +22,8 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         self.prefix = prefix
         self.is_compiled = False
         """Whether ``grouped_experts`` has its kernels; SGLang's Triton kernel runs without."""
+        self.tiles: Tiles | None = None
+        """Those measured for this shape, for SGLang's Triton kernel; None: it takes its own."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)

@@ -18,12 +18,13 @@ import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, fusion
-from sgl_fp8rl.experts import takes_codes
 from sgl_fp8rl.gemm import table, warmup
 from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
 from sgl_fp8rl.gemm.choose import Choices
+from sgl_fp8rl.gemm.first_rank import of_first_rank
 from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
+from sgl_fp8rl.gemm.prepare_experts import compile_experts, give_tiles
 from sgl_fp8rl.gemm.table import FILES, Entry, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
@@ -37,7 +38,6 @@ from sgl_fp8rl.gemm.tune import (
     plan,
     rows_of,
 )
-from sgl_fp8rl.grouped_experts import compile_grouped
 from sgl_fp8rl.numerics.activation import quantize_tokens
 
 logger = logging.getLogger(__name__)
@@ -51,13 +51,14 @@ SWAPPED_ROWS, SWAPPED_STEP = 32, 8
 def prepare(original: Any, runner: Any) -> None:
     """AROUND what SGLang calls once the weights of a ``ModelRunner`` are in place."""
     warmup.warm_up(original, runner)
+    give_tiles(runner.model, runner.gpu_id)
     layers = list(warmup.gemm_layers(runner.model))
     if not layers or (why := _why_stock(runner)):
         if layers:
             logger.info("FP8 linear layers run SGLang's own kernels: %s", why)
         return
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
-    chosen = _of_first_rank(shapes, runner.gpu_id)
+    chosen = of_first_rank(lambda: _here(shapes, runner.gpu_id))
     choices = {shape: Choices.of(chosen.get(shape, ())) for shape in shapes}
     for layer in layers:
         layer.quant_method.choices = choices[tuple(layer.weight.shape)]
@@ -87,32 +88,6 @@ def compile_choices(layer: Any) -> None:
         below = bound
 
 
-def compile_experts(model: Any) -> None:
-    """Compile the grouped products of each shape of experts, for the batches that this engine runs.
-
-    As for linears, none is to compile while requests wait.
-    """
-    from sgl_fp8rl.moe import FP8RLMoEMethod  # loads SGLang's layers
-
-    every = [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "quant_method", None), FP8RLMoEMethod)
-    ]
-    if not every:
-        return
-    layers = [layer for layer in every if takes_codes(layer)]
-    bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
-    largest = warmup.largest_batch(compat.get_schedule(), bound)
-    first: dict[Any, Any] = {}
-    for layer in layers:
-        first.setdefault((layer.w13_weight.shape, layer.moe_runner_config.top_k), layer)
-        layer.quant_method.is_compiled = True
-    for (_, top_k), layer in first.items():
-        compile_grouped(layer, top_k, largest)
-    logger.info("experts of %d of %d layers run on codes of their norms", len(layers), len(every))
-
-
 def _why_stock(runner: Any) -> str | None:
     backend = compat.get_fp8_gemm_runner_backend()
     if not backend.is_auto():
@@ -127,17 +102,10 @@ def _why_stock(runner: Any) -> str | None:
     return None
 
 
-def _of_first_rank(shapes: Sequence[Shape], device: int) -> Table:
-    """What rank 0 found, on every rank: kernels that differ would sum differently."""
-    group = compat.get_tp_group()
-    found: list[Table] = [{}]
-    if group.rank_in_group == 0:
-        machine = Machine.here(device)
-        folder = Fp8RLServerArgs.from_env().tune_cache
-        found = [find(shapes, machine, folder, may_measure=not compat.cuda_graph_fully_disabled())]
-    if group.world_size > 1:
-        torch.distributed.broadcast_object_list(found, src=group.ranks[0], group=group.cpu_group)
-    return found[0]
+def _here(shapes: Sequence[Shape], device: int) -> Table:
+    folder = Fp8RLServerArgs.from_env().tune_cache
+    may_measure = not compat.cuda_graph_fully_disabled()
+    return find(shapes, Machine.here(device), folder, may_measure=may_measure)
 
 
 def find(

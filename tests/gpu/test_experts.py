@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from sgl_fp8rl import compat, experts, grouped_experts
+from sgl_fp8rl.gemm import expert_tiles
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
+from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.numerics import activation, activation_kernels
 from sgl_fp8rl.numerics.activation import Quantized, attach, attached
 from sgl_fp8rl.numerics.reference import FP8_DTYPE
@@ -18,6 +21,7 @@ from tests.gpu.conftest import INTERPRETED
 
 Tensor = torch.Tensor
 E, T, H, I = 128, 8, 2048, 768  # noqa: E741
+SHAPE = ExpertShape(E, H, I, T)
 LEAST_EQUAL, MAX_SUM_ERROR = 0.99, 1e-3
 """Up to 32 tokens, which SGLang sums by another kernel; above, all bytes must be equal. Seen: all
 equal at every size that was timed, 1 to 16384."""
@@ -30,7 +34,6 @@ MAX_COSINE_ERROR = 1e-3
 in the table of linears. About 1e-5 is to be expected, by the error above."""
 CHECKED = 4
 """Tokens that are computed in float64."""
-MEASURED_TILES = experts.measured_tiles
 _TRITON = "sglang.srt.layers.moe.moe_runner.triton_utils"
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +58,6 @@ def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stock, name, value, raising=False)  # versions have one or the other
     monkeypatch.setattr(stock, "is_allocation_symmetric", lambda: True)
     monkeypatch.setattr(stock, "use_symmetric_memory", lambda *args, **kwargs: nullcontext())
-    # other tiles sum in another order
-    monkeypatch.setattr(experts, "measured_tiles", lambda *args: {})
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +77,23 @@ def layer() -> Any:
 
     config = SimpleNamespace(inplace=False, routed_scaling_factor=None)
     return SimpleNamespace(
-        quant_method=SimpleNamespace(is_compiled=False),
+        quant_method=method(),
         w13_weight=codes(2 * I, H),
         w2_weight=codes(H, I),
         w13_weight_scale_inv=scales(2 * I, H),
         w2_weight_scale_inv=scales(H, I),
         moe_runner_config=config,
     )
+
+
+def method(is_compiled: bool = False, tiles: Tiles | None = None) -> Any:
+    """Without tiles SGLang's are taken: others sum in another order."""
+    return SimpleNamespace(is_compiled=is_compiled, tiles=tiles)
+
+
+def with_method(layer: Any, **given: Any) -> Any:
+    """The same weights with another ``method``."""
+    return SimpleNamespace(**(vars(layer) | {"quant_method": method(**given)}))
 
 
 def routes(M: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +194,7 @@ def test_large_batches_by_deep_gemm_are_sglangs(M: int, layer: Any) -> None:
     x, topk = rows(M, H, spread=1).cuda(), routes(M)
     want = stock(layer, x, *topk)
     grouped_experts.compile_grouped(layer, T, M)
-    large = SimpleNamespace(**(vars(layer) | {"quant_method": SimpleNamespace(is_compiled=True)}))
+    large = with_method(layer, is_compiled=True)
     assert grouped_experts.is_grouped(large, M, T) and not grouped_experts.is_grouped(layer, M, T)
     got = experts.experts(large, x, *topk)
     assert off(got, want) <= MAX_ERROR
@@ -225,13 +236,10 @@ def exact(layer: Any, x_H: Tensor, weights_T: Tensor, ids_T: Tensor) -> Tensor:
 @pytest.mark.parametrize("spread", [1, 6], ids=["normal", "outliers"])
 @pytest.mark.parametrize("M", [64, 4096], ids=["triton", "deep_gemm"])
 @torch.no_grad()
-def test_values_are_those_of_float64(
-    M: int, spread: int, layer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(experts, "measured_tiles", MEASURED_TILES)
+def test_values_are_those_of_float64(M: int, spread: int, layer: Any) -> None:
     x, (weights, ids) = rows(M, H, spread=spread).cuda(), routes(M)
     grouped_experts.compile_grouped(layer, T, M)
-    large = SimpleNamespace(**(vars(layer) | {"quant_method": SimpleNamespace(is_compiled=True)}))
+    large = with_method(layer, is_compiled=True, tiles=shipped_tiles())
     assert grouped_experts.is_grouped(large, M, T) == (M == 4096)
     got = experts.experts(large, x, weights, ids)[:CHECKED].double().cpu()
     want = torch.stack([exact(layer, x[m], weights[m], ids[m]) for m in range(CHECKED)])
@@ -256,28 +264,28 @@ def test_a_captured_graph_computes_as_an_eager_call(layer: Any) -> None:
 
 @pytest.mark.parametrize("which", ["up", "down"])
 @torch.no_grad()
-def test_weights_through_tma_give_the_same(
-    which: str, layer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_through_tma_give_the_same(which: str, layer: Any) -> None:
     x, topk = rows(64, H, spread=1).cuda(), routes(64)
     want = experts.experts(layer, x, *topk)
-    found = experts.tiles(layer.w13_weight.shape, layer.w2_weight.shape, T, 64)
-    up, down = (dict(config) for config in found)  # SGLang keeps those that it returns
-    (up if which == "up" else down)["USE_TMA"] = True
-    monkeypatch.setattr(experts, "tiles", lambda *args: (up, down))
-    assert torch.equal(experts.experts(layer, x, *topk), want)
+    both = dict(zip(("up", "down"), expert_tiles.stock(SHAPE, 64), strict=True))
+    both[which] = {**both[which], "USE_TMA": True}
+    tiled = with_method(layer, tiles=Tiles.of([Pair(64, both["up"], both["down"])]))
+    assert torch.equal(experts.experts(tiled, x, *topk), want)
 
 
 @torch.no_grad()
-def test_measured_tiles_compute_the_same(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each pair at its own M, but for the order of sums."""
-    measured = MEASURED_TILES(*layer.w2_weight.shape)
-    if not measured:
+def test_measured_tiles_compute_the_same(layer: Any) -> None:
+    """Each pair where it is taken, but for the order of sums."""
+    tiles = shipped_tiles()
+    if tiles is None:
         pytest.skip("the package has no tiles for these experts on this card")
-    for M, pair in measured.items():
+    for M in (*tiles.bounds, 4096):
         x, topk = rows(M, H, spread=1).cuda(), routes(M)
         want = stock(layer, x, *topk)
-        with monkeypatch.context() as patch:
-            patch.setattr(experts, "measured_tiles", lambda *args, M=M, pair=pair: {M: pair})
-            got = experts.experts(layer, x, *topk)
-        assert off(got, want) <= MAX_ERROR, (M, pair)
+        got = experts.experts(with_method(layer, tiles=tiles), x, *topk)
+        assert off(got, want) <= MAX_ERROR, (M, tiles.at(M))
+
+
+def shipped_tiles() -> Tiles | None:
+    """Those of the package for these experts on this card."""
+    return expert_tiles.find([SHAPE], Machine.here(0), "no such folder").get(SHAPE)

@@ -3,10 +3,7 @@
 SGLang's kernels are plain loops here; ``tests/gpu/test_experts.py`` runs the real ones.
 """
 
-import json
 import sys
-from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +12,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from sgl_fp8rl import compat, experts, fusion, grouped_experts
+from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.numerics import activation, activation_kernels, expert_rows, expert_rows_kernels
 from sgl_fp8rl.numerics.activation import attach, attached, quantize_tokens
@@ -51,8 +49,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         comm=SimpleNamespace(enable_symm_mem=False),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )
-    experts.measured_tiles.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Card")
     for name, value in {
         "moe_align_block_size": aligned,
         "try_get_optimal_moe_config": configs,
@@ -220,47 +216,23 @@ def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -
     assert down["USE_TMA"]  # SGLang's own dictionary is as it was
 
 
-def kept(folder: Path) -> dict[int, Any]:
-    """A file of tiles for these experts on this card, and what is in it."""
-    pairs: dict[int, Any] = {
-        m: {"up": {"BLOCK_SIZE_M": m}, "down": {"BLOCK_SIZE_M": m, "USE_TMA": True}}
-        for m in (16, 64)
-    }
-    (folder / f"a-card-{E}x{H}x{I}.json").write_text(json.dumps(pairs))
-    return pairs
+@pytest.mark.parametrize(("M", "nearest"), [(5, 16), (40, 16), (41, 64)])
+def test_measured_tiles_go_before_sglangs(M: int, nearest: int, kernels: dict[str, Any]) -> None:
+    layer = Experts(inplace=False)
+    want = experts_reference(layer, rows(M, H, spread=1), *routes(M))
+    layer.quant_method.tiles = Tiles.of([Pair(m, *pair(m)) for m in (16, 64)])
+    got = experts.experts(layer, rows(M, H, spread=1), *routes(M))
+    assert error(got, want) <= MAX_ERROR
+    assert "lookup" not in kernels and kernels["align"] == (nearest, E)
+    up, down = pair(nearest)
+    assert down.pop("USE_TMA")
+    assert kernels["configs"] == [(up, False), (down, True)]
 
 
-@pytest.mark.parametrize(("M", "nearest"), [(1, 16), (39, 16), (41, 64), (900, 64)])
-def test_measured_tiles_go_before_sglangs(
-    M: int, nearest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, pairs = Experts(), kept(tmp_path)
-    monkeypatch.setattr(experts, "measured_tiles", partial(experts.measured_tiles, folder=tmp_path))
-    shapes = layer.w13_weight.shape, layer.w2_weight.shape
-    assert experts.tiles(*shapes, T, M) == (pairs[nearest]["up"], pairs[nearest]["down"])
-
-
-def test_not_for_other_experts_or_where_the_user_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Any]
-) -> None:
-    pairs = kept(tmp_path)
-    assert experts.measured_tiles(E, H, I, tmp_path) == pairs
-    assert experts.measured_tiles(E, H, 2 * I, tmp_path) == {}
-    experts.measured_tiles.cache_clear()
-    kernels["exec"].deterministic.enable_deterministic_inference = True
-    assert experts.measured_tiles(E, H, I, tmp_path) == {}
-    kernels["exec"].deterministic.enable_deterministic_inference = False
-    experts.measured_tiles.cache_clear()
-    monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", "somewhere")
-    assert experts.measured_tiles(E, H, I, tmp_path) == {}
-
-
-def test_what_the_package_has_is_complete() -> None:
-    for path in experts.MEASURED.glob("*.json"):
-        for m, pair in json.loads(path.read_text()).items():
-            assert int(m) > 0 and set(pair) == {"up", "down"}
-            assert pair["up"]["BLOCK_SIZE_M"] == pair["down"]["BLOCK_SIZE_M"]
-            assert all(config["BLOCK_SIZE_K"] in (64, 128) for config in pair.values())
+def pair(m: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles of ``m`` rows."""
+    up = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+    return up, {**up, "BLOCK_SIZE_N": 128, "USE_TMA": True}
 
 
 # ---- what runs here, and what is SGLang's
