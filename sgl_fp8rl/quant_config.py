@@ -28,6 +28,8 @@ class LayerFormat:
     """Why the layer is not FP8; None where it is."""
     shape: tuple[int, ...]
     """Shape on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
+    top_k: int | None = None
+    """Experts of a token, where ``experts.takes_codes``; None for all other layers."""
 
 
 class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
@@ -126,11 +128,18 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
         if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
             continue
         if weight.dtype == torch.float8_e4m3fn:
-            layers.append(LayerFormat(name, "fp8", None, tuple(weight.shape)))
+            layers.append(LayerFormat(name, "fp8", None, tuple(weight.shape), _top_k(module)))
         else:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
             layers.append(LayerFormat(name, "bf16", reason, tuple(weight.shape)))
     return layers
+
+
+def _top_k(module: Any) -> int | None:
+    from sgl_fp8rl.experts import takes_codes
+
+    config = getattr(module, "moe_runner_config", None)
+    return config.top_k if config is not None and takes_codes(module) else None
 
 
 def _kind_reason(name: str, module: nn.Module) -> str:
