@@ -136,15 +136,18 @@ def _tune(model: str, tp_size: int) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("sgl-fp8rl tune: there is no Hopper GPU here; other cards run SGLang's kernels")
     layers = [layer for layer in read_layers(model, tp_size) if _is_fp8(layer)]
-    shapes = sorted({(n, k) for *experts, n, k in (x["shape"] for x in layers) if not experts})
-    if not shapes:
-        sys.exit(f"sgl-fp8rl tune: no linear layer of {model} runs in FP8")
 
     from sgl_fp8rl import compat
     from sgl_fp8rl.gemm import command
+    from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 
+    shapes = sorted({(n, k) for *experts, n, k in (x["shape"] for x in layers) if not experts})
+    stacks = [(*layer["shape"], layer["top_k"]) for layer in layers if layer["top_k"]]
+    experts = sorted({ExpertShape(E, H, rows // 2, T) for E, rows, H, T in stacks})
+    if not shapes and not experts:
+        sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layer whose kernels can be chosen")
     try:
-        command.run(shapes, Fp8RLServerArgs.from_env().tune_cache)
+        command.run(shapes, experts, Fp8RLServerArgs.from_env().tune_cache)
     except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
         sys.exit(f"sgl-fp8rl tune: {error}")
     return 0
@@ -183,7 +186,7 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
     """Ask a real engine with dummy weights, since only SGLang knows a model's layers.
 
     Returns:
-        One ``{"name", "format", "reason", "shape"}`` for each layer, as the first rank holds it.
+        One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
     """
     try:
         import sglang

@@ -1,18 +1,23 @@
-"""``sgl-fp8rl tune``: measure all batch sizes of a model's FP8 linear layers on this card."""
+"""``sgl-fp8rl tune``: measure all batch sizes of a model's FP8 layers on this card."""
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from sgl_fp8rl.gemm import expert_tiles, expert_tune, table
+from sgl_fp8rl.gemm.candidates import Config
+from sgl_fp8rl.gemm.expert_operands import ExpertOperands
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair
 from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
-from sgl_fp8rl.gemm.table import FILES, Shape, Table
+from sgl_fp8rl.gemm.table import Entry, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     PREFILL_ROWS,
+    Measurement,
     compiling_only_what_runs,
     measure,
     pick,
@@ -24,59 +29,141 @@ BUCKETS = (*DECODE_ROWS, *PREFILL_ROWS)
 COPIED_BYTES = 1 << 30
 
 
-def run(shapes: Sequence[Shape], folder: str) -> None:
-    """Tune ``shapes``, keep the result in the tune cache ``folder``, and print it.
+def run(shapes: Sequence[Shape], experts: Sequence[ExpertShape], folder: str) -> None:
+    """Tune linear layers and experts, keep the result in the tune cache ``folder``, and print it.
 
     Raises:
-        OSError: the table cannot be written.
+        OSError: a table cannot be written.
     """
     machine = Machine.here(0)
-    path = FILES.path(machine, folder)
-    FILES.save(path, machine, FILES.own(machine, folder))  # told now, not when all is measured
-    plans = {shape: plan(shape, rows_of(BUCKETS)) for shape in shapes}
-    tuned: Table = {}
     faults = Counter[str]()
-    with (
-        compiling_only_what_runs(),
-        tqdm(total=sum(map(len, plans.values())), unit="kernel", file=sys.stderr) as bar,
-    ):
-        for (n, k), attempts in plans.items():
-            bar.set_description(f"{n} x {k}")
-            measurements = []
-            for measurement in measure(Operands(n, k, "cuda", cuda_graph_us), attempts):
-                measurements.append(measurement)
-                if measurement.fault is not None:
-                    faults[f"{measurement.kernel}: {measurement.fault}"] += 1
-                bar.update()
-            tuned[n, k] = pick(measurements, BUCKETS)
-            FILES.save(path, machine, FILES.own(machine, folder) | tuned)
-    print(render(tuned, copy_bytes_per_us()))
+    paths = []
+    if shapes:
+        paths.append(table.FILES.path(machine, folder))
+        tuned = tune_linears(shapes, machine, folder, faults)
+        print(render(tuned, copy_bytes_per_us()))
+    if experts:
+        paths.append(expert_tiles.FILES.path(machine, folder))
+        tiles = tune_experts(experts, machine, folder, faults)
+        print(render_experts(tiles, copy_bytes_per_us()))
     for fault, times in faults.most_common():
         print(f"passed over {times} times: {fault}")
-    print(f"\nkept in {path}")
+    print("\nkept in " + " and ".join(map(str, paths)))
+
+
+def tune_linears(
+    shapes: Sequence[Shape], machine: Machine, folder: str, faults: Counter[str]
+) -> Table:
+    """Measure and keep one shape after the other; what was passed over is added to ``faults``."""
+    files = table.FILES
+    path = files.path(machine, folder)
+    files.save(path, machine, files.own(machine, folder))  # told now, not when all is measured
+    plans = {shape: plan(shape, rows_of(BUCKETS)) for shape in shapes}
+    tuned: Table = {}
+    with compiling_only_what_runs(), _bar(sum(map(len, plans.values()))) as bar:
+        for (n, k), attempts in plans.items():
+            bar.set_description(f"{n} x {k}")
+            measured = measure(Operands(n, k, "cuda", cuda_graph_us), attempts)
+            tuned[n, k] = pick(_watched(measured, bar, faults), BUCKETS)
+            files.save(path, machine, files.own(machine, folder) | tuned)
+    return tuned
+
+
+def tune_experts(
+    shapes: Sequence[ExpertShape], machine: Machine, folder: str, faults: Counter[str]
+) -> expert_tiles.Table:
+    """Measure and keep one M after the other; those to come stay as an engine has them now."""
+    files = expert_tiles.FILES
+    path = files.path(machine, folder)
+    files.save(path, machine, files.own(machine, folder))
+    known = expert_tiles.find(shapes, machine, folder)
+    plans = {
+        shape: {m: expert_tune.plan(shape, m) for m in expert_tune.tokens_of(shape)}
+        for shape in shapes
+    }
+    tuned: expert_tiles.Table = {}
+    total = sum(len(attempts) for plan in plans.values() for attempts in plan.values())
+    with _bar(total) as bar:
+        for shape, by_m in plans.items():
+            bar.set_description(f"compiling tiles of {'x'.join(map(str, shape))}")
+            expert_tune.compile_ahead(shape, [x for attempts in by_m.values() for x in attempts])
+            operands = ExpertOperands(shape, "cuda", cuda_graph_us)
+            pairs = {m: Pair(m, *expert_tiles.tiles(known.get(shape), shape, m)) for m in by_m}
+            for m, attempts in by_m.items():
+                bar.set_description(f"{'x'.join(map(str, shape))}, {m} tokens")
+                measured = _watched(expert_tune.measure(operands, attempts), bar, faults)
+                pairs[m] = expert_tune.pick(measured, m, expert_tiles.stock(shape, m))
+                tuned[shape] = list(pairs.values())
+                files.save(path, machine, files.own(machine, folder) | tuned)
+    return tuned
+
+
+def _bar(total: int) -> tqdm:
+    return tqdm(total=total, unit="kernel", file=sys.stderr)
+
+
+def _watched(
+    measurements: Iterable[Measurement], bar: tqdm, faults: Counter[str]
+) -> list[Measurement]:
+    """All of them, each shown on the bar as it comes."""
+    seen = []
+    for measurement in measurements:
+        seen.append(measurement)
+        if measurement.fault is not None:
+            faults[f"{measurement.kernel}: {measurement.fault}"] += 1
+        bar.update()
+    return seen
 
 
 def render(tuned: Table, bytes_per_us: float) -> str:
     """A plain text table, one line an entry; the floor is what must be read and written."""
     header = ("N x K", "M up to", "us", "DeepGEMM us", "ratio", "floor us", "kernel")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for (n, k), entries in tuned.items():
         for entry in entries:
             floor = (n * k + entry.m * k + 2 * entry.m * n) / bytes_per_us
             config = " ".join(f"{name}={value}" for name, value in entry.config.items())
-            ratio = entry.stock_us / entry.us if entry.us else 1.0
-            rows.append(
-                (
-                    f"{n} x {k}",
-                    str(entry.m),
-                    f"{entry.us:.1f}",
-                    f"{entry.stock_us:.1f}",
-                    f"{ratio:.2f}",
-                    f"{floor:.1f}",
-                    f"{entry.kernel} {config}".strip(),
-                )
-            )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+            rows.append(_row(f"{n} x {k}", entry, floor, f"{entry.kernel} {config}".strip()))
+    return _aligned(rows)
+
+
+def render_experts(tuned: expert_tiles.Table, bytes_per_us: float) -> str:
+    """The same for experts, one line for each M that was measured."""
+    header = ("E x H x I, top k", "M", "us", "SGLang us", "ratio", "floor us", "gate_up; down")
+    rows: list[tuple[str, ...]] = [header]
+    for shape, pairs in tuned.items():
+        E, H, I, T = shape  # noqa: E741
+        for pair in pairs:
+            floor = floor_bytes(shape, pair.m) / bytes_per_us
+            tiles = f"{_tiles(pair.up)}; {_tiles(pair.down)}"
+            rows.append(_row(f"{E} x {H} x {I}, {T}", pair, floor, tiles))
+    return _aligned(rows)
+
+
+def _row(shape: str, entry: Entry | Pair, floor_us: float, kernel: str) -> tuple[str, ...]:
+    us, stock_us = entry.us or 0.0, entry.stock_us or 0.0
+    ratio = stock_us / us if us and stock_us else 1.0
+    times = (f"{us:.1f}", f"{stock_us:.1f}", f"{ratio:.2f}", f"{floor_us:.1f}")
+    return (shape, str(entry.m), *times, kernel)
+
+
+def floor_bytes(shape: ExpertShape, m: int) -> float:
+    """What both products of M tokens must read and write, where all experts are alike likely."""
+    E, H, I, T = shape  # noqa: E741
+    experts = E * (1 - (1 - T / E) ** m)
+    of_row = 2 * 2 * I + I + 2 * H  # gate_up in BF16, codes of its SiLU, down in BF16
+    return experts * 3 * I * H + m * H + m * T * of_row
+
+
+def _tiles(config: Config) -> str:
+    """``MxNxK`` of the tile, then its other options."""
+    block = "x".join(str(config[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
+    rest = (f"{name}={int(value)}" for name, value in config.items() if "BLOCK" not in name)
+    return " ".join([block, *rest])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join(
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows

@@ -14,15 +14,19 @@ import torch
 
 from sgl_fp8rl import cli
 from sgl_fp8rl.gemm import command
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_table import PNG_SIGNATURE, a_reply
 from tests.sgl_fp8rl.kv_cache.test_table import TABLE as KV_TABLE
 
 LAYERS: list[dict[str, Any]] = [
-    {"name": "model.embed_tokens", "format": "bf16", "reason": "embedding", "shape": [512, 256]},
-    {"name": "model.layers.0.mlp.down_proj", "format": "fp8", "reason": None, "shape": [256, 384]},
-    {"name": "model.layers.0.mlp.experts", "format": "fp8", "reason": None, "shape": [4, 256, 256]},
-    {"name": "lm_head", "format": "bf16", "reason": "output head", "shape": [512, 256]},
+    {"name": name, "format": format_, "reason": reason, "shape": shape, "top_k": top_k}
+    for name, format_, reason, shape, top_k in (
+        ("model.embed_tokens", "bf16", "embedding", [512, 256], None),
+        ("model.layers.0.mlp.down_proj", "fp8", None, [256, 384], None),
+        ("model.layers.0.mlp.experts", "fp8", None, [4, 256, 256], 3),
+        ("lm_head", "bf16", "output head", [512, 256], None),
+    )
 ]
 
 TABLE = """\
@@ -69,8 +73,8 @@ def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["layers", "some/model"])
 
 
-def test_tune_takes_the_fp8_linear_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Not the experts, which another kernel computes, and not the BF16 layers."""
+def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not the BF16 ones, and not the experts that run SGLang's kernels; either kind may be all."""
     tuned: list[Any] = []
     monkeypatch.setenv("FP8RL_TUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -78,9 +82,15 @@ def test_tune_takes_the_fp8_linear_layers(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(cli, "read_layers", lambda model, tp_size: LAYERS * tp_size)
     monkeypatch.setattr(command, "run", lambda *given: tuned.append(given))
     assert cli.main(["tune", "some/model", "--tp", "2"]) == 0
-    assert tuned == [([(256, 384)], str(tmp_path))]
-    monkeypatch.setattr(cli, "read_layers", lambda *_: LAYERS[:1])
-    with pytest.raises(SystemExit, match="no linear layer of some/model runs in FP8"):
+    linears, experts = [(256, 384)], [ExpertShape(4, 256, 128, 3)]
+    assert tuned == [(linears, experts, str(tmp_path))]
+    embedding, down, stack, _ = LAYERS
+    for layers in ([embedding, down, {**stack, "top_k": None}], [stack]):
+        monkeypatch.setattr(cli, "read_layers", lambda *_, layers=layers: layers)
+        assert cli.main(["tune", "some/model"]) == 0
+    assert [given[:2] for given in tuned[1:]] == [(linears, []), ([], experts)]
+    monkeypatch.setattr(cli, "read_layers", lambda *_: [embedding])
+    with pytest.raises(SystemExit, match="some/model has no FP8 layer whose kernels can be chosen"):
         cli.main(["tune", "some/model"])
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sgl_fp8rl import compat
@@ -47,6 +47,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
 # ---- one batch
 
 
+@example([16, 64], 40)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=9, unique=True), st.integers(1, 6000))
 def test_a_batch_takes_the_nearest(ms: list[int], M: int) -> None:
     """As SGLang among its own: of two as near the smaller."""

@@ -1,0 +1,169 @@
+"""Measure which of Triton's tiles are fastest for the two products of experts.
+
+Both products read the same sorted rows, so they share ``BLOCK_SIZE_M``: what is compared is their
+sum and that of the sort. What they are to beat are the tiles that SGLang takes.
+"""
+
+import json
+import logging
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sgl_fp8rl.gemm.candidates import Config
+from sgl_fp8rl.gemm.expert_operands import PRODUCTS, ExpertOperands, operand_bytes
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, stock
+from sgl_fp8rl.gemm.processes import process_limit, run_shares
+from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, faults, judge
+from sgl_fp8rl.grouped_experts import ROWS_OF_EXPERT
+from sgl_fp8rl.numerics.reference import BLOCK
+
+logger = logging.getLogger(__name__)
+
+TOKENS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
+"""M that are measured, as far as experts run by tiles."""
+TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    16: ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
+    32: ((64, 4, 4), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
+    64: ((64, 4, 4), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
+    128: ((128, 4, 3), (128, 8, 3), (256, 8, 3)),
+}
+"""By ``BLOCK_SIZE_M``: ``BLOCK_SIZE_N``, warps and stages that are worth measuring."""
+NEAR = 4
+"""``BLOCK_SIZE_M`` within this factor of the rows of an expert are measured."""
+GROUPS = (1, 16)
+ALIGN = "align"
+"""The kernel that sorts, as a measurement's name."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Tiles of one product, or the sort for tiles of some rows, to be measured with M tokens."""
+
+    m: int
+    kernel: str
+    config: Config
+
+
+def tokens_of(shape: ExpertShape) -> list[int]:
+    """The M that are measured: up to where ``grouped_experts`` takes over."""
+    least = -(-ROWS_OF_EXPERT * shape.experts // shape.top_k)
+    return [*(m for m in TOKENS if m < least), least]
+
+
+def candidates(shape: ExpertShape, m: int) -> list[Config]:
+    """The tiles worth measuring, all of which load weights through a TMA descriptor."""
+    smallest = min(TILES)
+    rows = max(round(m * shape.top_k / shape.experts), smallest // NEAR)
+    return [
+        {
+            "BLOCK_SIZE_M": block,
+            "BLOCK_SIZE_N": n,
+            "BLOCK_SIZE_K": BLOCK,
+            "GROUP_SIZE_M": group,
+            "num_warps": warps,
+            "num_stages": stages,
+            "USE_TMA": True,
+        }
+        for block, others in TILES.items()
+        if rows / NEAR <= block <= rows * NEAR
+        for n, warps, stages in others
+        for group in (GROUPS if 2 * rows >= block else GROUPS[:1])
+    ]
+
+
+def plan(shape: ExpertShape, m: int) -> list[Attempt]:
+    """All that is measured with M tokens, SGLang's choice first."""
+    attempts = []
+    for kernel, first in zip(PRODUCTS, stock(shape, m), strict=True):
+        configs = [first, *(config for config in candidates(shape, m) if config != first)]
+        attempts += [Attempt(m, kernel, config) for config in configs]
+    blocks = {attempt.config["BLOCK_SIZE_M"]: None for attempt in attempts}
+    return [*attempts, *(Attempt(m, ALIGN, {"BLOCK_SIZE_M": block}) for block in blocks)]
+
+
+def measure(operands: ExpertOperands, attempts: Iterable[Attempt]) -> Iterator[Measurement]:
+    """Measure one after the other."""
+    for attempt in attempts:
+        yield _measure(operands, attempt.m, attempt.kernel, attempt.config)
+
+
+def _measure(operands: ExpertOperands, m: int, kernel: str, config: Config) -> Measurement:
+    def error() -> float:
+        return 0.0 if kernel == ALIGN else operands.error(kernel, config, m)
+
+    def time_us() -> float:
+        if kernel == ALIGN:
+            return operands.align_us(config["BLOCK_SIZE_M"], m)
+        return operands.time_us(kernel, config, m)
+
+    return judge(m, kernel, config, error, time_us)
+
+
+def pick(measurements: Iterable[Measurement], m: int, first: tuple[Config, Config]) -> Pair:
+    """The fastest tiles that share ``BLOCK_SIZE_M``; SGLang's, ``first``, unless these are beaten.
+
+    Where SGLang's compute wrongly or not at all, they are beaten by any that do.
+
+    Args:
+        measurements: all with M tokens.
+    """
+    times = {x.choice: x.us for x in measurements if x.us is not None}
+    ups, downs = ([choice for choice in times if choice[0] == kernel] for kernel in PRODUCTS)
+    totals = {
+        (up, down): times[up] + times[down] + times[align]
+        for up in ups
+        for down in downs
+        if (align := _align(up)) == _align(down) and align in times
+    }
+    up, down = (choice_of(*each) for each in zip(PRODUCTS, first, strict=True))
+    stock_us = totals.get((up, down))
+    fastest = min(totals, key=totals.__getitem__, default=(up, down))
+    if stock_us is None or beats(totals[fastest], stock_us):
+        up, down = fastest
+    return Pair(m, dict(up[1]), dict(down[1]), totals.get((up, down)), stock_us)
+
+
+def _align(choice: Choice) -> Choice:
+    """The sort that a product with these tiles needs."""
+    return choice_of(ALIGN, {"BLOCK_SIZE_M": dict(choice[1])["BLOCK_SIZE_M"]})
+
+
+def compile_ahead(shape: ExpertShape, attempts: Iterable[Attempt]) -> None:
+    """Fill Triton's cache from several processes, which else takes longer than all measuring.
+
+    One that fails costs time only: what is missing is compiled when it is measured.
+    """
+    rows: dict[Choice, list[int]] = defaultdict(list)
+    for attempt in attempts:
+        if attempt.kernel != ALIGN:
+            rows[choice_of(attempt.kernel, attempt.config)].append(attempt.m)
+    tasks = [(kernel, dict(config), ms) for (kernel, config), ms in rows.items()]
+    processes = process_limit(len(tasks), operand_bytes(shape), 0)
+    if processes < 2:
+        return
+    shares = [[shape, tasks[index::processes]] for index in range(processes)]
+    failure = run_shares(__name__, shares)
+    if failure is not None:
+        logger.warning("Tiles are compiled one after the other, not side by side: %s", failure)
+
+
+def compile_share(shape: ExpertShape, tasks: Iterable[tuple[str, Config, list[int]]]) -> None:
+    """What one process does: run each kernel at each M, as a divisor of 16 may compile anew."""
+
+    def once(run: Callable[[int], object], _sets: int) -> float:
+        run(0)
+        return 0.0
+
+    operands = ExpertOperands(shape, "cuda", once)
+    for kernel, config, ms in tasks:
+        for m in ms:
+            with suppress(*faults()):
+                operands.time_us(kernel, config, m)
+
+
+if __name__ == "__main__":
+    given_shape, given_tasks = json.loads(sys.argv[1])
+    compile_share(ExpertShape(*given_shape), given_tasks)

@@ -1,0 +1,160 @@
+"""SGLang's Triton kernel with tiles of ours: values, and what ``sgl-fp8rl tune`` makes of a card.
+
+Values are held in Triton's interpreter as well, where the sort of routes is a loop.
+"""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl import compat, experts
+from sgl_fp8rl.gemm import command, expert_operands, expert_tiles, expert_tune
+from sgl_fp8rl.gemm.expert_operands import PRODUCTS, ExpertOperands
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Tiles
+from sgl_fp8rl.gemm.kept import Machine
+from sgl_fp8rl.gemm.operands import cuda_graph_us
+from sgl_fp8rl.gemm.tune import ERROR_BOUND
+from tests import experts_fakes
+from tests.activation_oracle import rows
+from tests.gpu.conftest import INTERPRETED
+
+pytest.importorskip("sglang")
+
+TINY = ExpertShape(4, 256, 128, 3)
+SMALL = ExpertShape(16, 512, 256, 4)
+TOKENS = [1, 64, 1024]
+HEALTHY = 1e-5
+"""Of FP32 sums rounded to BF16: 2e-6 in the interpreter."""
+MAX_ERROR = 0.01
+"""As in test_experts.py, between tiles that sum in another order."""
+TILES: dict[str, dict[str, Any]] = {
+    "16": {},
+    "wide": {"BLOCK_SIZE_N": 256, "num_warps": 8},
+    "32": {"BLOCK_SIZE_M": 32, "GROUP_SIZE_M": 16},
+    "tma": {"USE_TMA": True},
+    "narrow": {"BLOCK_SIZE_K": 64},
+}
+
+
+def config(**options: Any) -> dict[str, Any]:
+    sizes = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
+    return {**sizes, "num_warps": 4, "num_stages": 3, **options}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = SimpleNamespace(enable_deterministic_inference=False)
+    of_sglang = compat.SYMBOLS["try_get_optimal_moe_config"].partition(":")[0]
+    configs = importlib.import_module(f"{of_sglang}.fused_moe_triton_config")
+    for path in (compat.SYMBOLS["get_exec"].replace(":", "."), f"{configs.__name__}.get_exec"):
+        monkeypatch.setattr(path, lambda: SimpleNamespace(deterministic=flags))
+    if INTERPRETED:
+        align = compat.SYMBOLS["moe_align_block_size"].replace(":", ".")
+        monkeypatch.setattr(align, experts_fakes.align)
+    monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
+
+
+@pytest.fixture
+def operands(device: str, monkeypatch: pytest.MonkeyPatch) -> ExpertOperands:
+    monkeypatch.setattr(expert_operands, "ROTATED_BYTES", 0)
+    return ExpertOperands(TINY, device, cuda_graph_us)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("tiles", TILES)
+def test_products_are_those_of_float64(name: str, tiles: str, operands: ExpertOperands) -> None:
+    """On normal activations and on such with outliers."""
+    for m in (1, 21):
+        assert operands.error(name, config(**TILES[tiles]), m) <= HEALTHY
+
+
+def test_control_blocks_of_channels_with_two_scales_show(operands: ExpertOperands) -> None:
+    """The kernel takes the first one's for both, and says nothing."""
+    assert operands.error("gate_up", config(BLOCK_SIZE_K=256), 21) > ERROR_BOUND
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_control_the_next_expert_shows(
+    name: str, operands: ExpertOperands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    align = compat.moe_align_block_size
+
+    def shifted(ids_MT: torch.Tensor, block: int, experts: int) -> tuple[torch.Tensor, ...]:
+        sorted_ids, expert_ids, used = align(ids_MT, block, experts)
+        return sorted_ids, (expert_ids + 1) % experts, used
+
+    path = compat.SYMBOLS["moe_align_block_size"].replace(":", ".")
+    monkeypatch.setattr(path, shifted)
+    assert operands.error(name, config(), 21) > ERROR_BOUND
+
+
+# ---- on a card
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it times kernels")
+@pytest.mark.parametrize("m", [1, 64])
+def test_times_are_taken_of_all_that_runs(m: int) -> None:
+    made = ExpertOperands(TINY, "cuda", cuda_graph_us)
+    assert len(made._weights["down"].sets) > 1, "these are smaller than the cache"
+    times = [made.time_us(name, config(), m) for name in PRODUCTS] + [made.align_us(16, m)]
+    assert all(0 < us < 1000 for us in times)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it times kernels")
+@torch.no_grad()
+def test_tune_measures_keeps_and_an_engine_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled in processes of their own; no time is asserted but that no pick lost."""
+    monkeypatch.setattr(expert_tune, "tokens_of", lambda shape: TOKENS)
+    command.run([], [SMALL], str(tmp_path))
+    out, err = capsys.readouterr()
+    assert "side by side" not in err
+    machine = Machine.here(0)
+    pairs = expert_tiles.FILES.own(machine, str(tmp_path))[SMALL]
+    assert [pair.m for pair in pairs] == TOKENS
+    made = ExpertOperands(SMALL, "cuda", cuda_graph_us)
+    for pair in pairs:
+        assert pair.us is not None and pair.stock_us is not None, "SGLang's tiles run here"
+        assert 0 < pair.us <= pair.stock_us
+        for name, given in zip(PRODUCTS, (pair.up, pair.down), strict=True):
+            assert made.error(name, given, pair.m) <= ERROR_BOUND
+        assert f"{pair.us:.1f}" in out
+    tiles = expert_tiles.find([SMALL], machine, str(tmp_path))[SMALL]
+    assert tiles == Tiles.of(pairs)
+    layer = layer_of(made, tiles)
+    for m in TOKENS:
+        x, topk = rows(m, SMALL.hidden, spread=1).cuda(), routes(m)
+        got = experts.experts(layer, x, *topk)
+        want = experts.experts(layer_of(made, None), x, *topk)
+        assert float((got.double() - want.double()).norm() / want.double().norm()) <= MAX_ERROR
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = experts.experts(layer, x, *topk)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, got), "a captured graph computes as an eager call"
+
+
+def layer_of(made: ExpertOperands, tiles: Tiles | None) -> Any:
+    """A layer with these weights."""
+    (w13, s13), (w2, s2) = (made._weights[name].sets[0] for name in PRODUCTS)
+    return SimpleNamespace(
+        quant_method=SimpleNamespace(is_compiled=False, tiles=tiles),
+        w13_weight=w13,
+        w2_weight=w2,
+        w13_weight_scale_inv=s13,
+        w2_weight_scale_inv=s2,
+        moe_runner_config=SimpleNamespace(inplace=False, routed_scaling_factor=None),
+    )
+
+
+def routes(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator("cuda").manual_seed(m)
+    shape = m, SMALL.experts
+    chosen = torch.rand(shape, generator=random, device="cuda").topk(SMALL.top_k)
+    return chosen.values / chosen.values.sum(-1, keepdim=True), chosen.indices.int()
