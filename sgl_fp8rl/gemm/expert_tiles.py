@@ -110,7 +110,16 @@ def stock(shape: ExpertShape, M: int) -> tuple[Config, Config]:
         block_shape=BLOCK_SHAPE,
         return_down_config=True,
     )
-    return up, down or up
+    return _in_one_block(up), _in_one_block(down or up)
+
+
+def _in_one_block(config: Config) -> Config:
+    """The same tiles with no more channels than have one scale.
+
+    SGLang's kernel takes the first of two scales for both, and one of the files that come with
+    0.5.17 and 0.5.23 has such tiles (512 experts of 256 channels on an H100).
+    """
+    return config if config["BLOCK_SIZE_K"] <= BLOCK else {**config, "BLOCK_SIZE_K": BLOCK}
 
 
 def tiles(measured: Tiles | None, shape: ExpertShape, M: int) -> tuple[Config, Config]:

@@ -21,6 +21,7 @@ from tests.activation_oracle import rows
 from tests.experts_fakes import E, Experts, H, I, T, align, grouped, product, routes, total
 
 Tensor = torch.Tensor
+TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_K": 128}
 MAX_ERROR = 0.03
 """Relative: the reference rounds SiLU to BF16 before it multiplies, and so has some other codes.
 Seen: 0.018; with one wrong expert in fifteen 0.64."""
@@ -37,7 +38,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def configs(*args: Any, **kwargs: Any) -> Any:
         seen["lookup"] = args
-        return seen.get("up", {"BLOCK_SIZE_M": 16}), (seen.get("down"), 64)
+        return seen.get("up", TILES), (seen.get("down"), 64)
 
     def run(*args: Any, **kwargs: Any) -> None:
         seen["configs"].append((args[14], kwargs["b_use_tma"]))
@@ -200,7 +201,7 @@ def test_each_number_of_places_is_compiled(
 
 def test_tiles_are_sglangs(kernels: dict[str, Any]) -> None:
     layer = Experts()
-    kernels["up"] = up = {"BLOCK_SIZE_M": 32}
+    kernels["up"] = up = {**TILES, "BLOCK_SIZE_M": 32}
     experts.experts(layer, rows(5, H), *routes(5))
     shapes = layer.w13_weight.shape, layer.w2_weight.shape
     assert kernels["lookup"] == (*shapes, T, "fp8_w8a8", 5)
@@ -209,10 +210,9 @@ def test_tiles_are_sglangs(kernels: dict[str, Any]) -> None:
 
 
 def test_the_second_product_may_have_tiles_of_its_own(kernels: dict[str, Any]) -> None:
-    kernels["down"] = down = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "USE_TMA": True}
+    kernels["down"] = down = {**TILES, "BLOCK_SIZE_N": 64, "USE_TMA": True}
     experts.experts(Experts(), rows(5, H), *routes(5))
-    options = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64}
-    assert kernels["configs"] == [({"BLOCK_SIZE_M": 16}, False), (options, True)]
+    assert kernels["configs"] == [(TILES, False), ({**TILES, "BLOCK_SIZE_N": 64}, True)]
     assert down["USE_TMA"]  # SGLang's own dictionary is as it was
 
 

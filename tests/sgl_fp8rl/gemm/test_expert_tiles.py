@@ -1,5 +1,6 @@
 """Tiles of experts: where they come from, which pair a batch takes, what is no such file."""
 
+import importlib
 import json
 import logging
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -72,6 +74,19 @@ def test_without_measured_tiles_it_takes_sglangs(monkeypatch: pytest.MonkeyPatch
     assert expert_tiles.tiles(None, SHAPE, 5) == (config(32), down[0])
     assert expert_tiles.tiles(Tiles.of(PAIRS), SHAPE, 5) == (PAIRS[0].up, PAIRS[0].down)
     assert len(asked) == 2
+
+
+def test_tiles_of_sglangs_with_two_scales_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it has for an H100: its kernel would take the first one's for both."""
+    configs = importlib.import_module(compat.try_get_optimal_moe_config.__module__)
+    exec_config = compat.get_exec()
+    monkeypatch.setattr(configs, "get_exec", lambda: exec_config)
+    monkeypatch.setattr(configs, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    theirs = configs.get_moe_configs(512, 256, "fp8_w8a8", 128, 128)
+    assert theirs[64]["BLOCK_SIZE_K"] == 256, "control: it is so"
+    up, down = expert_tiles.stock(ExpertShape(512, 2048, 256, 10), 64)
+    assert up == down == {**theirs[64], "BLOCK_SIZE_K": 128}
+    assert theirs[64]["BLOCK_SIZE_K"] == 256  # its own is as it was
 
 
 # ---- files
