@@ -117,7 +117,9 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
                 flush=True,
             )
         if step % EVALUATE_EVERY == 0:
+            made.config.output_router_logits = False  # which sampling cannot make
             reward = reward_of(made, settings.evaluation_problems)
+            made.config.output_router_logits = model == "moe"
             aux.clear()
             print(f"demonstrations  step {step:4d}  held-out {reward:.3f}", flush=True)
             if reward >= settings.start_reward:

@@ -10,7 +10,7 @@ import pytest
 import tiny_model
 import torch
 from arithmetic import END
-from parity import policies, pretraining, rollouts
+from parity import policies, pretraining, rollouts, tasks
 from parity.layout import START_SETTINGS
 from parity.learner import Learner
 from parity.settings import SETTINGS
@@ -84,10 +84,13 @@ def test_the_start_ends_at_the_reward_that_was_asked_for(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretraining, "EVALUATE_EVERY", 2)
+    monkeypatch.setattr(tasks, "MAX_NEW_TOKENS", 40)
     found: list[float] = []
+    true_reward = pretraining.reward_of
 
     def reward_of(model: Any, count: int) -> float:
         assert count == SMALL.evaluation_problems
+        assert true_reward(model, count) == 0  # so early
         found.append(0.1 * (len(found) + 1))
         return found[-1]
 
