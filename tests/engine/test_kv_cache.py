@@ -265,6 +265,7 @@ def test_recalibration_on_demand(history: dict[str, Any]) -> None:
     assert history["recalibrated"] == history["first"]
 
 
+@pytest.mark.full
 def test_scales_of_a_file_of_names_and_of_a_trainer(tmp_path: Path) -> None:
     """QKV bias, no QK-norm, ``kv_scheme`` trainer."""
     model = Model("qwen2", tmp_path)

@@ -149,6 +149,7 @@ def test_a_fresh_engine_is_the_same(run: Run, version: int, tmp_path: Path) -> N
     assert fresh.logprobs == run.snapshots[version].logprobs
 
 
+@pytest.mark.full
 def test_dummy_start(policies: Policies, tmp_path: Path) -> None:
     start, *later = policies("qwen3_moe")
     with EngineProcess(tmp_path / "engine.log", start, 2, load_format="dummy") as engine:
