@@ -71,6 +71,8 @@ class Groups:
     """Columns in each group of positions."""
     first_bin_T: torch.Tensor
     """Where the histogram of the column's group begins, float32."""
+    first_bin_V: torch.Tensor
+    """Where the version's begins, float64; before them is one of versions that are not reported."""
 
     @classmethod
     def of(
@@ -89,7 +91,10 @@ class Groups:
         elif versions_BT is not None:
             versions_BT = versions_BT.to(device)
         versions_V = torch.tensor(versions, device=device, dtype=torch.int64)
-        return cls(versions, versions_BT, versions_V, widths, (position_T * BINS).float())
+        first_bin_T = (position_T * BINS).float()
+        first_bins = [BINS * number for number in range(1, len(versions) + 1)]
+        first_bin_V = torch.tensor(first_bins, device=device, dtype=torch.float64)
+        return cls(versions, versions_BT, versions_V, widths, first_bin_T, first_bin_V)
 
     @property
     def names(self) -> list[str]:
@@ -119,9 +124,7 @@ class Groups:
             terms_KBT = tally.scratch("terms", (count, *shape), device)
             torch.stack(terms_BT, out=terms_KBT)
             sums.append(chosen_VBT.flatten(1) @ terms_KBT.flatten(1).T)
-            # the first histogram is of tokens whose version is not reported
-            first_bin_V = BINS * torch.arange(1, len(chosen_VBT) + 1, device=device)
-            first_bin_BT = (first_bin_V.double() @ chosen_VBT.flatten(1)).view_as(bins_BT)
+            first_bin_BT = (self.first_bin_V @ chosen_VBT.flatten(1)).view_as(bins_BT)
             counts.append(_histograms(bins_BT + first_bin_BT, tokens_BT, len(chosen_VBT) + 1)[1:])
         tally.sum("tokens", torch.cat(sums))
         tally.sum("histogram", torch.cat(counts))
