@@ -1,7 +1,6 @@
-"""The measured blocks and the picture of docs/performance.md, from results of the benchmarks."""
+"""The measured blocks of docs/performance.md, from results of the benchmarks."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -10,7 +9,6 @@ Found = dict[tuple[str, str, str], Row]
 
 REFERENCE = "stock-bf16"
 PICTURE = "performance.png"
-COLOURS = {"stock": "tab:blue", "fp8rl": "tab:orange"}
 KERNELS = 12
 """Classes of a profile that get a line of their own."""
 
@@ -37,8 +35,9 @@ def tables(text: str) -> str:
     card = f"one {e['device']} an arm" + (f" of {e['count']} in the host" if e["count"] > 1 else "")
     parts.append(
         f"`{e['command']}`: {card}, driver {e['driver']}, SGLang {e['sglang']}, torch "
-        f"{e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. Medians. "
-        f"Bandwidth of a copy where the arms ran: {min(copies):.2f} to {max(copies):.2f} TB/s."
+        f"{e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. "
+        f"{_of_runs(rows)} Bandwidth of a copy where the arms ran: {min(copies):.2f} to "
+        f"{max(copies):.2f} TB/s."
     )
     return "\n\n".join(part for part in parts if part)
 
@@ -73,6 +72,36 @@ def summary(text: str) -> str:
     )
 
 
+def long_tail(text: str) -> str:
+    """One sentence: the long-tailed rollout by stock BF16, and by the best of our arms."""
+    content = json.loads(text)
+    e = content["environment"]
+    found = {(row["arm"], row["case"], row["metric"]): row for row in content["rows"]}
+    rollouts = [(arm, case) for arm, case, metric in found if metric == "rollout_s"]
+    case = max((case for _, case in rollouts), key=lambda name: int(name.rpartition(" ")[2]))
+    arms = [arm for arm, of in rollouts if of == case]
+    mine = min(
+        (found[arm, case, "rollout_s"] for arm in arms if arm.startswith("fp8rl")),
+        key=lambda row: row["median"],
+    )
+    of_arms = (
+        f"{arm} takes {found[arm, case, 'rollout_s']['median']:.0f} s and retracts "
+        f"{found[arm, case, 'retracted_requests']['median']:.0f} of them"
+        for arm in (REFERENCE, mine["arm"])
+    )
+    return (
+        f"A {case} requests whose answers have a long tail of lengths, to the last token: "
+        f"{'; '.join(of_arms)}{_faster(mine)}. `{e['command']} --cases rollout`, one "
+        f"{e['device']}, SGLang {e['sglang']}, commit {e['commit']}. {_of_runs([mine])}"
+    )
+
+
+def _of_runs(rows: list[Row]) -> str:
+    """Whether figures are medians."""
+    runs = {row["n"] for row in rows if row["metric"] in ("decode_step_ms", "rollout_s")}
+    return "One run an arm." if runs == {1} else "Medians."
+
+
 def decode_profile(text: str) -> str:
     """One table for each case and phase: classes of kernels by arm, in us a step."""
     content = json.loads(text)
@@ -90,66 +119,23 @@ def decode_profile(text: str) -> str:
     return "\n\n".join(parts)
 
 
-def draw(text: str, path: Path) -> None:
-    """Decode speed over stock BF16, a group of bars a load, with the floor of each arm above."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    content = json.loads(text)
-    e = content["environment"]
-    found = {
-        (row["arm"], f"{row['model']}\n{row['case']}", row["metric"]): row
-        for row in content["rows"]
-    }
-    arms = _arms(found, "decode_step_ms")
-    cases = [case for case in _cases(found) if (REFERENCE, case, "decode_step_ms") in found]
-    figure, axis = pyplot.subplots(figsize=(11, 5), layout="constrained")
-    width = 0.8 / max(1, len(arms))
-    shades = {kind: iter((0.35, 0.5, 0.65, 0.8, 0.9, 1.0)) for kind in COLOURS}
-    for number, arm in enumerate(arms):
-        kind = "stock" if arm.startswith("stock") else "fp8rl"
-        there = [i for i, case in enumerate(cases) if (arm, case, "decode_step_ms") in found]
-        at = [i + (number - (len(arms) - 1) / 2) * width for i in there]
-        base = [found[REFERENCE, cases[i], "decode_step_ms"]["median"] for i in there]
-        step = [found[arm, cases[i], "decode_step_ms"]["median"] for i in there]
-        floor = [found[arm, cases[i], "decode_floor_ms"]["median"] for i in there]
-        speeds = [b / s for b, s in zip(base, step, strict=True)]
-        axis.bar(at, speeds, width, color=COLOURS[kind], alpha=next(shades[kind]), label=arm)
-        limits = [b / f for b, f in zip(base, floor, strict=True)]
-        axis.scatter(at, limits, marker="_", color="black", s=80, linewidths=1)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(cases)), cases)
-    axis.set_ylabel("decode speed over stock BF16")
-    axis.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
-    figure.suptitle(
-        f"{e['device']}, SGLang {e['sglang']}, commit {e['commit']}; dashes: floor of the arm's "
-        f"bytes at the bandwidth of a copy",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
 def _of_model(rows: list[Row]) -> list[str]:
     """The tables of one model."""
     found = {(row["arm"], row["case"], row["metric"]): row for row in rows}
-    loads = [case for case in _cases(found) if "x" in case]
+    loads = [case for case in cases_of(found) if "x" in case]
     tables = [
         _table(
             ["decode step", *loads],
             [
                 [arm, *(_step(found, arm, load) for load in loads)]
-                for arm in _arms(found, "decode_step_ms")
+                for arm in arms_of(found, "decode_step_ms")
             ],
         ),
         _table(
             ["prefill", *loads],
             [
                 [arm, *(_prefill(found, arm, load) for load in loads)]
-                for arm in _arms(found, "prefill_s")
+                for arm in arms_of(found, "prefill_s")
             ],
         ),
     ]
@@ -165,7 +151,7 @@ def _of_model(rows: list[Row]) -> list[str]:
                 ["rollout", "time", *head],
                 [
                     _rollout(found, arm, case)
-                    for arm in _arms(found, "rollout_s")
+                    for arm in arms_of(found, "rollout_s")
                     if (arm, case, "rollout_s") in found
                 ],
             )
@@ -230,11 +216,11 @@ def _class(profile: Row, names: list[str]) -> str:
     return f"{sum(row['us'] for row in mine):.0f} ({sum(row['calls'] for row in mine):.3g})"
 
 
-def _arms(found: Found, metric: str) -> list[str]:
+def arms_of(found: Found, metric: str) -> list[str]:
     return list(dict.fromkeys(arm for arm, _, name in found if name == metric))
 
 
-def _cases(found: Found) -> list[str]:
+def cases_of(found: Found) -> list[str]:
     """The loads, shortest prompts first."""
     cases = dict.fromkeys(case for _, case, metric in found if metric == "decode_step_ms")
     sizes = {case: [int(n) for n in case.split("\n")[-1].split("x")] for case in cases}

@@ -10,6 +10,7 @@ import alarm_tables
 import kernel_tables
 import kv_tables
 import levers_tables
+import performance_picture
 import performance_tables
 import report
 from parity import picture, tables
@@ -211,6 +212,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
     "decode": ("rollout.json", performance_tables.summary),
+    "decode_long_tail": ("long_tail.json", performance_tables.long_tail),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.tables),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
@@ -239,7 +241,7 @@ def main() -> None:
         page.write_text(BLOCK.sub(filled, page.read_text()))
     measured = RESULTS / "rollout.json"
     if measured.exists():
-        performance_tables.draw(
+        performance_picture.draw(
             measured.read_text(), PERFORMANCE.parent / performance_tables.PICTURE
         )
     measured = RESULTS / "parity.jsonl"

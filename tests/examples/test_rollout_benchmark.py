@@ -20,6 +20,7 @@ import kv_weights
 import long_tail
 import measuring
 import models
+import performance_picture
 import performance_tables
 import processes
 import readme
@@ -335,10 +336,13 @@ def test_the_page_is_made_from_the_file(
     assert "stock-block-fp8, qwen3-8b, 64x8192 fails: exit status 1: MemoryError: too much" in lines
     assert "one NVIDIA H200 an arm of 4 in the host" in made and "4.00 to 4.10 TB/s" in made
     picture = tmp_path / "performance.png"
-    performance_tables.draw((measured / "rollout.json").read_text(), picture)
+    performance_picture.draw((measured / "rollout.json").read_text(), picture)
     assert picture.stat().st_size > 10_000
 
     found = performance_tables.summary((measured / "rollout.json").read_text()).splitlines()
+    told = performance_tables.long_tail((measured / "rollout.json").read_text())
+    assert "stock-bf16 takes 200 s and retracts 3 of them; fp8rl takes 100 s" in told
+    assert "retracts 3 of them, 2.00x. `" in told and told.endswith("One run an arm.")
     best = "| 10.00 ms | 5.00 ms (stock-bf16-kv8-xqa) | 5.00 ms (fp8rl), 2.00x |"
     assert f"| qwen3-8b, 128x512 {best}" in found
     only = json.dumps(
