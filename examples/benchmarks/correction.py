@@ -3,8 +3,8 @@
     python examples/benchmarks/correction.py
 
 All metrics are computed and read, by position too, and by four policy versions where the case says
-so. Launches are what torch dispatches for one batch, views aside: on a GPU each is a kernel or a
-copy. Figures go to results/correction.json.
+so. Launches are of one block of rows: on a core what torch dispatches, views aside, on a GPU the
+kernels and copies that run there. Figures go to results/correction.json.
 """
 
 import argparse
@@ -23,6 +23,8 @@ from typing import Any
 import rows
 import torch
 from environment import commit, environment
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
@@ -44,7 +46,7 @@ CONFIGS = {
 }
 
 
-class Launches(TorchDispatchMode):
+class Dispatched(TorchDispatchMode):
     """Counts what torch dispatches, without views."""
 
     def __init__(self) -> None:
@@ -59,6 +61,18 @@ class Launches(TorchDispatchMode):
         is_empty = "empty" in func._schema.name
         self.count += not (is_view or is_empty)
         return func(*args, **(kwargs or {}))
+
+
+def launches(function: Callable[[], Any], device: str) -> int:
+    """Of one call: what the GPU runs, kernels and copies, or what torch dispatches on a CPU."""
+    if device == "cpu":
+        with Dispatched() as dispatched:
+            function()
+        return dispatched.count
+    function()  # nothing is compiled or kept while it is counted
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        function()
+    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
 
 
 def batch(length: int, device: str) -> list[torch.Tensor]:
@@ -89,10 +103,9 @@ def measure(device: str, repeats: int) -> list[rows.Report]:
     for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
         *given, versions_BT = batch(length, device)
         few = [tensor[: max(1, mismatch.CPU_TOKENS // length)] for tensor in given]
-        with Launches() as launches:
-            correct_logprobs(*few, config)
         alone = partial(correct_logprobs, *given, config)
-        cases = {name: {"correction_launches": [launches.count]} | timed(alone, repeats)}
+        count = launches(partial(correct_logprobs, *few, config), device)
+        cases = {name: {"correction_launches": [count]} | timed(alone, repeats)}
         if config == PRESETS["decoupled_token_is"]:
             mixed = partial(alone, versions_BT=versions_BT)
             cases[f"{name}, {VERSIONS} versions"] = timed(mixed, repeats)

@@ -4,24 +4,21 @@ Shapes: B sequences, T tokens of the longest response.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.correction import rejection, weights
+from trainer_bridge.correction import rejection, rows, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
+from trainer_bridge.correction.rows import Corrected
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
-from trainer_bridge.metrics.mismatch import Mismatch, ones_where, row_blocks
-from trainer_bridge.metrics.report import (
-    add_mismatch,
-    check_values,
-    checked_groups,
-    read_mismatch,
-)
+from trainer_bridge.metrics.groups import Groups
+from trainer_bridge.metrics.report import check_values, checked_groups, read_mismatch
 from trainer_bridge.metrics.tally import Tally
 from trainer_bridge.rollout import Rollout
 
-WEIGHT_METRICS = ("weight_mean", "clipped_fraction")
+HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -107,43 +104,43 @@ def correct_logprobs(
     config = _config(config)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("correct", *given, versions_BT, group)
-    applies_weights = not (config.bypass_mode and config.loss_type == "ppo_clip")
-    rejects = bool(config.rollout_rs) or config.veto_threshold is not None
     tally = Tally()
-    kept_BT = torch.empty_like(mask_BT)
-    weights_BT, old_BT = (torch.empty_like(mask_BT, dtype=torch.float32) for _ in range(2))
-    for rows in row_blocks(mask_BT):
-        mismatch = Mismatch.of(*(tensor[rows] for tensor in given))
-        means_BT: dict[str, torch.Tensor] = {}
-        applied = mismatch.tokens_BT
-        if config.rollout_is is not None:
-            both = weights.add_weights(tally, mismatch, config.rollout_is, config)
-            means_BT |= dict(zip(WEIGHT_METRICS, both, strict=True))
-            applied = both[0] if applies_weights else applied
-        kept = mask_BT[rows]
-        if rejects:
-            kept = rejection.keep_tokens(tally, mismatch, config)
-            kept_ones_BT = ones_where(kept)
-            means_BT["masked_fraction"] = mismatch.tokens_BT - kept_ones_BT
-            applied = applied * kept_ones_BT
-        add_mismatch(tally, rows, mismatch, groups, means_BT)
-        kept_BT[rows], weights_BT[rows] = kept, applied
-        old_BT[rows] = mismatch.rollout_BT if config.bypass_mode else mismatch.trainer_BT
-    if applies_weights and config.rollout_is_batch_normalize and config.rollout_is is not None:
+    corrected = _correct_rows(tally, *given, groups, config)
+    weights_BT = corrected.weights_BT
+    if config.applies_weights and config.rollout_is_batch_normalize:
         weights_BT /= weights.batch_mean(tally, group)
 
     values = tally.reduce(group)
     check_values("correct", values)
-    metrics = read_mismatch(values, groups, tuple(means_BT))
+    metrics = read_mismatch(values, groups, config.means)
     if config.rollout_is is not None:
         metrics |= weights.read_weights(values, metrics, config)
-    if rejects:
+    if config.rejects:
         metrics |= rejection.read_rejections(values, metrics, config)
     loss_type = config.loss_type if config.bypass_mode else "ppo_clip"
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:
         announce(alarms)
-    return Correction(weights_BT, kept_BT, old_BT, loss_type, metrics, alarms)
+    return Correction(
+        weights_BT, corrected.mask_BT, corrected.old_logprobs_BT, loss_type, metrics, alarms
+    )
+
+
+def _correct_rows(
+    tally: Tally,
+    trainer_BT: torch.Tensor,
+    rollout_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    groups: Groups,
+    config: CorrectionConfig,
+) -> Corrected:
+    """By kernels on a GPU, else op by op."""
+    correct_rows = rows.correct_rows
+    if mask_BT.is_cuda and mask_BT.numel() and HAS_TRITON:
+        from trainer_bridge.correction import fused  # imports Triton
+
+        correct_rows = fused.correct_rows
+    return correct_rows(tally, trainer_BT, rollout_BT, mask_BT, groups, config)
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

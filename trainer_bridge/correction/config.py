@@ -74,6 +74,24 @@ class CorrectionConfig:
                 f"give a ratio above 0, at most 1"
             )
 
+    @property
+    def applies_weights(self) -> bool:
+        """Whether the loss is to be weighed: PPO's ratio of bypass mode corrects by itself."""
+        return self.rollout_is is not None and not (
+            self.bypass_mode and self.loss_type == "ppo_clip"
+        )
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a token may be rejected."""
+        return bool(self.rollout_rs) or self.veto_threshold is not None
+
+    @property
+    def means(self) -> tuple[str, ...]:
+        """Names of what is counted of every token beside the mismatch."""
+        weighs = ("weight_mean", "clipped_fraction") if self.rollout_is is not None else ()
+        return (*weighs, *(("masked_fraction",) if self.rejects else ()))
+
     @classmethod
     def from_verl(cls, options: Mapping[str, Any]) -> "CorrectionConfig":
         """From verl's algorithm.rollout_correction, whose thresholds are written "low_high".

@@ -5,6 +5,7 @@ bins.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -65,36 +66,46 @@ class Groups:
 
     versions: list[int]
     versions_BT: torch.Tensor | None
-    versions_V: torch.Tensor
-    """``versions`` on the device of the batch, int64."""
-    widths: list[int]
-    """Columns in each group of positions."""
-    first_bin_T: torch.Tensor
-    """Where the histogram of the column's group begins, float32."""
-    first_bin_V: torch.Tensor
-    """Where the version's begins, float64; before them is one of versions that are not reported."""
+    columns: int
+    """T."""
+    device: torch.device
 
     @classmethod
     def of(
         cls, versions: list[int], versions_BT: torch.Tensor | None, mask_BT: torch.Tensor
     ) -> "Groups":
         """``versions`` is what ``agree_on_versions`` returned."""
-        device = mask_BT.device
-        columns = mask_BT.shape[1]
-        ends = [min(end, columns) for end in (*POSITIONS[1:], columns)]
-        widths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        starts_P = torch.tensor(POSITIONS, device=device)
-        columns_T = torch.arange(columns, device=device)
-        position_T = torch.bucketize(columns_T, starts_P, right=True) - 1
         if len(versions) < 2:
             versions, versions_BT = [], None
         elif versions_BT is not None:
-            versions_BT = versions_BT.to(device)
-        versions_V = torch.tensor(versions, device=device, dtype=torch.int64)
-        first_bin_T = (position_T * BINS).float()
-        first_bins = [BINS * number for number in range(1, len(versions) + 1)]
-        first_bin_V = torch.tensor(first_bins, device=device, dtype=torch.float64)
-        return cls(versions, versions_BT, versions_V, widths, first_bin_T, first_bin_V)
+            versions_BT = versions_BT.to(mask_BT.device)
+        return cls(versions, versions_BT, mask_BT.shape[1], mask_BT.device)
+
+    @cached_property
+    def versions_V(self) -> torch.Tensor:
+        """``versions`` on the device of the batch, int64."""
+        return torch.tensor(self.versions, device=self.device, dtype=torch.int64)
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Columns in each group of positions."""
+        ends = [min(end, self.columns) for end in (*POSITIONS[1:], self.columns)]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def first_bin_T(self) -> torch.Tensor:
+        """Where the histogram of the column's group begins, float32."""
+        starts_P = torch.tensor(POSITIONS, device=self.device)
+        columns_T = torch.arange(self.columns, device=self.device)
+        position_T = torch.bucketize(columns_T, starts_P, right=True) - 1
+        return (position_T * BINS).float()
+
+    @cached_property
+    def first_bin_V(self) -> torch.Tensor:
+        """Where the version's begins, float64; before them is one of versions that are not
+        reported."""
+        first_bins = [BINS * number for number in range(1, len(self.versions) + 1)]
+        return torch.tensor(first_bins, device=self.device, dtype=torch.float64)
 
     @property
     def names(self) -> list[str]:

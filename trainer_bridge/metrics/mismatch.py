@@ -19,7 +19,8 @@ LOG_RATIO_BOUND = 20.0
 # Tokens that are worked on at once: on a CPU what fits its caches, on a GPU what it has memory for.
 CPU_TOKENS, GPU_TOKENS = 1 << 16, 1 << 22
 
-_NEVER_LARGEST = 1e300  # stands for infinity, which times 0 is NaN
+NEVER_LARGEST = 1e300
+"""Stands for infinity, which times 0 is NaN."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -100,12 +101,12 @@ class Mismatch:
     @cached_property
     def absent_BT(self) -> torch.Tensor:
         """For ``ends``: hides what is outside the mask."""
-        return (self.tokens_BT - 1).mul_(_NEVER_LARGEST)
+        return (self.tokens_BT - 1).mul_(NEVER_LARGEST)
 
     @cached_property
     def absent_B(self) -> torch.Tensor:
         """For ``ends``: hides sequences without a token."""
-        return (self.present_B - 1) * _NEVER_LARGEST
+        return (self.present_B - 1) * NEVER_LARGEST
 
     @cached_property
     def sequence_sum_B(self) -> torch.Tensor:
@@ -124,5 +125,5 @@ def ends(values: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
     They add up over blocks and ranks by their maximum; of no value they are below -1e299.
     """
     if not values.numel():
-        return values.new_full((2,), -_NEVER_LARGEST)
+        return values.new_full((2,), -NEVER_LARGEST)
     return torch.stack([(absent - values).amax(), (absent + values).amax()])

@@ -4,8 +4,7 @@ Shapes: B sequences, T tokens of the longest response.
 """
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,13 @@ import torch.distributed as dist
 
 from trainer_bridge.metrics import histogram
 from trainer_bridge.metrics.groups import Groups, RefusedElsewhereError, agree_on_versions
-from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, row_blocks
+from trainer_bridge.metrics.mismatch import (
+    LOG_RATIO_BOUND,
+    Mismatch,
+    bounded,
+    ends,
+    row_blocks,
+)
 from trainer_bridge.metrics.tally import Tally
 
 PERCENTILES = (1, 50, 99)
@@ -94,7 +99,7 @@ def add_mismatch(
     rows: slice,
     mismatch: Mismatch,
     groups: Groups,
-    more_BT: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    more_BT: Sequence[torch.Tensor] = (),
 ) -> None:
     """Count a block of rows; ``more_BT`` are terms whose mean over tokens is a metric."""
     log_ratio_BT, ratio_BT = mismatch.log_ratio_BT, mismatch.ratio_BT
@@ -108,7 +113,7 @@ def add_mismatch(
         log_ratio_BT.abs(),
         torch.maximum(ratio_BT, ratio_BT.reciprocal()) - 1,  # exp(|x|) - 1
         mismatch.rollout_BT,
-        *more_BT.values(),
+        *more_BT,
     ]
     bins_BT = histogram.bins_of(mismatch.bounded_BT)
     groups.add(tally, rows, terms_BT, bins_BT, mismatch.tokens_BT)
@@ -211,7 +216,7 @@ def _of_sequences(sums: list[float]) -> dict[str, float]:
 
 
 def _exp(log_ratio: float) -> float:
-    return math.exp(bounded(torch.tensor(log_ratio, dtype=torch.float64)).item())
+    return math.exp(min(max(log_ratio, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
 
 
 def _fault(*tensors: Any) -> str | None:

@@ -24,6 +24,7 @@ from sgl_fp8rl.numerics import (
     qk_rope_kernels,
 )
 from sgl_fp8rl.numerics.moves import Move
+from trainer_bridge.correction import kernels as correction_kernels
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[3]
         ("test_draw_kernels.py", 70, 1),
         ("test_expert_rows.py", 12, 0),
         ("test_expert_tiles.py", 13, 3),
+        ("test_correction.py", 90, 1),
     ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
@@ -75,6 +77,7 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
         activation_kernels,
         draw_kernels,
         expert_rows_kernels,
+        correction_kernels,
     ],
 )
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:

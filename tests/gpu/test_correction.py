@@ -1,0 +1,208 @@
+"""Correction by kernels against its twin and against NumPy loops."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.conftest import INTERPRETED
+from tests.trainer_bridge import correction_oracle as oracle
+from trainer_bridge.correction import PRESETS, CorrectionConfig, apply, correct_logprobs, fused
+from trainer_bridge.correction import rows as twin
+from trainer_bridge.correction.config import LEVELS, REJECTIONS
+from trainer_bridge.metrics.groups import Groups
+from trainer_bridge.metrics.tally import Tally
+
+REL = 1e-12
+"""Of the largest of its kind, float64 sums in another order; healthy below 1e-14."""
+MOVED = 0.01
+"""Part of the tokens that float32 logarithms may put into the next bin; healthy below 0.002."""
+FLOAT32_REL = 2e-7
+EVERYTHING = CorrectionConfig(
+    "geometric",
+    (0.9, 1.2),
+    rollout_is_batch_normalize=True,
+    rollout_rs={
+        **{option: (0.2, 4.0) for option in REJECTIONS if option.endswith("k1")},
+        **{option: 0.15 for option in REJECTIONS if not option.endswith("k1")},
+    },
+    veto_threshold=0.4,
+)
+CONFIGS = {
+    **PRESETS,
+    "everything": EVERYTHING,
+    **{f"{level} band": CorrectionConfig(level, (0.9, 1.05)) for level in LEVELS},
+    "mean of tokens": CorrectionConfig("token", 1.1, rollout_is_batch_normalize=True),
+    "veto": CorrectionConfig(None, veto_threshold=0.6),
+    "weights that are not applied": CorrectionConfig("token", bypass_mode=True),
+}
+SHAPES = {"narrow": (4, 5), "odd": (3, 40), "several parts": (3, 1100)}
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_batch(shape: tuple[int, int], device: str, spread: float = 0.2) -> Batch:
+    """Ragged rows, one empty, one with a hole; what lies outside the mask is no number."""
+    B, T = shape
+    generator = torch.Generator().manual_seed(B * T)
+    rollout_BT = -3 * torch.rand(shape, generator=generator)
+    trainer_BT = rollout_BT + spread * torch.randn(shape, generator=generator)
+    lengths_B = torch.tensor([T, 0, *((T * 2) // 3 + row for row in range(B - 2))])
+    mask_BT = torch.arange(T) < lengths_B[:, None]
+    mask_BT[0, T // 2] = False
+    trainer_BT.masked_fill_(~mask_BT, math.nan)
+    trainer, rollout, mask = (x.to(device) for x in (trainer_BT, rollout_BT, mask_BT))
+    return trainer, rollout, mask
+
+
+def counted(correct_rows: Any, batch: Batch, config: CorrectionConfig, groups: Groups) -> Any:
+    tally = Tally()
+    found = correct_rows(tally, *batch, groups, config)
+    return found, tally.reduce(None)
+
+
+def assert_same(batch: Batch, config: CorrectionConfig, groups: Groups) -> None:
+    mine, values = counted(fused.correct_rows, batch, config, groups)
+    expected, others = counted(twin.correct_rows, batch, config, groups)
+    torch.testing.assert_close(mine.weights_BT, expected.weights_BT, rtol=FLOAT32_REL, atol=0)
+    assert torch.equal(mine.mask_BT, expected.mask_BT)
+    assert torch.equal(mine.old_logprobs_BT, expected.old_logprobs_BT)
+    assert values.keys() == others.keys()
+    for name, other in others.items():
+        assert values[name].shape == other.shape, name
+        if name == "histogram":
+            assert torch.equal(values[name].sum(1), other.sum(1))
+            # a token that moves is at most a bin away, so it is in one of the sums up to a bin
+            moved = (values[name].cumsum(1) - other.cumsum(1)).abs()
+            assert moved.sum() <= MOVED * other.sum()
+        else:
+            scale = other.abs().max().clamp(min=1.0).item()
+            torch.testing.assert_close(values[name], other, rtol=REL, atol=REL * scale, msg=name)
+
+
+def no_versions(batch: Batch) -> Groups:
+    return Groups.of([], None, batch[2])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_kernels_count_what_their_twin_does(
+    config: CorrectionConfig, shape: tuple[int, int], device: str
+) -> None:
+    batch = make_batch(shape, device)
+    assert_same(batch, config, no_versions(batch))
+
+
+@pytest.mark.parametrize("spread", [1e-6, 30.0])
+def test_tiny_and_huge_mismatches(spread: float, device: str) -> None:
+    batch = make_batch((3, 200), device, spread)
+    assert_same(batch, EVERYTHING, no_versions(batch))
+
+
+def test_positions_of_long_rows(device: str) -> None:
+    batch = make_batch((2, 17_000), device)
+    assert_same(batch, PRESETS["decoupled_token_is"], no_versions(batch))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_versions(known: bool, device: str) -> None:
+    """Also on a rank that was not told them, and with one that is too old to be reported."""
+    batch = make_batch((4, 700), device)
+    versions_BT = torch.arange(4 * 700).view(4, 700) // 500 + 7
+    groups = Groups.of([8, 9, 11], versions_BT if known else None, batch[2])
+    assert_same(batch, PRESETS["decoupled_token_is"], groups)
+
+
+def test_dtypes_and_strides(device: str) -> None:
+    """BF16 logprobs, and tensors that lie in memory the other way round."""
+    trainer_BT, rollout_BT, mask_BT = make_batch((5, 60), device)
+    turned = (
+        trainer_BT.bfloat16().T.contiguous().T,
+        rollout_BT.double().T.contiguous().T,
+        mask_BT.T.contiguous().T,
+    )
+    straight = trainer_BT.bfloat16(), rollout_BT.double(), mask_BT
+    config = PRESETS["decoupled_geo_rs_seq_tis"]
+    found, _ = counted(fused.correct_rows, turned, config, no_versions(turned))
+    expected, _ = counted(twin.correct_rows, straight, config, no_versions(straight))
+    assert torch.equal(found.weights_BT, expected.weights_BT)
+    assert torch.equal(found.mask_BT, expected.mask_BT)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_mask_and_metrics_by_loops(
+    level: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing here shares a line with the kernels."""
+    generator = np.random.default_rng(3)
+    rollout = [(-3 * generator.random(n)).tolist() for n in (60, 7, 33, 1)]
+    trainer = [[v + 0.3 * generator.standard_normal() for v in row] for row in rollout]
+    rejections = {"token_k3": 0.2, "seq_mean_k1": (0.7, 1.4), "seq_max_k2": 0.6}
+    config = CorrectionConfig(level, 1.2, rollout_rs=rejections, veto_threshold=0.3)
+    monkeypatch.setattr(apply, "_correct_rows", fused.correct_rows)
+    found = correct_logprobs(
+        *(oracle.pad(rows).to(device) for rows in (trainer, rollout)),
+        oracle.mask_of(rollout).to(device),
+        config,
+    )
+    x = oracle.log_ratios(trainer, rollout)
+    kept = oracle.keep(x, rejections, config.veto_threshold)
+    assert 0 < sum(map(sum, kept)) < sum(map(len, kept)), "some pass"
+    weights = oracle.weigh(x, level, 1.2, False)
+    expected_BT = oracle.pad([w * passes for w, passes in zip(weights, kept, strict=True)])
+    torch.testing.assert_close(found.weights_BT.cpu(), expected_BT, rtol=FLOAT32_REL, atol=0)
+    assert torch.equal(found.mask_BT.cpu(), oracle.pad(kept, False, torch.bool))
+    for name, value in oracle.metrics(trainer, rollout).items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
+    flat = np.concatenate(weights)
+    assert found.metrics["weight_mean"] == pytest.approx(flat.mean(), rel=1e-12)
+    assert found.metrics["masked_fraction"] == pytest.approx(1 - np.concatenate(kept).mean())
+
+
+def test_control_other_limits_are_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch((4, 5), device)
+    looser = CorrectionConfig(veto_threshold=EVERYTHING.veto_threshold)
+    monkeypatch.setattr(fused, "limits_of", lambda config, made=fused.limits_of: made(looser))
+    with pytest.raises(AssertionError):
+        assert_same(batch, EVERYTHING, no_versions(batch))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_is_refused(
+    value: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_BT, rollout_BT, mask_BT = make_batch((4, 5), device)
+    trainer_BT[0, 1] = value
+    monkeypatch.setattr(apply, "_correct_rows", fused.correct_rows)
+    with pytest.raises(ValueError, match="1 sequences have a trainer or rollout logprob"):
+        correct_logprobs(trainer_BT, rollout_BT, mask_BT)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="there is nothing to wait for")
+def test_a_gpu_runs_the_kernels_and_waits_once(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch((3, 1100), device)
+    correct_logprobs(*batch, EVERYTHING)  # compiles, and keeps its limits
+    calls: list[Groups] = []
+    reduce = Tally.reduce
+
+    def unguarded(tally: Tally, group: Any) -> dict[str, torch.Tensor]:
+        torch.cuda.set_sync_debug_mode("default")
+        return reduce(tally, group)
+
+    def noted(tally: Tally, *args: Any) -> Any:
+        calls.append(args[3])
+        return made(tally, *args)
+
+    made = fused.correct_rows
+    monkeypatch.setattr(fused, "correct_rows", noted)
+    monkeypatch.setattr(Tally, "reduce", unguarded)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        correct_logprobs(*batch, EVERYTHING)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(calls) == 1

@@ -1,0 +1,56 @@
+"""The kernels of corrections where there is no GPU; ``tests/gpu/test_correction.py`` runs them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from trainer_bridge.correction import fused, kernels
+
+COMMON = {"trainer": "*fp32", "rollout": "*bf16", "mask": "*u8", "T": "i32"}
+DOUBLES = dict.fromkeys(("limits", "sums", "maxima", "states"), "*fp64")
+ROWS = COMMON | DOUBLES
+TOKENS = ROWS | {
+    "versions": "*i64",
+    "known_versions": "*i64",
+    "starts": "*i32",
+    "weights": "*fp32",
+    "kept": "*u8",
+    "old": "*fp32",
+    "histogram": "*i32",
+}
+HOW = {"IS_BAND": False, "BLOCK": fused.BLOCK}
+OF_TOKENS = {"VERSIONS": 2, "POSITIONS": 7, "APPLIES": True, "KEEPS_ROLLOUT": False}
+
+
+def resources(name: str, level: int, warps: int, folder: Path) -> str:
+    """What a kernel takes of a Hopper card, as its disassembler says."""
+    kernel = getattr(kernels, name)
+    given = HOW | (OF_TOKENS if name == "count_tokens" else {}) | {"LEVEL": level}
+    types = {argument: TOKENS.get(argument, "constexpr") for argument in kernel.arg_names}
+    assert {argument for argument, kind in types.items() if kind == "constexpr"} == set(given)
+    constants = {(kernel.arg_names.index(argument),): value for argument, value in given.items()}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    path = folder / "kernel.cubin"
+    path.write_bytes(made.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "warps"), [("count_rows", fused.ROW_WARPS), ("count_tokens", fused.TOKEN_WARPS)]
+)
+def test_they_compile_for_a_hopper_card_and_stay_in_registers(
+    name: str, warps: int, level: int, tmp_path: Path
+) -> None:
+    assert "STACK:0 " in resources(name, level, warps, tmp_path)
+
+
+def test_control_what_does_not_fit_is_seen(tmp_path: Path) -> None:
+    """All sums of a row by one warp."""
+    assert "STACK:0 " not in resources("count_rows", 1, 1, tmp_path)

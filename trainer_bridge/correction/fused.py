@@ -1,0 +1,170 @@
+"""Correction of a batch by two kernels; ``rows.py`` is its twin, op by op.
+
+Shapes: B sequences, T tokens of the longest response, G groups of tokens, R programs, K terms.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+
+from trainer_bridge.correction import kernels
+from trainer_bridge.correction.config import LEVELS, CorrectionConfig
+from trainer_bridge.correction.rows import Corrected
+from trainer_bridge.metrics.groups import POSITIONS, Groups
+from trainer_bridge.metrics.histogram import BINS
+from trainer_bridge.metrics.tally import Tally
+
+BLOCK = 512  # tokens at once; shorter for shorter rows
+ROW_WARPS, TOKEN_WARPS = 8, 4
+END = 2**31 - 1  # of the last group of positions
+
+
+def correct_rows(
+    tally: Tally,
+    trainer_BT: torch.Tensor,
+    rollout_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    groups: Groups,
+    config: CorrectionConfig,
+) -> Corrected:
+    """``rows.correct_rows`` on the current stream, of a batch that has an element."""
+    trainer_BT, rollout_BT, mask_BT = (
+        tensor.detach().contiguous() for tensor in (trainer_BT, rollout_BT, mask_BT)
+    )
+    given = trainer_BT, rollout_BT, mask_BT.view(torch.uint8)
+    device, (B, T) = mask_BT.device, mask_BT.shape
+    found = Corrected.like(mask_BT)
+    level = 0 if config.rollout_is is None else 1 + LEVELS.index(config.rollout_is)
+    how = {"LEVEL": level, "IS_BAND": isinstance(config.rollout_is_threshold, tuple)}
+    limits = _limits(tuple(limits_of(config)), device)
+    block = min(BLOCK, max(32, triton.next_power_of_2(T)))
+    parts = triton.cdiv(T, block)
+    versions_BT = groups.versions_BT
+    shown = [] if versions_BT is None else groups.versions
+    G = len(POSITIONS) + len(shown)
+
+    def doubles(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=device)
+
+    sums_BS, maxima_BS = doubles(B, kernels.SUMS), doubles(B, kernels.MAXIMA)
+    states_BS = doubles(B, kernels.STATES)
+    sums_RGK = doubles(B * parts, G, kernels.TOKEN_TERMS).zero_()
+    counts_GN = torch.zeros(G, BINS, dtype=torch.int32, device=device)
+    starts = _starts(device)
+    with torch.cuda.device_of(mask_BT):  # a kernel starts on the current device
+        kernels.count_rows[(B,)](
+            *given,
+            limits,
+            sums_BS,
+            maxima_BS,
+            states_BS,
+            T,
+            BLOCK=block,
+            num_warps=ROW_WARPS,
+            **how,
+        )
+        kernels.count_tokens[(B, parts)](
+            *given,
+            starts if versions_BT is None else versions_BT.contiguous(),
+            starts if versions_BT is None else groups.versions_V,
+            starts,
+            limits,
+            states_BS,
+            found.weights_BT,
+            found.mask_BT.view(torch.uint8),
+            found.old_logprobs_BT,
+            sums_RGK,
+            counts_GN,
+            T,
+            VERSIONS=len(shown),
+            POSITIONS=len(POSITIONS),
+            APPLIES=config.applies_weights,
+            KEEPS_ROLLOUT=config.bypass_mode,
+            BLOCK=block,
+            num_warps=TOKEN_WARPS,
+            **how,
+        )
+    unknown = len(groups.versions) - len(shown)  # to this rank, not to others
+    tally.sum("tokens", _with_whole(sums_RGK.sum(0)[:, _columns(config)], unknown))
+    tally.sum("histogram", _with_whole(counts_GN, unknown))
+    _add_rows(tally, sums_BS.sum(0), maxima_BS.amax(0), config)
+    return found
+
+
+def limits_of(config: CorrectionConfig) -> list[float]:
+    """What ``kernels`` reads as ``limits``."""
+    bounds = [(-math.inf, math.inf)] * kernels.OPTIONS
+    for option, threshold in config.rollout_rs.items():
+        if isinstance(threshold, tuple):
+            low, high = map(math.log, threshold)
+        elif option.endswith("k1"):
+            low, high = math.log(1 / threshold), math.log(threshold)
+        else:
+            low, high = -math.inf, threshold
+        bounds[_number(option)] = low, high
+    veto = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
+    threshold = config.rollout_is_threshold
+    weights = threshold if isinstance(threshold, tuple) else (-math.inf, threshold)
+    return [low for low, _ in bounds] + [high for _, high in bounds] + [veto, *weights]
+
+
+def _number(option: str) -> int:
+    reach, _, k = option.rpartition("_k")
+    return 3 * kernels.REACHES.index(reach) + int(k) - 1
+
+
+@lru_cache(maxsize=16)
+def _limits(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=16)
+def _starts(device: torch.device) -> torch.Tensor:
+    """Where groups of positions begin, and where the last ends."""
+    return torch.tensor([*POSITIONS, END], dtype=torch.int32, device=device)
+
+
+def _columns(config: CorrectionConfig) -> list[int] | slice:
+    """Terms of tokens that the twin has, ``config.means`` last."""
+    weighs = config.rollout_is is not None
+    mismatch = kernels.TOKEN_TERMS - 3
+    if weighs == config.rejects:
+        return slice(None) if weighs else slice(mismatch)
+    return slice(mismatch + 2) if weighs else [*range(mismatch), mismatch + 2]
+
+
+def _with_whole(groups_GK: torch.Tensor, unknown: int) -> torch.Tensor:
+    """The sum over all positions before the groups, zeros for ``unknown`` versions after them."""
+    whole_K = groups_GK[: len(POSITIONS)].sum(0, keepdim=True, dtype=groups_GK.dtype)
+    missing = [groups_GK.new_zeros(unknown, groups_GK.shape[1])] if unknown else []
+    return torch.cat([whole_K, groups_GK, *missing])
+
+
+def _add_rows(
+    tally: Tally, sums: torch.Tensor, maxima: torch.Tensor, config: CorrectionConfig
+) -> None:
+    """What the twin counts of rows, under its names."""
+
+    def two(values: torch.Tensor, at: int) -> torch.Tensor:
+        return values[at : at + 2]
+
+    tally.sum("sequences", sums[: kernels.TERMS])
+    tally.sum("broken", sums[kernels.BROKEN])
+    tally.max("ends", two(maxima, kernels.ENDS))
+    tally.max("gap_ends", two(maxima, kernels.GAP_ENDS))
+    if config.rollout_is is not None:
+        tally.sum("weight_square", sums[kernels.WEIGHT_SQUARE])
+        tally.max("weight_ends", two(maxima, kernels.WEIGHT_ENDS))
+        if config.rollout_is_batch_normalize:
+            tally.sum("weight_batch", two(sums, kernels.WEIGHT_BATCH))
+    for option in config.rollout_rs:
+        number = _number(option)
+        tally.sum(option, two(sums, kernels.REJECTED + 2 * number))
+        tally.sum(f"{option}/sum", sums[kernels.OPTION_SUM + number])
+        tally.max(f"{option}/ends", two(maxima, kernels.OPTION_ENDS + 2 * number))
+    if config.veto_threshold is not None:
+        tally.sum("veto", two(sums, kernels.VETOED))
+    if config.rejects:
+        tally.sum("all", two(sums, kernels.ALL))
