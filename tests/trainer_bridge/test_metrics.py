@@ -147,6 +147,12 @@ def test_policy_versions_are_reported_apart() -> None:
         assert_metrics(mine, token_metrics(part, rolled), part, 1.0)
     versions[1, 2] = 9
     assert mismatch_metrics(*given_, versions_BT=versions) == found
+    a_row_each = torch.tensor([[-1, -1, -1], [3, 3, 9]])
+    apart = mismatch_metrics(*given_, versions_BT=a_row_each)
+    for row, version in enumerate((-1, 3)):
+        prefix = f"version_{version}/"
+        mine = {k.removeprefix(prefix): v for k, v in apart.items() if k.startswith(prefix)}
+        assert_metrics(mine, token_metrics([*x[row]], [*sampled[row]]), [*x[row]], 1.0)
     one = mismatch_metrics(*given_, versions_BT=torch.full((2, 3), 5))
     assert one == mismatch_metrics(*given_) and one.items() <= found.items()
 

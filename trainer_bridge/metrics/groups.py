@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_bridge.metrics.histogram import BINS
-from trainer_bridge.metrics.mismatch import ones_where
+from trainer_bridge.metrics.mismatch import ones_where, row_blocks
 from trainer_bridge.metrics.tally import Tally
 from trainer_bridge.rollout import PAD_VERSION
 
@@ -42,9 +42,11 @@ def agree_on_versions(
     """
     mine: list[int] = []
     if versions_BT is not None and mask_BT is not None:
-        shown_BT = versions_BT.where(mask_BT.to(versions_BT.device), PAD_VERSION)
-        runs = torch.unique_consecutive(shown_BT).unique().tolist()
-        mine = sorted(set(runs) - {PAD_VERSION})[-MOST_VERSIONS:]
+        known_BT, seen = mask_BT.to(versions_BT.device), set[int]()
+        for rows in row_blocks(known_BT):
+            shown_BT = versions_BT[rows].where(known_BT[rows], PAD_VERSION)
+            seen.update(torch.unique_consecutive(shown_BT).unique().tolist())
+        mine = sorted(seen - {PAD_VERSION})[-MOST_VERSIONS:]
     if group is None:
         return mine
     padding = [PAD_VERSION] * (MOST_VERSIONS - len(mine))
@@ -56,8 +58,8 @@ def agree_on_versions(
         raise RefusedElsewhereError(
             f"{refused} other ranks refused their inputs; read what they raised"
         )
-    seen = {version for _, *versions in told for version in versions}
-    return sorted(seen - {PAD_VERSION})[-MOST_VERSIONS:]
+    known = {version for _, *versions in told for version in versions}
+    return sorted(known - {PAD_VERSION})[-MOST_VERSIONS:]
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,7 @@ class Groups:
 
     versions: list[int]
     versions_BT: torch.Tensor | None
-    columns: int
-    """T."""
-    device: torch.device
+    mask_BT: torch.Tensor
 
     @classmethod
     def of(
@@ -79,24 +79,37 @@ class Groups:
             versions, versions_BT = [], None
         elif versions_BT is not None:
             versions_BT = versions_BT.to(mask_BT.device)
-        return cls(versions, versions_BT, mask_BT.shape[1], mask_BT.device)
+        return cls(versions, versions_BT, mask_BT)
 
     @cached_property
     def versions_V(self) -> torch.Tensor:
         """``versions`` on the device of the batch, int64."""
-        return torch.tensor(self.versions, device=self.device, dtype=torch.int64)
+        return torch.tensor(self.versions, device=self.mask_BT.device, dtype=torch.int64)
+
+    @cached_property
+    def version_B(self) -> torch.Tensor | None:
+        """The version of each row; None where a row has tokens of two."""
+        if self.versions_BT is None or not self.versions_BT.numel():
+            return None
+        first_B1 = self.versions_BT[:, :1]
+        rows_have_one = all(
+            ((self.versions_BT[rows] == first_B1[rows]) | ~self.mask_BT[rows]).all()
+            for rows in row_blocks(self.mask_BT)
+        )
+        return first_B1[:, 0] if rows_have_one else None
 
     @cached_property
     def widths(self) -> list[int]:
         """Columns in each group of positions."""
-        ends = [min(end, self.columns) for end in (*POSITIONS[1:], self.columns)]
+        columns = self.mask_BT.shape[1]
+        ends = [min(end, columns) for end in (*POSITIONS[1:], columns)]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def first_bin_T(self) -> torch.Tensor:
         """Where the histogram of the column's group begins, float32."""
-        starts_P = torch.tensor(POSITIONS, device=self.device)
-        columns_T = torch.arange(self.columns, device=self.device)
+        starts_P = torch.tensor(POSITIONS, device=self.mask_BT.device)
+        columns_T = torch.arange(self.mask_BT.shape[1], device=self.mask_BT.device)
         position_T = torch.bucketize(columns_T, starts_P, right=True) - 1
         return (position_T * BINS).float()
 
@@ -105,7 +118,7 @@ class Groups:
         """Where the version's begins, float64; before them is one of versions that are not
         reported."""
         first_bins = [BINS * number for number in range(1, len(self.versions) + 1)]
-        return torch.tensor(first_bins, device=self.device, dtype=torch.float64)
+        return torch.tensor(first_bins, device=self.mask_BT.device, dtype=torch.float64)
 
     @property
     def names(self) -> list[str]:
@@ -131,20 +144,31 @@ class Groups:
         counts_PN = _histograms(bins_BT + self.first_bin_T, tokens_BT, len(POSITIONS))
         sums, counts = [sums_PK.sum(0)[None], sums_PK], [counts_PN.sum(0)[None], counts_PN]
         if self.versions:
-            chosen_VBT = self._chosen(rows, tokens_BT)
-            terms_KBT = tally.scratch("terms", (count, *shape), device)
-            torch.stack(terms_BT, out=terms_KBT)
-            sums.append(chosen_VBT.flatten(1) @ terms_KBT.flatten(1).T)
-            first_bin_BT = (self.first_bin_V @ chosen_VBT.flatten(1)).view_as(bins_BT)
-            counts.append(_histograms(bins_BT + first_bin_BT, tokens_BT, len(chosen_VBT) + 1)[1:])
+            sums_VK, first_bin = self._of_versions(tally, rows, terms_BT)
+            sums.append(sums_VK)
+            counts.append(_histograms(bins_BT + first_bin, tokens_BT, len(self.versions) + 1)[1:])
         tally.sum("tokens", torch.cat(sums))
         tally.sum("histogram", torch.cat(counts))
 
-    def _chosen(self, rows: slice, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """1.0 where a token is of the version, else 0.0, float64 [V, B, T]."""
+    def _of_versions(
+        self, tally: Tally, rows: slice, terms_BT: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of K terms [V, K], and where the histogram of a token's version begins, [B, T]
+        or [B, 1]."""
         if self.versions_BT is None:  # this rank, of several, does not know
-            return tokens_BT.new_zeros(len(self.versions), *tokens_BT.shape)
-        return ones_where(self.versions_BT[rows] == self.versions_V[:, None, None])
+            return terms_BT[0].new_zeros(len(self.versions), len(terms_BT)), terms_BT[0].new_zeros(
+                1
+            )
+        if self.version_B is not None:
+            chosen_VB = ones_where(self.version_B[rows] == self.versions_V[:, None])
+            sums_KB = torch.stack([term_BT.sum(1) for term_BT in terms_BT])
+            return chosen_VB @ sums_KB.T, (self.first_bin_V @ chosen_VB)[:, None]
+        versions_BT = self.versions_BT[rows]
+        chosen_VBT = ones_where(versions_BT == self.versions_V[:, None, None])
+        terms_KBT = tally.scratch("terms", (len(terms_BT), *versions_BT.shape), versions_BT.device)
+        torch.stack(terms_BT, out=terms_KBT)
+        sums_VK = chosen_VBT.flatten(1) @ terms_KBT.flatten(1).T
+        return sums_VK, (self.first_bin_V @ chosen_VBT.flatten(1)).view_as(versions_BT)
 
 
 def _histograms(index_BT: torch.Tensor, tokens_BT: torch.Tensor, number: int) -> torch.Tensor:
