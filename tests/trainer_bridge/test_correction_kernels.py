@@ -21,19 +21,23 @@ TOKENS = ROWS | {
     "kept": "*u8",
     "old": "*fp32",
     "histogram": "*i32",
+    "known": "i32",
 }
-HOW = {"IS_BAND": False, "BLOCK": fused.BLOCK}
-OF_TOKENS = {"VERSIONS": 2, "POSITIONS": 7, "APPLIES": True, "KEEPS_ROLLOUT": False}
+OF_TOKENS = {"POSITIONS": 7, "COPIES": fused.COPIES, "APPLIES": True, "KEEPS_ROLLOUT": False}
+SIXTEEN = [["tt.divisibility", 16]]
+"""What Triton notes of an argument: tensors begin at whole multiples of 16 bytes."""
 
 
-def resources(name: str, level: int, warps: int, folder: Path) -> str:
+def resources(name: str, level: int, is_band: bool, block: int, warps: int, folder: Path) -> str:
     """What a kernel takes of a Hopper card, as its disassembler says."""
     kernel = getattr(kernels, name)
-    given = HOW | (OF_TOKENS if name == "count_tokens" else {}) | {"LEVEL": level}
+    given = {"LEVEL": level, "IS_BAND": is_band, "BLOCK": block}
+    given |= OF_TOKENS if name == "count_tokens" else {}
     types = {argument: TOKENS.get(argument, "constexpr") for argument in kernel.arg_names}
     assert {argument for argument, kind in types.items() if kind == "constexpr"} == set(given)
     constants = {(kernel.arg_names.index(argument),): value for argument, value in given.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants)
+    hints = {(i,): SIXTEEN for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=hints)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     path = folder / "kernel.cubin"
     path.write_bytes(made.asm["cubin"])
@@ -41,16 +45,18 @@ def resources(name: str, level: int, warps: int, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("block", [32, fused.BLOCK])
+@pytest.mark.parametrize(("level", "is_band"), [(0, False), (1, False), (1, True), (3, False)])
 @pytest.mark.parametrize(
-    ("name", "warps"), [("count_rows", fused.ROW_WARPS), ("count_tokens", fused.TOKEN_WARPS)]
+    ("name", "most"), [("count_rows", fused.ROW_WARPS), ("count_tokens", fused.TOKEN_WARPS)]
 )
 def test_they_compile_for_a_hopper_card_and_stay_in_registers(
-    name: str, warps: int, level: int, tmp_path: Path
+    name: str, most: int, level: int, is_band: bool, block: int, tmp_path: Path
 ) -> None:
-    assert "STACK:0 " in resources(name, level, warps, tmp_path)
+    warps = fused.warps_of(most, block)
+    assert "STACK:0 " in resources(name, level, is_band, block, warps, tmp_path)
 
 
 def test_control_what_does_not_fit_is_seen(tmp_path: Path) -> None:
     """All sums of a row by one warp."""
-    assert "STACK:0 " not in resources("count_rows", 1, 1, tmp_path)
+    assert "STACK:0 " not in resources("count_rows", 1, False, fused.BLOCK, 1, tmp_path)

@@ -188,6 +188,8 @@ def test_unusable_inputs_are_refused() -> None:
         mismatch_metrics(zeros, zeros, mask.float())
     with pytest.raises(ValueError, match=r"shape \(1, 2\) against"):
         mismatch_metrics(zeros, torch.zeros(1, 3), mask)
+    with pytest.raises(ValueError, match=r"on several devices, .*'mask_BT': 'meta'"):
+        mismatch_metrics(zeros, zeros, mask.to("meta"))
     for empty in ((1, 2), (2, 0), (0, 4), (0, 0)):
         nothing = torch.zeros(empty)
         with pytest.raises(ValueError, match="mask_BT selects no token"):

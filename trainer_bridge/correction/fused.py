@@ -17,7 +17,9 @@ from trainer_bridge.metrics.histogram import BINS
 from trainer_bridge.metrics.tally import Tally
 
 BLOCK = 512  # tokens at once; shorter for shorter rows
-ROW_WARPS, TOKEN_WARPS = 8, 4
+ROW_WARPS, TOKEN_WARPS = 16, 4
+COPIES = 16
+"""Of the histogram: tokens whose policies agree fall into few bins, which would be waited for."""
 END = 2**31 - 1  # of the last group of positions
 
 
@@ -51,8 +53,12 @@ def correct_rows(
     sums_BS, maxima_BS = doubles(B, kernels.SUMS), doubles(B, kernels.MAXIMA)
     states_BS = doubles(B, kernels.STATES)
     sums_RGK = doubles(B * parts, G, kernels.TOKEN_TERMS).zero_()
-    counts_GN = torch.zeros(G, BINS, dtype=torch.int32, device=device)
+    counts_CGN = torch.zeros(COPIES, G, BINS, dtype=torch.int32, device=device)
     starts = _starts(device)
+    # all that is copied to the GPU comes before the kernels, which a copy would wait for
+    unread = states_BS.view(torch.int64)
+    known_V = groups.versions_V if shown else unread
+    versions_BT = unread if versions_BT is None else versions_BT.contiguous()
     with torch.cuda.device_of(mask_BT):  # a kernel starts on the current device
         kernels.count_rows[(B,)](
             *given,
@@ -62,13 +68,13 @@ def correct_rows(
             states_BS,
             T,
             BLOCK=block,
-            num_warps=ROW_WARPS,
+            num_warps=warps_of(ROW_WARPS, block),
             **how,
         )
         kernels.count_tokens[(B, parts)](
             *given,
-            starts if versions_BT is None else versions_BT.contiguous(),
-            starts if versions_BT is None else groups.versions_V,
+            versions_BT,
+            known_V,
             starts,
             limits,
             states_BS,
@@ -76,19 +82,20 @@ def correct_rows(
             found.mask_BT.view(torch.uint8),
             found.old_logprobs_BT,
             sums_RGK,
-            counts_GN,
+            counts_CGN,
             T,
-            VERSIONS=len(shown),
+            len(shown),
             POSITIONS=len(POSITIONS),
+            COPIES=COPIES,
             APPLIES=config.applies_weights,
             KEEPS_ROLLOUT=config.bypass_mode,
             BLOCK=block,
-            num_warps=TOKEN_WARPS,
+            num_warps=warps_of(TOKEN_WARPS, block),
             **how,
         )
     unknown = len(groups.versions) - len(shown)  # to this rank, not to others
-    tally.sum("tokens", _with_whole(sums_RGK.sum(0)[:, _columns(config)], unknown))
-    tally.sum("histogram", _with_whole(counts_GN, unknown))
+    tally.sum("tokens", _with_whole(_chosen_terms(sums_RGK.sum(0), config), unknown))
+    tally.sum("histogram", _with_whole(counts_CGN.sum(0, dtype=torch.int32), unknown))
     _add_rows(tally, sums_BS.sum(0), maxima_BS.amax(0), config)
     return found
 
@@ -110,6 +117,11 @@ def limits_of(config: CorrectionConfig) -> list[float]:
     return [low for low, _ in bounds] + [high for _, high in bounds] + [veto, *weights]
 
 
+def warps_of(most: int, block: int) -> int:
+    """Of a kernel whose programs have ``block`` tokens at once."""
+    return min(most, block // 32)
+
+
 def _number(option: str) -> int:
     reach, _, k = option.rpartition("_k")
     return 3 * kernels.REACHES.index(reach) + int(k) - 1
@@ -126,13 +138,11 @@ def _starts(device: torch.device) -> torch.Tensor:
     return torch.tensor([*POSITIONS, END], dtype=torch.int32, device=device)
 
 
-def _columns(config: CorrectionConfig) -> list[int] | slice:
-    """Terms of tokens that the twin has, ``config.means`` last."""
-    weighs = config.rollout_is is not None
+def _chosen_terms(sums_GK: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
+    """Those that the twin has: of the mismatch, then of ``config.means``."""
     mismatch = kernels.TOKEN_TERMS - 3
-    if weighs == config.rejects:
-        return slice(None) if weighs else slice(mismatch)
-    return slice(mismatch + 2) if weighs else [*range(mismatch), mismatch + 2]
+    first = sums_GK[:, : mismatch + (2 if config.rollout_is is not None else 0)]
+    return torch.cat([first, sums_GK[:, mismatch + 2 :]], 1) if config.rejects else first
 
 
 def _with_whole(groups_GK: torch.Tensor, unknown: int) -> torch.Tensor:

@@ -52,7 +52,8 @@ _MAXIMA, _STATES, _TOKEN_TERMS = (
 _KEPT, _WEIGHT, _CLIPPED = tl.constexpr(KEPT), tl.constexpr(WEIGHT), tl.constexpr(CLIPPED)
 
 
-@triton.jit
+# T and the number of versions change from step to step, and must not compile anew.
+@triton.jit(do_not_specialize=["T"])
 def count_rows(
     trainer: tl.tensor,
     rollout: tl.tensor,
@@ -161,7 +162,7 @@ def count_rows(
         _store_ends_of_row(top + _WEIGHT_ENDS, weight, L)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "known"])
 def count_tokens(
     trainer: tl.tensor,
     rollout: tl.tensor,
@@ -177,8 +178,9 @@ def count_tokens(
     sums: tl.tensor,
     histogram: tl.tensor,
     T: tl.tensor,
-    VERSIONS: tl.constexpr,
+    known: tl.tensor,
     POSITIONS: tl.constexpr,
+    COPIES: tl.constexpr,
     LEVEL: tl.constexpr,
     IS_BAND: tl.constexpr,
     APPLIES: tl.constexpr,
@@ -186,10 +188,10 @@ def count_tokens(
     BLOCK: tl.constexpr,
 ) -> None:
     """Weights, mask and old logprobs of a part of a row; its terms into ``sums`` [program, groups,
-    TOKEN_TERMS] and its tokens into ``histogram`` [groups, BINS], which come as zeros.
+    TOKEN_TERMS] and its tokens into a copy of ``histogram`` [COPIES, groups, BINS], both zeros.
 
-    Groups are of positions, which begin at ``starts`` and end where the next begins, and of
-    ``known_versions``.
+    Groups are of positions, which begin at ``starts`` and end where the next begins, and of the
+    ``known`` first of ``known_versions``.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -223,8 +225,9 @@ def count_tokens(
     counted = ratio * one
     error = tl.maximum(ratio, 1 / ratio) - 1
     program = row * tl.num_programs(1) + tl.program_id(1)
-    mine = sums + program * ((POSITIONS + VERSIONS) * _TOKEN_TERMS)
-    for group in range(POSITIONS + VERSIONS):
+    mine = sums + program * ((POSITIONS + known) * _TOKEN_TERMS)
+    counts = histogram + (program % COPIES) * ((POSITIONS + known) * _BINS)
+    for group in range(POSITIONS + known):
         chosen = here
         if group < POSITIONS:
             begin, end = tl.load(starts + group), tl.load(starts + group + 1)
@@ -233,7 +236,7 @@ def count_tokens(
             version = tl.load(known_versions + group - POSITIONS)
             chosen &= tl.load(versions + place, mask=inside, other=0) == version
         if tl.max(chosen.to(tl.int32), 0) > 0:
-            tl.atomic_add(histogram + group * _BINS + bins, 1, mask=chosen, sem="relaxed")
+            tl.atomic_add(counts + group * _BINS + bins, 1, mask=chosen, sem="relaxed")
             slot = mine + group * _TOKEN_TERMS
             _store_sum(slot + 0, one, chosen)
             _store_sum(slot + 1, x, chosen)

@@ -220,7 +220,7 @@ def _exp(log_ratio: float) -> float:
 
 
 def _fault(*tensors: Any) -> str | None:
-    """What is wrong with the shapes and dtypes on this rank, if anything."""
+    """What is wrong with shapes, dtypes and devices on this rank, if anything."""
     names = ("trainer_logprobs_BT", "rollout_logprobs_BT", "mask_BT", "versions_BT")
     shapes = {n: tuple(t.shape) for n, t in zip(names, tensors, strict=True) if t is not None}
     shape = shapes.pop("trainer_logprobs_BT")
@@ -232,4 +232,7 @@ def _fault(*tensors: Any) -> str | None:
     mask_BT = tensors[2]
     if mask_BT.dtype != torch.bool:
         return f"mask_BT has dtype {mask_BT.dtype}; pass it as bool"
+    devices = {n: str(t.device) for n, t in zip(names[:3], tensors, strict=False)}
+    if len(set(devices.values())) > 1:
+        return f"logprobs and mask lie on several devices, {devices}; pass them on the trainer's"
     return None

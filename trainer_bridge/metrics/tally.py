@@ -42,10 +42,12 @@ class Tally:
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
         """All values over the ranks of ``group`` (None: this process), as CPU tensors."""
-        named = self._sums | self._maxima
+        # by name: one rank may have counted by kernels and another not, in another order
+        added, largest = (dict(sorted(found.items())) for found in (self._sums, self._maxima))
+        named = added | largest
         sums, maxima = (
             torch.cat([value.reshape(-1) for value in tensors.values()])
-            for tensors in (self._sums, self._maxima)
+            for tensors in (added, largest)
         )
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)

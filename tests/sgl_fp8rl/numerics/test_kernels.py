@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[3]
         ("test_draw_kernels.py", 70, 1),
         ("test_expert_rows.py", 12, 0),
         ("test_expert_tiles.py", 13, 3),
-        ("test_correction.py", 90, 1),
+        ("test_correction.py", 115, 2),
     ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
