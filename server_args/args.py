@@ -20,7 +20,6 @@ FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
 """Bytes. A bucket has two halves and each must keep 256-byte alignment, which CUDA gives."""
 KV_SCHEMES = ("engine", "trainer", "unit")
-QUARANTINE_POLICIES = ("reject",)
 LISTEN_SCOPES = ("loopback", "any")
 
 
@@ -96,14 +95,6 @@ class Fp8RLServerArgs:
 
     Default none; needed when ``listen`` is ``"any"``. Never printed by ``repr``.
     """
-    quarantine: str = field(
-        default="reject",
-        metadata=_option(f"generation after a failed update: {', '.join(QUARANTINE_POLICIES)}"),
-    )
-    """What a generation request meets after a failed update, until a complete one commits.
-
-    Default ``"reject"``: status 503 and the reason, since a half-written policy must not sample.
-    """
     listen: str = field(
         default="loopback",
         metadata=_option(f"who may send control requests: {', '.join(LISTEN_SCOPES)}"),
@@ -141,7 +132,6 @@ class Fp8RLServerArgs:
             raise _invalid("kv_per_head", f"must be True or False, not {self.kv_per_head!r}")
         if self.kv_scales is not None and not self.kv_scales.strip():
             raise _invalid("kv_scales", "must name a file")
-        _check_choice("quarantine", self.quarantine, QUARANTINE_POLICIES)
         _check_choice("listen", self.listen, LISTEN_SCOPES)
         if not self.tune_cache.strip():
             raise _invalid("tune_cache", "must name a folder")

@@ -48,7 +48,6 @@ def test_every_field_travels() -> None:
         "kv_scales": "/scales.json",
         "tune_cache": "/elsewhere",
         "key": "secret",
-        "quarantine": "reject",
         "listen": "any",
         "session_timeout_s": 1.5,
     }
@@ -136,7 +135,6 @@ def test_switches_refused() -> None:
         ("key", "two words", "printable ASCII"),
         ("key", "line\nbreak", "printable ASCII"),
         ("key", "schl\u00fcssel", "printable ASCII"),
-        ("quarantine", "hold", "one of reject"),
         ("listen", "0.0.0.0", "one of loopback, any"),
         ("listen", "any", "needs a key"),
         ("session_timeout_s", 0.0, "positive number"),
