@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import alarm_tables
+import headline
 import kernel_tables
 import kv_tables
 import levers_tables
@@ -211,6 +212,9 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
+    "headline_decode": ("rollout.json", headline.decode),
+    "headline_rollout": ("long_tail.json", headline.rollout),
+    "headline_update": ("update.json", headline.update),
     "decode": ("rollout.json", performance_tables.summary),
     "decode_long_tail": ("long_tail.json", performance_tables.long_tail),
     "rollout": ("rollout.json", performance_tables.rollout),
