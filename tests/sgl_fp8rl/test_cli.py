@@ -186,11 +186,26 @@ def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:
         cli.main(["kv-report", str(saved), "--json", str(tmp_path / "none" / "kv.json")])
 
 
+LAYERS_THEN_TILES = """
+import sys
+from sgl_fp8rl import cli
+from sgl_fp8rl.gemm import expert_tiles
+from sgl_fp8rl.gemm.kept import Machine
+
+code = cli.main(sys.argv[1:])
+experts = expert_tiles.ExpertShape(4, 256, 128, 2)
+assert expert_tiles.find([experts], Machine("none", 1, {}), ".") == {}
+sys.exit(code)
+"""
+"""``layers``, then what ``tune`` asks of SGLang in the same process: it can answer since the engine
+that listed the layers has published its arguments."""
+
+
 @pytest.mark.engine
 def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3_ragged", tmp_path / "model")
     (model / "model.safetensors").unlink()  # only shapes are needed
-    layers_ = [sys.executable, "-m", "sgl_fp8rl.cli", "layers", str(model), "--json"]
+    layers_ = [sys.executable, "-c", LAYERS_THEN_TILES, "layers", str(model), "--json"]
     child = subprocess.run(layers_, cwd=tmp_path, capture_output=True, text=True, timeout=290)
     assert child.returncode == 0, child.stderr
     layers = {layer["name"]: layer for layer in json.loads(child.stdout)["layers"]}
