@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from tests.gpu.conftest import INTERPRETED
 from tests.trainer_bridge import correction_oracle as oracle
-from trainer_bridge.correction import PRESETS, CorrectionConfig, apply, correct_logprobs, fused
+from trainer_bridge.correction import (
+    PRESETS,
+    CorrectionConfig,
+    apply,
+    correct_logprobs,
+    fused,
+    limits,
+)
 from trainer_bridge.correction import rows as twin
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics.groups import Groups
@@ -192,7 +199,7 @@ def test_weights_mask_and_metrics_by_loops(
 def test_control_other_limits_are_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch((4, 5), device)
     looser = CorrectionConfig(veto_threshold=EVERYTHING.veto_threshold)
-    monkeypatch.setattr(fused, "limits_of", lambda config, made=fused.limits_of: made(looser))
+    monkeypatch.setattr(limits, "limits_of", lambda config, made=limits.limits_of: made(looser))
     with pytest.raises(AssertionError):
         assert_same(batch, EVERYTHING, no_versions(batch))
 

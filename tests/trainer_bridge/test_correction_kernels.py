@@ -2,13 +2,16 @@
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from trainer_bridge.correction import fused, kernels
+from trainer_bridge.correction import fused
+from trainer_bridge.correction.row_kernel import count_rows
+from trainer_bridge.correction.token_kernel import count_tokens
 
 COMMON = {"trainer": "*fp32", "rollout": "*bf16", "mask": "*u8", "T": "i32"}
 DOUBLES = dict.fromkeys(("limits", "sums", "maxima", "states"), "*fp64")
@@ -28,11 +31,10 @@ SIXTEEN = [["tt.divisibility", 16]]
 """What Triton notes of an argument: tensors begin at whole multiples of 16 bytes."""
 
 
-def resources(name: str, level: int, is_band: bool, block: int, warps: int, folder: Path) -> str:
+def resources(kernel: Any, level: int, is_band: bool, block: int, warps: int, folder: Path) -> str:
     """What a kernel takes of a Hopper card, as its disassembler says."""
-    kernel = getattr(kernels, name)
     given = {"LEVEL": level, "IS_BAND": is_band, "BLOCK": block}
-    given |= OF_TOKENS if name == "count_tokens" else {}
+    given |= OF_TOKENS if kernel is count_tokens else {}
     types = {argument: TOKENS.get(argument, "constexpr") for argument in kernel.arg_names}
     assert {argument for argument, kind in types.items() if kind == "constexpr"} == set(given)
     constants = {(kernel.arg_names.index(argument),): value for argument, value in given.items()}
@@ -48,15 +50,15 @@ def resources(name: str, level: int, is_band: bool, block: int, warps: int, fold
 @pytest.mark.parametrize("block", [32, fused.BLOCK])
 @pytest.mark.parametrize(("level", "is_band"), [(0, False), (1, False), (1, True), (3, False)])
 @pytest.mark.parametrize(
-    ("name", "most"), [("count_rows", fused.ROW_WARPS), ("count_tokens", fused.TOKEN_WARPS)]
+    ("kernel", "most"), [(count_rows, fused.ROW_WARPS), (count_tokens, fused.TOKEN_WARPS)]
 )
 def test_they_compile_for_a_hopper_card_and_stay_in_registers(
-    name: str, most: int, level: int, is_band: bool, block: int, tmp_path: Path
+    kernel: Any, most: int, level: int, is_band: bool, block: int, tmp_path: Path
 ) -> None:
     warps = fused.warps_of(most, block)
-    assert "STACK:0 " in resources(name, level, is_band, block, warps, tmp_path)
+    assert "STACK:0 " in resources(kernel, level, is_band, block, warps, tmp_path)
 
 
 def test_control_what_does_not_fit_is_seen(tmp_path: Path) -> None:
     """All sums of a row by one warp."""
-    assert "STACK:0 " not in resources("count_rows", 1, False, fused.BLOCK, 1, tmp_path)
+    assert "STACK:0 " not in resources(count_rows, 1, False, fused.BLOCK, 1, tmp_path)

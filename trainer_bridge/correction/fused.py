@@ -3,13 +3,12 @@
 Shapes: B sequences, T tokens of the longest response, G groups of tokens, R programs, K terms.
 """
 
-import math
 from functools import lru_cache
 
 import torch
 import triton
 
-from trainer_bridge.correction import kernels
+from trainer_bridge.correction import limits, row_kernel, token_kernel
 from trainer_bridge.correction.config import LEVELS, CorrectionConfig
 from trainer_bridge.correction.rows import Corrected
 from trainer_bridge.metrics.groups import POSITIONS, Groups
@@ -40,7 +39,7 @@ def correct_rows(
     found = Corrected.like(mask_BT)
     level = 0 if config.rollout_is is None else 1 + LEVELS.index(config.rollout_is)
     how = {"LEVEL": level, "IS_BAND": isinstance(config.rollout_is_threshold, tuple)}
-    limits = _limits(tuple(limits_of(config)), device)
+    bounds = _bounds(tuple(limits.limits_of(config)), device)
     block = min(BLOCK, max(32, triton.next_power_of_2(T)))
     parts = triton.cdiv(T, block)
     versions_BT = groups.versions_BT
@@ -50,9 +49,9 @@ def correct_rows(
     def doubles(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float64, device=device)
 
-    sums_BS, maxima_BS = doubles(B, kernels.SUMS), doubles(B, kernels.MAXIMA)
-    states_BS = doubles(B, kernels.STATES)
-    sums_RGK = doubles(B * parts, G, kernels.TOKEN_TERMS).zero_()
+    sums_BS, maxima_BS = doubles(B, row_kernel.SUMS), doubles(B, row_kernel.MAXIMA)
+    states_BS = doubles(B, row_kernel.STATES)
+    sums_RGK = doubles(B * parts, G, token_kernel.TERMS).zero_()
     counts_CGN = torch.zeros(COPIES, G, BINS, dtype=torch.int32, device=device)
     starts = _starts(device)
     # all that is copied to the GPU comes before the kernels, which a copy would wait for
@@ -60,9 +59,9 @@ def correct_rows(
     known_V = groups.versions_V if shown else unread
     versions_BT = unread if versions_BT is None else versions_BT.contiguous()
     with torch.cuda.device_of(mask_BT):  # a kernel starts on the current device
-        kernels.count_rows[(B,)](
+        row_kernel.count_rows[(B,)](
             *given,
-            limits,
+            bounds,
             sums_BS,
             maxima_BS,
             states_BS,
@@ -71,12 +70,12 @@ def correct_rows(
             num_warps=warps_of(ROW_WARPS, block),
             **how,
         )
-        kernels.count_tokens[(B, parts)](
+        token_kernel.count_tokens[(B, parts)](
             *given,
             versions_BT,
             known_V,
             starts,
-            limits,
+            bounds,
             states_BS,
             found.weights_BT,
             found.mask_BT.view(torch.uint8),
@@ -100,35 +99,13 @@ def correct_rows(
     return found
 
 
-def limits_of(config: CorrectionConfig) -> list[float]:
-    """What ``kernels`` reads as ``limits``."""
-    bounds = [(-math.inf, math.inf)] * kernels.OPTIONS
-    for option, threshold in config.rollout_rs.items():
-        if isinstance(threshold, tuple):
-            low, high = map(math.log, threshold)
-        elif option.endswith("k1"):
-            low, high = math.log(1 / threshold), math.log(threshold)
-        else:
-            low, high = -math.inf, threshold
-        bounds[_number(option)] = low, high
-    veto = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
-    threshold = config.rollout_is_threshold
-    weights = threshold if isinstance(threshold, tuple) else (-math.inf, threshold)
-    return [low for low, _ in bounds] + [high for _, high in bounds] + [veto, *weights]
-
-
 def warps_of(most: int, block: int) -> int:
     """Of a kernel whose programs have ``block`` tokens at once."""
     return min(most, block // 32)
 
 
-def _number(option: str) -> int:
-    reach, _, k = option.rpartition("_k")
-    return 3 * kernels.REACHES.index(reach) + int(k) - 1
-
-
 @lru_cache(maxsize=16)
-def _limits(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+def _bounds(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
@@ -140,7 +117,7 @@ def _starts(device: torch.device) -> torch.Tensor:
 
 def _chosen_terms(sums_GK: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
     """Those that the twin has: of the mismatch, then of ``config.means``."""
-    mismatch = kernels.TOKEN_TERMS - 3
+    mismatch = token_kernel.TERMS - 3
     first = sums_GK[:, : mismatch + (2 if config.rollout_is is not None else 0)]
     return torch.cat([first, sums_GK[:, mismatch + 2 :]], 1) if config.rejects else first
 
@@ -160,21 +137,21 @@ def _add_rows(
     def two(values: torch.Tensor, at: int) -> torch.Tensor:
         return values[at : at + 2]
 
-    tally.sum("sequences", sums[: kernels.TERMS])
-    tally.sum("broken", sums[kernels.BROKEN])
-    tally.max("ends", two(maxima, kernels.ENDS))
-    tally.max("gap_ends", two(maxima, kernels.GAP_ENDS))
+    tally.sum("sequences", sums[: row_kernel.TERMS])
+    tally.sum("broken", sums[row_kernel.BROKEN])
+    tally.max("ends", two(maxima, row_kernel.ENDS))
+    tally.max("gap_ends", two(maxima, row_kernel.GAP_ENDS))
     if config.rollout_is is not None:
-        tally.sum("weight_square", sums[kernels.WEIGHT_SQUARE])
-        tally.max("weight_ends", two(maxima, kernels.WEIGHT_ENDS))
+        tally.sum("weight_square", sums[row_kernel.WEIGHT_SQUARE])
+        tally.max("weight_ends", two(maxima, row_kernel.WEIGHT_ENDS))
         if config.rollout_is_batch_normalize:
-            tally.sum("weight_batch", two(sums, kernels.WEIGHT_BATCH))
+            tally.sum("weight_batch", two(sums, row_kernel.WEIGHT_BATCH))
     for option in config.rollout_rs:
-        number = _number(option)
-        tally.sum(option, two(sums, kernels.REJECTED + 2 * number))
-        tally.sum(f"{option}/sum", sums[kernels.OPTION_SUM + number])
-        tally.max(f"{option}/ends", two(maxima, kernels.OPTION_ENDS + 2 * number))
+        number = limits.number_of(option)
+        tally.sum(option, two(sums, row_kernel.REJECTED + 2 * number))
+        tally.sum(f"{option}/sum", sums[row_kernel.OPTION_SUM + number])
+        tally.max(f"{option}/ends", two(maxima, row_kernel.OPTION_ENDS + 2 * number))
     if config.veto_threshold is not None:
-        tally.sum("veto", two(sums, kernels.VETOED))
+        tally.sum("veto", two(sums, row_kernel.VETOED))
     if config.rejects:
-        tally.sum("all", two(sums, kernels.ALL))
+        tally.sum("all", two(sums, row_kernel.ALL))

@@ -156,9 +156,8 @@ class Groups:
         """The sums of K terms [V, K], and where the histogram of a token's version begins, [B, T]
         or [B, 1]."""
         if self.versions_BT is None:  # this rank, of several, does not know
-            return terms_BT[0].new_zeros(len(self.versions), len(terms_BT)), terms_BT[0].new_zeros(
-                1
-            )
+            nothing = terms_BT[0].new_zeros(len(self.versions), len(terms_BT))
+            return nothing, terms_BT[0].new_zeros(1)
         if self.version_B is not None:
             chosen_VB = ones_where(self.version_B[rows] == self.versions_V[:, None])
             sums_KB = torch.stack([term_BT.sum(1) for term_BT in terms_BT])

@@ -24,7 +24,7 @@ from sgl_fp8rl.numerics import (
     qk_rope_kernels,
 )
 from sgl_fp8rl.numerics.moves import Move
-from trainer_bridge.correction import kernels as correction_kernels
+from trainer_bridge.correction import kernel_parts, row_kernel, token_kernel
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,7 +77,9 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
         activation_kernels,
         draw_kernels,
         expert_rows_kernels,
-        correction_kernels,
+        kernel_parts,
+        row_kernel,
+        token_kernel,
     ],
 )
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:
