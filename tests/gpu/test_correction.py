@@ -176,7 +176,7 @@ def test_weights_mask_and_metrics_by_loops(
     trainer = [[v + 0.3 * generator.standard_normal() for v in row] for row in rollout]
     rejections = {"token_k3": 0.2, "seq_mean_k1": (0.7, 1.4), "seq_max_k2": 0.6}
     config = CorrectionConfig(level, 1.2, rollout_rs=rejections, veto_threshold=0.3)
-    monkeypatch.setattr(apply, "_correct_rows", fused.correct_rows)
+    monkeypatch.setattr(apply, "_way_of", lambda mask_BT: fused.correct_rows)
     found = correct_logprobs(
         *(oracle.pad(rows).to(device) for rows in (trainer, rollout)),
         oracle.mask_of(rollout).to(device),
@@ -210,7 +210,7 @@ def test_what_is_no_number_is_refused(
 ) -> None:
     trainer_BT, rollout_BT, mask_BT = make_batch((4, 5), device)
     trainer_BT[0, 1] = value
-    monkeypatch.setattr(apply, "_correct_rows", fused.correct_rows)
+    monkeypatch.setattr(apply, "_way_of", lambda mask_BT: fused.correct_rows)
     with pytest.raises(ValueError, match="1 sequences have a trainer or rollout logprob"):
         correct_logprobs(trainer_BT, rollout_BT, mask_BT)
 

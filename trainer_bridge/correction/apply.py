@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens of the longest response.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -13,7 +14,6 @@ from trainer_bridge.correction import rejection, rows, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
 from trainer_bridge.correction.rows import Corrected
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
-from trainer_bridge.metrics.groups import Groups
 from trainer_bridge.metrics.report import check_values, checked_groups, read_mismatch
 from trainer_bridge.metrics.tally import Tally
 from trainer_bridge.rollout import Rollout
@@ -105,7 +105,7 @@ def correct_logprobs(
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("correct", *given, versions_BT, group)
     tally = Tally()
-    corrected = _correct_rows(tally, *given, groups, config)
+    corrected = _way_of(mask_BT)(tally, *given, groups, config)
     weights_BT = corrected.weights_BT
     if config.applies_weights and config.rollout_is_batch_normalize:
         weights_BT /= weights.batch_mean(tally, group)
@@ -126,21 +126,13 @@ def correct_logprobs(
     )
 
 
-def _correct_rows(
-    tally: Tally,
-    trainer_BT: torch.Tensor,
-    rollout_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    groups: Groups,
-    config: CorrectionConfig,
-) -> Corrected:
-    """By kernels on a GPU, else op by op."""
-    correct_rows = rows.correct_rows
+def _way_of(mask_BT: torch.Tensor) -> Callable[..., Corrected]:
+    """Kernels on a GPU, else op by op; both are called as ``rows.correct_rows``."""
     if mask_BT.is_cuda and mask_BT.numel() and HAS_TRITON:
         from trainer_bridge.correction import fused  # imports Triton
 
-        correct_rows = fused.correct_rows
-    return correct_rows(tally, trainer_BT, rollout_BT, mask_BT, groups, config)
+        return fused.correct_rows
+    return rows.correct_rows
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

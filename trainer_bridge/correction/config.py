@@ -8,7 +8,7 @@ slime's (examples/train_infer_mismatch_helper/mis.py).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 LEVELS = ("token", "sequence", "geometric")
 LOSS_TYPES = ("ppo_clip", "reinforce")
@@ -85,6 +85,18 @@ class CorrectionConfig:
     def rejects(self) -> bool:
         """Whether a token may be rejected."""
         return bool(self.rollout_rs) or self.veto_threshold is not None
+
+    @property
+    def rejection_bounds(self) -> dict[str, tuple[float, float]]:
+        """Of each option of ``rollout_rs``: what its divergence may be, both ends allowed."""
+        bounds = {}
+        for option, threshold in self.rollout_rs.items():
+            if not option.endswith("k1"):
+                bounds[option] = -math.inf, cast(float, threshold)
+                continue
+            pair = threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
+            bounds[option] = math.log(pair[0]), math.log(pair[1])
+        return bounds
 
     @property
     def means(self) -> tuple[str, ...]:

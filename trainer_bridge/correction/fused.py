@@ -9,7 +9,7 @@ import torch
 import triton
 
 from trainer_bridge.correction import limits, row_kernel, token_kernel
-from trainer_bridge.correction.config import LEVELS, CorrectionConfig
+from trainer_bridge.correction.config import LEVELS, REJECTIONS, CorrectionConfig
 from trainer_bridge.correction.rows import Corrected
 from trainer_bridge.metrics.groups import POSITIONS, Groups
 from trainer_bridge.metrics.histogram import BINS
@@ -147,7 +147,7 @@ def _add_rows(
         if config.rollout_is_batch_normalize:
             tally.sum("weight_batch", two(sums, row_kernel.WEIGHT_BATCH))
     for option in config.rollout_rs:
-        number = limits.number_of(option)
+        number = REJECTIONS.index(option)
         tally.sum(option, two(sums, row_kernel.REJECTED + 2 * number))
         tally.sum(f"{option}/sum", sums[row_kernel.OPTION_SUM + number])
         tally.max(f"{option}/ends", two(maxima, row_kernel.OPTION_ENDS + 2 * number))

@@ -2,11 +2,10 @@
 
 import math
 
-from trainer_bridge.correction.config import CorrectionConfig
+from trainer_bridge.correction.config import REJECTIONS, CorrectionConfig
 
-REACHES = ("token", "seq_sum", "seq_mean", "seq_max")
-OPTIONS = 3 * len(REACHES)
-"""Rejections: of each reach k1, k2, k3. Bounds of those not asked for are infinite."""
+OPTIONS = len(REJECTIONS)
+"""Rejections, in their order; bounds of those not asked for are infinite."""
 LOWEST, HIGHEST = 0, OPTIONS
 VETO = 2 * OPTIONS
 """The log of the veto's threshold."""
@@ -15,22 +14,9 @@ WEIGHT_LOWEST, WEIGHT_HIGHEST = VETO + 1, VETO + 2
 
 def limits_of(config: CorrectionConfig) -> list[float]:
     """Where each stands is said above."""
-    bounds = [(-math.inf, math.inf)] * OPTIONS
-    for option, threshold in config.rollout_rs.items():
-        if isinstance(threshold, tuple):
-            low, high = map(math.log, threshold)
-        elif option.endswith("k1"):
-            low, high = math.log(1 / threshold), math.log(threshold)
-        else:
-            low, high = -math.inf, threshold
-        bounds[number_of(option)] = low, high
+    bounds = config.rejection_bounds
+    pairs = [bounds.get(option, (-math.inf, math.inf)) for option in REJECTIONS]
     veto = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)
     threshold = config.rollout_is_threshold
     weights = threshold if isinstance(threshold, tuple) else (-math.inf, threshold)
-    return [low for low, _ in bounds] + [high for _, high in bounds] + [veto, *weights]
-
-
-def number_of(option: str) -> int:
-    """Of a rejection, from 0."""
-    reach, _, k = option.rpartition("_k")
-    return 3 * REACHES.index(reach) + int(k) - 1
+    return [low for low, _ in pairs] + [high for _, high in pairs] + [veto, *weights]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from trainer_bridge.correction.config import CorrectionConfig, Threshold
+from trainer_bridge.correction.config import CorrectionConfig
 from trainer_bridge.metrics.mismatch import Mismatch, ends
 from trainer_bridge.metrics.tally import Tally
 
@@ -17,14 +17,12 @@ def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> t
     into ``tally``."""
     kept_BT = mismatch.mask_BT
     divergences_BT: dict[str, torch.Tensor] = {}
-    for option, threshold in config.rollout_rs.items():
+    for option, bounds in config.rejection_bounds.items():
         reach, _, k = option.rpartition("_")
         if k not in divergences_BT:
             divergences_BT[k] = _divergence(mismatch, k)
         statistic = _over_sequence(divergences_BT[k], mismatch, reach)
-        if k == "k1" and not isinstance(threshold, tuple):
-            threshold = (1 / threshold, threshold)
-        allowed = _allowed(statistic, threshold)
+        allowed = _allowed(statistic, *bounds)
         _count(tally, option, mismatch, allowed)
         absent = mismatch.absent_BT if reach == "token" else mismatch.absent_B[:, None]
         tally.sum(f"{option}/sum", statistic.sum())  # 0 outside the mask
@@ -80,12 +78,10 @@ def _over_sequence(divergence_BT: torch.Tensor, mismatch: Mismatch, reach: str) 
     return total_B1 if reach == "seq_sum" else total_B1 / mismatch.lengths_B[:, None].clamp(min=1)
 
 
-def _allowed(statistic: torch.Tensor, threshold: Threshold) -> torch.Tensor:
-    """A number bounds k2 and k3 from above, a pair is ratios that bound k1."""
-    if isinstance(threshold, tuple):
-        low, high = map(math.log, threshold)
-        return (statistic >= low) & (statistic <= high)
-    return statistic <= threshold
+def _allowed(statistic: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Whether it is within bounds, of which the lower may be -inf."""
+    allowed = statistic <= high
+    return allowed if low == -math.inf else allowed & (statistic >= low)
 
 
 def _count(tally: Tally, name: str, mismatch: Mismatch, allowed: torch.Tensor) -> None:

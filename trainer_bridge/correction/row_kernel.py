@@ -15,7 +15,8 @@ from trainer_bridge.metrics.mismatch import NEVER_LARGEST
 # What ``sums`` has of a row: the terms of sequences of ``report.add_mismatch`` first; then rejected
 # tokens, and 1 if there is one, by all rejections, by the veto, and by each option.
 TERMS = 9
-BROKEN, WEIGHT_BATCH, WEIGHT_SQUARE, ALL, VETOED, OPTION_SUM, REJECTED = 9, 10, 12, 13, 15, 17, 29
+BROKEN, WEIGHT_BATCH, WEIGHT_SQUARE, ALL, VETOED, OPTION_SUM = 9, 10, 12, 13, 15, 17
+REJECTED = OPTION_SUM + OPTIONS
 SUMS = REJECTED + 2 * OPTIONS
 # What ``maxima`` has of it: ``mismatch.ends`` of log ratios, gaps, weights, and of each option.
 ENDS, GAP_ENDS, WEIGHT_ENDS, OPTION_ENDS = 0, 2, 4, 6
@@ -116,19 +117,20 @@ def count_rows(
     _store_ends_of_row(top + _GAP_ENDS, gap, L)
 
     sum1, sum2, sum3 = tl.sum(total1, 0), tl.sum(total2, 0), tl.sum(total3, 0)
-    most1, most2, most3 = tl.max(high1, 0), tl.max(high2, 0), tl.max(high3, 0)
-    _store_option(mine, top, 0, sum1, tl.max(low1, 0), most1, tl.sum(failed1, 0))
-    _store_option(mine, top, 1, sum2, tl.max(low2, 0), most2, tl.sum(failed2, 0))
-    _store_option(mine, top, 2, sum3, tl.max(low3, 0), most3, tl.sum(failed3, 0))
+    _store_ends(top + _OPTION_ENDS, tl.max(low1, 0), tl.max(high1, 0))
+    _store_ends(top + _OPTION_ENDS + 2, tl.max(low2, 0), tl.max(high2, 0))
+    _store_ends(top + _OPTION_ENDS + 4, tl.max(low3, 0), tl.max(high3, 0))
+    _store_option(mine, 0, sum1, tl.sum(failed1, 0))
+    _store_option(mine, 1, sum2, tl.sum(failed2, 0))
+    _store_option(mine, 2, sum3, tl.sum(failed3, 0))
     kept = _of_row(mine, top, limits, 3, sum1, L)
     kept &= _of_row(mine, top, limits, 4, sum2, L)
     kept &= _of_row(mine, top, limits, 5, sum3, L)
     kept &= _of_row(mine, top, limits, 6, sum1 / count, L)
     kept &= _of_row(mine, top, limits, 7, sum2 / count, L)
     kept &= _of_row(mine, top, limits, 8, sum3 / count, L)
-    kept &= _of_row(mine, top, limits, 9, tl.maximum(most1, 0.0), L)
-    kept &= _of_row(mine, top, limits, 10, tl.maximum(most2, 0.0), L)
-    kept &= _of_row(mine, top, limits, 11, tl.maximum(most3, 0.0), L)
+    kept &= _of_row(mine, top, limits, 9, tl.maximum(tl.max(high2, 0), 0.0), L)
+    kept &= _of_row(mine, top, limits, 10, tl.maximum(tl.max(high3, 0), 0.0), L)
     stays = -tl.max(low, 0) >= tl.load(limits + _VETO)  # the smallest log ratio
     _store_count(mine + _VETOED, tl.where(stays, 0.0, L))
     kept &= stays
@@ -183,16 +185,9 @@ def _store_count(target: tl.tensor, rejected: tl.tensor) -> None:
 
 @triton.jit
 def _store_option(
-    mine: tl.tensor,
-    top: tl.tensor,
-    option: tl.constexpr,
-    total: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    rejected: tl.tensor,
+    mine: tl.tensor, option: tl.constexpr, total: tl.tensor, rejected: tl.tensor
 ) -> None:
     tl.store(mine + _OPTION_SUM + option, total)
-    _store_ends(top + _OPTION_ENDS + 2 * option, low, high)
     _store_count(mine + _REJECTED + 2 * option, rejected)
 
 
@@ -207,7 +202,6 @@ def _of_row(
 ) -> tl.tensor:
     """Count an option that bounds a whole row; returns whether the row passes."""
     passes = allowed(statistic, limits, option)
-    there = L > 0
-    low, high = tl.where(there, -statistic, _NEVER), tl.where(there, statistic, _NEVER)
-    _store_option(mine, top, option, statistic, low, high, tl.where(passes, 0.0, L))
+    _store_ends_of_row(top + _OPTION_ENDS + 2 * option, statistic, L)
+    _store_option(mine, option, statistic, tl.where(passes, 0.0, L))
     return passes
