@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-REFERENCE = "stock-bf16"
+from performance_tables import REFERENCE, of_runs
+
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"
 
@@ -33,7 +34,8 @@ def rollout(text: str) -> str:
     return (
         f"- A {case} requests with a long tail of lengths is "
         f"{time['ratios'][f'{REFERENCE}, {case}']:.2f} times as fast: BF16 retracts "
-        f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; {_where(content)})."
+        f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; {_where(content)}). "
+        f"{of_runs([time])}"
     )
 
 

@@ -36,7 +36,7 @@ def tables(text: str) -> str:
     parts.append(
         f"`{e['command']}`: {card}, driver {e['driver']}, SGLang {e['sglang']}, torch "
         f"{e['torch']}, FlashInfer {e['flashinfer']}, {e['date']}, commit {e['commit']}. "
-        f"{_of_runs(rows)} Bandwidth of a copy where the arms ran: {min(copies):.2f} to "
+        f"{of_runs(rows)} Bandwidth of a copy where the arms ran: {min(copies):.2f} to "
         f"{max(copies):.2f} TB/s."
     )
     return "\n\n".join(part for part in parts if part)
@@ -72,31 +72,7 @@ def summary(text: str) -> str:
     )
 
 
-def long_tail(text: str) -> str:
-    """One sentence: the long-tailed rollout by stock BF16, and by the best of our arms."""
-    content = json.loads(text)
-    e = content["environment"]
-    found = {(row["arm"], row["case"], row["metric"]): row for row in content["rows"]}
-    rollouts = [(arm, case) for arm, case, metric in found if metric == "rollout_s"]
-    case = max((case for _, case in rollouts), key=lambda name: int(name.rpartition(" ")[2]))
-    arms = [arm for arm, of in rollouts if of == case]
-    mine = min(
-        (found[arm, case, "rollout_s"] for arm in arms if arm.startswith("fp8rl")),
-        key=lambda row: row["median"],
-    )
-    of_arms = (
-        f"{arm} takes {found[arm, case, 'rollout_s']['median']:.0f} s and retracts "
-        f"{found[arm, case, 'retracted_requests']['median']:.0f} of them"
-        for arm in (REFERENCE, mine["arm"])
-    )
-    return (
-        f"A {case} requests whose answers have a long tail of lengths, to the last token: "
-        f"{'; '.join(of_arms)}{_faster(mine)}. `{e['command']} --cases rollout`, one "
-        f"{e['device']}, SGLang {e['sglang']}, commit {e['commit']}. {_of_runs([mine])}"
-    )
-
-
-def _of_runs(rows: list[Row]) -> str:
+def of_runs(rows: list[Row]) -> str:
     """Whether figures are medians."""
     runs = {row["n"] for row in rows if row["metric"] in ("decode_step_ms", "rollout_s")}
     return "One run an arm." if runs == {1} else "Medians."

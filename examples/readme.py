@@ -216,7 +216,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),
     "decode": ("rollout.json", performance_tables.summary),
-    "decode_long_tail": ("long_tail.json", performance_tables.long_tail),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.tables),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),

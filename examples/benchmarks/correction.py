@@ -10,7 +10,6 @@ kernels and copies that run there. Figures go to results/correction.json.
 import argparse
 import itertools
 import platform
-import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -153,7 +152,7 @@ def main() -> None:
     reports = measure("cpu", options.repeats)
     if torch.cuda.is_available():
         reports += measure("cuda", options.repeats)
-    command = " ".join(["python examples/benchmarks/correction.py", *sys.argv[1:]])
+    command = f"python examples/benchmarks/correction.py --repeats {options.repeats}"
     rows.save(options.output, facts(command), rows.rows_of(reports), [])
 
 

@@ -14,7 +14,7 @@ def content(*rows: dict[str, Any]) -> str:
 
 def row(arm: str, case: str, metric: str, median: float, ratio: float | None = None) -> Any:
     ratios = {} if ratio is None else {f"stock-bf16, {case}": ratio, f"fp8rl, {case}": 9.0}
-    common = {"arm": arm, "case": case, "metric": metric, "median": median}
+    common = {"arm": arm, "case": case, "metric": metric, "median": median, "n": 1}
     return {"model": "qwen3-8b", **common, "ratios": ratios}
 
 
@@ -45,7 +45,7 @@ def test_rollout_is_the_longest() -> None:
     ]
     told = headline.rollout(content(*rows))
     assert told.startswith("- A rollout of 512 requests with a long tail of lengths is 2.00 times")
-    assert "BF16 retracts 7 of them, FP8 1 (" in told
+    assert "BF16 retracts 7 of them, FP8 1 (" in told and told.endswith("One run an arm.")
 
 
 def test_update_is_beside_the_fastest_stock_one() -> None:
