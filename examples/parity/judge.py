@@ -1,9 +1,10 @@
-"""Judge every finished run of a model by one engine: all BF16, the same held-out problems.
+"""Judge a seed's finished runs of a model by one engine: all BF16, the same held-out problems.
 
-    python examples/parity/judge.py --model dense --state runs/parity
+    python examples/parity/judge.py --model dense --seed 0 --state runs/parity
 
 An arm's own evaluations have its engine's precision in them; here only the weights differ that the
-arms have learned. A run that was judged is not judged again.
+arms have learned. A run that was judged is not judged again. Seed 0 comes with the model that all
+runs began with.
 """
 
 import argparse
@@ -20,21 +21,17 @@ import placement
 import rows
 import torch
 from parity import options, policies, pretraining, rollouts
-from parity.layout import FINAL, FINISHED, JUDGED
-from parity.settings import ENGINE, SETTINGS
+from parity.layout import FINAL, FINISHED, JUDGED, run_folder
+from parity.settings import JUDGE, SETTINGS
 from parity.variants import ALL_BF16, ARMS
 
 from trainer_bridge import update
 
 
-def to_judge(state: Path, model: str) -> list[Path]:
-    """Folders of finished runs of a model that have not been judged."""
-    return [
-        marker.parent
-        for marker in sorted(state.glob(f"*/{FINISHED}"))
-        if ARMS[marker.parent.name.rpartition("-")[0]].model == model
-        and not (marker.parent / JUDGED).exists()
-    ]
+def to_judge(state: Path, model: str, seed: int) -> list[Path]:
+    """Folders of a seed's finished runs of a model that have not been judged."""
+    folders = [run_folder(state, arm.name, seed) for arm in ARMS.values() if arm.model == model]
+    return [path for path in folders if (path / FINISHED).exists() and not (path / JUDGED).exists()]
 
 
 def judge(args: argparse.Namespace) -> None:
@@ -42,8 +39,10 @@ def judge(args: argparse.Namespace) -> None:
     device = torch.device(placement.device_type())
     settings = replace(SETTINGS[args.size], **args.settings)
     start = pretraining.start_of(args.state, args.model, args.size, settings, device)
-    folders = [start, *to_judge(args.state, args.model)]
-    keywords = placement.engine_keywords(device.type, ENGINE[device.type]) | args.engine_args
+    folders = to_judge(args.state, args.model, args.seed)
+    if args.seed == 0:
+        folders.insert(0, start)
+    keywords = placement.engine_keywords(device.type, JUDGE[device.type]) | args.engine_args
     with placement.running_engine(start, ALL_BF16, 0, keywords) as engine:
         for version, folder in enumerate(folders):
             weights = folder if folder == start else folder / FINAL
@@ -55,9 +54,10 @@ def judge(args: argparse.Namespace) -> None:
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parser = argparse.ArgumentParser(description="Judge finished runs by one BF16 engine.")
+    parser = argparse.ArgumentParser(description="Judge a seed's runs by one BF16 engine.")
     options.add_common(parser)
     parser.add_argument("--model", choices=policies.MODELS, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="whose runs (0)")
     judge(parser.parse_args())
 
 

@@ -83,9 +83,9 @@ class Learner:
         torch._foreach_copy_(list(self._named.values()), self._masters)
 
 
-def parts_of(batch: Rollout) -> Iterator[list[int]]:
+def parts_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
     """Indices of sequences that go through the model together, those of like length."""
-    length = [len(p) + len(r) for p, r in zip(batch.prompt_tokens, batch.tokens, strict=True)]
+    length = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
     part: list[int] = []
     for index in sorted(range(len(length)), key=lambda i: length[i]):
         if part and length[index] * (len(part) + 1) > TOKENS_PER_PASS:
@@ -110,7 +110,7 @@ def learn(
         the correction with its metrics, and the gradient's norm.
     """
     device = learner.model.device
-    parts = list(parts_of(batch))
+    parts = list(parts_of(batch.prompt_tokens, batch.tokens))
     trainer_BT = torch.zeros(batch.mask_BT.shape, device=device)
     with torch.no_grad():
         for part in parts:

@@ -24,13 +24,13 @@ import torch
 from arithmetic import END_TOKEN
 from parity import options, policies, rollouts, tasks
 from parity.layout import START_SETTINGS, Row, start_folder
-from parity.learner import Learner
+from parity.learner import Learner, parts_of
 from parity.settings import SETTINGS, START_SEED, Settings
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 LINE_EVERY = 25  # steps
-EVALUATE_EVERY = 100
+EVALUATE_EVERY = 200
 PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
@@ -101,18 +101,23 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
     for step in range(1, settings.demonstrations + 1):
         problems = [tasks.make_problem(rng) for _ in range(settings.demonstration_batch)]
         prompts = [arithmetic.encode(problem.prompt) for problem in problems]
-        shown = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
-        responses = [arithmetic.encode(text) for text in shown]
-        logprobs_BT = tiny_model.response_logprobs(made, prompts, responses)
-        mask_BT = tiny_model.mask_of(responses).to(device)
-        loss = -(logprobs_BT * mask_BT).sum() / mask_BT.sum()
-        learner.backward(loss + AUX_LOSS * aux.pop() if aux else loss)
+        texts = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
+        responses = [arithmetic.encode(text) for text in texts]
+        tokens = sum(map(len, responses))
+        total = torch.zeros((), device=device)
+        for part in parts_of(prompts, responses):
+            shown = [responses[index] for index in part]
+            logprobs_BT = tiny_model.response_logprobs(made, [prompts[i] for i in part], shown)
+            loss = -logprobs_BT[tiny_model.mask_of(shown).to(device)].sum() / tokens
+            share = sum(map(len, shown)) / tokens
+            learner.backward(loss + AUX_LOSS * share * aux.pop() if aux else loss)
+            total += loss.detach()
         learner.step()
         schedule.step()
         if step % LINE_EVERY == 0:
             seconds = time.perf_counter() - started
             print(
-                f"demonstrations  step {step:4d}  loss {loss.item():.3f} nats a token  "
+                f"demonstrations  step {step:4d}  loss {total.item():.3f} nats a token  "
                 f"{seconds:.0f} s",
                 flush=True,
             )

@@ -39,12 +39,12 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
         if seed in seeds_of(arm, args.seeds) and (ARMS[arm].is_timed or not args.timing)
     ]
     models = list(dict.fromkeys(ARMS[arm].model for arm, _ in runs))
-    judging = [] if args.timing else [_judging(args, model, runs) for model in models]
+    seeds = range(0 if args.timing else args.seeds)
     return [
         *(_start(args, model) for model in models),
         *(_warm_up(args, model) for model in models if _measures()),
         *(_run(args, arm, seed) for arm, seed in runs),
-        *judging,
+        *(_judging(args, model, seed, runs) for seed in seeds for model in models),
     ]
 
 
@@ -79,12 +79,13 @@ def _run(args: argparse.Namespace, arm: str, seed: int) -> Job:
     return Job(folder.name, command, (folder / FINISHED,), tuple(needs), stops=True)
 
 
-def _judging(args: argparse.Namespace, model: str, runs: list[tuple[str, int]]) -> Job:
-    """Of all runs of a model, when they have finished."""
-    folders = [run_folder(args.state, *run) for run in runs if ARMS[run[0]].model == model]
+def _judging(args: argparse.Namespace, model: str, seed: int, runs: list[tuple[str, int]]) -> Job:
+    """Of a seed's runs of a model, when all have finished: arms are compared by seed."""
+    chosen = [arm for arm, of_seed in runs if of_seed == seed and ARMS[arm].model == model]
+    folders = [run_folder(args.state, arm, seed) for arm in chosen]
     return Job(
-        f"judge-{model}",
-        _command(args, "judge.py", "--model", model),
+        f"judge-{model}-{seed}",
+        _command(args, "judge.py", "--model", model, "--seed", str(seed)),
         tuple(folder / JUDGED for folder in folders),
         tuple(folder / FINISHED for folder in folders),
     )

@@ -92,3 +92,15 @@ ENGINE: dict[str, dict[str, Any]] = {
     },
 }
 """Keywords of ``sglang.Engine`` in every arm, by kind of device."""
+
+JUDGE: dict[str, dict[str, Any]] = {
+    "cpu": ENGINE["cpu"],
+    # all that a run is judged on takes its time by batch, and fewer are on a GPU then
+    "cuda": ENGINE["cuda"]
+    | {
+        "max_total_tokens": 1 << 19,
+        "max_running_requests": 1024,
+        "cuda_graph_bs_decode": [1, 32, 128, 256, 512, 768, 1024],
+    },
+}
+"""The same of the engine that judges."""

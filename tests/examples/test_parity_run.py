@@ -70,7 +70,7 @@ def test_learning_in_parts_is_learning_from_the_whole_batch(
     norms = {}
     for limit in (600, 100_000):
         monkeypatch.setattr(learner, "TOKENS_PER_PASS", limit)
-        parts = list(learner.parts_of(batch))
+        parts = list(learner.parts_of(batch.prompt_tokens, batch.tokens))
         assert sorted(i for part in parts for i in part) == list(range(12))
         assert (len(parts) > 2) == (limit == 600)
         correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)

@@ -159,8 +159,9 @@ def test_the_jobs_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     jobs = run_all.jobs_of(args)
     names = [job.name for job in jobs]
     assert names[:2] == ["start-dense", "start-moe"]
-    assert names[-2:] == ["judge-dense", "judge-moe"]
-    runs = names[2:-2]
+    judging = [f"judge-{model}-{seed}" for seed in range(3) for model in ("dense", "moe")]
+    assert names[-6:] == judging
+    runs = names[2:-6]
     assert runs[: len(ARMS)] == [f"{arm}-0" for arm in ARMS]
     assert len(runs) == 5 * 3 + 2 * 3 + 2
     by_name = {job.name: job for job in jobs}
@@ -169,8 +170,9 @@ def test_the_jobs_of_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert moe.makes == (tmp_path / "moe-fp8-2" / FINISHED,)
     words = ["--state", str(tmp_path), "--arm", "moe-fp8", "--seed", "2", "--size", "full"]
     assert all(word in moe.command for word in words)
-    assert len(by_name["judge-dense"].needs) == 17
-    assert by_name["judge-moe"].makes[0] == tmp_path / "moe-bf16-0" / JUDGED
+    assert [len(by_name[name].needs) for name in judging] == [7, 2, 5, 2, 5, 2]
+    assert by_name["judge-moe-1"].makes[0] == tmp_path / "moe-bf16-1" / JUDGED
+    assert by_name["judge-moe-1"].command[-2:] == ["--seed", "1"]
     assert {job.name for job in jobs if job.stops} == set(runs)
 
     timing = run_all.arguments(["--state", str(tmp_path), "--timing", "--per-gpu", "6"])
@@ -202,13 +204,14 @@ def test_engines_that_differ_in_fp8_are_warmed_up() -> None:
 
 
 def test_a_run_is_judged_once_and_with_its_model(tmp_path: Path) -> None:
-    for name in ("fp8-kv8-0", "fp8-1", "moe-fp8-0", "bf16-0"):
+    for name in ("fp8-kv8-0", "fp8-0", "moe-fp8-0", "bf16-0", "bf16-1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / FINISHED).touch()
-    (tmp_path / "bf16-2").mkdir()  # not finished
-    (tmp_path / "fp8-1" / JUDGED).touch()
-    assert [path.name for path in to_judge(tmp_path, "dense")] == ["bf16-0", "fp8-kv8-0"]
-    assert [path.name for path in to_judge(tmp_path, "moe")] == ["moe-fp8-0"]
+    (tmp_path / "fp8-uncorrected-0").mkdir()  # not finished
+    (tmp_path / "fp8-0" / JUDGED).touch()
+    assert [path.name for path in to_judge(tmp_path, "dense", 0)] == ["bf16-0", "fp8-kv8-0"]
+    assert [path.name for path in to_judge(tmp_path, "dense", 1)] == ["bf16-1"]
+    assert [path.name for path in to_judge(tmp_path, "moe", 0)] == ["moe-fp8-0"]
 
 
 def gpus_seen(folder: Path, count: int) -> set[str]:
