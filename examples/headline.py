@@ -1,12 +1,23 @@
-"""The first figures of the README, a line from each of three result files."""
+"""The first figures of the README, a line from each of four result files."""
 
 import json
+import math
+from statistics import fmean
 from typing import Any
 
+from parity import summary, tables
+from parity.settings import ALPHA, MARGIN
+from parity.variants import ARMS
 from performance_tables import REFERENCE, of_runs
 
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"
+LEARNING = {
+    "fp8": "FP8 weights",
+    "fp8-kv8": "with FP8 KV",
+    "moe-fp8": "a mixture of experts",
+}
+"""Arms of the experiment whose question was fixed before the runs."""
 
 
 def decode(text: str) -> str:
@@ -49,6 +60,26 @@ def update(text: str) -> str:
         stock = [v for name, v in row["ratios"].items() if name.startswith(f"{REFERENCE},")]
         parts.append(f"{row['median']:.1f} ms for {row['model']} ({min(stock):.1f} times as fast)")
     return f"- A full update takes {' and '.join(parts)}; {_where(content)}."
+
+
+def learning(text: str) -> str:
+    """Whether FP8 rollouts teach what BF16 rollouts teach."""
+    rows = summary.read(text)
+    judged, found = tables.judged_rewards(rows), tables.comparisons(rows)
+    parts = []
+    for arm, what in LEARNING.items():
+        reward, reference = (fmean(judged[name].values()) for name in (arm, ARMS[arm].reference))
+        parts.append(f"{reward:.3f} beside {reference:.3f} ({what})")
+    told = [found[arm].p_tost for arm in LEARNING]
+    p = max(1.0 if one is None else one for one in told)  # None: of a single seed
+    seeds = min(len(found[arm].differences) for arm in LEARNING)
+    e = rows[0]
+    return (
+        f"- GRPO on FP8 rollouts ends at a reward of {', '.join(parts)} on BF16 ones: "
+        f"{'the same' if p < ALPHA else 'not shown to be the same'} within {MARGIN} over {seeds} "
+        f"seeds (TOST, p at most {math.ceil(1e3 * p) / 1e3:.3f}; {e['device']}, "
+        f"SGLang {e['versions']['sglang']}, {e['date']})."
+    )
 
 
 def _where(content: dict[str, Any]) -> str:

@@ -215,6 +215,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "headline_decode": ("rollout.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),
+    "headline_learning": ("parity.jsonl", headline.learning),
     "decode": ("rollout.json", performance_tables.summary),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.tables),

@@ -40,28 +40,41 @@ def rewards(text: str) -> str:
 def tests(text: str) -> str:
     """Each arm less its reference."""
     rows = summary.read(text)
-    arms = _arms(rows)
     lines = [
         "| arm less reference | seeds | difference | 90% interval | within reference's seeds "
         "| no difference: t, permutation | equivalent: TOST | power: t, TOST |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    comparisons = []
-    for arm, runs in arms.items():
+    found = comparisons(rows)
+    judged = judged_rewards(rows)
+    for arm, comparison in found.items():
         reference = ARMS[arm].reference
-        if reference is None or reference not in arms:
-            continue
-        mine, theirs = _judged(runs), _judged(arms[reference])
-        both = sorted(mine.keys() & theirs.keys())
-        if not both:
-            continue
-        found = compare([mine[s] for s in both], [theirs[s] for s in both], MARGIN, ALPHA)
-        comparisons.append(found)
-        mean = fmean(mine.values())
-        inside = min(theirs.values()) <= mean <= max(theirs.values())
-        lines.append(f"| {arm} less {reference} | {len(both)} | {_tested(found, inside)} |")
-    lines += ["", _legend(arms, comparisons)]
+        theirs = judged[reference].values()
+        inside = min(theirs) <= fmean(judged[arm].values()) <= max(theirs)
+        seeds = len(comparison.differences)
+        lines.append(f"| {arm} less {reference} | {seeds} | {_tested(comparison, inside)} |")
+    lines += ["", _legend(judged, list(found.values()))]
     return "\n".join(lines)
+
+
+def judged_rewards(rows: list[Row]) -> dict[str, dict[int, float]]:
+    """By arm and seed, of finished runs that were judged, in the order of the arms."""
+    return {
+        arm: {run["seed"]: run["judged"]["reward"] for run in runs if run["judged"]}
+        for arm, runs in _arms(rows).items()
+    }
+
+
+def comparisons(rows: list[Row]) -> dict[str, Comparison]:
+    """Each arm beside its reference, where a seed of both was judged."""
+    judged = judged_rewards(rows)
+    found = {}
+    for arm, mine in judged.items():
+        theirs = judged.get(ARMS[arm].reference or "", {})
+        if both := sorted(mine.keys() & theirs.keys()):
+            pair = [mine[seed] for seed in both], [theirs[seed] for seed in both]
+            found[arm] = compare(*pair, MARGIN, ALPHA)
+    return found
 
 
 def mismatch(text: str) -> str:
@@ -154,10 +167,6 @@ def _arms(rows: list[Row]) -> dict[str, list[Row]]:
     return {arm: sorted(mine, key=lambda r: r["seed"]) for arm, mine in found.items() if mine}
 
 
-def _judged(runs: list[Row]) -> dict[int, float]:
-    return {run["seed"]: run["judged"]["reward"] for run in runs if run["judged"]}
-
-
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return "not yet"
@@ -182,8 +191,8 @@ def _how(rows: list[Row]) -> str:
         f"`python examples/parity/run_all.py`: {models}, {options['steps']} steps of "
         f"{options['prompts']} problems with {options['group']} responses each, {_where(e)}, "
         f"{e['date']}. Means over seeds, least and largest. "
-        f"Judged: {problems} held-out problems, one response each, by one BF16 engine for all runs."
-        + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
+        f"Judged: {problems} held-out problems, one response each, by one BF16 engine for the "
+        f"arms of a seed." + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
     )
 
 
@@ -213,11 +222,11 @@ def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
 
-def _legend(arms: dict[str, list[Row]], comparisons: list[Comparison]) -> str:
+def _legend(judged: dict[str, dict[int, float]], found: list[Comparison]) -> str:
     spreads = [
-        f"{arm} {stdev(values):.3f}"
-        for arm, runs in arms.items()
-        if ARMS[arm].reference is None and len(values := list(_judged(runs).values())) > 1
+        f"{arm} {stdev(rewards.values()):.3f}"
+        for arm, rewards in judged.items()
+        if ARMS[arm].reference is None and len(rewards) > 1
     ]
     legend = (
         f"Judged rewards, paired by seed; margin {MARGIN} and alpha {ALPHA} were fixed before the "
@@ -225,9 +234,9 @@ def _legend(arms: dict[str, list[Row]], comparisons: list[Comparison]) -> str:
         f"Power: the chance of the t test to find a difference of the margin, and of TOST to find "
         f"none, at the spread that was seen."
     )
-    if not comparisons:
+    if not found:
         return legend
-    most = max(comparisons, key=lambda found: len(found.differences))
+    most = max(found, key=lambda comparison: len(comparison.differences))
     return (
         f"{legend} The permutation test cannot give less than {most.least_p_permutation:.2g} with "
         f"{len(most.differences)} seeds."

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import headline
+import pytest
 
 ENVIRONMENT = {"device": "NVIDIA H200", "sglang": "0.5.17", "date": "2026-11-22"}
 
@@ -55,3 +56,25 @@ def test_update_is_beside_the_fastest_stock_one() -> None:
     assert headline.update(content(mine, other)).startswith(
         "- A full update takes 12.3 ms for qwen3-8b (2.5 times as fast); NVIDIA H200"
     )
+
+
+@pytest.mark.parametrize(
+    ("less", "seeds", "verdict"),
+    [
+        (0.001, 3, "the same within 0.05 over 3 seeds"),
+        (0.06, 3, "not shown to be the same within 0.05 over 3 seeds"),
+        (0.001, 1, "not shown to be the same within 0.05 over 1 seeds (TOST, p at most 1.000"),
+    ],
+)
+def test_learning_says_same_only_where_a_test_does(less: float, seeds: int, verdict: str) -> None:
+    rewards = {"bf16": 0.9, "fp8": 0.9, "fp8-kv8": 0.9 - less, "moe-bf16": 0.8, "moe-fp8": 0.8}
+    rows: list[Any] = [{"kind": "environment", **ENVIRONMENT, "versions": {"sglang": "0.5.17"}}]
+    rows += [
+        {"kind": "run", "arm": arm, "seed": seed, "judged": {"reward": reward + 0.0015 * noise}}
+        for arm, reward in rewards.items()
+        for seed, noise in zip(range(seeds), (0, 1, 1), strict=False)
+    ]
+    told = headline.learning("\n".join(map(json.dumps, rows)))
+    more = 0.001 if seeds == 3 else 0.0  # the mean of the noise
+    assert f"{0.9 - less + more:.3f} beside {0.9 + more:.3f} (with FP8 KV), " in told
+    assert verdict in told
