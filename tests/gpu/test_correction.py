@@ -21,7 +21,7 @@ from trainer_bridge.correction import (
 from trainer_bridge.correction import rows as twin
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics.groups import Groups
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.tally import Tally, Values
 
 REL = 1e-12
 """Of the largest of its kind, float64 sums in another order; healthy below 1e-14."""
@@ -70,7 +70,11 @@ def make_batch(shape: tuple[int, int], device: str, spread: float = 0.2) -> Batc
 def counted(correct_rows: Any, batch: Batch, config: CorrectionConfig, groups: Groups) -> Any:
     tally = Tally()
     found = correct_rows(tally, *batch, groups, config)
-    return found, tally.reduce(None)
+    return found, as_tensors(tally.reduce(None))
+
+
+def as_tensors(values: Values) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(value) for name, value in values.items()}
 
 
 def assert_same(batch: Batch, config: CorrectionConfig, groups: Groups) -> None:
@@ -152,7 +156,7 @@ def test_a_rank_without_tokens_reads_what_others_do(
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: sent.append(tensor.clone()))
     tally, group = Tally(), object()
     fused.correct_rows(tally, *batch, no_versions(batch), config)
-    expected = tally.reduce(cast(Any, group))
+    expected = as_tensors(tally.reduce(cast(Any, group)))
 
     def join(tensor: torch.Tensor, op: Any, group: Any) -> None:
         join_two = torch.maximum if op == dist.ReduceOp.MAX else torch.add
@@ -161,7 +165,7 @@ def test_a_rank_without_tokens_reads_what_others_do(
     monkeypatch.setattr(dist, "all_reduce", join)
     tally = Tally()
     twin.correct_rows(tally, *nothing, no_versions(nothing), config)
-    found = tally.reduce(cast(Any, group))
+    found = as_tensors(tally.reduce(cast(Any, group)))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -92,9 +92,9 @@ def correct_rows(
             num_warps=warps_of(TOKEN_WARPS, block),
             **how,
         )
-    unknown = len(groups.versions) - len(shown)  # to this rank, not to others
-    tally.sum("tokens", _with_whole(_chosen_terms(sums_RGK.sum(0), config), unknown))
-    tally.sum("histogram", _with_whole(counts_CGN.sum(0, dtype=torch.int32), unknown))
+    all_groups = 1 + len(POSITIONS) + len(groups.versions)
+    tally.sum("tokens", _chosen_terms(_with_whole(sums_RGK, all_groups), config))
+    tally.sum("histogram", _with_whole(counts_CGN, all_groups))
     _add_rows(tally, sums_BS.sum(0), maxima_BS.amax(0), config)
     return found
 
@@ -118,15 +118,22 @@ def _starts(device: torch.device) -> torch.Tensor:
 def _chosen_terms(sums_GK: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
     """Those that the twin has: of the mismatch, then of ``config.means``."""
     mismatch = token_kernel.TERMS - 3
-    first = sums_GK[:, : mismatch + (2 if config.rollout_is is not None else 0)]
-    return torch.cat([first, sums_GK[:, mismatch + 2 :]], 1) if config.rejects else first
+    if config.rollout_is is not None:
+        return sums_GK if config.rejects else sums_GK[:, : mismatch + 2]
+    if config.rejects:
+        return torch.cat([sums_GK[:, :mismatch], sums_GK[:, mismatch + 2 :]], 1)
+    return sums_GK[:, :mismatch]
 
 
-def _with_whole(groups_GK: torch.Tensor, unknown: int) -> torch.Tensor:
-    """The sum over all positions before the groups, zeros for ``unknown`` versions after them."""
-    whole_K = groups_GK[: len(POSITIONS)].sum(0, keepdim=True, dtype=groups_GK.dtype)
-    missing = [groups_GK.new_zeros(unknown, groups_GK.shape[1])] if unknown else []
-    return torch.cat([whole_K, groups_GK, *missing])
+def _with_whole(parts_RGK: torch.Tensor, all_groups: int) -> torch.Tensor:
+    """Float64 [all_groups, K], summed over R: the sum over all positions, then the groups, then
+    zeros for versions that this rank does not know, but others do."""
+    G, K = parts_RGK.shape[1:]
+    found = torch.empty(all_groups, K, dtype=torch.float64, device=parts_RGK.device)
+    torch.sum(parts_RGK, 0, dtype=torch.float64, out=found[1 : 1 + G])
+    torch.sum(found[1 : 1 + len(POSITIONS)], 0, out=found[0])
+    found[1 + G :] = 0
+    return found
 
 
 def _add_rows(

@@ -9,7 +9,7 @@ import torch
 
 from trainer_bridge.correction.config import CorrectionConfig
 from trainer_bridge.metrics.mismatch import Mismatch, ends
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.tally import Tally, Values
 
 
 def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:
@@ -39,7 +39,7 @@ def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> t
 
 
 def read_rejections(
-    values: dict[str, torch.Tensor], metrics: dict[str, float], config: CorrectionConfig
+    values: Values, metrics: dict[str, float], config: CorrectionConfig
 ) -> dict[str, float]:
     """masked_sequence_fraction, and for each rejection <option>/ masked_fraction (of tokens),
     masked_sequence_fraction (sequences with a masked token) and mean, min, max of what it bounds.

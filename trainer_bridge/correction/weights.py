@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from trainer_bridge.correction.config import CorrectionConfig, Level
 from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, ones_where
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.tally import Tally, Values
 
 SMALLEST_MEAN = 1e-8  # verl divides weights by nothing smaller
 
@@ -51,7 +51,7 @@ def batch_mean(tally: Tally, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def read_weights(
-    values: dict[str, torch.Tensor], metrics: dict[str, float], config: CorrectionConfig
+    values: Values, metrics: dict[str, float], config: CorrectionConfig
 ) -> dict[str, float]:
     """Metrics of the weights before the batch was normalised, as in verl."""
     negative_lowest, highest = values["weight_ends"].tolist()

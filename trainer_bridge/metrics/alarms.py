@@ -83,7 +83,8 @@ def check_alarms(metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
     Policy versions are judged apart as well, so that one engine of many that missed an update
     shows, under the version that its tokens carry.
     """
-    prefixes = [found[0] for name in metrics if (found := _VERSION.match(name))]
+    named = (name for name in metrics if name.startswith("version_"))
+    prefixes = [found[0] for name in named if (found := _VERSION.match(name))]
     alarms = []
     for prefix in ["", *dict.fromkeys(prefixes)]:
         if metrics.get(f"{prefix}tokens", math.inf) < MIN_TOKENS:

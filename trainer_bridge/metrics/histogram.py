@@ -7,6 +7,8 @@ and ranks just add up.
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer_bridge.metrics.mismatch import LOG_RATIO_BOUND
@@ -27,16 +29,22 @@ def bins_of(log_ratio: torch.Tensor) -> torch.Tensor:
     return magnitude.copysign_(x).add_(MAGNITUDES + 0.5)
 
 
-def percentiles(counts_CN: torch.Tensor, percents: tuple[int, ...]) -> torch.Tensor:
+def percentiles(counts_CN: npt.NDArray[np.float64], percents: tuple[int, ...]) -> list[list[float]]:
     """Of each histogram: the smallest log ratio with so many percent at or below it.
 
     Args:
-        counts_CN: C histograms of N = BINS bins each, float64.
+        counts_CN: C histograms of N = BINS bins each.
 
     Returns:
-        float64 [C, len(percents)]; the middle of the bin that the value is in.
+        by histogram and percentage: the middle of the bin that the value is in.
     """
-    totals_C1 = counts_CN.sum(1, keepdim=True)
-    needed = (totals_C1 * torch.tensor(percents, dtype=torch.float64) / 100).ceil().clamp(min=1)
-    found = torch.searchsorted(counts_CN.cumsum(1), needed).double() - MAGNITUDES
-    return (found.abs() / DENSITY).expm1().mul(LINEAR).copysign(found)
+    below_CN = torch.from_numpy(counts_CN).cumsum(1).numpy()  # a quarter of NumPy's time
+    needed_CK = np.ceil(below_CN[:, -1:] * np.array(percents) / 100).clip(1)
+    found = (row.searchsorted(needed) for row, needed in zip(below_CN, needed_CK, strict=True))
+    return [[_middle(index) for index in indices.tolist()] for indices in found]
+
+
+def _middle(index: int) -> float:
+    """The log ratio in the middle of a bin."""
+    place = index - MAGNITUDES
+    return math.copysign(LINEAR * math.expm1(abs(place) / DENSITY), place)

@@ -19,7 +19,7 @@ from trainer_bridge.metrics.mismatch import (
     ends,
     row_blocks,
 )
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.tally import Tally, Values
 
 PERCENTILES = (1, 50, 99)
 
@@ -136,7 +136,7 @@ def add_mismatch(
     tally.sum("broken", (mismatch.sequence_sum_B * 0 != 0).sum())  # of a NaN or an infinity
 
 
-def check_values(caller: str, values: dict[str, torch.Tensor]) -> None:
+def check_values(caller: str, values: Values) -> None:
     """Raise ValueError, on all ranks alike, for logprobs that are no numbers and for no token."""
     if broken := int(values["broken"]):
         raise ValueError(
@@ -147,12 +147,10 @@ def check_values(caller: str, values: dict[str, torch.Tensor]) -> None:
         raise ValueError(f"{caller}: mask_BT selects no token; pass at least one response")
 
 
-def read_mismatch(
-    values: dict[str, torch.Tensor], groups: Groups, more: tuple[str, ...] = ()
-) -> dict[str, float]:
+def read_mismatch(values: Values, groups: Groups, more: tuple[str, ...] = ()) -> dict[str, float]:
     """The metrics of what ``add_mismatch`` counted, its ``more_BT`` under the names ``more``."""
     sums, names = values["tokens"], groups.names
-    ranks = histogram.percentiles(values["histogram"], PERCENTILES).tolist()
+    ranks = histogram.percentiles(values["histogram"], PERCENTILES)
     parts = [_of_tokens(*pair, more) for pair in zip(sums.tolist(), ranks, strict=True)]
     metrics = parts[0] | _of_sequences(values["sequences"].tolist())
 

@@ -3,8 +3,13 @@
 A GPU is waited for once, and ranks meet in two collectives, however many numbers there are.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+Values = dict[str, npt.NDArray[np.float64]]
+"""Numbers by name, on the host: NumPy cuts them apart in a fraction of torch's time."""
 
 
 class Tally:
@@ -40,20 +45,18 @@ class Tally:
             dist.all_reduce(total, dist.ReduceOp.SUM, group)
         return total
 
-    def reduce(self, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-        """All values over the ranks of ``group`` (None: this process), as CPU tensors."""
+    def reduce(self, group: dist.ProcessGroup | None) -> Values:
+        """All values over the ranks of ``group`` (None: this process)."""
         # by name: one rank may have counted by kernels and another not, in another order
-        added, largest = (dict(sorted(found.items())) for found in (self._sums, self._maxima))
-        named = added | largest
-        sums, maxima = (
-            torch.cat([value.reshape(-1) for value in tensors.values()])
-            for tensors in (added, largest)
-        )
+        named = dict(sorted(self._sums.items())) | dict(sorted(self._maxima.items()))
+        together = torch.cat([value.reshape(-1) for value in named.values()])
         if group is not None:
-            dist.all_reduce(sums, dist.ReduceOp.SUM, group)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
-        pieces = torch.cat([sums, maxima]).cpu().split([value.numel() for value in named.values()])
-        return {
-            name: piece.view(value.shape)
-            for (name, value), piece in zip(named.items(), pieces, strict=True)
-        }
+            added = sum(value.numel() for value in self._sums.values())
+            dist.all_reduce(together[:added], dist.ReduceOp.SUM, group)
+            dist.all_reduce(together[added:], dist.ReduceOp.MAX, group)
+        numbers, begin, values = together.cpu().numpy(), 0, {}
+        for name, value in named.items():
+            end = begin + value.numel()
+            values[name] = numbers[begin:end].reshape(value.shape)
+            begin = end
+        return values
