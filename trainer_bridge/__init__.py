@@ -22,7 +22,13 @@ from trainer_bridge.calibrate import KVCalibrator
 from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
-from trainer_bridge.metrics import Alarm, check_alarms, mismatch_metrics
+from trainer_bridge.metrics import (
+    Alarm,
+    TokenMismatch,
+    check_alarms,
+    mismatch_metrics,
+    worst_tokens,
+)
 from trainer_bridge.rollout import Rollout, rollout
 from trainer_bridge.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
@@ -39,6 +45,7 @@ __all__ = [
     "KVCalibrator",
     "Request",
     "Rollout",
+    "TokenMismatch",
     "UpdateResult",
     "check_alarms",
     "connect",
@@ -50,4 +57,5 @@ __all__ = [
     "rollout",
     "routing_disagreement",
     "update",
+    "worst_tokens",
 ]

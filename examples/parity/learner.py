@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens of the longest response, P prompts, G responses to
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import grpo
 import tiny_model
@@ -101,14 +102,19 @@ def logprobs_of(learner: Learner, batch: Rollout, part: list[int]) -> torch.Tens
     return tiny_model.response_logprobs(learner.model, prompts, responses, batch.temperature)
 
 
-def learn(
-    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, preset: str
-) -> tuple[Correction, float]:
-    """One on-policy GRPO step on the whole batch.
+@dataclass(frozen=True)
+class Learned:
+    """What a step of training found."""
 
-    Returns:
-        the correction with its metrics, and the gradient's norm.
-    """
+    correction: Correction
+    trainer_logprobs_BT: torch.Tensor
+    """Before the step; 0 behind the end of a response."""
+    gradient_norm: float
+    """Before it is clipped."""
+
+
+def learn(learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, preset: str) -> Learned:
+    """One on-policy GRPO step on the whole batch."""
     device = learner.model.device
     parts = list(parts_of(batch.prompt_tokens, batch.tokens))
     trainer_BT = torch.zeros(batch.mask_BT.shape, device=device)
@@ -126,4 +132,4 @@ def learn(
             logprobs, advantages_B[part], correction.weights_BT[part, columns]
         )
         learner.backward((losses * correction.mask_BT[part, columns]).sum() / count)
-    return correction, learner.step()
+    return Learned(correction, trainer_BT, learner.step())

@@ -34,7 +34,7 @@ from parity.settings import ENGINE, SETTINGS, Settings
 from parity.variants import ARMS, Arm
 from transformers import PreTrainedModel
 
-from trainer_bridge import connect, update
+from trainer_bridge import connect, update, worst_tokens
 
 STOPPED = 3
 """Exit status of a run whose time was up, and that is to be started again."""
@@ -150,17 +150,19 @@ def take_step(
     sampled = time.perf_counter()
     rewards = torch.tensor(rollouts.rewards_of(problems, batch))
     rewards_PG = rewards.view(settings.prompts, settings.group)
-    correction, gradient_norm = learn(learner, batch, rewards_PG, arm.correction)
+    learned = learn(learner, batch, rewards_PG, arm.correction)
     ended = time.perf_counter()
-    metrics = correction.metrics
+    metrics, alarms = learned.correction.metrics, learned.correction.alarms
+    where = learned.trainer_logprobs_BT, batch.logprobs_BT, batch.mask_BT
     return {
         "reward": rewards.mean().item(),
         **rollouts.shape_of(batch),
-        "gradient_norm": gradient_norm,
+        "gradient_norm": learned.gradient_norm,
         "rollout_s": sampled - started,
         "learn_s": ended - sampled,
         **{name: metrics[name] for name in METRICS if name in metrics},
-        "alarms": [asdict(alarm) for alarm in correction.alarms],
+        "alarms": [asdict(alarm) for alarm in alarms],
+        "worst": [asdict(token) for token in worst_tokens(*where)] if alarms else [],
     }
 
 

@@ -73,13 +73,14 @@ def test_learning_in_parts_is_learning_from_the_whole_batch(
         parts = list(learner.parts_of(batch.prompt_tokens, batch.tokens))
         assert sorted(i for part in parts for i in part) == list(range(12))
         assert (len(parts) > 2) == (limit == 600)
-        correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)
-        assert correction.metrics["tokens"] == sum(map(len, batch.tokens))
+        learned = learner.learn(a_learner(), batch, rewards_PG, preset)
+        norms[limit] = learned.gradient_norm
+        assert learned.correction.metrics["tokens"] == sum(map(len, batch.tokens))
     assert norms[600] == pytest.approx(norms[100_000], rel=BF16_NOISE)
     # The control: correction changes the gradient.
     other = "disabled" if preset != "disabled" else "decoupled_token_is"
-    _, corrected = learner.learn(a_learner(), batch, rewards_PG, other)
-    assert corrected != pytest.approx(norms[600], rel=5 * BF16_NOISE)
+    corrected = learner.learn(a_learner(), batch, rewards_PG, other)
+    assert corrected.gradient_norm != pytest.approx(norms[600], rel=5 * BF16_NOISE)
 
 
 def test_the_state_is_all_that_a_step_depends_on() -> None:
@@ -88,9 +89,9 @@ def test_the_state_is_all_that_a_step_depends_on() -> None:
     first, second = a_learner(0), a_learner(1)
     learner.learn(first, batch, rewards_PG, "disabled")
     kept = {name: tensor.clone() for name, tensor in first.state().items()}
-    norms = [learner.learn(first, batch, rewards_PG, "disabled")[1]]
+    norms = [learner.learn(first, batch, rewards_PG, "disabled").gradient_norm]
     second.restore(kept)
-    norms.append(learner.learn(second, batch, rewards_PG, "disabled")[1])
+    norms.append(learner.learn(second, batch, rewards_PG, "disabled").gradient_norm)
     assert norms[0] == norms[1]
     ours, theirs = first.state(), second.state()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
