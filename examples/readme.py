@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import alarm_tables
+import correction_tables
 import headline
 import kernel_tables
 import kv_tables
@@ -212,6 +213,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "kv_accuracy": ("kv.json", kv_tables.accuracy),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
+    "correction": ("correction.json", correction_tables.times),
+    "correction_gpu": ("correction_gpu.json", correction_tables.times),
     "headline_decode": ("rollout.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),
