@@ -53,7 +53,7 @@ def tests(text: str) -> str:
         inside = min(theirs) <= fmean(judged[arm].values()) <= max(theirs)
         seeds = len(comparison.differences)
         lines.append(f"| {arm} less {reference} | {seeds} | {_tested(comparison, inside)} |")
-    lines += ["", _legend(judged, list(found.values()))]
+    lines += ["", _legend(judged, found)]
     return "\n".join(lines)
 
 
@@ -222,7 +222,7 @@ def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
 
-def _legend(judged: dict[str, dict[int, float]], found: list[Comparison]) -> str:
+def _legend(judged: dict[str, dict[int, float]], found: dict[str, Comparison]) -> str:
     spreads = [
         f"{arm} {stdev(rewards.values()):.3f}"
         for arm, rewards in judged.items()
@@ -236,8 +236,14 @@ def _legend(judged: dict[str, dict[int, float]], found: list[Comparison]) -> str
     )
     if not found:
         return legend
-    most = max(found, key=lambda comparison: len(comparison.differences))
+    most = max(found.values(), key=lambda comparison: len(comparison.differences))
+    differ = [
+        f"{arm} ({comparison.mean:+.3f})"
+        for arm, comparison in found.items()
+        if comparison.p_t is not None and comparison.p_t < ALPHA
+    ]
     return (
         f"{legend} The permutation test cannot give less than {most.least_p_permutation:.2g} with "
-        f"{len(most.differences)} seeds."
+        f"{len(most.differences)} seeds. The t test found a difference in "
+        f"{', '.join(differ) or 'no arm'}."
     )

@@ -112,6 +112,7 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "| no, p = 1.000 |" in worse
     assert f"margin {MARGIN}" in page
     assert "cannot give less than 0.25 with 3 seeds" in page
+    assert "The t test found a difference in fp8-uncorrected (-0.100)." in page
     assert "The dense model begins at 0.300" in page
     unit = "| outliers-kv8-unit | `mismatch_kl_k3` | 198 of 200 | 2 | 0.5 | 0.1 | yes |"
     assert unit in lines
