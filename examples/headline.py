@@ -1,7 +1,6 @@
-"""The first figures of the README, a line from each of four result files."""
+"""The first figures of the README, a sentence from each of four result files."""
 
 import json
-import math
 from statistics import fmean
 from typing import Any
 
@@ -15,7 +14,7 @@ MAPPED = "from BF16, mapped"
 LEARNING = {
     "fp8": "FP8 weights",
     "fp8-kv8": "with FP8 KV",
-    "moe-fp8": "a mixture of experts",
+    "moe-fp8": "FP8 weights, mixture of experts",
 }
 """Arms of the experiment whose question was fixed before the runs."""
 
@@ -66,19 +65,24 @@ def learning(text: str) -> str:
     """Whether FP8 rollouts teach what BF16 rollouts teach."""
     rows = summary.read(text)
     judged, found = tables.judged_rewards(rows), tables.comparisons(rows)
+    e = rows[0]
     parts = []
     for arm, what in LEARNING.items():
-        reward, reference = (fmean(judged[name].values()) for name in (arm, ARMS[arm].reference))
-        parts.append(f"{reward:.3f} beside {reference:.3f} ({what})")
+        seeds = judged[arm].keys() & judged[ARMS[arm].reference].keys()
+        reward, reference = (
+            fmean(judged[name][seed] for seed in seeds) for name in (arm, ARMS[arm].reference)
+        )
+        size = e["parameters"][ARMS[arm].model] / 1e6
+        parts.append(f"{reward:.3f} beside {reference:.3f} ({what}, {size:.0f} M parameters)")
     told = [found[arm].p_tost for arm in LEARNING]
     p = max(1.0 if one is None else one for one in told)  # None: of a single seed
-    seeds = min(len(found[arm].differences) for arm in LEARNING)
-    e = rows[0]
+    pairs = min(len(found[arm].differences) for arm in LEARNING)
     return (
-        f"- GRPO on FP8 rollouts ends at a reward of {', '.join(parts)} on BF16 ones: "
-        f"{'the same' if p < ALPHA else 'not shown to be the same'} within {MARGIN} over {seeds} "
-        f"seeds (TOST, p at most {math.ceil(1e3 * p) / 1e3:.3f}; {e['device']}, "
-        f"SGLang {e['versions']['sglang']}, {e['date']})."
+        f"GRPO of small models, on FP8 rollouts beside BF16 rollouts of the same engine, ends at a "
+        f"reward of {', '.join(parts)}; "
+        f"{'the same' if p < ALPHA else 'not shown to be the same'} within {MARGIN} (TOST, "
+        f"largest p {tables.at_most(p)}, pairs of seeds: {pairs}; {e['device']}, SGLang "
+        f"{e['versions']['sglang']}, {e['date']})."
     )
 
 

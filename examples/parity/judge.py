@@ -3,8 +3,8 @@
     python examples/parity/judge.py --model dense --seed 0 --state runs/parity
 
 An arm's own evaluations have its engine's precision in them; here only the weights differ that the
-arms have learned. A run that was judged is not judged again. Seed 0 comes with the model that all
-runs began with.
+arms have learned. What was judged is not judged again. Seed 0 comes with the model that all runs
+began with.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def judge(args: argparse.Namespace) -> None:
     settings = replace(SETTINGS[args.size], **args.settings)
     start = pretraining.start_of(args.state, args.model, args.size, settings, device)
     folders = to_judge(args.state, args.model, args.seed)
-    if args.seed == 0:
+    if args.seed == 0 and not (start / JUDGED).exists():
         folders.insert(0, start)
     keywords = placement.engine_keywords(device.type, JUDGE[device.type]) | args.engine_args
     with placement.running_engine(start, ALL_BF16, 0, keywords) as engine:
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Judge a seed's runs by one BF16 engine.")
     options.add_common(parser)
     parser.add_argument("--model", choices=policies.MODELS, required=True)
-    parser.add_argument("--seed", type=int, default=0, help="whose runs (0)")
+    parser.add_argument("--seed", type=int, required=True, help="whose runs")
     judge(parser.parse_args())
 
 

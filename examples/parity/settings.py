@@ -95,7 +95,7 @@ ENGINE: dict[str, dict[str, Any]] = {
 
 JUDGE: dict[str, dict[str, Any]] = {
     "cpu": ENGINE["cpu"],
-    # all that a run is judged on takes its time by batch, and fewer are on a GPU then
+    # 4096 problems at once, and few engines on a GPU by then
     "cuda": ENGINE["cuda"]
     | {
         "max_total_tokens": 1 << 19,

@@ -10,7 +10,15 @@ from parity.layout import FINISHED, JUDGED, LOG, TIMING, Row, rows_of
 from parity.settings import LAST_STEPS
 from parity.variants import ARMS
 
-SERIES = ("reward", "mismatch_kl_k3", "ess", "clipped_fraction", "entropy", "response_tokens")
+SERIES = (
+    "reward",
+    "mismatch_kl_k3",
+    "ess",
+    "clipped_fraction",
+    "logprob_abs_diff_max",
+    "entropy",
+    "response_tokens",
+)
 """What is kept of each step."""
 TIMES = ("step_s", "rollout_s", "learn_s", "update_s")
 DIGITS = 4
@@ -151,7 +159,8 @@ def _alarms(steps: list[Row]) -> Row:
 
 
 def _timing(rows: list[Row]) -> Row:
-    steps = [row for row in rows if row["kind"] == "step"][WARM_UP:]
+    every = [row for row in rows if row["kind"] == "step"]
+    steps = every[WARM_UP:]
     times: dict[str, list[float]] = {
         "step_s": [row["update_s"] + row["rollout_s"] + row["learn_s"] for row in steps],
         **{name: [row[name] for row in steps] for name in TIMES[1:]},
@@ -162,6 +171,8 @@ def _timing(rows: list[Row]) -> Row:
         "arm": rows[0]["arm"],
         "seed": rows[0]["seed"],
         "n": len(steps),
+        "steps": len(every),
+        "alarm_steps": sum(bool(row["alarms"]) for row in every),
         **{
             name: {"median": _short(median(v)), "min": _short(min(v)), "max": _short(max(v))}
             for name, v in times.items()

@@ -1,5 +1,6 @@
 """The measured blocks of docs/parity.md, from the rows of the result file."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean, median, stdev
 
@@ -80,29 +81,36 @@ def comparisons(rows: list[Row]) -> dict[str, Comparison]:
 def mismatch(text: str) -> str:
     """How far rollout and trainer are apart, by arm."""
     lines = [
-        "| arm | mismatch KL (k3, nats) | ESS | tokens above C = 2 | entropy (nats) "
-        "| response tokens, cut off |",
-        "|---|---|---|---|---|---|",
+        "| arm | mismatch KL (k3, nats) | ESS | worst token (nats) | tokens above C = 2 "
+        "| entropy (nats) | response tokens, cut off |",
+        "|---|---|---|---|---|---|---|",
     ]
     for arm, runs in _arms(summary.read(text)).items():
-        kl, ess, clipped, length = (
+        kl, ess, worst, clipped, length = (
             [value for run in runs for value in run["series"].get(name, [])]
-            for name in ("mismatch_kl_k3", "ess", "clipped_fraction", "response_tokens")
+            for name in (
+                "mismatch_kl_k3",
+                "ess",
+                "logprob_abs_diff_max",
+                "clipped_fraction",
+                "response_tokens",
+            )
         )
         cut = fmean(run["last_unfinished"] for run in runs)
         cells = [
             arm,
             f"{median(kl):.1e} (to {max(kl):.1e})",
             f"{median(ess):.4f} (from {min(ess):.4f})",
+            f"{median(worst):.2f} (to {max(worst):.1f})",
             f"{fmean(clipped):.1e}" if clipped else "",
             " to ".join(f"{fmean(r['series']['entropy'][i] for r in runs):.2f}" for i in (0, -1)),
             f"{median(length):.0f}, {cut:.1%} at the end",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     note = (
-        f"KL, ESS, response tokens: medians over all steps and seeds, in brackets the worst step. "
-        f"Tokens above C: their mean fraction. Entropy: first step to last, means over seeds. Cut "
-        f"off: of the last {LAST_STEPS} steps."
+        f"KL, ESS, worst token (its logprobs' difference), response tokens: medians over all steps "
+        f"and seeds, in brackets the worst step. Tokens above C: their mean fraction. Entropy: first "
+        f"step to last, means over seeds. Cut off: of the last {LAST_STEPS} steps."
     )
     return "\n".join([*lines, "", note])
 
@@ -135,8 +143,8 @@ def timing(text: str) -> str:
     """Wall time of a step, each arm alone on a GPU."""
     rows = summary.read(text)
     lines = [
-        "| arm | step | rollout | tokens/s | training | update |",
-        "|---|---|---|---|---|---|",
+        "| arm | step | rollout | tokens/s | training | update | steps with an alarm |",
+        "|---|---|---|---|---|---|---|",
     ]
     timed = {row["arm"]: row for row in rows if row["kind"] == "timing" and row["n"]}
     for arm in filter(timed.__contains__, ARMS):
@@ -149,6 +157,7 @@ def timing(text: str) -> str:
             f"{row['tokens_per_s']['median']:,.0f}",
             f"{row['learn_s']['median']:.2f} s",
             f"{1e3 * row['update_s']['median']:.1f} ms",
+            f"{row['alarm_steps']} of {row['steps']}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     steps = max((row["n"] for row in timed.values()), default=0)
@@ -203,19 +212,28 @@ def _where(e: Row) -> str:
 
 def _tested(found: Comparison, inside: bool) -> str:
     if found.interval is None or found.spread is None or found.p_t is None or found.p_tost is None:
-        return f"{found.mean:+.3f} | | {_yes(inside)} | | |"
+        return f"{_signed(found.mean)} | | {_yes(inside)} | | |"
     low, high = found.interval
     of_t, of_tost = powers(found.spread, len(found.differences), MARGIN, ALPHA)
     return " | ".join(
         [
-            f"{found.mean:+.3f}",
+            _signed(found.mean),
             f"{low:+.3f} to {high:+.3f}",
             _yes(inside),
             f"p = {found.p_t:.2f}, {found.p_permutation:.2f}",
-            f"{_yes(found.p_tost < ALPHA)}, p = {found.p_tost:.3f}",
+            f"{_yes(found.p_tost < ALPHA)}, p {at_most(found.p_tost)}",
             f"{of_t:.0%}, {of_tost:.0%}",
         ]
     )
+
+
+def _signed(difference: float) -> str:
+    return f"{difference:+.3f}" if round(difference, 3) else "0.000"
+
+
+def at_most(p: float) -> str:
+    """A p value, rounded up."""
+    return "< 0.001" if p < 0.001 else f"= {math.ceil(1e3 * p) / 1e3:.3f}"
 
 
 def _yes(truth: bool) -> str:

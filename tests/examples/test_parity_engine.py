@@ -94,7 +94,7 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     kl = {name: sum(row["mismatch_kl_k3"] for row in steps_of(tmp_path / name)) for name in engines}
     assert kl["fp8-kv8-0"] > kl["bf16-0"]
 
-    finish(start("judge.py", tmp_path, "--model", "dense"), tmp_path)
+    finish(start("judge.py", tmp_path, "--model", "dense", "--seed", "0"), tmp_path)
     for name in ("start-dense-tiny", *engines):
         assert json.loads((tmp_path / name / JUDGED).read_text())["problems"] == 4
 

@@ -49,6 +49,7 @@ def a_log(
             "reward": round(rng.random() * 128) / 128,
             "mismatch_kl_k3": rng.random() * 1e-4,
             "ess": 1 - rng.random() * 1e-3,
+            "logprob_abs_diff_max": 0.5,
             "entropy": rng.random(),
             "response_tokens": 100 + rng.random(),
             "unfinished": 0.0,
@@ -106,7 +107,7 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "| 0.810 (0.800 to 0.820) |" in bf16
     assert "| 0.750 (0.750 to 0.750) | 0 of 600 |" in bf16
     [same] = [line for line in lines if line.startswith("| fp8 less bf16 | 3 |")]
-    assert "| +0.000 | -0.009 to +0.009 | yes | p = 1.00, 1.00 | yes, p = 0.002 |" in same
+    assert "| 0.000 | -0.009 to +0.009 | yes | p = 1.00, 1.00 | yes, p = 0.002 |" in same
     [worse] = [line for line in lines if line.startswith("| fp8-uncorrected less bf16 | 3 |")]
     assert "| -0.100 | -0.100 to -0.100 | no |" in worse
     assert "| no, p = 1.000 |" in worse

@@ -15,7 +15,7 @@ from trainer_bridge.metrics import NAMES, PrometheusMetrics, append_jsonl, draw
 from trainer_bridge.metrics import names as names_module
 from trainer_bridge.metrics.alarms import ADVICE
 from trainer_bridge.metrics.plot import read_runs
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.tally import Tally, Values
 
 DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
 EVERYTHING = CorrectionConfig(
@@ -164,11 +164,12 @@ def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.Monkey
         before_reduce: list[list[str]] = []
         reduce = Tally.reduce
 
-        def noted(tally: Tally, group: Any) -> dict[str, torch.Tensor]:
+        def noted(tally: Tally, group: Any) -> Values:
             before_reduce.append(list(mode.seen))
             return reduce(tally, group)
 
         monkeypatch.setattr(Tally, "reduce", noted)
         some_metrics(versions=False)
         assert before_reduce == [[]]
-        assert mode.seen  # control: it does see what is read afterwards
+        some_metrics(versions=True)
+        assert before_reduce[1]  # control: which versions there are is asked before
