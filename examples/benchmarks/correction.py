@@ -3,8 +3,8 @@
     python examples/benchmarks/correction.py
 
 All metrics are computed and read, by position too, and by four policy versions where the case says
-so. Launches are of one block of rows: on a core what torch dispatches, views aside, on a GPU the
-kernels and copies that run there. Figures go to results/correction.json.
+so. Launches are on a core what torch dispatches of one block of rows, views aside, on a GPU the
+kernels and copies that run there, with their time. Figures go to results/correction.json.
 """
 
 import argparse
@@ -62,16 +62,18 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(function: Callable[[], Any], device: str) -> int:
+def launches(function: Callable[[], Any], device: str) -> dict[str, list[float]]:
     """Of one call: what the GPU runs, kernels and copies, or what torch dispatches on a CPU."""
     if device == "cpu":
         with Dispatched() as dispatched:
             function()
-        return dispatched.count
+        return {"correction_launches": [dispatched.count]}
     function()  # nothing is compiled or kept while it is counted
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         function()
-    return sum(event.device_type == DeviceType.CUDA for event in seen.events())
+    run = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    took_us = sum(event.self_device_time_total for event in run)
+    return {"correction_launches": [len(run)], "correction_kernels_ms": [took_us / 1e3]}
 
 
 def batch(length: int, device: str) -> list[torch.Tensor]:
@@ -102,7 +104,8 @@ def measure(device: str, repeats: int) -> list[rows.Report]:
     counted: list[tuple[rows.Report, Callable[[], Any]]] = []
     for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
         *given, versions_BT = batch(length, device)
-        few = [tensor[: max(1, mismatch.CPU_TOKENS // length)] for tensor in given]
+        rows_counted = max(1, mismatch.CPU_TOKENS // length) if device == "cpu" else None
+        few = [tensor[:rows_counted] for tensor in given]
         alone = partial(correct_logprobs, *given, config)
         cases: dict[str, Callable[[], Any]] = {name: alone}
         if config == PRESETS["decoupled_token_is"]:
@@ -119,7 +122,7 @@ def measure(device: str, repeats: int) -> list[rows.Report]:
                 counted.append((report, partial(correct_logprobs, *few, config)))
     # a profiler, once it was there, slows down every launch of its process
     for report, function in counted:
-        report["values"]["correction_launches"] = [launches(function, device)]
+        report["values"] |= launches(function, device)
     for report in reports:
         found = {name: median(values) for name, values in report["values"].items()}
         print(report["arm"], report["case"], found)

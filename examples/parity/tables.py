@@ -109,8 +109,8 @@ def mismatch(text: str) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     note = (
         f"KL, ESS, worst token (its logprobs' difference), response tokens: medians over all "
-        f"steps and seeds, in brackets the worst step. Tokens above C: their mean fraction. Entropy: "
-        f"first step to last, means over seeds. Cut off: of the last {LAST_STEPS} steps."
+        f"steps and seeds, in brackets the worst step. Tokens above C: their mean fraction. "
+        f"Entropy: first step to last, means over seeds. Cut off: of the last {LAST_STEPS} steps."
     )
     return "\n".join([*lines, "", note])
 

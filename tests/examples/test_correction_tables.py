@@ -21,14 +21,15 @@ def test_a_machine_without_a_gpu_has_no_column_of_one() -> None:
     ]
     text = json.dumps({"environment": ENVIRONMENT, "rows": rows})
     told = correction_tables.times(text)
-    assert "| 1M | one core | launches |\n|---|---|---|\n" in told
+    assert "| 1M | one core | operations |\n|---|---|---|\n" in told
     assert "| a | 30 ms (28 to 35) | 7 |" in told
     assert "| b | 9.44 ms (9.44 to 9.44) |  |" in told
     assert "`run`: H, torch 2, d, commit c. Medians of 3 (least to most)" in told
 
     rows.append(row("one GPU", "a", "correction_ms", 0.5))
+    rows.append(row("one GPU", "a", "correction_kernels_ms", 0.124))
     more = ENVIRONMENT | {"cpu": "C", "sglang": "1"}
     told = correction_tables.times(json.dumps({"environment": more, "rows": rows}))
-    assert "| a | 30 ms (28 to 35) | 7 | 0.50 ms (0.50 to 0.50) |  |" in told
+    assert "| a | 30 ms (28 to 35) | 7 | 0.50 ms (0.50 to 0.50) | 0.12 ms |" in told
     assert "| b | 9.44 ms (9.44 to 9.44) |  |  |  |" in told
     assert "H, a core of C, SGLang 1, torch 2" in told
