@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from cells import Metrics, cell
+
 ARMS = ("one core", "one GPU")
 OPERATIONS = ("correction_launches", "{:.0f}")
 COLUMNS = {
@@ -16,9 +18,9 @@ def times(text: str) -> str:
     """A line a case; as many columns as the machine had arms."""
     content = json.loads(text)
     e, rows = content["environment"], content["rows"]
-    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    found: dict[str, dict[str, Metrics]] = {}
     for row in rows:
-        found.setdefault(row["case"], {})[row["arm"], row["metric"]] = row
+        found.setdefault(row["case"], {}).setdefault(row["arm"], {})[row["metric"]] = row
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
     known = {(row["arm"], row["metric"]) for row in rows}
     more = {
@@ -27,14 +29,12 @@ def times(text: str) -> str:
     }
     columns = [name for arm in arms for name in (arm, *more[arm])]
     lines = [f"| {rows[0]['model']} | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    for case, metrics in found.items():
+    for case, by_arm in found.items():
         cells = [case]
         for arm in arms:
-            took = metrics.get((arm, "correction_ms"))
-            cells.append(_spread(took) if took else "")
-            for metric, form in more[arm].values():
-                row = metrics.get((arm, metric))
-                cells.append(form.format(row["median"]) if row else "")
+            metrics = by_arm.get(arm, {})
+            cells.append(_spread(metrics["correction_ms"]) if metrics else "")
+            cells += [cell(metrics, *how) for how in more[arm].values()]
         lines.append(f"| {' | '.join(cells)} |")
     core = f", a core of {e['cpu']}" if "cpu" in e else ""
     sglang = f"SGLang {e['sglang']}, " if "sglang" in e else ""

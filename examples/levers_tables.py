@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-Metrics = dict[str, dict[str, Any]]
-"""Rows of one arm by metric."""
+from cells import Metrics, cell
 
 LEVERS = {
     "bf16": "BF16",
@@ -69,15 +68,11 @@ def _line(rows: list[dict[str, Any]], arm: str) -> str:
         slower = 1 / ratios["fp8"] if "fp8" in ratios else None
     cells = [
         f"{k3['median']:.1e} ({k3['min']:.1e} to {k3['max']:.1e})" if k3 else "",
-        _cell(found, "logprob_error", "{:.4f}"),
-        _cell(found, "mismatch_ess", "{:.4f}"),
-        _cell(found, "precision_kl", "{:.1e}"),
-        _cell(found, "bf16_layers", "{:.0f}"),
-        _cell(found, "decode_step_ms", "{:.2f} ms"),
+        cell(found, "logprob_error", "{:.4f}"),
+        cell(found, "mismatch_ess", "{:.4f}"),
+        cell(found, "precision_kl", "{:.1e}"),
+        cell(found, "bf16_layers", "{:.0f}"),
+        cell(found, "decode_step_ms", "{:.2f} ms"),
         f"{slower:.2f}x" if slower else "",
     ]
     return f"| {LEVERS[arm]} | {' | '.join(cells)} |"
-
-
-def _cell(found: Metrics, metric: str, form: str) -> str:
-    return form.format(found[metric]["median"]) if metric in found else ""

@@ -15,6 +15,7 @@ import levers_tables
 import performance_picture
 import performance_tables
 import report
+from cells import cell
 from parity import picture, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,8 +136,8 @@ def _update_line(rows: list[dict[str, Any]], arm: str, case: str) -> str:
         f"{wall['median']:.1f} ms ({wall['min']:.1f} to {wall['max']:.1f})",
         f"{min(stock):.2f}x" if ours and stock else "",
         f"{metrics['update_floor_ms']['median']:.1f} ms",
-        _cell(metrics, "update_gpu_ms", "{:.1f} ms"),
-        _cell(metrics, "quantize_copy_fraction", "{:.0%}"),
+        cell(metrics, "update_gpu_ms", "{:.1f} ms"),
+        cell(metrics, "quantize_copy_fraction", "{:.0%}"),
         f"{metrics['peak_extra_gib']['max']:.2f} GiB",
     ]
     return f"| {' | '.join(cells)} |"
@@ -146,11 +147,6 @@ def _failed(row: dict[str, Any], columns: int) -> str:
     """The line of an arm without figures."""
     sentence = row["sentence"].replace("|", "\\|")
     return f"| {row['arm']}, {row['case']} | fails: {sentence} |{' |' * (columns - 2)}"
-
-
-def _cell(metrics: dict[str, dict[str, Any]], metric: str, form: str) -> str:
-    """A metric that not every arm has."""
-    return form.format(metrics[metric]["median"]) if metric in metrics else ""
 
 
 def start(text: str) -> str:
@@ -197,9 +193,9 @@ def _start_line(metrics: dict[str, dict[str, Any]]) -> str:
     cells = [
         f"{took['arm']}, {took['case']}",
         f"{took['median']:.1f} s",
-        _cell(metrics, "deep_gemm_s", "{:.1f} s"),
-        _cell(metrics, "kernels_compiled", "{:.0f}"),
-        _cell(metrics, "kernels_compiled_after_start", "{:.0f}"),
+        cell(metrics, "deep_gemm_s", "{:.1f} s"),
+        cell(metrics, "kernels_compiled", "{:.0f}"),
+        cell(metrics, "kernels_compiled_after_start", "{:.0f}"),
     ]
     return f"| {' | '.join(cells)} |"
 
