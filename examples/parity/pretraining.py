@@ -108,7 +108,7 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
         for part in parts_of(prompts, responses):
             shown = [responses[index] for index in part]
             logprobs_BT = tiny_model.response_logprobs(made, [prompts[i] for i in part], shown)
-            loss = -logprobs_BT[tiny_model.mask_of(shown).to(device)].sum() / tokens
+            loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens
             share = sum(map(len, shown)) / tokens
             learner.backward(loss + AUX_LOSS * share * aux.pop() if aux else loss)
             total += loss.detach()
