@@ -4,7 +4,8 @@
 
 All metrics are computed and read, by position too, and by four policy versions where the case says
 so. Launches are on a core what torch dispatches of one block of rows, views aside, on a GPU the
-kernels and copies that run there, with their time. Figures go to results/correction.json.
+kernels and copies that run there, with their time. Figures go to results/correction.json, of a
+machine with a GPU to results/correction_gpu.json.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import mismatch
 
-RESULTS = Path(__file__).resolve().parent / "results" / "correction.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 TOKENS = 1 << 20
 LENGTHS = (4096, 32768)
 MISMATCH = 0.02  # nats, as FP8 rollouts have it
@@ -155,7 +156,8 @@ def facts(command: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Correction and metrics of 1M tokens.")
     parser.add_argument("--repeats", type=int, default=30, help="of each case (30)")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    name = "correction_gpu.json" if torch.cuda.is_available() else "correction.json"
+    parser.add_argument("--output", type=Path, default=RESULTS / name)
     options = parser.parse_args()
     torch.set_num_threads(1)
     reports = measure("cpu", options.repeats)
