@@ -142,6 +142,10 @@ ATTENTION_BACKENDS = {
     "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
 }
 """Class by SGLang's name of the backend."""
+FLASHINFER_PLAN = (
+    f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode.call_begin_forward"
+)
+"""Wrapped where FlashInfer decodes."""
 _MODELS = "sglang.srt.models"
 # Wrapped where the model at hand has them; subclasses have other ways.
 DECODED_ATTENTION = (

@@ -18,7 +18,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.kv_cache.scales import attach as attach_layers
-from sgl_fp8rl.plugin import NAME, wrap_attention
+from sgl_fp8rl.plugin import NAME, wrap_attention, wrap_plans
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.local import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
@@ -181,9 +181,13 @@ def check_kv_cache(original: Any, runner: Any) -> None:
         ValueError: a backend or a pool that our hooks do not reach.
     """
     original(runner)
-    if getattr(runner.model, "fp8rl_kv", None) is None:
+    if runner.model_config.quantization != NAME:
         return
     prefill, decode = runner.prefill_attention_backend_str, runner.decode_attention_backend_str
+    if decode == "flashinfer":
+        wrap_plans()
+    if getattr(runner.model, "fp8rl_kv", None) is None:
+        return
     backends.check(prefill, decode, backends.capability())
     pool = runner.token_to_kv_pool
     if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":

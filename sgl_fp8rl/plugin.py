@@ -112,6 +112,21 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
         from sgl_fp8rl.kv_cache.decode import fused_forward, mark
 
         hooks |= dict.fromkeys(mark(model), fused_forward)
+    _wrap(hooks)
+
+
+def wrap_plans() -> None:
+    """Put our hook around FlashInfer's planning of decode steps in this process.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has it not.
+    """
+    from sgl_fp8rl.flashinfer_plans import wait_for_copy
+
+    _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
+
+
+def _wrap(hooks: Mapping[str, Any]) -> None:
     for target, hook in hooks.items():
         if target not in compat.HookRegistry._patched:
             compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
