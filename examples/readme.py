@@ -219,6 +219,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.tables),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
+    "decode_profile_moe": ("decode_profile_moe.json", performance_tables.decode_profile),
     "levers": ("levers.json", levers_tables.levers),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "parity": ("parity.jsonl", tables.rewards),

@@ -3,9 +3,10 @@
 Each arm's engine runs in a process of its own, about 90 s. Kernels are timed by torch's profiler in
 the engine, started and stopped through SGLang: for each case 16 decode steps by CUDA graph, and the
 prefill of one chunk. Profiling has a price of its own, so a step lasts longer than in rollout.py;
-shares and kernels' times are what to read. Figures go to results/decode_profile.json after each
-arm, and those of other arms and cases stay where machine, boot and commit are the same; --merge
-makes one file of several, as in rollout.py.
+shares and kernels' times are what to read. Figures go to results/decode_profile.json, those of the
+mixture of experts to results/decode_profile_moe.json, after each arm, and those of other arms and
+cases stay where machine, boot and commit are the same; --merge makes one file of several, as in
+rollout.py.
 """
 
 import argparse
@@ -20,8 +21,14 @@ from environment import environment, host
 from models import MODELS
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "decode_profile.json"
+RESULTS = {
+    "qwen3-8b": HERE / "results" / "decode_profile.json",
+    "qwen3-30b-a3b": HERE / "results" / "decode_profile_moe.json",
+}
+"""By model."""
 ARMS = ("stock-bf16", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
+CASES = ("128x512", "256x512", "64x8192")
+"""By default, where the model has them."""
 
 Profile = dict[str, Any]
 
@@ -33,17 +40,18 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--arms", nargs="+", choices=rollout_cases.NAMES, default=list(ARMS))
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="128x512 and 64x8192, or all")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="loads of rollout.py (most)")
     parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
     parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of a process")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="instead of the model's file")
     parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
     options = parser.parse_args(argv)
     known = [load.name for load in rollout_cases.LOADS[options.model]]
-    options.cases = options.cases or [c for c in known if c in ("128x512", "64x8192")] or known
+    options.cases = options.cases or [c for c in known if c in CASES] or known
     if unknown := set(options.cases) - set(known):
         parser.error(f"no case {', '.join(sorted(unknown))} of {options.model}; it has {known}")
-    if options.layers is not None and options.output == RESULTS:
+    options.output = options.output or RESULTS[options.model]
+    if options.layers is not None and options.output in RESULTS.values():
         parser.error("--layers gives no figures of the whole model; name another --output")
     return options
 

@@ -163,8 +163,10 @@ def mismatch(
     serving.assert_calibrated(engine)
     sampling = {"temperature": 1.0, "max_new_tokens": work.new, "ignore_eos": not ends}
     found: dict[str, list[float]] = {name: [] for name in METRICS}
-    for _ in range(work.rollouts):
-        rollout = trainer_bridge.rollout(engine, prompts, sampling, expected_version=0)
+    for number in range(work.rollouts):
+        # read in deterministic inference alone, where all rollouts would be the same otherwise
+        seeded = sampling | {"sampling_seed": number}
+        rollout = trainer_bridge.rollout(engine, prompts, seeded, expected_version=0)
         trainer_BT = response_logprobs(model, rollout)
         metrics = mismatch_metrics(trainer_BT, rollout.logprobs_BT, rollout.mask_BT)
         for name, metric in METRICS.items():

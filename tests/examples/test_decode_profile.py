@@ -300,9 +300,11 @@ def test_sglang_takes_the_profiler_s_keywords() -> None:
 
 def test_the_command_line() -> None:
     options = decode_profile.arguments([])
-    assert options.cases == ["128x512", "64x8192"] and options.arms == list(decode_profile.ARMS)
+    assert options.cases == list(decode_profile.CASES) and options.arms == list(decode_profile.ARMS)
+    assert options.output.name == "decode_profile.json"
     assert set(decode_profile.ARMS) < set(rollout_cases.NAMES)
-    assert decode_profile.arguments(["--model", "qwen3-30b-a3b"]).cases == ["64x4096"]
+    moe = decode_profile.arguments(["--model", "qwen3-30b-a3b"])
+    assert moe.cases == ["64x4096"] and moe.output.name == "decode_profile_moe.json"
     for words in (["--layers", "2"], ["--cases", "1x1"]):
         with pytest.raises(SystemExit):
             decode_profile.arguments(words)
