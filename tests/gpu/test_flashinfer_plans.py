@@ -56,9 +56,10 @@ class Decoder:
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.zeros_like(self._kv_indptr),
+            # SGLang's own buffers, which a fast plan does not copy
+            paged_kv_indptr_buffer=self._kv_indptr,
             paged_kv_indices_buffer=torch.zeros_like(slots),
-            paged_kv_last_page_len_buffer=ones.clone(),
+            paged_kv_last_page_len_buffer=ones,
         )
         self.step(CONTEXTS[0])
         self._wrapper.begin_forward = partial(fast_decode_plan, self._wrapper)

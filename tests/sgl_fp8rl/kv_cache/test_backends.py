@@ -8,6 +8,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, doctor, plugin
+from sgl_fp8rl.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import attention, backends
 from sgl_fp8rl.kv_cache.backends import XQA, Capability, choose
 
@@ -261,6 +262,16 @@ def test_what_serves_is_wrapped_once(
         plugin.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
     assert wrapped == hooks
+
+
+def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    monkeypatch.setitem(compat.__dict__, "HookRegistry", registry)
+    monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
+    monkeypatch.setattr(compat, "_look_up", lambda _: registry)
+    for _ in "twice":
+        plugin.wrap_plans()
+    assert registry.hooks == {compat.FLASHINFER_PLAN: wait_for_copy}
 
 
 def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
