@@ -127,6 +127,18 @@ def test_steps_with_an_alarm_are_crossed(tmp_path: Path, monkeypatch: pytest.Mon
     assert crossed == [((1, 3), (0.1, 0.9))]
 
 
+@pytest.mark.parametrize(("largest", "scales"), [(0.3, ["log"]), (0.0, [])])
+def test_a_mismatch_is_drawn_over_decades(
+    largest: float, scales: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    chosen: list[str] = []
+    monkeypatch.setattr(axes.Axes, "set_yscale", lambda _, scale: chosen.append(scale))
+    rows = [{"step": 0, "ess": 1.0, "mismatch_kl_k3": 0.0}, {"step": 1, "mismatch_kl_k3": largest}]
+    draw([write_run(tmp_path / "run.jsonl", rows)], tmp_path / "run.png")
+    assert chosen == scales
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ('{"kind": "note"}\n', "has no row with a step"),

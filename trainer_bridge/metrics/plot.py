@@ -19,6 +19,8 @@ DEFAULT = (
     "chi2_seq",
     "step_s",
 )
+LOGARITHMIC = frozenset({"mismatch_kl_k3", "token_mult_prob_error"})
+"""Never negative, and decades apart between BF16, FP8 and a step with an alarm."""
 COLUMNS = 3
 Series = dict[str, dict[int, dict[str, float]]]
 
@@ -87,6 +89,8 @@ def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> li
             (line,) = panel.plot(*zip(*points, strict=True), label=run, linewidth=1)
             fired = [(step, y) for step, y in points if name in alarmed[run][step]]
             panel.plot(*zip(*fired, strict=True), "x", color=line.get_color()) if fired else None
+        if name in LOGARITHMIC and panel.dataLim.ymax > 0:
+            panel.set_yscale("log")
         panel.set_title(name, fontsize=10)
         panel.grid(alpha=0.3)
     for panel in panels[len(chosen) :]:
