@@ -197,17 +197,16 @@ def arms_of(found: Found, metric: str) -> list[str]:
 
 
 def cases_of(found: Found) -> list[str]:
-    """The loads, shortest prompts first."""
+    """The loads, models in the order of the file, of each the shortest prompts first."""
     cases = dict.fromkeys(case for _, case, metric in found if metric == "decode_step_ms")
-    sizes = {case: [int(n) for n in case.split("\n")[-1].split("x")] for case in cases}
-    return sorted(
-        cases,
-        key=lambda case: (
-            case.split("\n")[0] if "\n" in case else "",
-            sizes[case][1],
-            sizes[case][0],
-        ),
-    )
+    models = list(dict.fromkeys(case.rpartition("\n")[0] for case in cases))
+
+    def place(case: str) -> tuple[int, int, int]:
+        model, _, load = case.rpartition("\n")
+        batch, length = (int(number) for number in load.split("x"))
+        return models.index(model), length, batch
+
+    return sorted(cases, key=place)
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:
