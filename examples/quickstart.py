@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import trainer_bridge
 
 if __name__ == "__main__":  # SGLang spawns its processes, which import this file again
-    path = sys.argv[1]
+    path = sys.argv[1] if len(sys.argv) == 2 else sys.exit(__doc__)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     engine = sglang.Engine(model_path=path, quantization="fp8rl", skip_tokenizer_init=True)
     print(trainer_bridge.update(model, engine, version=0))
