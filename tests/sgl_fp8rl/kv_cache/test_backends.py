@@ -221,6 +221,13 @@ class Registry:
         if self._applies:
             self._patched |= self.hooks.keys()
 
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> "Registry":
+        """Stand in SGLang's place; returns itself."""
+        monkeypatch.setitem(compat.__dict__, "HookRegistry", self)
+        monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
+        monkeypatch.setattr(compat, "_look_up", lambda _: self)
+        return self
+
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "hooks"),
@@ -254,10 +261,7 @@ class Registry:
 def test_what_serves_is_wrapped_once(
     prefill: str, decode: str, hooks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry()
-    monkeypatch.setitem(compat.__dict__, "HookRegistry", registry)
-    monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
-    monkeypatch.setattr(compat, "_look_up", lambda _: registry)
+    registry = Registry().replace(monkeypatch)
     for _ in "twice":
         plugin.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
@@ -265,19 +269,13 @@ def test_what_serves_is_wrapped_once(
 
 
 def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry()
-    monkeypatch.setitem(compat.__dict__, "HookRegistry", registry)
-    monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
-    monkeypatch.setattr(compat, "_look_up", lambda _: registry)
+    registry = Registry().replace(monkeypatch)
     for _ in "twice":
         plugin.wrap_plans()
     assert registry.hooks == {compat.FLASHINFER_PLAN: wait_for_copy}
 
 
 def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry(applies=False)
-    monkeypatch.setitem(compat.__dict__, "HookRegistry", registry)
-    monkeypatch.setitem(compat.__dict__, "HookType", SimpleNamespace(AROUND="around"))
-    monkeypatch.setattr(compat, "_look_up", lambda _: registry)
+    Registry(applies=False).replace(monkeypatch)
     with pytest.raises(compat.IncompatibleSGLangError, match="did not let sgl-fp8rl wrap"):
         plugin.wrap_attention("flashinfer", XQA, nn.Module())
