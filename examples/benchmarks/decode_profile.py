@@ -40,7 +40,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
     parser.add_argument("--arms", nargs="+", choices=rollout_cases.NAMES, default=list(ARMS))
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="loads of rollout.py (most)")
+    usual = f"loads of rollout.py ({' '.join(CASES)}, or all that the model has)"
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help=usual)
     parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
     parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of a process")
     parser.add_argument("--output", type=Path, help="instead of the model's file")
