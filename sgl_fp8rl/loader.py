@@ -175,7 +175,8 @@ def load_kv_scales(scales: KVScales | None) -> None:
 
 
 def check_kv_cache(original: Any, runner: Any) -> None:
-    """AROUND ``ModelRunner.init_attention_backends``: hold and wrap what really serves the cache.
+    """AROUND ``ModelRunner.init_attention_backends``: hold and wrap what really serves the cache,
+    and FlashInfer's plans where it decodes.
 
     Raises:
         ValueError: a backend or a pool that our hooks do not reach.

@@ -2,8 +2,8 @@
 
 Each case is an engine beside a BF16 trainer in a process of its own, one after the other: rollouts,
 which the trainer scores, and the time of a decode step. What crashes or hangs becomes a row with
-the reason. On one H100 or H200 a case should take 20 to 30 s with a small checkpoint or --layers 6,
-and a minute with the whole Qwen3-8B shape; fp8-ignore-list runs ``precision`` first.
+the reason. On an H200 a case of the experiment's 118 M parameters took 80 to 115 s, with other GPUs
+of the host at work; fp8-ignore-list runs ``precision`` first.
 
   bf16, bf16-fp32-head         the noise that is there without FP8
   fp8, fp8-fp32-head           every layer that can be FP8; logits in FP32

@@ -4,7 +4,7 @@ Each arm runs in a process of its own, its loads in one and its long-tailed roll
 after the other; what crashes or hangs becomes a row with the reason. On an H200, where kernels were
 compiled before:
 
-  32x512 128x512 256x512 64x8192 16x30000   prefill and decode apart       75 to 110 s an arm
+  32x512 128x512 256x512 64x8192 16x30000   prefill and decode apart       75 to 150 s an arm
   rollout                                   512 prompts, a long tail       7 to 14 minutes an arm
 
 Figures go to results/rollout.json, or those of ``--cases rollout`` to results/long_tail.json, after
