@@ -10,6 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
+"""Passed the tests that need no GPU."""
+GPU_TESTED_VERSIONS = ("0.5.17",)
+"""Passed ``tests/gpu``; the last one bounds the extra ``sglang`` in pyproject.toml."""
 
 SYMBOLS = {
     # plugin framework

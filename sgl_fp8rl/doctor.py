@@ -94,11 +94,14 @@ def _sglang_version(version: str | None) -> Check:
     if version is None:
         remedy = "not installed: trainer_bridge works here, an engine does not"
         return Check("sglang", "warn", remedy)
-    if version in compat.TESTED_VERSIONS:
+    has_gpu = importlib.import_module("torch").cuda.is_available()
+    tested = compat.GPU_TESTED_VERSIONS if has_gpu else compat.TESTED_VERSIONS
+    if version in tested:
         return Check("sglang", "ok", version)
     # Whether an untested version works is for the symbol check to say.
-    tested = " and ".join(compat.TESTED_VERSIONS)
-    return Check("sglang", "warn", f"{version} is untested; tested are {tested}")
+    where = "on a GPU" if has_gpu else "on a CPU"
+    remedy = f"install {tested[-1]}, the newest tested {where}"
+    return Check("sglang", "warn", f"{version} is untested {where}; {remedy}")
 
 
 def _version(package: str) -> str | None:

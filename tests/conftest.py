@@ -1,6 +1,7 @@
 """What every test shares: few threads, no network, and red runs that stay red."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hypothesis import settings
+
+# A pytest that is ended from outside still ends the servers that it started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 # Derandomized: a run that fails fails again. No database: tests leave no files behind.
 settings.register_profile("fp8rl", deadline=None, derandomize=True, database=None, max_examples=50)

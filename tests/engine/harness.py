@@ -29,6 +29,8 @@ from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
+FLUSH_TIMEOUT_S = 30.0
+"""A reply is there a moment before its request has left the scheduler."""
 BUCKET_BYTES = 256 << 10
 """So small that a tiny model takes many parts, and its larger matrices are split."""
 SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
@@ -91,6 +93,10 @@ class EngineProcess:
         """``trainer_bridge.update``; returns how many tensors were sent. Raises EngineError."""
         return self._call("update", checkpoint, version, stream)  # type: ignore[no-any-return]
 
+    def flush(self) -> None:
+        """Empty the prefix cache; nothing may run."""
+        assert self._call("flush")
+
     def stop(self) -> None:
         """End the engine and all of its processes."""
         end_group(self._process.pid)
@@ -135,7 +141,16 @@ def _run_engine(
     def update(checkpoint: Path, version: int, stream: str) -> int:
         return trainer_bridge.update(STREAMS[stream](checkpoint), engine, version=version).tensors
 
-    calls = {"control": client.control, "generate": client.generate, "update": update}
+    def flush() -> bool:
+        coroutine = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S)
+        return bool(engine.loop.run_until_complete(coroutine).success)
+
+    calls = {
+        "control": client.control,
+        "generate": client.generate,
+        "update": update,
+        "flush": flush,
+    }
     connection.send((None, None))
     while True:
         name, args = connection.recv()
@@ -234,6 +249,10 @@ class Server(HTTPEngine):
                 event = line.removeprefix(b"data: ").strip()
                 if event and event != b"[DONE]":
                     yield json.loads(event)
+
+    def flush(self) -> None:
+        """Empty the prefix cache; nothing may run."""
+        assert self.status_of(f"/flush_cache?timeout={FLUSH_TIMEOUT_S}", b"") == 200
 
     def stop(self) -> None:
         """End the server and all of its processes."""

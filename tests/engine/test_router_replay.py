@@ -165,11 +165,14 @@ def test_the_engine_routes_as_the_trainer_does_but_for_near_ties(run: Run) -> No
     tie = NEAR_TIE[run.arm.partition("-")[0]]
     for shift in (0, 1):
         clear = wrong = 0
+        largest = 0.0
         gaps_of = own.tokens.split(torch.stack(gaps, 1))
         for experts, chosen, gap in zip(run.experts, own.experts, gaps_of, strict=True):
             differs = (rows(experts).roll(shift, 0) != rows(chosen[:-1])).any(-1)
             clear += int((gap[:-1] > tie).sum())
             wrong += int((differs & (gap[:-1] > tie)).sum())
+            largest = max([largest, *gap[:-1][differs].tolist()])
+        print(f"{run.arm}: {clear} clear, {wrong} wrong, largest gap that differs {largest:.3f}")
         assert clear > 20
         if shift == 0:
             assert wrong == 0
@@ -183,6 +186,7 @@ def test_replay_lowers_the_mismatch(run: Run) -> None:
     # healthy: 0.04 in BF16, 0.07 with retraction, 0.25 in FP8
     assert 0 < routing_disagreement(run.experts, own.experts) < 0.5
     replayed = run.replayed_kl(run.experts)
+    print(f"{run.arm}: KL {alone:.5f} alone, {replayed:.5f} replayed")
     # healthy, in nats: BF16 0.0034 to 0.0006, with retraction 0.0128 to 0.0007, FP8 0.076 to 0.034
     assert replayed < 0.7 * alone
     # controls, healthy: 0.8 to 1.6 nats

@@ -717,16 +717,17 @@ def test_paused_server_stays_paused(server: Server, policy: Path) -> None:
 def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -> None:
     """One client asks without pause while the weights go to and fro under it."""
     both = policies("qwen3")[:2]
-    answers: dict[int, list[int]] = {}
+    answers: dict[int, list[list[int]]] = {}
 
-    def answer_of(checkpoint: Path) -> list[int]:
+    def answers_of(checkpoint: Path) -> list[list[int]]:
+        """Without and with the prompt in the cache; the two may round otherwise."""
         version = update(server, checkpoint)
-        (reply,) = server.generate(ASK)
-        answers[version] = list(reply["output_ids"])
+        replies = [server.generate(ASK)[0] for _ in range(2)]
+        answers[version] = [list(reply["output_ids"]) for reply in replies]
         return answers[version]
 
-    wanted = [answer_of(checkpoint) for checkpoint in both]
-    assert wanted[0] != wanted[1]
+    wanted = [answers_of(checkpoint) for checkpoint in both]
+    assert not any(answer in wanted[1] for answer in wanted[0])
     stop = Event()
 
     def ask_all_the_time() -> list[dict[str, Any]]:
@@ -749,7 +750,7 @@ def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -
         assert_one_version(reply, set(answers))
         for version in reply["meta_info"].get("policy_version", [])[:1]:
             tokens = list(reply["output_ids"])
-            assert tokens == answers[version][: len(tokens)]
+            assert tokens in [answer[: len(tokens)] for answer in answers[version]]
 
 
 # ---- SGLang's own doors -------------------------------------------------------------------------

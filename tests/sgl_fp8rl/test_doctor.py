@@ -95,6 +95,26 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (status()["sglang"], status()["torch"]) == ("warn", "fail")
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "version", "status"),
+    [
+        (False, "0.5.17", "ok"),
+        (False, "0.5.23", "ok"),
+        (True, "0.5.17", "ok"),
+        (True, "0.5.23", "warn"),
+    ],
+)
+def test_a_version_is_judged_by_what_ran_on_this_kind_of_device(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, version: str, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "_version", {"torch": "2.11.0", "sglang": version}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    (check,) = (check for check in doctor.check_versions() if check.name == "sglang")
+    assert check.status == status
+    if status == "warn":
+        assert "on a GPU" in check.message and "0.5.17" in check.message
+
+
 def test_without_sglang_the_engine_checks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", {"torch": "2.11.0"}.get)
     for check in (

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_fp8rl import compat
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"server_args", "sgl_fp8rl", "trainer_bridge"}
 
@@ -64,6 +66,12 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.plugin:register"},
         "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.cpu_platform:activate"},
     }
+
+
+def test_the_extra_brings_the_newest_sglang_that_passed_on_a_gpu(wheel: zipfile.ZipFile) -> None:
+    lines = dist_info(wheel, "METADATA").splitlines()
+    (extra,) = (line for line in lines if line.startswith("Requires-Dist: sglang"))
+    assert extra.partition(";")[0] == f"Requires-Dist: sglang=={compat.GPU_TESTED_VERSIONS[-1]}"
 
 
 def test_licence_travels(wheel: zipfile.ZipFile) -> None:

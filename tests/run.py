@@ -1,0 +1,217 @@
+"""Run the test suites of several SGLang versions side by side, and say at the end what they did.
+
+``make test`` calls it with ``test``, ``make test-full`` with ``test-full``. A suite is one pytest
+process in the environment of its SGLang version under ``.venv/``. Its lines appear as they come,
+marked with the suite; a suite that fails stops no other. Standard library only.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+OLDEST, NEWEST = "0.5.17", "0.5.23"
+SETTINGS = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""Variables by which the arithmetic of the CPU changes; the summary states them."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One pytest process: which tests, on which SGLang."""
+
+    name: str
+    sglang: str
+    arguments: tuple[str, ...]
+    families: str = ""
+    """``FP8RL_TEST_FAMILIES``: the model families that are loaded; empty for all."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.sglang}"
+
+    @property
+    def python(self) -> Path:
+        return ROOT / ".venv" / self.sglang / "bin" / "python"
+
+    @property
+    def is_installed(self) -> bool:
+        return (ROOT / ".venv" / self.sglang / ".ready").exists()
+
+
+FAST = ("-m", "not engine and not gpu")
+ENGINE = ("--verbose", "-m", "engine and not full and not gpu")
+ALL_ENGINE = ("--verbose", "-m", "engine and not gpu")
+# `make test` loads one family of each kind on the oldest version, and on the newest one whose
+# loading it changed. What else the newest leaves to `make test-full`: retraction resets the cache
+# where the oldest could not, precision computes without SGLang, layers are listed by code that no
+# version changed.
+NOT_ON_NEWEST = (
+    "--ignore=tests/engine/test_in_flight.py",
+    "--ignore=tests/engine/test_precision.py",
+    "--deselect=tests/sgl_fp8rl/test_cli.py::test_layers_of_a_real_engine",
+    *("-k", "not retracted"),
+)
+# The longest first: `JOBS` run at once.
+PLANS: dict[str, tuple[Suite, ...]] = {
+    "fast": (Suite("fast", OLDEST, FAST),),
+    "test": (
+        Suite("engine", OLDEST, ENGINE, "qwen2,glm4,mixtral,qwen3_ragged_kv,deepseek_v2"),
+        Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),
+        Suite("fast", OLDEST, FAST),
+    ),
+    "test-full": (
+        Suite("engine", OLDEST, ALL_ENGINE),
+        Suite("engine", NEWEST, ALL_ENGINE),
+        Suite("fast", OLDEST, FAST),
+        Suite("fast", NEWEST, FAST),
+    ),
+}
+JOBS = 2
+"""An engine mostly starts, which takes one core."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a suite."""
+
+    suite: Suite
+    status: int
+    """pytest's exit status."""
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failures: tuple[str, ...] = ()
+    """The tests that failed, as pytest names them."""
+
+    @property
+    def is_well(self) -> bool:
+        return self.status == 0 and self.passed > 0 and not self.failed
+
+    @property
+    def verdict(self) -> str:
+        if not self.suite.is_installed:
+            return "NOT INSTALLED"
+        if self.is_well:
+            return "passed"
+        return "FAILED" if self.failed else f"FAILED: pytest ended with status {self.status}"
+
+
+def run(suite: Suite, extra: Sequence[str]) -> Result:
+    """Run one suite to its end, whatever that is."""
+    if not suite.is_installed:
+        return Result(suite, 1, 0.0)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if suite.families:
+        environment.setdefault("FP8RL_TEST_FAMILIES", suite.families)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "results.xml"
+        command = [str(suite.python), "-m", "pytest", f"--junitxml={xml}", *suite.arguments, *extra]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"[{suite.label}] {line}", end="", flush=True)
+        status = process.wait()
+        return Result(suite, status, time.monotonic() - start, *read(xml))
+
+
+def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
+    """Passed, failed, skipped and the names of those that failed, from a JUnit file."""
+    if not xml.exists():  # pytest was ended from outside
+        return 0, 0, 0, ()
+    failures, skipped, passed = [], 0, 0
+    for case in ElementTree.parse(xml).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            file = case.get("classname", "").replace(".", "/")
+            failures.append(f"{file}.py::{case.get('name')}")
+        elif case.find("skipped") is not None:
+            skipped += 1
+        else:
+            passed += 1
+    return passed, len(failures), skipped, tuple(failures)
+
+
+def summary(plan: str, results: list[Result], seconds: float) -> str:
+    """What ran, on what, and how it ended, as Markdown."""
+    lines = [
+        f"`make {plan}`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {commit()}, "
+        f"{duration(seconds)} in all",
+        "",
+        f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, {settings()}",
+        "",
+        "| suite | SGLang | result | passed | failed | skipped | time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.suite.name} | {r.suite.sglang} | {r.verdict} | {r.passed} | {r.failed} "
+        f"| {r.skipped} | {duration(r.seconds)} |"
+        for r in results
+    ]
+    failed = [f"- [{r.suite.label}] {name}" for r in results for name in r.failures]
+    return "\n".join([*lines, *(["", "Failed:", *failed] if failed else [])])
+
+
+def duration(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def commit() -> str:
+    """The commit, with a mark where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def cpu() -> str:
+    """The processor's name, as Linux gives it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def settings() -> str:
+    return ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in SETTINGS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("plan", choices=PLANS)
+    parser.add_argument("--record", type=Path, help="write the summary to this file too")
+    arguments, extra = parser.parse_known_args()  # the rest is pytest's
+    start = time.monotonic()
+    with ThreadPoolExecutor(JOBS) as pool:
+        results = list(pool.map(lambda suite: run(suite, extra), PLANS[arguments.plan]))
+    text = summary(arguments.plan, results, time.monotonic() - start)
+    print(f"\n{text}\n")
+    if arguments.record:
+        arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
+    return int(not all(result.is_well for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""The runner of `make test`: one suite's failure hides no other's result."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run
+
+TESTS = {
+    "test_good.py": "def test_one(): pass\ndef test_two(): pass\n",
+    "test_bad.py": "import pytest\ndef test_three(): assert not 'well'\n"
+    "def test_four(): pytest.skip('not here')\n",
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with tests, and an environment for the version 1.0 alone."""
+    for name, text in TESTS.items():
+        (tmp_path / name).write_text(text)
+    environment = tmp_path / ".venv" / "1.0"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (environment / ".ready").touch()
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    return tmp_path
+
+
+def of_plan(monkeypatch: pytest.MonkeyPatch, *suites: run.Suite) -> int:
+    monkeypatch.setattr(run, "PLANS", {"test": suites})
+    monkeypatch.setattr(sys, "argv", ["run.py", "test", "--record", "summary.md"])
+    return run.main()
+
+
+def test_every_suite_is_reported(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    bad, good, absent = (
+        run.Suite("bad", "1.0", ("test_bad.py",)),
+        run.Suite("good", "1.0", ("test_good.py",)),
+        run.Suite("good", "2.0", ("test_good.py",)),
+    )
+    assert of_plan(monkeypatch, bad, good, absent) == 1
+    out = capfd.readouterr().out
+    assert "[bad 1.0] " in out and "[good 1.0] " in out
+    rows = [[cell.strip() for cell in line.split("|")[1:6]] for line in out.splitlines()]
+    assert ["bad", "1.0", "FAILED", "0", "1"] in rows
+    assert ["good", "1.0", "passed", "2", "0"] in rows
+    assert ["good", "2.0", "NOT INSTALLED", "0", "0"] in rows
+    assert "test_bad.py::test_three" in out
+    assert "| bad | 1.0 | FAILED |" in (root / "summary.md").read_text()
+
+
+def test_all_well(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    assert of_plan(monkeypatch, run.Suite("good", "1.0", ("test_good.py",))) == 0
+
+
+def test_a_suite_that_ends_without_results_has_failed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    (root / "test_dies.py").write_text("import os\ndef test_dies(): os._exit(0)\n")
+    assert of_plan(monkeypatch, run.Suite("dies", "1.0", ("test_dies.py",))) == 1
+    assert "| dies | 1.0 | FAILED" in capfd.readouterr().out
