@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before torch is imported, and inherited by every process that a test starts: the machines
@@ -13,7 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # `from tests import oracle` also where pytest was not started as `python -m pytest`.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import pytest
 from hypothesis import settings
+
+from sgl_fp8rl import compat
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -21,3 +25,16 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 # Derandomized: a run that fails fails again. No database: tests leave no files behind.
 settings.register_profile("fp8rl", deadline=None, derandomize=True, database=None, max_examples=50)
 settings.load_profile("fp8rl")
+
+
+@pytest.fixture(autouse=True)
+def _lazy_symbols() -> Iterator[None]:
+    """Let no test leave a symbol of SGLang in ``compat``, which looks each one up when it is used.
+
+    ``monkeypatch`` finds one by such a look-up and puts it back as a plain attribute, which a later
+    patch of SGLang itself would not reach.
+    """
+    before = set(vars(compat))
+    yield
+    for name in set(vars(compat)) - before:
+        delattr(compat, name)
