@@ -8,6 +8,7 @@ marked with the suite; a suite that fails stops no other. Standard library only.
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
 }
 JOBS = 2
 """An engine mostly starts, which takes one core."""
+running: set["subprocess.Popen[str]"] = set()
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,12 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
             text=True,
             errors="replace",
         )
+        running.add(process)
         assert process.stdout is not None
         for line in process.stdout:
             print(f"[{suite.label}] {line}", end="", flush=True)
         status = process.wait()
+        running.discard(process)
         return Result(suite, status, time.monotonic() - start, *read(xml))
 
 
@@ -203,9 +207,17 @@ def main() -> int:
     parser.add_argument("plan", choices=PLANS)
     parser.add_argument("--record", type=Path, help="write the summary to this file too")
     arguments, extra = parser.parse_known_args()  # the rest is pytest's
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     start = time.monotonic()
     with ThreadPoolExecutor(JOBS) as pool:
-        results = list(pool.map(lambda suite: run(suite, extra), PLANS[arguments.plan]))
+        futures = [pool.submit(run, suite, extra) for suite in PLANS[arguments.plan]]
+        try:
+            results = [future.result() for future in futures]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()  # pytest then ends the engines that it started
+            raise
     text = summary(arguments.plan, results, time.monotonic() - start)
     print(f"\n{text}\n")
     if arguments.record:

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -24,6 +23,7 @@ import torch
 import trainer_bridge
 from sgl_fp8rl.numerics.reference import quantize_weight
 from tests.engine import models
+from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,8 @@ BUCKET_BYTES = 256 << 10
 """So small that a tiny model takes many parts, and its larger matrices are split."""
 SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
 """Without the first, SGLang takes most of the machine's memory for its KV cache."""
+IDLE = {"sleep_on_idle": True}
+"""An engine without requests leaves its core to others; by default it polls without a pause."""
 
 STREAMS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor]]]] = {
     "bf16": models.named_tensors,
@@ -59,14 +61,20 @@ class EngineProcess:
         environment = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
         if tp_size > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
-        options = SMALL | {
-            "model_path": str(checkpoint),
-            "quantization": "fp8rl",
-            "skip_tokenizer_init": True,
-            "tp_size": tp_size,
-            "log_level": "warning",
-            **options,
-        }
+        options = (
+            SMALL
+            | IDLE
+            | {
+                "model_path": str(checkpoint),
+                "quantization": "fp8rl",
+                "skip_tokenizer_init": True,
+                "tp_size": tp_size,
+                "log_level": "warning",
+                **options,
+            }
+        )
+        self._port = Port()
+        options["nccl_port"] = self._port.number
         self._log = log
         spawn = multiprocessing.get_context("spawn")
         self._connection, other = spawn.Pipe()
@@ -102,6 +110,7 @@ class EngineProcess:
         end_group(self._process.pid)
         self._process.join()
         self._connection.close()
+        self._port.close()
 
     def __enter__(self) -> "EngineProcess":
         return self
@@ -183,14 +192,18 @@ class Server(HTTPEngine):
         environment: dict[str, str] | None = None,
         key: str | None = None,
     ) -> None:
-        port = _free_port()
+        self._ports = Port(), Port()
+        port, nccl_port = (str(port.number) for port in self._ports)
         super().__init__(f"http://127.0.0.1:{port}", key)
         small = [word for n, v in SMALL.items() for word in (f"--{n.replace('_', '-')}", str(v))]
+        idle = [f"--{name.replace('_', '-')}" for name in IDLE]
         line = [
             *command,
             *("--model-path", str(checkpoint), "--quantization", "fp8rl"),
-            *("--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"),
+            *("--host", "127.0.0.1", "--port", port, "--nccl-port", nccl_port),
+            "--skip-tokenizer-init",
             *small,
+            *idle,
             *arguments,
         ]
         self.log = log
@@ -258,6 +271,8 @@ class Server(HTTPEngine):
         """End the server and all of its processes."""
         end_group(self.process.pid)
         self.process.wait()
+        for port in self._ports:
+            port.close()
 
     def __enter__(self) -> "Server":
         return self
@@ -275,12 +290,6 @@ def _json_or_text(body: bytes) -> Any:
         return json.loads(body)
     except ValueError:
         return body.decode(errors="replace")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def end_group(pid: int | None) -> None:

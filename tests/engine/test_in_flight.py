@@ -65,7 +65,7 @@ def started(
         tmp_path_factory.mktemp("server") / "server.log",
         [sys.executable, "-m", "tests.engine.forgetful_server"],
         policies("qwen3")[0],
-        *("--chunked-prefill-size", str(CHUNK), "--sleep-on-idle"),
+        *("--chunked-prefill-size", str(CHUNK)),
         environment={forgetful_server.KEEP_CACHE: str(keep_cache)},
     ) as server:
         yield server
@@ -85,9 +85,7 @@ def fresh(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """An engine that was started with policy 1."""
     log = tmp_path_factory.mktemp("fresh") / "engine.log"
     checkpoint = policies("qwen3")[1]
-    # two engines on few cores: each leaves them to the other while it has no request
-    options = {"chunked_prefill_size": CHUNK, "sleep_on_idle": True}
-    with EngineProcess(log, checkpoint, **options) as engine:
+    with EngineProcess(log, checkpoint, chunked_prefill_size=CHUNK) as engine:
         yield engine
 
 
