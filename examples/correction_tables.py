@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from cells import Metrics, cell
+from markdown_tables import Metrics, cell
 
 ARMS = ("one core", "one GPU")
 OPERATIONS = ("correction_launches", "{:.0f}")

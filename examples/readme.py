@@ -11,11 +11,11 @@ import correction_tables
 import headline
 import kernel_tables
 import kv_tables
-import levers_tables
+import mitigations_tables
 import performance_picture
 import performance_tables
 import report
-from cells import cell
+from markdown_tables import cell
 from parity import picture, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,7 +220,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "long_tail": ("long_tail.json", performance_tables.tables),
     "decode_profile": ("decode_profile.json", performance_tables.decode_profile),
     "decode_profile_moe": ("decode_profile_moe.json", performance_tables.decode_profile),
-    "levers": ("levers.json", levers_tables.levers),
+    "mitigations": ("mitigations.json", mitigations_tables.mitigations),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "parity": ("parity.jsonl", tables.rewards),
     "parity_tests": ("parity.jsonl", tables.tests),

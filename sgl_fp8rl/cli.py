@@ -108,23 +108,23 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _kv_report(arguments: argparse.Namespace) -> int:
-    from sgl_fp8rl.kv_cache import table
+    from sgl_fp8rl.kv_cache import kv_report
     from trainer_bridge.engine_client import EngineError
 
     if arguments.picture and find_spec("matplotlib") is None:
         sys.exit("kv-report --picture needs matplotlib; run pip install 'sgl-fp8rl[plot]'")
     try:
         if arguments.observe:
-            tokens = table.observe(arguments.source)
+            tokens = kv_report.observe(arguments.source)
             print(f"the next {tokens} prefilled tokens are measured; ask for a report after them")
             return 0
-        reply = table.read(arguments.source)
-        lines = table.lines_of(reply)
-        print(table.render(reply, lines))
+        reply = kv_report.read(arguments.source)
+        lines = kv_report.lines_of(reply)
+        print(kv_report.render(reply, lines))
         if arguments.json:
-            arguments.json.write_text(table.as_json(reply, lines))
+            arguments.json.write_text(kv_report.as_json(reply, lines))
         if arguments.picture:
-            table.draw(reply, lines, arguments.picture)
+            kv_report.draw(reply, lines, arguments.picture)
     except (EngineError, OSError, ValueError) as error:
         sys.exit(f"sgl-fp8rl kv-report: {error}")
     return 0
@@ -156,7 +156,7 @@ def _tune(model: str, tp_size: int) -> int:
 def _precision(arguments: argparse.Namespace) -> int:
     import torch
 
-    from sgl_fp8rl.precision import command
+    from sgl_fp8rl.sensitivity import command
 
     try:
         options = command.Options(

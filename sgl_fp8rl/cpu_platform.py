@@ -1,7 +1,7 @@
 """SGLang on any x86 CPU with stock wheels: a platform plugin, not a mock.
 
 The real scheduler, the real model code and real sockets run; attention is SGLang's torch_native
-backend and FP8 arithmetic is ``numerics.reference``. It takes over only where nothing else can:
+backend and FP8 arithmetic is ``ops.reference``. It takes over only where nothing else can:
 no CUDA device, no other platform plugin, SGLANG_USE_CPU_ENGINE unset.
 """
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm.choose import quantized
+from sgl_fp8rl.gemm.dispatch import quantized
 from sgl_fp8rl.gemm.expert_tiles import BLOCK_SHAPE, ExpertShape, tiles
 from sgl_fp8rl.grouped_experts import grouped_experts, is_grouped
-from sgl_fp8rl.numerics.activation import Quantized, detach
+from sgl_fp8rl.ops.activation import Quantized, detach
 
 
 def takes_codes(layer: Any) -> bool:
@@ -93,7 +93,7 @@ def _tiled_experts(
         moe_sum_reduce,  # loads on a GPU only
     )
 
-    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
+    from sgl_fp8rl.ops.activation_triton import silu_mul_codes  # Triton, and a GPU
 
     w13, w2 = layer.w13_weight, layer.w2_weight
     M, T = topk_ids_MT.shape
@@ -104,16 +104,16 @@ def _tiled_experts(
         *compat.moe_align_block_size(topk_ids_MT, up_tiles["BLOCK_SIZE_M"], w13.shape[0]),
     )
     gate_up_R2I = out_MH.new_empty((M * T, w13.shape[1]))
-    product(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
+    expert_gemm(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
     hidden = silu_mul_codes(gate_up_R2I, by_row=True)
     del gate_up_R2I  # most of the memory of a prefill; what follows may have it
     down_MTH = out_MH.new_empty((M, T, w2.shape[1]))
-    product(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
+    expert_gemm(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
     moe_sum_reduce(down_MTH, out_MH, factor)
     return out_MH
 
 
-def product(
+def expert_gemm(
     a: Quantized,
     weight_ENK: torch.Tensor,
     scales_Enk: torch.Tensor,

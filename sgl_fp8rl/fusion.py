@@ -17,8 +17,8 @@ from torch import nn
 from sgl_fp8rl import compat, experts
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.moe import FP8RLMoEMethod
-from sgl_fp8rl.numerics.activation import attach, detach
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.ops.activation import attach, detach
+from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def fuse(model: nn.Module) -> int:
 
     On CPUs, and where SGLang has chosen another forward than its CUDA kernels (for deterministic
     or on-policy runs), nothing is changed. To be called once, after the linears have their choices
-    of kernels (``gemm.prepare``) and before CUDA graphs are captured.
+    of kernels (``gemm.startup``) and before CUDA graphs are captured.
 
     Returns:
         How many producers quantize now.
@@ -97,7 +97,7 @@ class _FusedNorm:
     """``RMSNorm.forward_cuda``; what is not plain goes to the original."""
 
     def __init__(self, original: Callable[..., Any], norm: Any, by_row: bool) -> None:
-        from sgl_fp8rl.numerics.activation_kernels import rms_norm_quantize
+        from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
 
         self.original = original
         self.norm = norm
@@ -119,7 +119,7 @@ class _FusedSiluMul:
     """``SiluAndMul.forward_cuda``; what is not plain goes to the original."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
-        from sgl_fp8rl.numerics.activation_kernels import silu_mul_quantize
+        from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
 
         self.original = original
         self.kernel = silu_mul_quantize

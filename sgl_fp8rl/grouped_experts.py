@@ -4,7 +4,7 @@ SGLang's Triton kernel gathers rows while it multiplies, which suits a decode st
 are what is read. Where arithmetic bounds it DeepGEMM is faster by more than the copy costs. SGLang
 has such a runner too, whose sort and scales are launches of their own, and for all batches or none.
 
-Shape suffixes as in ``numerics.expert_rows``; E experts, I channels of each half of gate_up.
+Shape suffixes as in ``ops.expert_rows``; E experts, I channels of each half of gate_up.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.numerics.activation import Quantized
-from sgl_fp8rl.numerics.expert_rows import Places, empty_rows
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.ops.activation import Quantized
+from sgl_fp8rl.ops.expert_rows import Places, empty_rows
+from sgl_fp8rl.ops.reference import BLOCK
 
 ROWS_OF_EXPERT = 256
 """Rows that an expert must have on average; with 128 an H200 takes as long either way."""
@@ -42,17 +42,17 @@ def grouped_experts(
         weights_MT: FP32.
         ids_MT: int32.
     """
-    from sgl_fp8rl.numerics.activation_kernels import silu_mul_codes  # Triton, and a GPU
-    from sgl_fp8rl.numerics.expert_rows_kernels import sort_rows, sum_rows
+    from sgl_fp8rl.ops.activation_triton import silu_mul_codes  # Triton, and a GPU
+    from sgl_fp8rl.ops.expert_rows_triton import sort_rows, sum_rows
 
     w13, w2 = layer.w13_weight, layer.w2_weight
     places = Places(*compat.moe_align_block_size(ids_MT, BLOCK, len(w13)))
     rows, expert_P, place_R = sort_rows(tokens, places, ids_MT.shape[1])
-    gate_up_P2I = _product(rows, w13, layer.w13_weight_scale_inv, expert_P)
+    gate_up_P2I = _grouped_gemm(rows, w13, layer.w13_weight_scale_inv, expert_P)
     del rows  # memory of a prefill, which what follows may have
     hidden = silu_mul_codes(gate_up_P2I)
     del gate_up_P2I
-    down_PH = _product(hidden, w2, layer.w2_weight_scale_inv, expert_P)
+    down_PH = _grouped_gemm(hidden, w2, layer.w2_weight_scale_inv, expert_P)
     return sum_rows(down_PH, place_R, weights_MT, factor, out_MH)
 
 
@@ -64,7 +64,7 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     tensor fits into the memory of a larger one, which torch keeps, and not the other way round.
     Then one batch runs in earnest, for Triton's kernels around the products.
     """
-    from sgl_fp8rl.numerics.activation_kernels import quantize_tokens  # Triton, and a GPU
+    from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
 
     E = len(layer.w13_weight)
     least = -(-ROWS_OF_EXPERT * E // T)
@@ -79,7 +79,7 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     ):
         for P in reversed(rooms):
             none_P = torch.full((P,), -1, dtype=torch.int32, device=device)
-            _product(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
+            _grouped_gemm(empty_rows(P, weight.shape[2], device), weight, scales, none_P)
     x_MH = torch.zeros(least, layer.w2_weight.shape[1], dtype=torch.bfloat16, device=device)
     ids_MT = (torch.arange(least * T, device=device).view(least, T) % E).int()
     weights_MT = torch.ones(least, T, device=device)
@@ -92,7 +92,7 @@ def _places(M: int, T: int, E: int) -> int:
     return (M * T + (E + 1) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
-def _product(
+def _grouped_gemm(
     rows: Quantized, weight_ENK: torch.Tensor, scales_Enk: torch.Tensor, expert_P: torch.Tensor
 ) -> torch.Tensor:
     import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import choose
-from sgl_fp8rl.numerics.reference import fp8_linear
+from sgl_fp8rl.gemm import dispatch
+from sgl_fp8rl.ops.reference import fp8_linear
 from sgl_fp8rl.quant_config import FP8RLConfig, ragged_linear
 
 
 class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
     """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
 
-    choices: choose.Choices | None = None
+    choices: dispatch.Choices | None = None
     """Kernels by the rows of a batch; None where SGLang's own choice stands."""
 
     def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
@@ -49,7 +49,7 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
             return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
         # a compiled model traces SGLang's own operators, and could not trace through ours
         if self.choices is not None and not torch.compiler.is_compiling():
-            return choose.linear(self.choices, layer, x, bias)
+            return dispatch.linear(self.choices, layer, x, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
 
 

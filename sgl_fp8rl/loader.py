@@ -20,9 +20,9 @@ from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.kv_cache.scales import attach as attach_layers
 from sgl_fp8rl.plugin import NAME, wrap_attention, wrap_plans
 from sgl_fp8rl.quant_config import list_layers
-from sgl_fp8rl.weight_update.local import write_all
+from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
-from sgl_fp8rl.weight_update.probe import record
+from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
 from sgl_fp8rl.weight_update.scheduler import attach, skipped_by_all
 from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights
@@ -53,12 +53,12 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
-        part_bytes = Fp8RLServerArgs.from_env().bucket_bytes // 2
-        self._load(engine_weights, read_manifest(files, part_bytes), read_tensors(files))
+        chunk_bytes = Fp8RLServerArgs.from_env().bucket_bytes // 2
+        self._load(engine_weights, read_manifest(files, chunk_bytes), read_tensors(files))
         load_kv_scales(kv)
         postprocess(model)
         engine_weights.check_addresses()
-        report(model)
+        log_layer_formats(model)
 
     def _load(
         self,
@@ -67,7 +67,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         tensors: Iterable[tuple[str, torch.Tensor]],
     ) -> None:
         kv_scales = engine_weights.kv_scales_in(manifest)
-        engine_weights.table = record(engine_weights.model, shapes_of(manifest, kv_scales))
+        engine_weights.table = record_routes(engine_weights.model, shapes_of(manifest, kv_scales))
         skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
@@ -78,7 +78,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         engine_weights.forget(manifest.fingerprint)
 
 
-def read_manifest(files: Iterable[str], part_bytes: int) -> Manifest:
+def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
     """Names, dtypes and shapes from the headers of safetensors files, to be read in such parts.
 
     Raises:
@@ -96,7 +96,7 @@ def read_manifest(files: Iterable[str], part_bytes: int) -> Manifest:
                         f"BF16, FP16, FP32 or block FP8"
                     )
                 specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
-    return Manifest(CHECKPOINT_VERSION, specs, part_bytes)
+    return Manifest(CHECKPOINT_VERSION, specs, chunk_bytes)
 
 
 def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,7 +117,7 @@ class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
         weights = EngineWeights(model, model_config.dtype, kv)
         weights.quarantine("the engine was started with dummy weights; send a complete update")
         attach(model, weights)
-        report(model)
+        log_layer_formats(model)
         return model  # type: ignore[no-any-return]
 
 
@@ -269,7 +269,7 @@ def postprocess(model: nn.Module) -> None:
             method.process_weights_after_loading(module)
 
 
-def report(model: nn.Module) -> None:
+def log_layer_formats(model: nn.Module) -> None:
     """Log which layers are FP8, and why each other one is not."""
     layers = list_layers(model)
     fp8 = [layer for layer in layers if layer.format == "fp8"]

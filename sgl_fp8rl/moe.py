@@ -9,8 +9,8 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.experts import experts, fits, takes_codes
 from sgl_fp8rl.gemm.expert_tiles import Tiles
 from sgl_fp8rl.linear import keep_storage
-from sgl_fp8rl.numerics.activation import detach
-from sgl_fp8rl.numerics.experts import fp8_experts
+from sgl_fp8rl.ops.activation import detach
+from sgl_fp8rl.ops.experts import fp8_experts
 from sgl_fp8rl.quant_config import FP8RLConfig
 
 

@@ -47,9 +47,9 @@ def _register() -> None:
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
     from sgl_fp8rl import cpu_platform, loader, quant_config, routed_experts
-    from sgl_fp8rl.gemm import prepare
-    from sgl_fp8rl.kv_cache import calibrate, probes
-    from sgl_fp8rl.logprobs import sampler, stream
+    from sgl_fp8rl.gemm import startup
+    from sgl_fp8rl.kv_cache import calibrate, internal_requests
+    from sgl_fp8rl.sampling import sampler, stream
     from sgl_fp8rl.weight_update import control, scheduler
 
     if NAME in compat.QUANTIZATION_METHODS:
@@ -60,24 +60,24 @@ def _register() -> None:
     # SGLang matches linear methods by class name; without this, loaders know no block scales.
     compat.WEIGHT_LOADER_V2_SUPPORTED.append("FP8RLLinearMethod")
     compat.Engine.fp8rl_control = control.control_engine
-    compat.Engine.server_args_class = staticmethod(take_our_keywords)
+    compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
     hooks = {
-        "parse_server_args": take_our_flags,
+        "parse_server_args": parse_cli_args,
         "verify_quantization": loader.verify_model,
         "get_model_architecture": loader.keep_mixtral,
         "get_model_loader": loader.choose_loader,
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "pad_for_amx": loader.without_padding,
-        "precompile_kernels": prepare.prepare,
+        "precompile_kernels": startup.prepare,
         "configure_kv_cache": cpu_platform.without_amx,
         "init_attention_backends": loader.check_kv_cache,
         "forward": calibrate.watch_forward,
-        "generate_request": probes.name_warm_up,
+        "generate_request": internal_requests.tag_warm_up,
         "host_cache_of_experts": routed_experts.plain_host_memory,
-        "capture_of_experts": routed_experts.own_capture,
+        "capture_of_experts": routed_experts.clone_captured_topk,
         "sample": scheduler.stamp_version,
-        "draw": sampler.sample_plainly,
+        "draw": sampler.fast_sample,
         "stream_output": stream.skip_empty,
         "handle_generate_request": scheduler.refuse_generation,
         "handle_embedding_request": scheduler.refuse_generation,
@@ -134,7 +134,7 @@ def _wrap(hooks: Mapping[str, Any]) -> None:
     compat.check_hooks(hooks)
 
 
-def take_our_flags(original: Any, argv: list[str]) -> Any:
+def parse_cli_args(original: Any, argv: list[str]) -> Any:
     """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
     try:
         options, rest = parse(argv)
@@ -191,7 +191,7 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
             read_file(options.kv_scales)
 
 
-def take_our_keywords(**keywords: Any) -> Any:
+def parse_engine_kwargs(**keywords: Any) -> Any:
     """What ``Engine(...)`` calls to make its arguments: ``fp8rl_*`` keywords are ours.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs, matches
 from sgl_fp8rl import compat
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.ops.reference import BLOCK
 from sgl_fp8rl.plugin import NAME
 
 

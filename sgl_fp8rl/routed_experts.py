@@ -55,7 +55,7 @@ def plain_host_memory(
     cache._log_allocation()
 
 
-def own_capture(original: Any, capturer: Any, *args: Any, **kwargs: Any) -> Any:
+def clone_captured_topk(original: Any, capturer: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``BaseTopkCapturer.on_forward_end``: what is copied to the host must stay as it is.
 
     SGLang 0.5.17 hands out a view of the buffer that the next forward pass writes into, which under

@@ -1,6 +1,6 @@
 """Quantized activations in float64 NumPy and plain loops, and values to try.
 
-Shares no code with ``sgl_fp8rl.numerics``: E4M3 is the table of its 256 values in
+Shares no code with ``sgl_fp8rl.ops``: E4M3 is the table of its 256 values in
 ``tests/oracle.py``. What SGLang's kernels round to FP32 is rounded here too, so codes and scales
 must be equal byte for byte; norms and SiLU are exact, and y is held against them in ulps.
 """

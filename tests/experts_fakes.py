@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.moe import FP8RLMoEMethod
-from sgl_fp8rl.numerics.reference import (
+from sgl_fp8rl.ops.reference import (
     dequantize_activation,
     dequantize_weight,
     quantize_weight,

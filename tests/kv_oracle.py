@@ -1,8 +1,8 @@
 """Stores of an FP8 KV cache in NumPy and plain loops, and cases to hold any ``store_kv`` against.
 
-The oracle shares no code with ``sgl_fp8rl.numerics``: E4M3 is the table of its 256 values in
+The oracle shares no code with ``sgl_fp8rl.ops``: E4M3 is the table of its 256 values in
 ``tests/oracle.py``, the quotient is taken in float64 and rounded, and every element is counted by
-itself. Shape suffixes as in ``sgl_fp8rl.numerics.kv``.
+itself. Shape suffixes as in ``sgl_fp8rl.ops.kv``.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Block FP8 in float64 NumPy: an oracle that shares no code with ``sgl_fp8rl.numerics``.
+"""Block FP8 in float64 NumPy: an oracle that shares no code with ``sgl_fp8rl.ops``.
 
 It searches an explicit table of the 256 E4M3 values and walks blocks in plain loops. What the
 contract rounds to FP32 (the scale and the quotient) is rounded here too, so bytes must be equal.
-Shape suffixes as in ``sgl_fp8rl.numerics.reference``; codes are ``uint8`` bytes.
+Shape suffixes as in ``sgl_fp8rl.ops.reference``; codes are ``uint8`` bytes.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """QK-norm, rotary embedding and FP8 store in float64 NumPy, and cases to hold ``norm_rope_store``
 against.
 
-The oracle shares no code with ``sgl_fp8rl.numerics``: it walks tokens and heads in plain loops,
+The oracle shares no code with ``sgl_fp8rl.ops``: it walks tokens and heads in plain loops,
 rounds to BF16 by ``frexp`` and stores by ``tests.kv_oracle``. It rounds only where values become
 BF16, so an implementation that also rounds to FP32 agrees to the last bit where FP32 is exact
 (``exact``), and but for rare neighbours elsewhere (``usual``).
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_fp8rl.numerics.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.qk_rope import Cache, Norms
 from tests import kv_oracle, oracle
 from tests.kv_oracle import SLOTS, Codes
 

@@ -32,7 +32,7 @@ def test_trainer_bridge_loads_no_sglang() -> None:
 
 
 def test_precision_loads_no_sglang() -> None:
-    loaded = loaded_by("import sgl_fp8rl.precision.command")
+    loaded = loaded_by("import sgl_fp8rl.sensitivity.command")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 

@@ -18,10 +18,10 @@ For an MoE model, the experts that the engine took:
 ...     logits = model(tokens_BS, attention_mask=mask_BS).logits
 """
 
-from trainer_bridge.calibrate import KVCalibrator
 from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.kv_calibrator import KVCalibrator
 from trainer_bridge.metrics import (
     Alarm,
     TokenMismatch,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
 from trainer_bridge import hf_names
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.kv_cache.schema import KV_SCALES
+from sgl_fp8rl.weight_update.framing import FAULTS
 from sgl_fp8rl.weight_update.manifest import ABORT, check_in_flight, check_version
-from sgl_fp8rl.weight_update.wire import FAULTS
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_connection import EngineConnection, connection_to, gpu_of, sources_for
 from trainer_bridge.fsdp import NamedTensors, is_sharded, named_tensors
-from trainer_bridge.link import Link, gpu_of, link_to, sources_for
-from trainer_bridge.plan import SendPlan, is_aligned
-from trainer_bridge.transport.ranks import Ranks
+from trainer_bridge.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.transport.rank_client import RankClients
 
 T = TypeVar("T")
 
@@ -89,33 +89,33 @@ def update(
     if isinstance(model_or_named_tensors, nn.Module):
         family = hf_names.model_type(model_or_named_tensors)
     named = named_tensors(model_or_named_tensors)
-    lead = _Lead(is_sharded(named))
+    rank0 = _Rank0(is_sharded(named))
 
-    link: Any = lead.attempt(link_to, engine)
-    layout: Any = lead.share(lead.attempt(Link.layout, link))
+    connection: Any = rank0.attempt(connection_to, engine)
+    layout: Any = rank0.share(rank0.attempt(EngineConnection.layout, connection))
 
     device = gpu_of(named, layout)
     if kv_scales is not None:
-        kept: Any = lead.attempt(Link.kv_scales, link, kv_scales, device)
+        kept: Any = rank0.attempt(EngineConnection.kv_scales, connection, kv_scales, device)
         named = named if kept is None else [*named, (KV_SCALES, kept)]
-    plan: Any = lead.attempt(Link.plan, link, named, family, device)
+    plan: Any = rank0.attempt(EngineConnection.plan, connection, named, family, device)
     planned = sources_for(named, family, layout) if plan is None else plan.sources
-    session: Any = lead.attempt(_Session, link, plan, version, in_flight, device)
+    session: Any = rank0.attempt(_Session, connection, plan, version, in_flight, device)
     gpu_seconds: Any = None
     try:
-        lead.share(None)
+        rank0.share(None)
         clock.lap("begin")
         for index, (source, (_, tensor)) in enumerate(zip(planned, named, strict=True)):
             if plan is not None and plan.mapped[index]:
                 continue
             whole = source.read(tensor)
             clock.lap("read")
-            lead.attempt(_Session.put, session, index, whole)
+            rank0.attempt(_Session.put, session, index, whole)
             clock.lap("write")
-        gpu_seconds = lead.attempt(_Session.finish, session)
+        gpu_seconds = rank0.attempt(_Session.finish, session)
         clock.lap("write")
-        lead.attempt(_Session.commit, session)
-        gpu_seconds, facts = lead.share((gpu_seconds, _facts(plan)))
+        rank0.attempt(_Session.commit, session)
+        gpu_seconds, facts = rank0.share((gpu_seconds, _facts(plan)))
         clock.lap("commit")
     except BaseException as error:
         if session is not None:
@@ -125,7 +125,7 @@ def update(
     return UpdateResult(version, tensors, nbytes, mapped_bytes, clock.seconds(), gpu_seconds)
 
 
-def _facts(plan: SendPlan | None) -> tuple[int, int, int]:
+def _facts(plan: TransferPlan | None) -> tuple[int, int, int]:
     """Tensors, bytes and mapped bytes of an update; on the other ranks, places for them."""
     if plan is None:
         return 0, 0, 0
@@ -137,35 +137,35 @@ class _Session:
 
     def __init__(
         self,
-        link: Link,
-        plan: SendPlan,
+        connection: EngineConnection,
+        plan: TransferPlan,
         version: int,
         in_flight: str,
         device: torch.device | None,
     ) -> None:
-        self._link, self._plan, self._device = link, plan, device
+        self._connection, self._plan, self._device = connection, plan, device
         if device is not None:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
         try:
             begun = self._begin(version, in_flight)
         except EngineError:
-            link.ask_again()
+            connection.invalidate_layout()
             raise
         self._open = True
-        self._part = self._turn = 0
+        self._chunk = self._turn = 0
         self._read: dict[int, torch.Tensor] = {}
         self._in_flight = 0
         try:
-            self._ranks = Ranks(begun["sockets"], begun["token"])
+            self._ranks = RankClients(begun["sockets"], begun["token"])
         except EngineError:
             with suppress(EngineError):
-                link.client.control({"op": "end"})
-            link.forget()
+                connection.client.control({"op": "end"})
+            connection.forget()
             raise
         try:
-            self._fill = link.share(self._ranks, plan, device)
-            if self._fill is not None:
-                self._fill.begin()
+            self._packer = connection.share(self._ranks, plan, device)
+            if self._packer is not None:
+                self._packer.begin()
         except FAULTS as error:
             self.close(error)
             raise
@@ -178,25 +178,25 @@ class _Session:
             "fingerprint": manifest.fingerprint,
             "in_flight": in_flight,
         }
-        begun = self._link.client.control(message)
+        begun = self._connection.client.control(message)
         if "unknown" in begun:
             whole = {**manifest.to_json(), "version": version}
-            begun = self._link.client.control({**message, "manifest": whole})
+            begun = self._connection.client.control({**message, "manifest": whole})
         return begun
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
-        assert self._fill is not None
+        assert self._packer is not None
         if self._device is not None:
             whole = whole.to(self._device)
             whole = whole if is_aligned(whole) else whole.clone()
         self._read[index] = whole
         turns = self._plan.turns
         while self._turn < len(turns) and turns[self._turn][1] in self._read:
-            part, source = turns[self._turn]
-            while self._part < part:
-                self._send_part()
-            self._fill.put(source, self._read[source], part)
+            chunk, source = turns[self._turn]
+            while self._chunk < chunk:
+                self._send_chunk()
+            self._packer.put(source, self._read[source], chunk)
             self._turn += 1
             if self._turn > self._plan.last_turns[source]:
                 del self._read[source]
@@ -207,12 +207,12 @@ class _Session:
         Returns:
             seconds that the slowest GPU took to write, or None on a CPU.
         """
-        while self._part < len(self._plan.parts):
-            self._send_part()
+        while self._chunk < len(self._plan.chunks):
+            self._send_chunk()
         while self._in_flight:
-            self._wait_part()
-        if self._fill is not None:
-            self._fill.finish()
+            self._wait_chunk()
+        if self._packer is not None:
+            self._packer.finish()
         seconds = [reply["gpu_seconds"] for reply in self._ranks.ask({"op": "finish"})]
         return None if None in seconds else max(seconds)
 
@@ -225,8 +225,8 @@ class _Session:
         self._ranks.ask({"op": "commit"})
         self._open = False
         self._ranks.close()
-        self._link.client.control({"op": "end"})
-        self._link.committed()
+        self._connection.client.control({"op": "end"})
+        self._connection.committed()
 
     def close(self, error: BaseException) -> None:
         """Abort the session unless it is committed; the engine's quarantine tells why."""
@@ -238,31 +238,31 @@ class _Session:
         self._ranks.close()
         # the error that brought us here says more than an engine that is gone
         with suppress(EngineError):
-            self._link.client.control({"op": "end"})
-        self._link.forget()
+            self._connection.client.control({"op": "end"})
+        self._connection.forget()
 
-    def _send_part(self) -> None:
-        if self._fill is not None:
-            self._fill.complete(self._part)
+    def _send_chunk(self) -> None:
+        if self._packer is not None:
+            self._packer.complete(self._chunk)
         if self._in_flight == 1:
-            self._wait_part()  # the other half must be free before it is filled
+            self._wait_chunk()  # the other half must be free before it is filled
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()  # the half is filled
-        self._ranks.send({"op": "part", "index": self._part})
-        self._part += 1
+        self._ranks.send({"op": "part", "index": self._chunk})
+        self._chunk += 1
         self._in_flight += 1
 
-    def _wait_part(self) -> None:
+    def _wait_chunk(self) -> None:
         self._ranks.wait()
         self._in_flight -= 1
 
 
-class _Lead:
+class _Rank0:
     """Rank 0 speaks with the engine; what it learns and where it fails reaches every rank."""
 
     def __init__(self, sharded: bool) -> None:
         self._sharded = sharded
-        self._leads = not sharded or dist.get_rank() == 0
+        self._is_rank0 = not sharded or dist.get_rank() == 0
         self._error: Exception | None = None
 
     def attempt(self, action: Callable[..., T], *args: Any) -> T | None:
@@ -270,7 +270,7 @@ class _Lead:
 
         An error waits for the next ``share``: until then the ranks must go on gathering together.
         """
-        if not self._leads or self._error is not None:
+        if not self._is_rank0 or self._error is not None:
             return None
         try:
             return action(*args)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import alarm_tasks
-import planted
+import fault_injection
 import torch
 from alarm_tasks import Policy
 from transformers import PreTrainedModel
@@ -21,19 +21,21 @@ CALIBRATION_PROMPTS = 64
 
 def _fp8(age: int = 0) -> Engine:
     """FP8 with the weights of so many steps ago."""
-    return lambda policy: planted.fp8_engine(policy.at(age))
+    return lambda policy: fault_injection.fp8_engine(policy.at(age))
 
 
 def _spoilt(spoil: Callable[[torch.Tensor], torch.Tensor]) -> Engine:
-    return lambda policy: planted.spoil_scales(planted.fp8_engine(policy.at(0)), spoil)
+    return lambda policy: fault_injection.spoil_scales(
+        fault_injection.fp8_engine(policy.at(0)), spoil
+    )
 
 
 def _fp8_kv(outliers: bool, calibrated: bool) -> Engine:
     def engine(policy: Policy) -> PreTrainedModel:
-        model = planted.plant_outliers(policy.at(0)) if outliers else policy.at(0)
+        model = fault_injection.plant_outliers(policy.at(0)) if outliers else policy.at(0)
         rng = random.Random(f"{policy.task.name} calibration")
         prompts_BL = policy.task.prompts(rng, CALIBRATION_PROMPTS) if calibrated else None
-        return planted.with_fp8_kv(planted.fp8_engine(model), prompts_BL)
+        return fault_injection.with_fp8_kv(fault_injection.fp8_engine(model), prompts_BL)
 
     return engine
 
@@ -44,7 +46,7 @@ def _missed(tensor: str, weights: Callable[[Policy], alarm_tasks.State]) -> Engi
     def engine(policy: Policy) -> PreTrainedModel:
         model = policy.at(0)
         model.get_parameter(tensor).data.copy_(weights(policy)[tensor])
-        return planted.fp8_engine(model)
+        return fault_injection.fp8_engine(model)
 
     return engine
 
@@ -83,7 +85,7 @@ class Arm:
 
 
 HEALTHY = (
-    Arm("BF16", lambda policy: planted.bf16_engine(policy.at(0))),
+    Arm("BF16", lambda policy: fault_injection.bf16_engine(policy.at(0))),
     Arm("FP8"),
     Arm("FP8, temperature 0.7", temperature=0.7),
     Arm("FP8 + FP8 KV", _fp8_kv(outliers=False, calibrated=True)),
@@ -134,7 +136,7 @@ def roll_out(
     trainer, trainer_temperature = policy.at(0), arm.trainer_temperature or arm.temperature
     columns = []
     for engine, mine_BL, age in parts:
-        sampled = planted.sample(
+        sampled = fault_injection.sample(
             engine,
             mine_BL,
             policy.task.length,
@@ -143,7 +145,7 @@ def roll_out(
             top_p=arm.top_p,
             end=policy.task.end,
         )
-        trainer_BT = planted.trainer_logprobs(
+        trainer_BT = fault_injection.trainer_logprobs(
             trainer, mine_BL, sampled.tokens_BT, trainer_temperature
         )
         rollout_BT = getattr(sampled, arm.reported).roll(arm.shift, 1)

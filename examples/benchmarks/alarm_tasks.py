@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import arithmetic
-import planted
+import fault_injection
 import tiny_model
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -138,7 +138,7 @@ def teach(task: Task, model: PreTrainedModel, steps: int) -> Iterator[float]:
         left = 1 - step / steps
         optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARMUP, 0.1 + 0.9 * left)
         tokens_BL, learnt_BL = task.demonstrations(rng)
-        logprobs = planted.logprobs_of(model, tokens_BL[:, :1], tokens_BL[:, 1:], 1.0)
+        logprobs = fault_injection.logprobs_of(model, tokens_BL[:, :1], tokens_BL[:, 1:], 1.0)
         loss = -logprobs[learnt_BL[:, 1:]].mean()
         loss.backward()
         tiny_model.take_step(model, optimizer)
@@ -156,7 +156,7 @@ def reinforce(policy: Policy, steps: int) -> None:
     policy.history.append(_state(model))
     for _ in range(steps):
         prompts_BL = task.prompts(rng, PROMPTS).repeat_interleave(GROUP, 0)
-        sampled = planted.sample(model, prompts_BL, task.length, generator, end=task.end)
+        sampled = fault_injection.sample(model, prompts_BL, task.length, generator, end=task.end)
         rewards_PG = torch.tensor(
             [
                 task.reward(prompt, tokens[: int(length)])
@@ -170,7 +170,7 @@ def reinforce(policy: Policy, steps: int) -> None:
         ).view(PROMPTS, GROUP)
         spread_P1 = rewards_PG.std(1, keepdim=True) + 1e-6
         advantages_B = ((rewards_PG - rewards_PG.mean(1, keepdim=True)) / spread_P1).flatten()
-        logprobs_BT = planted.logprobs_of(model, prompts_BL, sampled.tokens_BT, 1.0)
+        logprobs_BT = fault_injection.logprobs_of(model, prompts_BL, sampled.tokens_BT, 1.0)
         loss_BT = -advantages_B[:, None] * logprobs_BT
         loss_BT[sampled.mask_BT].mean().backward()
         tiny_model.take_step(model, optimizer)

@@ -17,7 +17,7 @@ from typing import Any
 
 import alarm_arms
 import alarm_tasks
-import rows
+import result_rows
 import torch
 from alarm_tasks import Policy
 from correction import facts
@@ -74,7 +74,7 @@ def measure(name: str, policy: Policy, path: Path) -> dict[str, list[dict[str, f
             ).metrics
             for batch in range(BATCHES)
         ]
-        rows.write(path, found)  # type: ignore[arg-type]
+        result_rows.write(path, found)  # type: ignore[arg-type]
         print(f"{name}: {arm.name}: {fired(found[arm.name])}", flush=True)
     return {arm: found[arm] for arm in alarm_arms.ARMS}
 
@@ -85,7 +85,7 @@ def fired(batches: list[dict[str, float]]) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def report(name: str, arm: str, batches: list[dict[str, float]]) -> rows.Report:
+def report(name: str, arm: str, batches: list[dict[str, float]]) -> result_rows.Report:
     """One arm's rows; the first tells which alarms fired."""
     values = {metric: [metrics[metric] for metrics in batches] for metric in SHOWN}
     values["kl_of_entropy"] = [m["mismatch_kl_k3"] / m["rollout_nll"] for m in batches]
@@ -112,7 +112,7 @@ def main() -> None:
         policy, environment["policies"][name] = trained(name, options.work)
         batches = measure(name, policy, measured / f"{name}.json")
         reports += [report(name, arm, each) for arm, each in batches.items()]
-    rows.save(options.output, environment, rows.rows_of(reports), [])
+    result_rows.save(options.output, environment, result_rows.rows_of(reports), [])
     print(f"{options.output}: {len(reports)} arms", file=sys.stderr)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import cases
 import measuring
 import models
-import rows
+import result_rows
 import stock_push
 import torch
 import traffic
@@ -205,7 +205,7 @@ def finish(
         "moved_bytes": traffic.update_traffic(parameters, case.source, case.target, bucket),
     }
     gpu_ms = [1e3 * result.gpu_seconds for result in ours if result.gpu_seconds is not None]
-    values = rows.measured(times_ms, gpu_ms, parameters, report)
+    values = result_rows.measured(times_ms, gpu_ms, parameters, report)
     for stage in ours[0].seconds if ours else ():
         if stage != "total":
             values[f"update_{stage}_ms"] = [1e3 * result.seconds[stage] for result in ours]

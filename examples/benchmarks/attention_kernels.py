@@ -16,8 +16,8 @@ from attention_inputs import DIM, GROUP, HEADS, Inputs
 
 from sgl_fp8rl.kv_cache import attention
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
-from sgl_fp8rl.numerics.kv import STATS
-from sgl_fp8rl.numerics.reference import FP8_DTYPE, FP8_MAX
+from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
 
 PAGE = 64
 MARGIN = 2.0
@@ -54,9 +54,9 @@ def layer_of(scheme: str, inputs: Inputs) -> Any:
 def stored(layer: Any, inputs: Inputs) -> Caches:
     """The codes that the engine would keep of these inputs."""
     if inputs.k_SHD.is_cuda:
-        from sgl_fp8rl.numerics.kv_kernels import store_kv
+        from sgl_fp8rl.ops.kv_triton import store_kv
     else:
-        from sgl_fp8rl.numerics.kv import store_kv
+        from sgl_fp8rl.ops.kv import store_kv
     mine = layer.fp8rl_layer
     k_cache, v_cache = (torch.empty_like(x, dtype=FP8_DTYPE) for x in (inputs.k_SHD, inputs.v_SHD))
     slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import rows
+import result_rows
 import torch
 from environment import commit, environment
 from torch.autograd import DeviceType
@@ -100,9 +100,9 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
     return {"correction_ms": found}
 
 
-def measure(device: str, repeats: int) -> list[rows.Report]:
+def measure(device: str, repeats: int) -> list[result_rows.Report]:
     reports = []
-    counted: list[tuple[rows.Report, Callable[[], Any]]] = []
+    counted: list[tuple[result_rows.Report, Callable[[], Any]]] = []
     for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
         *given, versions_BT = batch(length, device)
         rows_counted = max(1, mismatch.CPU_TOKENS // length) if device == "cpu" else None
@@ -112,7 +112,7 @@ def measure(device: str, repeats: int) -> list[rows.Report]:
         if config == PRESETS["decoupled_token_is"]:
             cases[f"{name}, {VERSIONS} versions"] = partial(alone, versions_BT=versions_BT)
         for case, function in cases.items():
-            report: rows.Report = {
+            report: result_rows.Report = {
                 "arm": "one core" if device == "cpu" else "one GPU",
                 "model": f"{TOKENS >> 20}M tokens",
                 "case": f"{TOKENS // length}x{length}, {case}",
@@ -164,7 +164,7 @@ def main() -> None:
     if torch.cuda.is_available():
         reports += measure("cuda", options.repeats)
     command = f"python examples/benchmarks/correction.py --repeats {options.repeats}"
-    rows.save(options.output, facts(command), rows.rows_of(reports), [])
+    result_rows.save(options.output, facts(command), result_rows.rows_of(reports), [])
 
 
 if __name__ == "__main__":

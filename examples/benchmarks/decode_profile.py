@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import processes
+import result_rows
 import rollout_cases
-import rows
 from environment import environment, host
 from models import MODELS
 
@@ -74,16 +74,16 @@ def save(path: Path, facts: dict[str, Any], profiles: list[Profile]) -> None:
     """Write all profiles, in the order of the arms."""
     order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
     found = sorted(profiles, key=lambda profile: order[profile["arm"]])
-    rows.write(path, {"benchmark": path.stem, "environment": facts, "profiles": found})
+    result_rows.write(path, {"benchmark": path.stem, "environment": facts, "profiles": found})
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
-        save(options.output, *rows.merged(options.merge, "profiles", identity))
+        save(options.output, *result_rows.merged(options.merge, "profiles", identity))
         return
     facts = environment(command(options)) | {"host": host()}
-    profiles = rows.earlier(options.output, facts, "profiles")
+    profiles = result_rows.earlier(options.output, facts, "profiles")
     for arm in options.arms:
         started = time.perf_counter()
         job = {key: getattr(options, key) for key in ("model", "layers", "cases")} | {"arm": arm}

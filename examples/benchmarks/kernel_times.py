@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import processes
-import rows
+import result_rows
 from environment import environment, host
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +59,7 @@ def command(options: argparse.Namespace) -> str:
     return " ".join(words)
 
 
-def run_part(name: str, limit_s: float) -> list[rows.Report]:
+def run_part(name: str, limit_s: float) -> list[result_rows.Report]:
     """Run one part in its process: its reports, or one with the sentence of its failure."""
     outcome = processes.run_job(
         HERE / "kernels_arm.py",
@@ -69,26 +69,28 @@ def run_part(name: str, limit_s: float) -> list[rows.Report]:
     )
     if outcome.report is None:
         return [{"arm": "both", "case": name, "model": MODEL, "failure": outcome.failure}]
-    found: list[rows.Report] = outcome.report["reports"]
+    found: list[result_rows.Report] = outcome.report["reports"]
     return found
 
 
-def rows_of(reports: list[rows.Report]) -> list[rows.Row]:
+def rows_of(reports: list[result_rows.Report]) -> list[result_rows.Row]:
     """All rows, with ratios between the two arms of a case."""
-    return rows.compared([row for report in reports for row in rows.rows_of([report])])
+    return result_rows.compared(
+        [row for report in reports for row in result_rows.rows_of([report])]
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     facts = environment(command(options)) | {"host": host()}
-    reports: list[rows.Report] = []
+    reports: list[result_rows.Report] = []
     for name in options.parts:
         started = time.perf_counter()
         found = run_part(name, options.limit_s)
         reports += found
-        rows.save(options.output, facts, rows_of(reports), [])
+        result_rows.save(options.output, facts, rows_of(reports), [])
         for row in rows_of(found):
-            print(rows.line(row))
+            print(result_rows.line(row))
         print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
 
 

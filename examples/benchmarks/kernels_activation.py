@@ -11,7 +11,7 @@ import torch
 from kernels_pair import LAYERS, SHAPE, TOKENS, Pair, hold_close, hold_same, sets_of
 from measuring import Call
 
-from sgl_fp8rl.numerics import activation_kernels as ours
+from sgl_fp8rl.ops import activation_triton as ours
 
 DEVICE = "cuda"
 EPS = 1e-6

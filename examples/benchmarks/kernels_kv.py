@@ -11,10 +11,10 @@ import torch
 from kernels_pair import DECODE, LAYERS, SHAPE, TOKENS, Pair, hold_close, hold_same, sets_of
 from measuring import Call
 
-from sgl_fp8rl.numerics import head_kernels, heads, kv_kernels, qk_rope_kernels
-from sgl_fp8rl.numerics.kv import STATS
-from sgl_fp8rl.numerics.qk_rope import Cache, Norms
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.ops import heads, heads_triton, kv_triton, qk_rope_triton
+from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 DEVICE = "cuda"
 N, H, D = SHAPE.heads, SHAPE.kv_heads, SHAPE.head_dim
@@ -46,7 +46,7 @@ def qk_rope() -> Iterator[Pair]:
         def check(shared: Any = shared, slots: Tensor = slots) -> None:
             mine, other = _cache(), _cache()
             qkv, positions, table = shared
-            q = qk_rope_kernels.norm_rope_store(qkv, positions, table, norms[0], slots, mine)
+            q = qk_rope_triton.norm_rope_store(qkv, positions, table, norms[0], slots, mine)
             want = stock_qk_rope(qkv.clone(), positions, table, norms[0], slots, other)
             hold_close("q", q, want)
             hold_close("K", _at(mine.k_SHD, slots), _at(other.k_SHD, slots))
@@ -58,7 +58,7 @@ def qk_rope() -> Iterator[Pair]:
             tokens * (2 * (N + 2 * H) * D + 2 * N * D + 2 * H * D + 4 * D + 16),
             check,
             calls(stock_qk_rope),
-            calls(qk_rope_kernels.norm_rope_store),
+            calls(qk_rope_triton.norm_rope_store),
         )
 
 
@@ -123,7 +123,7 @@ def store() -> Iterator[Pair]:
 
 def our_store(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache) -> None:
     """One launch, which counts what it clips."""
-    kv_kernels.store_kv(
+    kv_triton.store_kv(
         k_THD,
         v_THD,
         slots_T,
@@ -168,7 +168,7 @@ def factors() -> Iterator[Pair]:
             ]
 
         def check(x: Tensor = inputs[0]) -> None:
-            mine, other = head_kernels.scale_heads(x, factor_H), heads.scale_heads(x, factor_H)
+            mine, other = heads_triton.scale_heads(x, factor_H), heads.scale_heads(x, factor_H)
             hold_same("heads", mine, other)
 
         yield Pair(
@@ -177,7 +177,7 @@ def factors() -> Iterator[Pair]:
             tokens * N * D * (2 + 2) + 4 * H,
             check,
             calls(heads.scale_heads),
-            calls(head_kernels.scale_heads),
+            calls(heads_triton.scale_heads),
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import measuring
 import models
-import rows
+import result_rows
 import torch
 from measuring import Call
 
@@ -46,13 +46,13 @@ class Pair:
         return f"{self.kernel}: {self.size}"
 
 
-def reports(pairs: Iterable[Pair], copy_tb_s: float) -> list[rows.Report]:
+def reports(pairs: Iterable[Pair], copy_tb_s: float) -> list[result_rows.Report]:
     """Two reports a pair; the floor is with ours.
 
     Raises:
         RuntimeError: a pair does not agree.
     """
-    made: list[rows.Report] = []
+    made: list[result_rows.Report] = []
     for pair in pairs:
         pair.check()
         ours = {

@@ -64,7 +64,7 @@ def hold_alike(sampler: Any, rows: int, vocab: int, info: Any) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    from sgl_fp8rl.logprobs import draw
+    from sgl_fp8rl.sampling import sample
 
     others = 0
     for seed in range(SEEDS):
@@ -77,7 +77,7 @@ def hold_alike(sampler: Any, rows: int, vocab: int, info: Any) -> None:
         if not torch.equal(torch.rand(1, device=DEVICE), after):
             raise RuntimeError("ours takes other random numbers than SGLang's sampler")
         torch.manual_seed(seed)
-        noise_BV = draw.draw_noise(logits_BV)
+        noise_BV = sample.exponential_noise(logits_BV)
         exact_BV = torch.log_softmax((logits_BV / info.temperatures).double(), -1)
         keys_BV = exact_BV - noise_BV.double().log()
         at = mine.long()[:, None]
@@ -103,9 +103,9 @@ def stock_sample(sampler: Any, *batch: Any) -> torch.Tensor:
 
 def our_sample(sampler: Any, *batch: Any) -> torch.Tensor:
     """Ours, which must not leave the batch to SGLang."""
-    from sgl_fp8rl.logprobs.sampler import sample_plainly
+    from sgl_fp8rl.sampling.sampler import fast_sample
 
-    tokens_B: torch.Tensor = sample_plainly(_refuse, sampler, *batch)
+    tokens_B: torch.Tensor = fast_sample(_refuse, sampler, *batch)
     return tokens_B
 
 

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import processes
-import rows
+import result_rows
 from environment import environment, host
 from kv_cases import CASES, CUT_MODEL, DEFAULT, MODEL, NAMES, REFERENCE, Case
 
@@ -78,14 +78,14 @@ def sampled(raws: dict[str, Raw]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def logprob_reports(raws: dict[str, Raw]) -> list[rows.Report]:
+def logprob_reports(raws: dict[str, Raw]) -> list[result_rows.Report]:
     """Mean |difference| of each sequence's logprobs to those of prefill over BF16 KV.
 
     ``logprob_error`` of prefill on the same sequences, ``logprob_error_decode`` of decode on the
     sequences that were sampled. The reference has the second one only: its own decode's.
     """
     reference = raws[REFERENCE.arm]
-    reports: list[rows.Report] = []
+    reports: list[result_rows.Report] = []
     for arm, raw in raws.items():
         for planted, mine in raw.items():
             wanted = reference[planted]
@@ -105,31 +105,37 @@ def distances(some: list[list[float]], others: list[list[float]]) -> list[float]
     ]
 
 
-def failed(case: Case, failure: str) -> rows.Report:
+def failed(case: Case, failure: str) -> result_rows.Report:
     """The report of a case without figures."""
     model = CUT_MODEL if case.part == "logprobs" else MODEL
     return {"arm": case.arm, "case": case.part, "model": model, "failure": failure}
 
 
-def rows_of(reports: dict[str, list[rows.Report]]) -> list[rows.Row]:
+def rows_of(reports: dict[str, list[result_rows.Report]]) -> list[result_rows.Row]:
     """Rows of all cases, with ratios between arms of one load; each names its case's process."""
-    return rows.compared(
-        [row | {"process": name} for name, found in reports.items() for row in rows.rows_of(found)]
+    return result_rows.compared(
+        [
+            row | {"process": name}
+            for name, found in reports.items()
+            for row in result_rows.rows_of(found)
+        ]
     )
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
-        facts, every = rows.merged(options.merge, "rows", rows.identity)
+        facts, every = result_rows.merged(options.merge, "rows", result_rows.identity)
         every.sort(key=lambda row: NAMES.index(row["process"]))
-        rows.save(options.output, facts, rows.compared(every), [])
+        result_rows.save(options.output, facts, result_rows.compared(every), [])
         return
     facts = environment(command(options)) | {"host": host()}
     kept = [
-        row for row in rows.kept(options.output, facts, []) if row["process"] not in options.cases
+        row
+        for row in result_rows.kept(options.output, facts, [])
+        if row["process"] not in options.cases
     ]
-    reports: dict[str, list[rows.Report]] = {}
+    reports: dict[str, list[result_rows.Report]] = {}
     raws: dict[str, Raw] = {}
     for case in (case for case in CASES if case.name in options.cases):
         started = time.perf_counter()
@@ -146,9 +152,9 @@ def main(argv: list[str] | None = None) -> None:
                 reports.setdefault(by_arm[report["arm"]], []).append(report)
         how = outcome.failure or "done"
         print(f"{case.name}: {how} ({time.perf_counter() - started:.0f} s)", flush=True)
-        rows.save(options.output, facts, rows_of(reports), kept)
+        result_rows.save(options.output, facts, rows_of(reports), kept)
     for row in rows_of(reports):
-        print(rows.line(row), flush=True)
+        print(result_rows.line(row), flush=True)
 
 
 if __name__ == "__main__":

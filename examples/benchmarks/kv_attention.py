@@ -7,7 +7,7 @@ from typing import Any
 
 import attention_kernels as kernels
 import measuring
-import rows
+import result_rows
 import torch
 from attention_inputs import Inputs, Load, draw, errors, exact
 
@@ -29,13 +29,13 @@ Attends = dict[tuple[str, str], tuple[kernels.Caches, Callable[[], kernels.Atten
 """By kernel and scheme: caches, and what makes the function that attends to them."""
 
 
-def reports(bf16_mma: bool, copy_tb_s: float) -> list[rows.Report]:
+def reports(bf16_mma: bool, copy_tb_s: float) -> list[result_rows.Report]:
     """One report a load, kernel and scheme.
 
     Args:
         bf16_mma: XQA's BF16 MMA variant instead of everything else.
     """
-    made: list[rows.Report] = []
+    made: list[result_rows.Report] = []
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)

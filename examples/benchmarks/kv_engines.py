@@ -7,7 +7,7 @@ from typing import Any
 import kv_weights
 import measuring
 import models
-import rows
+import result_rows
 import serving
 import torch
 import weights
@@ -27,7 +27,7 @@ WARM_UP = 3  # of a block; from the second update on weights are mapped
 # ---- capacity and speed --------------------------------------------------------------------------
 
 
-def speed(case: Case, shape: models.Shape, folder: str) -> list[rows.Report]:
+def speed(case: Case, shape: models.Shape, folder: str) -> list[result_rows.Report]:
     """KV capacity, prefill and decode of the whole model."""
     values = serving.speed(case.keywords, shape, folder, WORK)
     return serving.reports(case.arm, MODEL, shape.layers, values)
@@ -106,7 +106,7 @@ def given(meta: dict[str, Any]) -> list[float]:
 # ---- the cost of calibration ---------------------------------------------------------------------
 
 
-def updates(case: Case, shape: models.Shape, folder: str) -> list[rows.Report]:
+def updates(case: Case, shape: models.Shape, folder: str) -> list[result_rows.Report]:
     """Updates with and without KV scales, in turn, from mapped memory.
 
     Raises:

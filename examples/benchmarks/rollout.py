@@ -26,8 +26,8 @@ from typing import Any
 
 import long_tail
 import processes
+import result_rows
 import rollout_cases
-import rows
 from environment import environment, host
 from models import MODELS
 
@@ -92,37 +92,39 @@ def cases_of(job: dict[str, Any]) -> list[str]:
     return list(job["cases"])
 
 
-def run_job(job: dict[str, Any], limit_s: float) -> list[rows.Report]:
+def run_job(job: dict[str, Any], limit_s: float) -> list[result_rows.Report]:
     """Run one process: a report of each case, with figures or the sentence of the failure."""
     environ = processes.engine_environment(rollout_cases.find(job["arm"]).stock)
     outcome = processes.run_job(HERE / "rollout_arm.py", job, limit_s, environ)
     if outcome.report is None:
         common = {"arm": job["arm"], "model": job["model"], "failure": outcome.failure}
         return [common | {"case": case} for case in cases_of(job)]
-    found: list[rows.Report] = outcome.report["reports"]
+    found: list[result_rows.Report] = outcome.report["reports"]
     if job["requests"] is not None:
         found[0]["values"] |= long_tail.usage(outcome.log)
     return found
 
 
-def rows_of(reports: list[rows.Report]) -> list[rows.Row]:
+def rows_of(reports: list[result_rows.Report]) -> list[result_rows.Row]:
     """Rows of all reports."""
-    return [row for report in reports for row in rows.rows_of([report])]
+    return [row for report in reports for row in result_rows.rows_of([report])]
 
 
-def save(path: Path, facts: dict[str, Any], every: list[rows.Row]) -> None:
+def save(path: Path, facts: dict[str, Any], every: list[result_rows.Row]) -> None:
     """Write all rows, in the order of the arms, with ratios."""
     order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
-    rows.save(path, facts, rows.compared(sorted(every, key=lambda row: order[row["arm"]])), [])
+    result_rows.save(
+        path, facts, result_rows.compared(sorted(every, key=lambda row: order[row["arm"]])), []
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     if options.merge:
-        save(options.output, *rows.merged(options.merge, "rows", rows.identity))
+        save(options.output, *result_rows.merged(options.merge, "rows", result_rows.identity))
         return
     facts = environment(command(options)) | {"host": host()}
-    every = rows.kept(options.output, facts, [])
+    every = result_rows.kept(options.output, facts, [])
     for job in jobs(options):
         started = time.perf_counter()
         found = rows_of(run_job(job, options.limit_s))
@@ -131,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         every += found
         save(options.output, facts, every)
         for row in found:
-            print(rows.line(row), flush=True)
+            print(result_rows.line(row), flush=True)
         took = time.perf_counter() - started
         print(f"{job['arm']}: {', '.join(cases_of(job))}: {took:.0f} s", flush=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 import kv_weights
 import measuring
 import models
-import rows
+import result_rows
 import stock_push
 import torch
 import traffic
@@ -215,7 +215,7 @@ def decode_floor_ms(keywords: Keywords, shape: models.Shape, load: Load, copy_tb
 
 def reports(
     arm: str, model: str, layers: int, values: dict[str, dict[str, list[float]]]
-) -> list[rows.Report]:
+) -> list[result_rows.Report]:
     """A report of each case."""
     common = {"arm": arm, "model": model, "layers": layers}
     return [common | {"case": name, "values": found} for name, found in values.items()]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import processes
-import rows
+import result_rows
 from environment import environment
 from models import MODELS
 
@@ -131,7 +131,7 @@ def deep_gemm_s(log: str) -> float | None:
     return seconds
 
 
-def run_case(case: Case, cache: Path, options: argparse.Namespace) -> rows.Report:
+def run_case(case: Case, cache: Path, options: argparse.Namespace) -> result_rows.Report:
     """Make one start in its process: its report, or one with the sentence of its failure."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -166,9 +166,9 @@ def child_environment(case: Case, cache: Path) -> dict[str, str]:
     return environ | {"SGLANG_DG_CACHE_DIR": str(cache)} | case.environ
 
 
-def line(report: rows.Report, seconds: float) -> str:
+def line(report: result_rows.Report, seconds: float) -> str:
     """What is printed of a start."""
-    head = f"{rows.label(report)}: "
+    head = f"{result_rows.label(report)}: "
     if "failure" in report:
         return f"{head}{report['failure']} ({seconds:.0f} s)"
     values = {metric: value for metric, (value,) in report["values"].items()}
@@ -180,14 +180,14 @@ def line(report: rows.Report, seconds: float) -> str:
     )
 
 
-def _identity(case: Case) -> rows.Report:
+def _identity(case: Case) -> result_rows.Report:
     return {"arm": case.arm, "case": case.name, "model": MODEL}
 
 
 def main(argv: list[str] | None = None) -> None:
     options = arguments(argv)
     facts = environment(command(options)) | {"engine": shared_keywords(options)}
-    reports: list[rows.Report] = []
+    reports: list[result_rows.Report] = []
     with tempfile.TemporaryDirectory() as cache:
         for case in CASES:
             started = time.perf_counter()
@@ -197,7 +197,7 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 reports.append(run_case(case, Path(cache), options))
             print(line(reports[-1], time.perf_counter() - started), flush=True)
-            rows.save(options.output, facts, rows.rows_of(reports), [])
+            result_rows.save(options.output, facts, result_rows.rows_of(reports), [])
 
 
 if __name__ == "__main__":

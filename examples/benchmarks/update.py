@@ -16,7 +16,7 @@ from typing import Any
 
 import cases
 import processes
-import rows
+import result_rows
 from environment import environment
 from models import MODELS
 
@@ -51,7 +51,7 @@ def command(options: argparse.Namespace) -> str:
     return " ".join(words)
 
 
-def run_case(case: cases.Case, model: str, options: argparse.Namespace) -> rows.Report:
+def run_case(case: cases.Case, model: str, options: argparse.Namespace) -> result_rows.Report:
     """Run one case in its process: its report, or one with the sentence of its failure."""
     layers = min(filter(None, (MODELS[model].layers, case.checkpoint_layers, options.layers)))
     memory = Path("/dev/shm")
@@ -89,7 +89,7 @@ def child_environment(case: cases.Case) -> dict[str, str]:
     return environ
 
 
-def line(report: rows.Report, seconds: float) -> str:
+def line(report: result_rows.Report, seconds: float) -> str:
     """What is printed of a case."""
     head = f"{report['model']:14s} {report['arm']}, {report['case']}: "
     if "failure" in report:
@@ -104,8 +104,8 @@ def line(report: rows.Report, seconds: float) -> str:
 def main() -> None:
     options = arguments()
     facts: dict[str, Any] = environment(command(options))
-    kept = rows.kept(options.output, facts, options.models)
-    reports: list[rows.Report] = []
+    kept = result_rows.kept(options.output, facts, options.models)
+    reports: list[result_rows.Report] = []
     for model in options.models:
         for case in cases.CASES:
             if case.arm not in options.arms:
@@ -113,7 +113,7 @@ def main() -> None:
             started = time.perf_counter()
             reports.append(run_case(case, model, options))
             print(line(reports[-1], time.perf_counter() - started), flush=True)
-            rows.save(options.output, facts, rows.rows_of(reports), kept)
+            result_rows.save(options.output, facts, result_rows.rows_of(reports), kept)
 
 
 if __name__ == "__main__":

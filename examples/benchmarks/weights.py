@@ -9,7 +9,7 @@ from models import Parameter, Shape, parameters
 from safetensors.torch import save_file
 from torch import nn
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE, FP8_MAX, quantize_weight
+from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX, quantize_weight
 from trainer_bridge import hf_names
 
 STD = 0.02

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import placement
-import rows
+import result_rows
 import torch
 from parity import options, policies, pretraining, rollouts
-from parity.layout import FINAL, FINISHED, JUDGED, run_folder
+from parity.paths import FINAL, FINISHED, JUDGED, run_folder
 from parity.settings import JUDGE, SETTINGS
 from parity.variants import ALL_BF16, ARMS
 
@@ -48,7 +48,7 @@ def judge(args: argparse.Namespace) -> None:
             weights = folder if folder == start else folder / FINAL
             update(policies.load(weights, device), engine, version=version)
             found = rollouts.evaluate(engine, settings.judged_problems, version)
-            rows.write(folder / JUDGED, {"problems": settings.judged_problems, **found})
+            result_rows.write(folder / JUDGED, {"problems": settings.judged_problems, **found})
             print(f"{folder.name}  {json.dumps(found)}", flush=True)
 
 

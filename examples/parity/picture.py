@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from parity import summary
-from parity.layout import Row
+from parity.paths import Row
 from parity.variants import ARMS
 
 COLOURS = dict(zip(ARMS, (f"C{i}" for i in range(10)), strict=False))

@@ -23,8 +23,8 @@ import tiny_model
 import torch
 from arithmetic import END_TOKEN
 from parity import options, policies, rollouts, tasks
-from parity.layout import START_SETTINGS, Row, start_folder
 from parity.learner import Learner, parts_of
+from parity.paths import START_SETTINGS, Row, start_folder
 from parity.settings import SETTINGS, START_SEED, Settings
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel

@@ -27,9 +27,9 @@ import report
 import tiny_model
 import torch
 from parity import options, policies, pretraining, rollouts
-from parity.journal import Journal
-from parity.layout import FINAL, run_folder
 from parity.learner import Learner, learn
+from parity.paths import FINAL, run_folder
+from parity.run_log import RunLog
 from parity.settings import ENGINE, SETTINGS, Settings
 from parity.variants import ARMS, Arm
 from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ METRICS = (
 """What a step's row has of the correction's metrics, each where the correction has it."""
 
 
-def run(args: argparse.Namespace, journal: Journal) -> bool:
+def run(args: argparse.Namespace, run_log: RunLog) -> bool:
     """Go on with a run; returns whether it came to its end, or else its time was up."""
     arm = ARMS[args.arm]
     device = torch.device(placement.device_type())
@@ -82,20 +82,20 @@ def run(args: argparse.Namespace, journal: Journal) -> bool:
     }
     keywords = placement.engine_keywords(device.type, ENGINE[device.type])
     keywords |= arm.engine | args.engine_args
-    step, state = journal.resume(fixed)
+    step, state = run_log.resume(fixed)
     if state:
         learner.restore(state)
     else:
         where = placement.device_name(device)
         about = report.environment(model.num_parameters(), where, {})
         header = {"arm": arm.name, "seed": args.seed, "engine": keywords, **about}
-        journal.add("run", **header, options=fixed)
+        run_log.add("run", **header, options=fixed)
     started = time.perf_counter()
     seed = args.seed + ENGINE_SEEDS * step
     with placement.running_engine(start, arm.ignored_layers, seed, keywords) as engine:
         formats = [row["format"] for row in connect(engine).control({"op": "layers"})["layers"]]
         engine_s = time.perf_counter() - started
-        journal.add(
+        run_log.add(
             "engine",
             step=step,
             start_s=engine_s,
@@ -105,24 +105,24 @@ def run(args: argparse.Namespace, journal: Journal) -> bool:
         while step < args.steps:
             if time.time() > args.until:
                 if step:
-                    journal.save(step, learner.state())
+                    run_log.save(step, learner.state())
                 return False
             update_s, update_gpu_s = bring(model, engine, step)
             if step % settings.evaluate_every == 0:
-                measure(engine, journal, step, settings)
+                measure(engine, run_log, step, settings)
             row = take_step(engine, learner, arm, args.seed, step, settings)
-            journal.add("step", step=step, update_s=update_s, update_gpu_s=update_gpu_s, **row)
+            run_log.add("step", step=step, update_s=update_s, update_gpu_s=update_gpu_s, **row)
             print(line(arm, row | {"step": step}), flush=True)
             step += 1
             if step % settings.checkpoint_every == 0 or step == args.steps:
-                journal.save(step, learner.state())
+                run_log.save(step, learner.state())
         bring(model, engine, step)
-        measure(engine, journal, step, settings)
-    policies.save(model, journal.folder / FINAL)
-    journal.finish()
+        measure(engine, run_log, step, settings)
+    policies.save(model, run_log.folder / FINAL)
+    run_log.finish()
     if device.type == "cuda":
         peak_gib = torch.cuda.max_memory_reserved() / 2**30
-        print(f"{journal.folder.name} is finished; the trainer took {peak_gib:.1f} GiB at most")
+        print(f"{run_log.folder.name} is finished; the trainer took {peak_gib:.1f} GiB at most")
     return True
 
 
@@ -132,11 +132,11 @@ def bring(model: PreTrainedModel, engine: Any, version: int) -> tuple[float, flo
     return updated.seconds["total"], updated.gpu_seconds
 
 
-def measure(engine: Any, journal: Journal, step: int, settings: Settings) -> None:
+def measure(engine: Any, run_log: RunLog, step: int, settings: Settings) -> None:
     """Evaluate on held-out problems, by the arm's own engine."""
     found = rollouts.evaluate(engine, settings.evaluation_problems, version=step)
-    journal.add("evaluation", step=step, **found)
-    name = journal.folder.name
+    run_log.add("evaluation", step=step, **found)
+    name = run_log.folder.name
     print(f"{name}  step {step:3d}  held-out {found['reward']:.3f}", found["by_kind"], flush=True)
 
 
@@ -198,10 +198,10 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")  # SGLang's, of missing libraries
     args = arguments()
-    journal = Journal(run_folder(args.state, args.arm, args.seed, args.timing))
-    if journal.is_finished:
-        print(f"{journal.folder.name} is finished")
-    elif not run(args, journal):
+    run_log = RunLog(run_folder(args.state, args.arm, args.seed, args.timing))
+    if run_log.is_finished:
+        print(f"{run_log.folder.name} is finished")
+    elif not run(args, run_log):
         sys.exit(STOPPED)
 
 

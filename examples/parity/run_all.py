@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import placement
 from parity import options
-from parity.layout import FINISHED, JUDGED, WARMED, run_folder, start_folder, warm_up_folder
+from parity.paths import FINISHED, JUDGED, WARMED, run_folder, start_folder, warm_up_folder
 from parity.run import STOPPED
 from parity.schedule import TRIES, Job, Schedule
 from parity.variants import ARMS, seeds_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, median
 
-from parity.layout import FINISHED, JUDGED, LOG, TIMING, Row, rows_of
+from parity.paths import FINISHED, JUDGED, LOG, TIMING, Row, rows_of
 from parity.settings import LAST_STEPS
 from parity.variants import ARMS
 

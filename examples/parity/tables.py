@@ -6,7 +6,7 @@ from statistics import fmean, median, stdev
 
 from parity import summary
 from parity.comparison import Comparison, compare, powers
-from parity.layout import Row
+from parity.paths import Row
 from parity.settings import ALPHA, LAST_STEPS, MARGIN
 from parity.variants import ARMS
 

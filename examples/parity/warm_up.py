@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import placement
 from parity import options, policies, rollouts
-from parity.layout import WARMED, warm_up_folder
+from parity.paths import WARMED, warm_up_folder
 from parity.settings import ENGINE, SETTINGS, START_SEED
 from parity.variants import ALL_BF16, ARMS, Arm
 

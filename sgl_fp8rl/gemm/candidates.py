@@ -10,7 +10,7 @@ fewer kernels.
 A stream-K kernel of ours in Triton was among them; measured on an H200 (docs/performance.md) it was
 slower than DeepGEMM from 4 rows on, and below that than FlashInfer's. It is gone.
 
-Shape suffixes as in ``numerics.reference``.
+Shape suffixes as in ``ops.reference``.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.ops.reference import BLOCK
 
 Config = Mapping[str, Any]
 """What a kernel is told beside its operands; empty where there is nothing to choose."""
@@ -32,8 +32,8 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 STOCK = "deep_gemm"
 """What SGLang itself runs on Hopper."""
 FLASHINFER = "flashinfer_sm90"
-PARTS = (2, 3, 4)
-MIN_PART = 1024
+SPLITS = (2, 3, 4)
+MIN_SPLIT = 1024
 """Fewer columns than this leave most of the card idle."""
 MAX_ROWS = 2048
 """Above it a product is bound by the tensor cores, so that only whole libraries are measured:
@@ -91,21 +91,21 @@ def _deep_gemm(
     return out_MN
 
 
-def part_bounds(n: int, parts: int) -> list[int]:
-    """Where N is cut into ``parts`` that are as equal as blocks of 128 allow, both ends included.
+def split_bounds(n: int, splits: int) -> list[int]:
+    """Where N is cut into ``splits`` that are as equal as blocks of 128 allow, both ends included.
 
     Raises:
         ValueError: there are not that many whole blocks.
     """
     blocks = n // BLOCK
-    if n % BLOCK or not 2 <= parts <= blocks:
-        raise ValueError(f"N = {n} cannot be cut into {parts} parts of whole blocks of {BLOCK}")
-    return [part * blocks // parts * BLOCK for part in range(parts + 1)]
+    if n % BLOCK or not 2 <= splits <= blocks:
+        raise ValueError(f"N = {n} cannot be cut into {splits} parts of whole blocks of {BLOCK}")
+    return [split * blocks // splits * BLOCK for split in range(splits + 1)]
 
 
 def _bind_split_n(config: Config) -> Kernel:
-    parts = int(config["parts"])
-    if set(config) != {"parts"} or parts < 2:
+    splits = int(config["parts"])
+    if set(config) != {"parts"} or splits < 2:
         raise ValueError(f"deep_gemm_split_n takes parts of 2 or more, not {dict(config)}")
 
     def kernel(
@@ -118,7 +118,7 @@ def _bind_split_n(config: Config) -> Kernel:
 
         n = weight_NK.shape[0]
         out_MN = codes_MK.new_empty((codes_MK.shape[0], n), dtype=torch.bfloat16)
-        bounds = part_bounds(n, parts)
+        bounds = split_bounds(n, splits)
         for begin, end in pairwise(bounds):
             # DeepGEMM stores through a TMA descriptor that has the row stride of the result, so
             # columns of one result may be written by one call each. Not through SGLang, which would
@@ -134,7 +134,7 @@ def _bind_split_n(config: Config) -> Kernel:
 
 
 def _not_split_n(n: int, k: int, m: int) -> str | None:
-    if n % BLOCK or n < 2 * MIN_PART:
+    if n % BLOCK or n < 2 * MIN_SPLIT:
         return f"N is no multiple of {BLOCK}, or too small to be cut"
     if m > MAX_ROWS:
         return TOO_MANY_ROWS
@@ -142,7 +142,7 @@ def _not_split_n(n: int, k: int, m: int) -> str | None:
 
 
 def _splits(n: int, _k: int, _m: int) -> list[Config]:
-    return [{"parts": parts} for parts in PARTS if n // parts >= MIN_PART]
+    return [{"parts": splits} for splits in SPLITS if n // splits >= MIN_SPLIT]
 
 
 # FlashInfer's block-scale GEMM for SM90, swap-AB below 32 rows

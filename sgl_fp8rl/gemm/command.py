@@ -8,22 +8,22 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
 from sgl_fp8rl.gemm import expert_tiles, expert_tune, table
+from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import Config
-from sgl_fp8rl.gemm.expert_operands import ExpertOperands
+from sgl_fp8rl.gemm.expert_bench_inputs import ExpertBenchInputs
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair
-from sgl_fp8rl.gemm.kept import Machine
-from sgl_fp8rl.gemm.operands import Operands, cuda_graph_us
 from sgl_fp8rl.gemm.table import Entry, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     PREFILL_ROWS,
     Measurement,
     compiling_only_what_runs,
+    list_attempts,
     measure,
     pick,
-    plan,
     rows_of,
 )
+from sgl_fp8rl.gemm.tune_cache import Machine
 
 BUCKETS = (*DECODE_ROWS, *PREFILL_ROWS)
 COPIED_BYTES = 1 << 30
@@ -58,12 +58,12 @@ def tune_linears(
     files = table.FILES
     path = files.path(machine, folder)
     files.save(path, machine, files.own(machine, folder))  # told now, not when all is measured
-    plans = {shape: plan(shape, rows_of(BUCKETS)) for shape in shapes}
+    attempts_of = {shape: list_attempts(shape, rows_of(BUCKETS)) for shape in shapes}
     tuned: Table = {}
-    with compiling_only_what_runs(), _bar(sum(map(len, plans.values()))) as bar:
-        for (n, k), attempts in plans.items():
+    with compiling_only_what_runs(), _bar(sum(map(len, attempts_of.values()))) as bar:
+        for (n, k), attempts in attempts_of.items():
             bar.set_description(f"{n} x {k}")
-            measured = measure(Operands(n, k, "cuda", cuda_graph_us), attempts)
+            measured = measure(BenchInputs(n, k, "cuda", cuda_graph_us), attempts)
             tuned[n, k] = pick(_watched(measured, bar, faults), BUCKETS)
             files.save(path, machine, files.own(machine, folder) | tuned)
     return tuned
@@ -77,21 +77,21 @@ def tune_experts(
     path = files.path(machine, folder)
     files.save(path, machine, files.own(machine, folder))
     known = expert_tiles.find(shapes, machine, folder)
-    plans = {
-        shape: {m: expert_tune.plan(shape, m) for m in expert_tune.tokens_of(shape)}
+    attempts_of = {
+        shape: {m: expert_tune.list_attempts(shape, m) for m in expert_tune.tokens_of(shape)}
         for shape in shapes
     }
     tuned: expert_tiles.Table = {}
-    total = sum(len(attempts) for plan in plans.values() for attempts in plan.values())
+    total = sum(len(attempts) for by_m in attempts_of.values() for attempts in by_m.values())
     with _bar(total) as bar:
-        for shape, by_m in plans.items():
+        for shape, by_m in attempts_of.items():
             bar.set_description(f"compiling tiles of {'x'.join(map(str, shape))}")
             expert_tune.compile_ahead(shape, [x for attempts in by_m.values() for x in attempts])
-            operands = ExpertOperands(shape, "cuda", cuda_graph_us)
+            inputs = ExpertBenchInputs(shape, "cuda", cuda_graph_us)
             pairs = {m: Pair(m, *expert_tiles.tiles(known.get(shape), shape, m)) for m in by_m}
             for m, attempts in by_m.items():
                 bar.set_description(f"{'x'.join(map(str, shape))}, {m} tokens")
-                measured = _watched(expert_tune.measure(operands, attempts), bar, faults)
+                measured = _watched(expert_tune.measure(inputs, attempts), bar, faults)
                 pairs[m] = expert_tune.pick(measured, m, expert_tiles.stock(shape, m))
                 tuned[shape] = list(pairs.values())
                 files.save(path, machine, files.own(machine, folder) | tuned)

@@ -1,7 +1,7 @@
 """Triton's tiles for experts: for each shape those of both products, by the tokens of a batch.
 
 The user's own (``sgl-fp8rl tune``) go before those that come with the package, and these before
-SGLang's. What a layer takes is read once, at start (``gemm.prepare_experts``), so that a captured
+SGLang's. What a layer takes is read once, at start (``gemm.startup_experts``), so that a captured
 CUDA graph and an eager call with as many tokens run the same kernels.
 """
 
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.candidates import Config
-from sgl_fp8rl.gemm.kept import Files, Machine
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.gemm.tune_cache import Files, Machine
+from sgl_fp8rl.ops.reference import BLOCK
 
 BLOCK_SHAPE = [BLOCK, BLOCK]
 SHIPPED = Path(__file__).parent / "tiles"

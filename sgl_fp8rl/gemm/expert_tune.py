@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sgl_fp8rl.gemm.candidates import Config
-from sgl_fp8rl.gemm.expert_operands import PRODUCTS, ExpertOperands, operand_bytes
+from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
+from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs, bench_input_bytes
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, stock
-from sgl_fp8rl.gemm.processes import process_limit, run_shares
 from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, faults, judge
 from sgl_fp8rl.grouped_experts import ROWS_OF_EXPERT
-from sgl_fp8rl.numerics.reference import BLOCK
+from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -74,30 +74,30 @@ def candidates(shape: ExpertShape, m: int) -> list[Config]:
     ]
 
 
-def plan(shape: ExpertShape, m: int) -> list[Attempt]:
+def list_attempts(shape: ExpertShape, m: int) -> list[Attempt]:
     """All that is measured with M tokens, SGLang's choice first."""
     attempts = []
-    for kernel, first in zip(PRODUCTS, stock(shape, m), strict=True):
+    for kernel, first in zip(GEMMS, stock(shape, m), strict=True):
         configs = [first, *(config for config in candidates(shape, m) if config != first)]
         attempts += [Attempt(m, kernel, config) for config in configs]
     blocks = {attempt.config["BLOCK_SIZE_M"]: None for attempt in attempts}
     return [*attempts, *(Attempt(m, ALIGN, {"BLOCK_SIZE_M": block}) for block in blocks)]
 
 
-def measure(operands: ExpertOperands, attempts: Iterable[Attempt]) -> Iterator[Measurement]:
+def measure(inputs: ExpertBenchInputs, attempts: Iterable[Attempt]) -> Iterator[Measurement]:
     """Measure one after the other."""
     for attempt in attempts:
-        yield _measure(operands, attempt.m, attempt.kernel, attempt.config)
+        yield _measure(inputs, attempt.m, attempt.kernel, attempt.config)
 
 
-def _measure(operands: ExpertOperands, m: int, kernel: str, config: Config) -> Measurement:
+def _measure(inputs: ExpertBenchInputs, m: int, kernel: str, config: Config) -> Measurement:
     def error() -> float:
-        return 0.0 if kernel == ALIGN else operands.error(kernel, config, m)
+        return 0.0 if kernel == ALIGN else inputs.error(kernel, config, m)
 
     def time_us() -> float:
         if kernel == ALIGN:
-            return operands.align_us(config["BLOCK_SIZE_M"], m)
-        return operands.time_us(kernel, config, m)
+            return inputs.align_us(config["BLOCK_SIZE_M"], m)
+        return inputs.time_us(kernel, config, m)
 
     return judge(m, kernel, config, error, time_us)
 
@@ -111,14 +111,14 @@ def pick(measurements: Iterable[Measurement], m: int, first: tuple[Config, Confi
         measurements: all with M tokens.
     """
     times = {x.choice: x.us for x in measurements if x.us is not None}
-    ups, downs = ([choice for choice in times if choice[0] == kernel] for kernel in PRODUCTS)
+    ups, downs = ([choice for choice in times if choice[0] == kernel] for kernel in GEMMS)
     totals = {
         (up, down): times[up] + times[down] + times[align]
         for up in ups
         for down in downs
         if (align := _align(up)) == _align(down) and align in times
     }
-    up, down = (choice_of(*each) for each in zip(PRODUCTS, first, strict=True))
+    up, down = (choice_of(*each) for each in zip(GEMMS, first, strict=True))
     stock_us = totals.get((up, down))
     fastest = min(totals, key=totals.__getitem__, default=(up, down))
     if stock_us is None or beats(totals[fastest], stock_us):
@@ -141,7 +141,7 @@ def compile_ahead(shape: ExpertShape, attempts: Iterable[Attempt]) -> None:
         if attempt.kernel != ALIGN:
             rows[choice_of(attempt.kernel, attempt.config)].append(attempt.m)
     tasks = [(kernel, dict(config), ms) for (kernel, config), ms in rows.items()]
-    processes = process_limit(len(tasks), operand_bytes(shape), 0)
+    processes = process_limit(len(tasks), bench_input_bytes(shape), 0)
     if processes < 2:
         return
     shares = [[shape, tasks[index::processes]] for index in range(processes)]
@@ -157,11 +157,11 @@ def compile_share(shape: ExpertShape, tasks: Iterable[tuple[str, Config, list[in
         run(0)
         return 0.0
 
-    operands = ExpertOperands(shape, "cuda", once)
+    inputs = ExpertBenchInputs(shape, "cuda", once)
     for kernel, config, ms in tasks:
         for m in ms:
             with suppress(*faults()):
-                operands.time_us(kernel, config, m)
+                inputs.time_us(kernel, config, m)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The table of the fastest product: for each (N, K), which kernel from which M to which.
 
-Where versions differ from those of a table that came with the package, ``prepare`` measures the
+Where versions differ from those of a table that came with the package, ``startup`` measures the
 accuracy of its kernels again.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Config
-from sgl_fp8rl.gemm.kept import Files, Machine
+from sgl_fp8rl.gemm.tune_cache import Files, Machine
 
 SHIPPED = Path(__file__).parent / "tables"
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.gemm.bench_inputs import BenchInputs
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Candidate, Config
-from sgl_fp8rl.gemm.operands import Operands
 from sgl_fp8rl.gemm.table import Entry, Shape, stock_entry
 from sgl_fp8rl.gemm.warmup import ROW_STEP
 
 ERROR_BOUND = 1e-3
-"""Largest ``operands.difference``; an FP32 product rounded to BF16 has 2e-6, with outliers too."""
+"""Largest ``bench_inputs.difference``; an FP32 product rounded to BF16 has 2e-6, with outliers
+too."""
 MARGIN = 0.02
 """How much faster than the stock choice a kernel must be; a median repeats within 1%."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 31, 48, 64, 96, 128, 160, 192, 256)
@@ -79,7 +80,7 @@ class Attempt:
     config: Config
 
 
-def plan(
+def list_attempts(
     shape: Shape,
     rows: Sequence[int],
     candidates: Mapping[str, Candidate] = CANDIDATES,
@@ -97,7 +98,7 @@ def plan(
 
 
 def measure(
-    operands: Operands,
+    inputs: BenchInputs,
     attempts: Sequence[Attempt],
     until: float = NEVER,
     clock: Callable[[], float] = time.monotonic,
@@ -106,15 +107,15 @@ def measure(
     for attempt in attempts:
         if clock() >= until:
             return
-        yield _measure(operands, attempt.m, attempt.candidate, attempt.config)
+        yield _measure(inputs, attempt.m, attempt.candidate, attempt.config)
 
 
-def _measure(operands: Operands, m: int, candidate: Candidate, config: Config) -> Measurement:
+def _measure(inputs: BenchInputs, m: int, candidate: Candidate, config: Config) -> Measurement:
     def error() -> float:
-        return operands.error(candidate.bind(config), m)
+        return inputs.error(candidate.bind(config), m)
 
     def time_us() -> float:
-        return operands.time_us(candidate.bind(config), m)
+        return inputs.time_us(candidate.bind(config), m)
 
     return judge(m, candidate.name, config, error, time_us)
 

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm.processes import process_limit, run_shares
-from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE
+from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
+from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
 logger = logging.getLogger(__name__)
 

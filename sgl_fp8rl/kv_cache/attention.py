@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.kv_cache.calibrate import calibrate
-from sgl_fp8rl.kv_cache.observe import observe
+from sgl_fp8rl.kv_cache.quant_error import observe
 from sgl_fp8rl.kv_cache.scales import LayerKV
-from sgl_fp8rl.kv_cache.xqa_parts import sm_count
+from sgl_fp8rl.kv_cache.split_kv import sm_count
 
 SEMAPHORE_BYTES = 8 << 20
 """The head of the workspace that FlashInfer's own call of XQA sets aside for semaphores."""
@@ -166,9 +166,9 @@ def _store(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Write the codes into the pool's buffers, which skips SGLang's own unsaturated cast."""
     if k.is_cuda:
-        from sgl_fp8rl.numerics.kv_kernels import store_kv
+        from sgl_fp8rl.ops.kv_triton import store_kv
     else:
-        from sgl_fp8rl.numerics.kv import store_kv
+        from sgl_fp8rl.ops.kv import store_kv
     k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     return store_kv(
         k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
@@ -188,7 +188,7 @@ def _times_heads(
 ) -> torch.Tensor:
     """x, of query heads, times a factor of their KV head: into ``out``, or new and contiguous."""
     if x.is_cuda:
-        from sgl_fp8rl.numerics.head_kernels import scale_heads
+        from sgl_fp8rl.ops.heads_triton import scale_heads
     else:
-        from sgl_fp8rl.numerics.heads import scale_heads
+        from sgl_fp8rl.ops.heads import scale_heads
     return scale_heads(x, factor_H, out)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.kv_cache.probes import is_probe
+from sgl_fp8rl.kv_cache.internal_requests import is_internal
 from sgl_fp8rl.kv_cache.scales import LayerKV
-from sgl_fp8rl.numerics.reference import FP8_MAX
+from sgl_fp8rl.ops.reference import FP8_MAX
 
 MARGIN = 2.0
 """How far beyond the largest magnitude that was measured values still fit."""
@@ -39,7 +39,7 @@ def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         amax_3H[row, heads.mine] = amax_by_head(x, heads.count)
     if dist.is_initialized() and compat.get_tp_group().world_size > 1:
         dist.all_reduce(amax_3H, dist.ReduceOp.MAX, group=compat.get_tp_group().device_group)
-    scales.write(scales_of(amax_3H, len(k)).unsqueeze(0), first=mine.row)
+    scales.write(scales_of(amax_3H, len(k)).unsqueeze(0), first=mine.layer_index)
 
 
 def amax_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **
     scales = getattr(runner.model, "fp8rl_kv", None)
     if scales is None or not (scales.pending or any(scales.to_observe)):
         return original(runner, forward_batch, *args, **kw)
-    real = not all(map(is_probe, forward_batch.rids or ()))
+    real = not all(map(is_internal, forward_batch.rids or ()))
     scales.measuring = real and forward_batch.forward_mode.is_extend()
     try:
         return original(runner, forward_batch, *args, **kw)

@@ -13,7 +13,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.kv_cache.attention import layer_kv
-from sgl_fp8rl.numerics.qk_rope import Cache, Norms
+from sgl_fp8rl.ops.qk_rope import Cache, Norms
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ def fused_forward(
         out = original(attention, positions, hidden_states, forward_batch)
         return out  # type: ignore[no-any-return]
     if hidden_states.is_cuda:
-        from sgl_fp8rl.numerics.qk_rope_kernels import norm_rope_store
+        from sgl_fp8rl.ops.qk_rope_triton import norm_rope_store
     else:
-        from sgl_fp8rl.numerics.qk_rope import norm_rope_store
+        from sgl_fp8rl.ops.qk_rope import norm_rope_store
     layer = attention.attn
     mine = layer.fp8rl_layer
     qkv, _ = attention.qkv_proj(hidden_states)

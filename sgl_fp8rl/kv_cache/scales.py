@@ -1,7 +1,7 @@
 """The K, V and Q scales of one rank: FP32 device buffers, written in place, read at graph replay.
 
 A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
-v_scale``; ``factors.py`` derives what each kernel needs of that. All are registered
+v_scale``; ``kernel_scales.py`` derives what each kernel needs of that. All are registered
 buffers: the memory saver keeps those, where Parameters are lost.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.kv_cache.factors import as_kept, derive
-from sgl_fp8rl.kv_cache.names import ROWS
-from sgl_fp8rl.numerics.kv import STATS
+from sgl_fp8rl.kv_cache.kernel_scales import as_kept, derive
+from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS
+from sgl_fp8rl.ops.kv import STATS
 
 ERRORS = 7
-"""Sums of a layer, float64 (``observe.py``): tokens; then for K and for V those of squared errors
-and of squares, and NaN and Inf elements."""
+"""Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V those of squared
+errors and of squares, and NaN and Inf elements."""
 
 
 class KVScalesError(ValueError):
@@ -76,24 +76,25 @@ class KVScales(nn.Module):
         self.measuring = False
         """Whether the forward pass under way may be measured (``calibrate.watch_forward``)."""
         self.to_observe = [0] * self.layers
-        """Prefilled tokens of each layer whose error is still to be measured (``observe.py``)."""
+        """Prefilled tokens of each layer whose error is still to be measured
+        (``quant_error.py``)."""
         self.errors: torch.Tensor | None = None
         """``[layers, ERRORS]`` from the first time that it is asked for; no graph reads it."""
         self.elements = [0] * self.layers
         """Elements of K that one token has in each layer, on this rank; V has as many."""
         # SGLang loads models with BF16 as the default dtype
-        shape = (self.layers, len(ROWS), heads.total)
+        shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
         ones = torch.ones(shape, dtype=torch.float32, device=device)
         self._softmax_host = torch.tensor(softmax, dtype=torch.float32, device="cpu")
         softmax_L = self._softmax_host.to(device)
-        factors = derive(ones[..., heads.mine], softmax_L)
+        kernel_scales = derive(ones[..., heads.mine], softmax_L)
         self.scales: torch.Tensor
         self.statistics: torch.Tensor
         self.register_buffer("scales", ones)  # of the whole model, on each rank
         self.register_buffer("softmax", softmax_L)
-        self.register_buffer("store", factors.store_2Lh)
-        self.register_buffer("xqa", factors.xqa_2L)
-        self.register_buffer("ratio", factors.ratio_2Lh)
+        self.register_buffer("store", kernel_scales.store_2Lh)
+        self.register_buffer("xqa", kernel_scales.xqa_2L)
+        self.register_buffer("ratio", kernel_scales.ratio_2Lh)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
         )
@@ -101,7 +102,7 @@ class KVScales(nn.Module):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the scales of the whole model: layers, rows, KV heads."""
-        return self.layers, len(ROWS), self.heads.total
+        return self.layers, len(KV_SCALE_ROWS), self.heads.total
 
     def check(self, scales_L3H: torch.Tensor) -> None:
         """Hold that these can be this model's scales. Waits for the device.
@@ -119,15 +120,15 @@ class KVScales(nn.Module):
             layer, row, head = (~sound).nonzero()[0].tolist()
             value = float(scales_L3H[layer, row, head])
             raise KVScalesError(
-                f"the {ROWS[row].upper()} scale of layer {layer}, KV head {head} is {value}; send "
-                f"amax * margin / 448, positive and finite"
+                f"the {KV_SCALE_ROWS[row].upper()} scale of layer {layer}, KV head {head} is "
+                f"{value}; send amax * margin / 448, positive and finite"
             )
 
     def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
         """Put scales in force, in place; without waiting for the device if they are on it.
 
-        Factors are worked out where the scales are: an update brings them to the host, where a
-        dozen small operations cost less than their launches.
+        Kernel scales are worked out where the scales are: an update brings them to the host, where
+        a dozen small operations cost less than their launches.
 
         Args:
             scales_L3H: FP32, for as many layers as it has, from layer ``first`` on; checked by the
@@ -136,20 +137,20 @@ class KVScales(nn.Module):
         layers = slice(first, first + len(scales_L3H))
         softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
         kept = as_kept(scales_L3H, self.per_head)
-        factors = derive(kept[:, :, self.heads.mine], softmax_L[layers])  # type: ignore[index]
+        kernel_scales = derive(kept[:, :, self.heads.mine], softmax_L[layers])  # type: ignore[index]
         self.scales[layers].copy_(kept)
-        self.store[:, layers].copy_(factors.store_2Lh)  # type: ignore[index]
-        self.xqa[:, layers].copy_(factors.xqa_2L)  # type: ignore[index]
-        self.ratio[:, layers].copy_(factors.ratio_2Lh)  # type: ignore[index]
+        self.store[:, layers].copy_(kernel_scales.store_2Lh)  # type: ignore[index]
+        self.xqa[:, layers].copy_(kernel_scales.xqa_2L)  # type: ignore[index]
+        self.ratio[:, layers].copy_(kernel_scales.ratio_2Lh)  # type: ignore[index]
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
         self.pending -= set(range(layers.start, layers.stop))
 
-    def after_update(self, brought_L3H: torch.Tensor | None) -> None:
+    def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
         """Follow new weights: take the scales that came with them, or what the scheme says."""
-        if brought_L3H is not None:
-            self.write(brought_L3H)
+        if incoming_L3H is not None:
+            self.write(incoming_L3H)
         elif self.scheme == "unit":
             self.write(torch.ones_like(self.scales))
         elif self.scheme == "engine":
@@ -180,23 +181,23 @@ class LayerKV:
     Kept on SGLang's layer, beside its parameters: it is no module, so it adds no names.
     """
 
-    def __init__(self, scales: KVScales, row: int) -> None:
-        self.scales, self.row = scales, row
-        (self.k_scale_h, self.v_scale_h) = scales.store[:, row]  # type: ignore[index]
-        (self.q_ratio_h, self.out_ratio_h) = scales.ratio[:, row]  # type: ignore[index]
-        self.xqa_q_scale = scales.xqa[0, row : row + 1]  # type: ignore[index]
-        self.xqa_kv_scale = scales.xqa[1, row : row + 1]  # type: ignore[index]
-        self.statistics = scales.statistics[row]
+    def __init__(self, scales: KVScales, layer_index: int) -> None:
+        self.scales, self.layer_index = scales, layer_index
+        (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
+        (self.q_ratio_h, self.out_ratio_h) = scales.ratio[:, layer_index]  # type: ignore[index]
+        self.xqa_q_scale = scales.xqa[0, layer_index : layer_index + 1]  # type: ignore[index]
+        self.xqa_kv_scale = scales.xqa[1, layer_index : layer_index + 1]  # type: ignore[index]
+        self.statistics = scales.statistics[layer_index]
 
     @property
     def is_due(self) -> bool:
         """Whether this layer is to be measured on the tokens at hand."""
-        return self.scales.measuring and self.row in self.scales.pending
+        return self.scales.measuring and self.layer_index in self.scales.pending
 
     @property
     def is_observed(self) -> bool:
         """Whether the error of the tokens at hand is to be measured."""
-        return self.scales.measuring and self.scales.to_observe[self.row] > 0
+        return self.scales.measuring and self.scales.to_observe[self.layer_index] > 0
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
@@ -241,12 +242,12 @@ def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> N
     """Register the buffers with the model, and give each attention layer its share.
 
     Args:
-        layers: in the order of their rows; layers of one ``layer_id`` share a row.
+        layers: in the order of their indices; layers of one ``layer_id`` share one.
     """
     model.fp8rl_kv = scales
-    rows = {layer_id: row for row, layer_id in enumerate(sorted({_id(la) for la in layers}))}
+    indices = {layer_id: index for index, layer_id in enumerate(sorted({_id(la) for la in layers}))}
     for layer in layers:
-        layer.fp8rl_layer = LayerKV(scales, rows[_id(layer)])  # type: ignore[assignment]
+        layer.fp8rl_layer = LayerKV(scales, indices[_id(layer)])  # type: ignore[assignment]
 
 
 def _id(layer: nn.Module) -> int:

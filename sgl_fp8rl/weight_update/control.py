@@ -196,7 +196,7 @@ def add_route(
         port_args = kw["port_args"] if "port_args" in kw else args[1]
         rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
         control = Control(tokenizer_manager, rpc, server_args)
-        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/probes.py)
+        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/internal_requests.py)
         compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
     return original(server_args, tokenizer_manager, *args, **kw)
 

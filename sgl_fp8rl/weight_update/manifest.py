@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE, num_blocks
+from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
 
 PROTOCOL = 3
 SCALE_SUFFIX = "_scale_inv"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*WEIGHT_DTYPES, FP8_DTYPE)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-PART_ALIGNMENT = 256
+CHUNK_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
 
 
@@ -48,13 +48,13 @@ class Manifest:
     """One update: its policy version and every tensor by its HF checkpoint name.
 
     A weight is BF16, FP16 or FP32; or float8_e4m3fn codes, then ``<name>_scale_inv`` holds its
-    FP32 scales, one for each 128x128 block. Tensors travel in this order (``parts.py``).
+    FP32 scales, one for each 128x128 block. Tensors travel in this order (``chunks.py``).
     """
 
     version: int
     tensors: Mapping[str, TensorSpec]
-    part_bytes: int = 512 << 20
-    """Bytes of one half of the bucket: the most that one part carries."""
+    chunk_bytes: int = 512 << 20
+    """Bytes of one half of the bucket: the most that one chunk carries."""
     mapped: frozenset[str] = frozenset()
     """Names that travel in no bucket: the engine reads them in the trainer's own memory."""
 
@@ -94,7 +94,7 @@ class Manifest:
             "protocol": PROTOCOL,
             "version": self.version,
             "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
-            "part_bytes": self.part_bytes,
+            "part_bytes": self.chunk_bytes,
             "mapped": sorted(self.mapped),
         }
 
@@ -115,9 +115,9 @@ class Manifest:
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
         size, mapped = data.get("part_bytes"), data.get("mapped")
-        if type(size) is not int or not 0 < size < 2**40 or size % PART_ALIGNMENT:
+        if type(size) is not int or not 0 < size < 2**40 or size % CHUNK_ALIGNMENT:
             raise ManifestError(
-                f"part_bytes is {size!r}; give a positive multiple of {PART_ALIGNMENT}"
+                f"part_bytes is {size!r}; give a positive multiple of {CHUNK_ALIGNMENT}"
             )
         if not isinstance(mapped, list) or not all(type(n) is str and n in tensors for n in mapped):
             raise ManifestError("mapped names what is no tensor of the manifest; send it there too")
@@ -128,7 +128,7 @@ class Manifest:
 def describe(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
     version: int,
-    part_bytes: int = Manifest.part_bytes,
+    chunk_bytes: int = Manifest.chunk_bytes,
     mapped: Collection[str] = (),
 ) -> Manifest:
     """The manifest of tensors in memory.
@@ -149,7 +149,7 @@ def describe(
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(version, tensors, part_bytes, frozenset(mapped))
+    return Manifest(version, tensors, chunk_bytes, frozenset(mapped))
 
 
 def check_version(version: Any) -> int:

@@ -1,7 +1,7 @@
 """Routes: where a slice of one HF tensor lives in this rank's engine storage.
 
 SGLang's ``model.load_weights`` knows every architecture. It runs once with probes in the place of
-tensors (``probe.py``); each copy that it makes becomes a route, replayed at every update.
+tensors (``route_tracer.py``); each copy that it makes becomes a route, replayed at every update.
 """
 
 import math
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from sgl_fp8rl.numerics.reference import BLOCK, FP8_DTYPE, num_blocks
+from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE, num_blocks
 from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, Manifest, ManifestError
 
 Span = tuple[int, int]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, routed_experts
-from sgl_fp8rl.kv_cache import report
-from sgl_fp8rl.kv_cache.probes import set_apart
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.kv_cache import kv_stats
+from sgl_fp8rl.kv_cache.internal_requests import isolate_prefix
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.cuda_memory import gpu_uuid
-from sgl_fp8rl.weight_update.in_flight import refuse, refuse_waiting, retract
+from sgl_fp8rl.weight_update.framing import FAULTS
 from sgl_fp8rl.weight_update.manifest import (
     FINISH,
     RETRACT,
@@ -28,9 +28,9 @@ from sgl_fp8rl.weight_update.manifest import (
     ManifestError,
     check_version,
 )
-from sgl_fp8rl.weight_update.serve import RankSocket, reply, serve
+from sgl_fp8rl.weight_update.rank_server import RankSocket, reply, serve
+from sgl_fp8rl.weight_update.retraction import refuse, refuse_waiting, retract
 from sgl_fp8rl.weight_update.session import EngineWeights, State
-from sgl_fp8rl.weight_update.wire import FAULTS
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,9 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     if message["op"] == "digest":
         return _answer({"ranks": gather(_digest(weights.model), group)})
     if message["op"] == "kv":
-        return _answer(report.read(weights.kv, group))
+        return _answer(kv_stats.read(weights.kv, group))
     if message["op"] == "kv_observe":
-        return _answer(report.start_observing(weights.kv))
+        return _answer(kv_stats.start_observing(weights.kv))
     if message["op"] == "kv_recalibrate":
         return _answer(_recalibrate(scheduler, weights, group))
     return _answer(_layout(weights, group))
@@ -116,7 +116,7 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
         "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
         "fp8": weights.table.kept_in(FP8_DTYPE) if weights.table else [],
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
-        "kv_cache": report.layout(weights.kv),
+        "kv_cache": kv_stats.layout(weights.kv),
         "routed_experts": routed_experts.layout(weights.model),
         **_status(weights),
     }
@@ -127,7 +127,7 @@ def _recalibrate(
 ) -> dict[str, Any]:
     """Let the next prefill measure the KV scales anew: nothing stored under the old ones stays."""
     if weights.kv is None:
-        return {"error": report.NO_FP8_KV}
+        return {"error": kv_stats.NO_FP8_KV}
     idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
     if not all(gather(bool(idle), group)):
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
@@ -278,7 +278,7 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
     weights = _scheduler_weights(scheduler)
     if weights is None or weights.state is State.SERVING:
         if weights is not None and weights.kv is not None:
-            set_apart(request)
+            isolate_prefix(request)
         original(scheduler, request, **kwargs)
         return
     refuse(scheduler, request, *_refusal(weights))

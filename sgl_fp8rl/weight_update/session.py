@@ -1,7 +1,7 @@
-"""An update session: begin -> write parts -> commit, or abort. Only a committed version generates.
+"""An update session: begin -> write chunks -> commit, or abort. Only a committed version generates.
 
 One ``EngineWeights`` lives beside the model on each rank. It knows nothing of sockets or SGLang's
-scheduler; ``serve.py`` drives it.
+scheduler; ``rank_server.py`` drives it.
 """
 
 import logging
@@ -11,21 +11,21 @@ from enum import Enum
 import torch
 from torch import nn
 
-from sgl_fp8rl.kv_cache import brought
-from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.kv_cache.schema import KV_SCALES
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
-from sgl_fp8rl.weight_update.memory import SharedMemory
-from sgl_fp8rl.weight_update.plan import Plan, plan_for
-from sgl_fp8rl.weight_update.probe import WriteWatch, record
+from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from sgl_fp8rl.weight_update.weight_writer import WeightWriter, writer_for
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = -1
 """The policy version of the weights that an engine starts with; updates count from 0."""
-PLANS_KEPT = 4
-"""Plans that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
+WRITERS_KEPT = 4
+"""Writers that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
 
 
 class State(Enum):
@@ -60,12 +60,12 @@ class EngineWeights:
         self.released = False
         """Whether the memory saver has taken the weights' memory away."""
         self.session: Session | None = None
-        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self._writers: OrderedDict[str, WeightWriter] = OrderedDict()
         self._addresses = _addresses(model)
 
     def knows(self, fingerprint: str) -> bool:
         """Whether a manifest with this fingerprint was accepted before."""
-        return fingerprint in self._plans
+        return fingerprint in self._writers
 
     def check_version(self, version: int) -> None:
         """Hold that an update to this version may begin now.
@@ -97,14 +97,14 @@ class EngineWeights:
         kv_scales = self.kv_scales_in(manifest)
         if self.table is None:
             try:
-                self.table = record(self.model, shapes_of(manifest, kv_scales))
+                self.table = record_routes(self.model, shapes_of(manifest, kv_scales))
             except RouteError as error:
                 raise ManifestError(str(error)) from error
         self.table.match(manifest, kv_scales)
-        plan = plan_for(self.table, manifest, self.dtype, self.device, kv_scales)
-        self._plans[manifest.fingerprint] = plan
-        while len(self._plans) > PLANS_KEPT:
-            self._plans.popitem(last=False)
+        writer = writer_for(self.table, manifest, self.dtype, self.device, kv_scales)
+        self._writers[manifest.fingerprint] = writer
+        while len(self._writers) > WRITERS_KEPT:
+            self._writers.popitem(last=False)
 
     def kv_scales_in(self, manifest: Manifest) -> frozenset[str]:
         """Names of the manifest's KV scales, held against the model.
@@ -120,7 +120,7 @@ class EngineWeights:
                     f"it with --kv-cache-dtype fp8_e4m3, or send none"
                 )
             return frozenset()
-        names = brought.check(manifest, self.kv.layers, self.kv.heads.total)
+        names = incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
         is_update = manifest.version != CHECKPOINT_VERSION
         if not names and is_update and self.kv.scheme == "trainer":
             raise ManifestError(
@@ -131,12 +131,12 @@ class EngineWeights:
 
     def forget(self, fingerprint: str) -> None:
         """Take back an ``accept``: another rank refused."""
-        self._plans.pop(fingerprint, None)
+        self._writers.pop(fingerprint, None)
 
     def begin(self, fingerprint: str, version: int) -> "Session":
         """Open the session of a manifest that was accepted."""
-        self._plans.move_to_end(fingerprint)
-        self.session = Session(self, self._plans[fingerprint], version)
+        self._writers.move_to_end(fingerprint)
+        self.session = Session(self, self._writers[fingerprint], version)
         self.state, self.reason = State.UPDATING, f"version {version} is being written"
         return self.session
 
@@ -177,9 +177,9 @@ class EngineWeights:
 class Session:
     """The writes of one update on one rank."""
 
-    def __init__(self, weights: EngineWeights, plan: Plan, version: int) -> None:
+    def __init__(self, weights: EngineWeights, writer: WeightWriter, version: int) -> None:
         self.weights = weights
-        self.plan = plan
+        self.writer = writer
         self.version = version
         self.previous = (weights.state, weights.reason)
         self.dirty = False
@@ -187,38 +187,38 @@ class Session:
         self.finished = False
         self.kv_scales: torch.Tensor | None = None
         """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
-        self._due = set(range(len(plan.parts)))
-        self._held: dict[str, torch.Tensor] = {}
-        plan.begin()
+        self._due = set(range(len(writer.chunks)))
+        self._deferred: dict[str, torch.Tensor] = {}
+        writer.begin()
         # before the trainer connects: it may then free what this update does not use
-        if not plan.manifest.mapped:
+        if not writer.manifest.mapped:
             weights.memory.close_segments()
-        if not plan.uses_bucket:
+        if not writer.uses_bucket:
             weights.memory.close_bucket()
 
     def write(self, index: int) -> None:
-        """Write part ``index``, which lies in the trainer's shared memory.
+        """Write chunk ``index``, which lies in the trainer's shared memory.
 
         Raises:
-            SessionError: the part came before, or there is none of that number.
+            SessionError: the chunk came before, or there is none of that number.
             ValueError: NaN or Inf, or the memory is not what was announced.
         """
         if index not in self._due:
             raise SessionError(f"part {index!r} is not awaited; write each part once")
-        source = self.plan.source(index, self.weights.memory)
+        source = self.writer.chunk_source(index, self.weights.memory)
         self.dirty = True
-        for piece in self.plan.held[index]:
-            spec = self.plan.manifest.tensors[piece.name]
-            tensor = source.tensor(piece, spec)
-            if piece.name not in self._held:
-                self._held[piece.name] = tensor.new_empty(spec.shape)
-            whole = self._held[piece.name]
-            (whole[slice(*piece.rows)] if spec.shape else whole).copy_(tensor)
-        self.plan.write(index, self.weights.memory)
+        for chunk_slice in self.writer.deferred[index]:
+            spec = self.writer.manifest.tensors[chunk_slice.name]
+            tensor = source.tensor(chunk_slice, spec)
+            if chunk_slice.name not in self._deferred:
+                self._deferred[chunk_slice.name] = tensor.new_empty(spec.shape)
+            whole = self._deferred[chunk_slice.name]
+            (whole[slice(*chunk_slice.rows)] if spec.shape else whole).copy_(tensor)
+        self.writer.write(index, self.weights.memory)
         self._due.remove(index)
 
     def finish(self) -> float | None:
-        """Hold that every part came, and refresh what is derived from them.
+        """Hold that every chunk came, and refresh what is derived from them.
 
         Returns:
             seconds that the GPU took to write the update, or None on a CPU.
@@ -228,30 +228,30 @@ class Session:
             ValueError: NaN or Inf, or KV scales that are not positive.
         """
         if self._due:
-            missing = self.plan.parts[min(self._due)][0].name
+            missing = self.writer.chunks[min(self._due)][0].name
             raise SessionError(
-                f"{len(self._due)} of {len(self.plan.parts)} parts are missing, with {missing}; "
+                f"{len(self._due)} of {len(self.writer.chunks)} parts are missing, with {missing}; "
                 f"send every part of the manifest before commit"
             )
-        seconds = self.plan.finish()
-        kv_scales = {name: self._held.pop(name) for name in self.plan.kv_scales}
-        if self._held:
-            self._load_held()
+        seconds = self.writer.finish()
+        kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}
+        if self._deferred:
+            self._load_deferred()
         self.weights.check_addresses()
         if kv_scales and self.weights.kv is not None:
             kv = self.weights.kv
-            self.kv_scales = brought.assemble(kv_scales, kv.layers, kv.heads.total)
+            self.kv_scales = incoming_scales.assemble(kv_scales, kv.layers, kv.heads.total)
             kv.check(self.kv_scales)
         self.finished = True
         return seconds
 
-    def _load_held(self) -> None:
+    def _load_deferred(self) -> None:
         """Give SGLang's own loader the tensors that have no routes."""
-        table = self.plan.table
-        for name, tensor in self._held.items():
+        table = self.writer.table
+        for name, tensor in self._deferred.items():
             _check_finite(name, tensor)
         with WriteWatch(self.weights.model) as watch:
-            self.weights.model.load_weights(iter(self._held.items()))  # type: ignore[operator]
+            self.weights.model.load_weights(iter(self._deferred.items()))  # type: ignore[operator]
         unwritten = sorted(table.by_loader - watch.written)
         if unwritten:
             raise SessionError(f"SGLang's loader left {unwritten[0]} unwritten; report this")

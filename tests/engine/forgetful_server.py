@@ -12,10 +12,10 @@ from unittest import mock
 
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-from sgl_fp8rl.weight_update import in_flight
+from sgl_fp8rl.weight_update import retraction
 
 KEEP_CACHE = "FP8RL_TEST_KEEP_CACHE"
-_retract = in_flight.retract
+_retract = retraction.retract
 
 
 def retract(scheduler: Any) -> bool:
@@ -27,7 +27,7 @@ def retract(scheduler: Any) -> bool:
 
 
 if KEEP_CACHE in os.environ:  # and not where a test reads the name of the variable
-    in_flight.retract = retract
+    retraction.retract = retract
 
 if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")

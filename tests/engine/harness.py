@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.numerics.reference import quantize_weight
+from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import models
 from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
@@ -32,7 +32,7 @@ CALL_TIMEOUT_S = 120.0
 FLUSH_TIMEOUT_S = 30.0
 """A reply is there a moment before its request has left the scheduler."""
 BUCKET_BYTES = 256 << 10
-"""So small that a tiny model takes many parts, and its larger matrices are split."""
+"""So small that a tiny model takes many chunks, and its larger matrices are split."""
 SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
 """Without the first, SGLang takes most of the machine's memory for its KV cache."""
 IDLE = {"sleep_on_idle": True}

@@ -278,7 +278,7 @@ def fp8_stream(path: Path | str, quantize: Quantize) -> Iterator[tuple[str, torc
     """The checkpoint as a trainer sends it when it quantizes: codes, then ``weight_scale_inv``.
 
     Tensors that stay BF16 come as they are. ``quantize`` is of the shape of
-    ``sgl_fp8rl.numerics.reference.quantize_weight``.
+    ``sgl_fp8rl.ops.reference.quantize_weight``.
     """
     fp8 = set(fp8_names(path))
     for name, tensor in named_tensors(path):

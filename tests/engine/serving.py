@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import trainer_bridge
+from sgl_fp8rl.weight_update.chunks import cut_into_chunks
 from sgl_fp8rl.weight_update.manifest import Manifest, describe
-from sgl_fp8rl.weight_update.memory import Bucket
-from sgl_fp8rl.weight_update.parts import cut_into_parts
+from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.transport.memory import HostBucket
-from trainer_bridge.transport.ranks import Ranks
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import RankClients
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -93,31 +93,31 @@ class ByHand:
 
     def __init__(self, begun: dict[str, Any], tensors: Tensors) -> None:
         self.manifest = manifest_of(tensors)
-        self.parts = cut_into_parts(self.manifest)
-        self.ranks = Ranks(begun["sockets"], begun["token"])
-        self.bucket = HostBucket(2 * self.manifest.part_bytes)
+        self.chunks = cut_into_chunks(self.manifest)
+        self.ranks = RankClients(begun["sockets"], begun["token"])
+        self.bucket = HostBucket(2 * self.manifest.chunk_bytes)
         self._tensors = dict(tensors)
         self._shared = False
 
     def write(self, *indices: int) -> None:
-        """Send these parts, each when the one before it is written."""
+        """Send these chunks, each when the one before it is written."""
         if not self._shared:
             self.bucket.share(self.ranks)
             self._shared = True
         bucket = Bucket("by hand", self.bucket.content)
         for index in indices:
-            for piece in self.parts[index]:
-                rows = self._tensors[piece.name][slice(*piece.rows)]
-                bucket.tensor(piece, self.manifest.tensors[piece.name]).copy_(rows)
+            for chunk_slice in self.chunks[index]:
+                rows = self._tensors[chunk_slice.name][slice(*chunk_slice.rows)]
+                bucket.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name]).copy_(rows)
             self.ranks.ask({"op": "part", "index": index})
 
     def write_from(self, first: int) -> None:
-        """Send this part and all that follow."""
-        self.write(*range(first, len(self.parts)))
+        """Send this chunk and all that follow."""
+        self.write(*range(first, len(self.chunks)))
         self.ranks.ask({"op": "finish"})
 
     def commit_from(self, first: int) -> None:
-        """Send this part and all that follow, and commit."""
+        """Send this chunk and all that follow, and commit."""
         self.write_from(first)
         self.ranks.ask({"op": "commit"})
 
@@ -128,7 +128,7 @@ class ByHand:
 
 @contextmanager
 def by_hand(server: Server, tensors: Tensors, version: int) -> Iterator[ByHand]:
-    """An update whose parts the test sends; at the end it is over, one way or another."""
+    """An update whose chunks the test sends; at the end it is over, one way or another."""
     trainer = ByHand(begin(server, tensors, version), tensors)
     try:
         yield trainer

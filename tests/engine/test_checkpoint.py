@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from sgl_fp8rl.numerics.reference import quantize_weight
+from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import models
 from tests.engine.harness import EngineProcess
 

@@ -139,7 +139,7 @@ def alone(engine: Server | EngineProcess, ask: dict[str, Any]) -> Reply:
 
 @contextmanager
 def by_hand(server: Server, checkpoint: Path, version: int) -> Iterator[ByHand]:
-    """An update that retracts and whose parts the test sends."""
+    """An update that retracts and whose chunks the test sends."""
     tensors = list(models.named_tensors(checkpoint))
     message = begin_message(manifest_of(tensors), version)
     trainer = ByHand(server.control({**message, "in_flight": "retract"}), tensors)

@@ -10,8 +10,8 @@ import torch
 
 from server_args import parse
 from sgl_fp8rl import cli
-from sgl_fp8rl.precision import command, fake
-from sgl_fp8rl.precision.groups import fp8_groups
+from sgl_fp8rl.sensitivity import command, fake_quant
+from sgl_fp8rl.sensitivity.groups import fp8_groups
 from tests.engine import models
 from tests.engine.harness import EngineProcess
 from tests.engine.hf_oracle import mean_difference
@@ -58,6 +58,6 @@ def test_the_list_is_what_the_engine_leaves_in_bf16(tmp_path: Path) -> None:
 
 def by_transformers(model: Any, groups: list[Any], tokens: list[int]) -> list[float]:
     ids = torch.tensor(tokens)
-    with torch.inference_mode(), fake.fp8(groups):
+    with torch.inference_mode(), fake_quant.fp8(groups):
         logprobs = model(ids[None]).logits[0].double().log_softmax(-1)
     return [float(x) for x in logprobs[:-1].gather(-1, ids[1:, None]).squeeze(-1)]

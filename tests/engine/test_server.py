@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update import framing
 from sgl_fp8rl.weight_update.manifest import PROTOCOL
 from tests.engine import models
 from tests.engine.conftest import Policies
@@ -46,7 +46,7 @@ from tests.engine.serving import (
     version_of,
 )
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.ranks import Ranks
+from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.engine
 
@@ -358,7 +358,7 @@ def test_mapped_tensors_of_a_cpu_engine(
     version = version_of(server)
     manifest = manifest_of(tensors, mapped=tuple(name for name, _ in tensors))
     begun = server.control(begin_message(manifest, version + 1))
-    ranks = Ranks(begun["sockets"], begun["token"])
+    ranks = RankClients(begun["sockets"], begun["token"])
     with pytest.raises(EngineError, match="a mapped part came before its memory"):
         ranks.ask({"op": "part", "index": 0})
     ranks.close()
@@ -374,17 +374,17 @@ def twice(trainer: ByHand) -> None:
 
 
 def last_missing(trainer: ByHand) -> None:
-    trainer.write(*range(1, len(trainer.parts) - 1))
+    trainer.write(*range(1, len(trainer.chunks) - 1))
     trainer.ranks.ask({"op": "finish"})
 
 
 def second_missing(trainer: ByHand) -> None:
-    trainer.write(*range(2, len(trainer.parts)))
+    trainer.write(*range(2, len(trainer.chunks)))
     trainer.ranks.ask({"op": "finish"})
 
 
 def after_the_last(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "part", "index": len(trainer.parts)})
+    trainer.ranks.ask({"op": "part", "index": len(trainer.chunks)})
 
 
 def with_number(index: Any) -> Callable[[ByHand], None]:
@@ -407,7 +407,7 @@ def smaller_bucket_midway(trainer: ByHand) -> None:
 
 
 def commit_before_finish(trainer: ByHand) -> None:
-    trainer.write(*range(1, len(trainer.parts)))
+    trainer.write(*range(1, len(trainer.chunks)))
     trainer.ranks.ask({"op": "commit"})
 
 
@@ -492,12 +492,12 @@ def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tenso
     version = version_of(server) + 1
     begun = begin(server, tensors, version)
     with pytest.raises(EngineError, match="another session"):
-        Ranks(begun["sockets"], "0" * 32)
+        RankClients(begun["sockets"], "0" * 32)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
         stranger.connect(begun["sockets"][0])
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(OSError):
-            wire.receive(stranger)
+            framing.receive(stranger)
     trainer = ByHand(begun, tensors)
     trainer.commit_from(0)
     trainer.close()
@@ -511,7 +511,7 @@ def test_wrong_token_is_turned_away(server: Server, policy: Path, tensors: Tenso
 def _trainer_that_stops(
     connection: Connection, address: str, checkpoint: Path, version: int, sent: int | None
 ) -> None:
-    """Begin an update, send so many parts (None: do not even connect), and do nothing more."""
+    """Begin an update, send so many chunks (None: do not even connect), and do nothing more."""
     tensors = list(models.named_tensors(checkpoint))
     begun = begin(trainer_bridge.connect(address), tensors, version)
     trainer = None

@@ -21,18 +21,18 @@ import kernels_pair
 import kernels_sampler
 import processes
 import readme
-import rows
+import result_rows
 from measuring import Call
 
-from sgl_fp8rl.gemm import candidates, kept, table
-from sgl_fp8rl.numerics import (
+from sgl_fp8rl.gemm import candidates, table, tune_cache
+from sgl_fp8rl.ops import (
     activation,
-    head_kernels,
     heads,
+    heads_triton,
     kv,
-    kv_kernels,
+    kv_triton,
     qk_rope,
-    qk_rope_kernels,
+    qk_rope_triton,
 )
 from tests.examples.facts import FACTS
 
@@ -137,7 +137,7 @@ def test_every_part_is_a_generator_of_its_module(monkeypatch: pytest.MonkeyPatch
 def test_the_pairs_of_torch_s_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_kv, "DEVICE", "cpu")
     monkeypatch.setattr(kernels_kv, "TOKENS", (1, 5))
-    monkeypatch.setattr(head_kernels, "scale_heads", heads.scale_heads)
+    monkeypatch.setattr(heads_triton, "scale_heads", heads.scale_heads)
     monkeypatch.setattr(kernels_kv, "sets_of", lambda nbytes: 2)
     found = list(kernels_kv.factors())
     assert [pair.case for pair in found] == [f"heads x factors (torch): {n}" for n in (1, 5)]
@@ -146,7 +146,7 @@ def test_the_pairs_of_torch_s_product(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(pair.stock) == len(pair.ours) == 36
         assert pair.ours[1]().shape == (int(pair.size), 4096)
     assert found[1].nbytes == 5 * 4096 * 4 + 32
-    monkeypatch.setattr(head_kernels, "scale_heads", lambda x, factor: x * 1)
+    monkeypatch.setattr(heads_triton, "scale_heads", lambda x, factor: x * 1)
     with pytest.raises(RuntimeError, match=r"heads: [0-9]+ of 4096 values"):
         found[0].check()
 
@@ -196,8 +196,8 @@ def twins_of_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_kv, "DECODE", (5,))
     monkeypatch.setattr(kernels_kv, "TOKENS", (1, 5))
     monkeypatch.setattr(kernels_kv, "sets_of", lambda nbytes: 2)
-    monkeypatch.setattr(kv_kernels, "store_kv", kv.store_kv)
-    monkeypatch.setattr(qk_rope_kernels, "norm_rope_store", qk_rope.norm_rope_store)
+    monkeypatch.setattr(kv_triton, "store_kv", kv.store_kv)
+    monkeypatch.setattr(qk_rope_triton, "norm_rope_store", qk_rope.norm_rope_store)
     for name in ("stock_store", "stock_store_xqa"):
         monkeypatch.setattr(kernels_kv, name, lambda *args: kernels_kv.our_store(*args))
     monkeypatch.setattr(kernels_kv, "stock_qk_rope", qk_rope.norm_rope_store)
@@ -221,7 +221,7 @@ def test_the_pairs_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
         scales = cache.k_scale_H, cache.v_scale_H
         twin(k, v, slots, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C, read_back=False)
 
-    monkeypatch.setattr(kv_kernels, "store_kv", swapped)
+    monkeypatch.setattr(kv_triton, "store_kv", swapped)
     monkeypatch.setattr(kernels_kv, "stock_store", stock)
     with pytest.raises(RuntimeError, match=r"K: \d+ of 1024 values are not SGLang's"):
         next(kernels_kv.store()).check()
@@ -319,7 +319,7 @@ def test_a_run_becomes_rows(
 ) -> None:
     content = run_all(tmp_path, monkeypatch)
     assert content["benchmark"] == "kernels" and content["environment"]["copy_tb_s"] == 4.0
-    made: list[rows.Row] = content["rows"]
+    made: list[result_rows.Row] = content["rows"]
     schema = {"arm", "model", "case", "metric", "unit", "median", "min", "max", "n", "ratios"}
     assert all(schema <= row.keys() for row in made)
     (mine,) = [row for row in made if (row["case"], row["metric"]) == ("QK-norm: 128", "kernel_us")
@@ -377,18 +377,18 @@ def test_without_a_gpu_the_benchmark_says_so(
 
 
 def test_a_table_of_products(tmp_path: Path) -> None:
-    entry, versions = table.Entry, dict.fromkeys(kept.PACKAGES, "9.9")
+    entry, versions = table.Entry, dict.fromkeys(tune_cache.PACKAGES, "9.9")
     made: table.Table = {
         (256, 128): [entry(1, candidates.STOCK, {}, 4, 4), entry(64, "flashinfer_sm90", {}, 2, 5)],
         (512, 128): [entry(64, candidates.STOCK, {}, 150, 150)],
     }
-    table.FILES.save(tmp_path / "x.json", kept.Machine("NVIDIA H200", 132, versions), made)
+    table.FILES.save(tmp_path / "x.json", tune_cache.Machine("NVIDIA H200", 132, versions), made)
     lines = kernel_tables.products((tmp_path / "x.json").read_text()).splitlines()
     assert lines[0] == "| rows | 256 x 128 | 512 x 128 |"
     assert lines[2] == "| 64 | 2.0, 2.50x | 150 |"  # 1 has nothing but stock's
     assert lines[3] == "" and "2 batches up to 64 rows" in lines[4] and "torch 9.9" in lines[4]
     del made[256, 128][1]
-    table.FILES.save(tmp_path / "x.json", kept.Machine("NVIDIA H200", 132, versions), made)
+    table.FILES.save(tmp_path / "x.json", tune_cache.Machine("NVIDIA H200", 132, versions), made)
     assert kernel_tables.products((tmp_path / "x.json").read_text()).startswith("N x K")
 
 

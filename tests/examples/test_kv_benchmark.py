@@ -31,7 +31,7 @@ import serving
 import stock_push
 import weights
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOAD = inputs_of.Load(2, 128)
 BEYOND = replace(LOAD, beyond=True)

@@ -14,7 +14,7 @@ import kv_cases
 import kv_weights
 import processes
 import readme
-import rows
+import result_rows
 
 from tests.examples.facts import FACTS
 
@@ -35,7 +35,7 @@ def fake_case(case: kv_cases.Case, to_score: Any) -> processes.Outcome:
     """What a process of this case may report."""
     slow = 2.0 if case.arm == "stock-bf16" else 1.0
 
-    def report(name: str, arm: str = case.arm, **values: list[float]) -> rows.Report:
+    def report(name: str, arm: str = case.arm, **values: list[float]) -> result_rows.Report:
         return {"arm": arm, "case": name, "model": kv_cases.MODEL, "layers": 36, "values": values}
 
     found: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.layout import JUDGED, LOG, WARMED, rows_of
+from parity.paths import JUDGED, LOG, WARMED, rows_of
 from parity.tasks import MAX_NEW_TOKENS
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "parity"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import readme
 from parity import picture, report, summary, tables
-from parity.layout import FINISHED, JUDGED, LOG, run_folder
+from parity.paths import FINISHED, JUDGED, LOG, run_folder
 from parity.settings import MARGIN
 from parity.variants import ARMS, seeds_of
 

@@ -14,9 +14,9 @@ import placement
 import pytest
 import torch
 from parity import learner, policies, rollouts, run, tasks
-from parity.journal import Journal
-from parity.layout import FINAL, LOG, rows_of, run_folder
 from parity.learner import Learner
+from parity.paths import FINAL, LOG, rows_of, run_folder
+from parity.run_log import RunLog
 from parity.variants import ARMS, CORRECTED
 
 from trainer_bridge import Rollout
@@ -149,7 +149,7 @@ def arguments(state: Path, *more: str) -> Namespace:
 
 
 def go_on(args: Namespace) -> bool:
-    return run.run(args, Journal(run_folder(args.state, args.arm, args.seed)))
+    return run.run(args, RunLog(run_folder(args.state, args.arm, args.seed)))
 
 
 def curve(state: Path) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_a_killed_run_goes_on_to_the_same_curve(
     resumed = kill_at // EVERY * EVERY
     assert fake_engine["seeds"][-1] == 1 + run.ENGINE_SEEDS * resumed
     assert (folder / FINAL / "model.safetensors").exists()
-    assert Journal(folder).is_finished
+    assert RunLog(folder).is_finished
     assert not list(folder.glob("checkpoint*.safetensors"))
 
 

@@ -11,7 +11,7 @@ import pytest
 from parity import policies, run_all, warm_up
 from parity import schedule as scheduling
 from parity.judge import to_judge
-from parity.layout import FINISHED, JUDGED, WARMED
+from parity.paths import FINISHED, JUDGED, WARMED
 from parity.run import STOPPED
 from parity.schedule import Job, Schedule
 from parity.variants import ARMS

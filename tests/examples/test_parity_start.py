@@ -11,8 +11,8 @@ import tiny_model
 import torch
 from arithmetic import END
 from parity import policies, pretraining, rollouts, tasks
-from parity.layout import START_SETTINGS
 from parity.learner import Learner
+from parity.paths import START_SETTINGS
 from parity.settings import SETTINGS
 from parity.tasks import Problem
 

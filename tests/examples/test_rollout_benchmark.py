@@ -25,15 +25,15 @@ import performance_picture
 import performance_tables
 import processes
 import readme
+import result_rows
 import rollout
 import rollout_cases as cases
-import rows
 import serving
 import stock_push
 import traffic
 import weights
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE, dequantize_weight, quantize_weight
+from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 from tests.examples import facts
 
 QWEN3_8B = models.MODELS["qwen3-8b"]
@@ -262,9 +262,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(path: Path, *words: str) -> list[rows.Row]:
+def run(path: Path, *words: str) -> list[result_rows.Row]:
     rollout.main([*words, "--output", str(path)])
-    found: list[rows.Row] = json.loads(path.read_text())["rows"]
+    found: list[result_rows.Row] = json.loads(path.read_text())["rows"]
     return found
 
 
@@ -275,7 +275,7 @@ def test_a_grid_is_cut_into_calls(measured: Path, monkeypatch: pytest.MonkeyPatc
         run(cut, "--arms", arm, "--cases", "rollout", "--requests", "64")
         loads = rollout.arguments([]).cases[:-1]
         found = run(cut, "--arms", arm, "--cases", *loads)
-    key = rows.identity
+    key = result_rows.identity
     assert sorted(found, key=key) == sorted(whole, key=key)
     row = next(r for r in found if key(r)[1:] == ("fp8rl", "64x8192", "decode_step_ms"))
     assert row["ratios"]["stock-bf16, 64x8192"] == 2.0
@@ -295,7 +295,9 @@ def test_files_of_one_host_are_merged(measured: Path, monkeypatch: pytest.Monkey
         assert all(not r["ratios"] for r in run(path, "--arms", arm, "--cases", "128x512"))
     merged = run(measured / "all.json", "--merge", *map(str, reversed(paths)))
     assert [r["arm"] for r in merged] == ["stock-bf16"] * 5 + ["fp8rl-kv8"] * 5
-    step = next(r for r in merged if rows.identity(r)[1::2] == ("fp8rl-kv8", "decode_step_ms"))
+    step = next(
+        r for r in merged if result_rows.identity(r)[1::2] == ("fp8rl-kv8", "decode_step_ms")
+    )
     assert step["ratios"] == {"stock-bf16, 128x512": 2.0}
     with pytest.raises(ValueError, match="more than one file has qwen3-8b, stock-bf16, capacity"):
         run(measured / "twice.json", "--merge", str(paths[0]), str(paths[0]))

@@ -16,7 +16,7 @@ import engine_start
 import environment
 import models
 import readme
-import rows
+import result_rows
 import start
 
 from tests.examples.facts import FACTS
@@ -175,7 +175,7 @@ Path(job["report"]).write_text(json.dumps(
 
 def run_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str = "", log: str = AHEAD + BELOW
-) -> list[rows.Row]:
+) -> list[result_rows.Row]:
     """The rows of a run whose starts are made by ``CHILD``."""
     (tmp_path / "engine_start.py").write_text(CHILD.format(body=body, log=log))
     monkeypatch.setattr(start, "HERE", tmp_path)
@@ -187,11 +187,11 @@ def run_all(
     content = json.loads((tmp_path / "start.json").read_text())
     assert content["benchmark"] == "start"
     assert content["environment"]["engine"]["cuda_graph_max_bs_decode"] == start.GRAPHS
-    made: list[rows.Row] = content["rows"]
+    made: list[result_rows.Row] = content["rows"]
     return made
 
 
-def median_of(made: list[rows.Row], case: str, metric: str) -> Any:
+def median_of(made: list[result_rows.Row], case: str, metric: str) -> Any:
     (row,) = [row for row in made if (row["case"], row["metric"]) == (case, metric)]
     return row["median"]
 

@@ -20,12 +20,12 @@ import arms
 import cases
 import measuring
 import models
-import rows
+import result_rows
 import stock_push
 import traffic
 import weights
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE, dequantize_weight, quantize_weight
+from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY_DENSE = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=512)
 TINY_MOE = replace(TINY_DENSE, intermediate=128, experts=4, experts_per_token=2)
@@ -281,7 +281,7 @@ def test_a_whole_arm(case: cases.Case, tmp_path: Path, monkeypatch: pytest.Monke
     assert report["logprob_changed"] is True
     assert report["policy_version"] == (None if case.stock else arms.WARM_UP + 3 + arms.WATCHED - 1)
     assert bool(expandable) is (case.mapped is False)
-    made = rows.rows_of([{"arm": case.arm, "case": case.name, "model": "tiny"} | report])
+    made = result_rows.rows_of([{"arm": case.arm, "case": case.name, "model": "tiny"} | report])
     metrics = {row["metric"]: row for row in made}
     assert metrics["update_wall_ms"]["n"] == 3 and metrics["update_wall_ms"]["layers"] == 2
     assert ("update_gpu_ms" in metrics) is not case.stock

@@ -15,12 +15,12 @@ import environment
 import models
 import processes
 import readme
-import rows
+import result_rows
 import traffic
 import update
 
 
-def a_report(case: cases.Case, wall: list[float], **more: Any) -> rows.Report:
+def a_report(case: cases.Case, wall: list[float], **more: Any) -> result_rows.Report:
     parameters = list(models.parameters(models.MODELS["qwen3-8b"]))
     ours = not case.stock
     share = 1.0 if case.mapped else 0.0
@@ -41,11 +41,11 @@ def a_report(case: cases.Case, wall: list[float], **more: Any) -> rows.Report:
         **more,
     }
     gpu = [6.5, 6.4, 7.0] if ours else []
-    values = rows.measured(wall, gpu, parameters, report) | {"peak_extra_gib": [1.0]}
+    values = result_rows.measured(wall, gpu, parameters, report) | {"peak_extra_gib": [1.0]}
     return report | {"values": values}
 
 
-def all_reports() -> list[rows.Report]:
+def all_reports() -> list[result_rows.Report]:
     big, small, flash, mapped, bucket, _ = cases.CASES
     failure = {"failure": "ended by SIGKILL: IndexError: a | b"}
     return [
@@ -57,13 +57,13 @@ def all_reports() -> list[rows.Report]:
     ]
 
 
-def row_of(made: list[rows.Row], case: str, metric: str) -> rows.Row:
+def row_of(made: list[result_rows.Row], case: str, metric: str) -> result_rows.Row:
     (row,) = [r for r in made if (r["case"], r["metric"]) == (case, metric)]
     return row
 
 
 def test_rows_have_medians_spreads_and_ratios() -> None:
-    made = rows.rows_of(all_reports())
+    made = result_rows.rows_of(all_reports())
     schema = {"arm", "model", "case", "metric", "unit", "median", "min", "max", "n", "ratios"}
     assert all(schema <= row.keys() for row in made)
     wall = row_of(made, "from BF16, mapped", "update_wall_ms")
@@ -97,7 +97,7 @@ def test_arms_of_another_size_are_not_compared() -> None:
         a_report(flash, [5.0], parameters=2_000_000_000, layers=4),
         a_report(mapped, [10.0]),
     ]
-    made = rows.rows_of(reports)
+    made = result_rows.rows_of(reports)
     wall = [row for row in made if row["metric"] == "update_wall_ms"]
     assert [set(row["ratios"]) for row in wall] == [
         {"fp8rl, from BF16, mapped"},
@@ -121,28 +121,28 @@ ENVIRONMENT = {
 
 def test_the_file_keeps_other_models_of_the_same_commit_only(tmp_path: Path) -> None:
     path = tmp_path / "results" / "update.json"
-    made = rows.rows_of(all_reports())
-    assert rows.kept(path, ENVIRONMENT, ["qwen3-8b"]) == []
-    rows.save(path, ENVIRONMENT, made, [])
+    made = result_rows.rows_of(all_reports())
+    assert result_rows.kept(path, ENVIRONMENT, ["qwen3-8b"]) == []
+    result_rows.save(path, ENVIRONMENT, made, [])
     content = json.loads(path.read_text())
     assert content["benchmark"] == "update"
     assert content["environment"] == ENVIRONMENT | {"copy_tb_s": 4.3}
     assert content["rows"] == made
     later = ENVIRONMENT | {"date": "2026-11-22"}
-    assert rows.kept(path, later, ["qwen3-30b-a3b"]) == made
-    assert rows.kept(path, later, ["qwen3-8b"]) == []
-    assert rows.kept(path, later | {"commit": "def5678"}, ["qwen3-30b-a3b"]) == []
+    assert result_rows.kept(path, later, ["qwen3-30b-a3b"]) == made
+    assert result_rows.kept(path, later, ["qwen3-8b"]) == []
+    assert result_rows.kept(path, later | {"commit": "def5678"}, ["qwen3-30b-a3b"]) == []
     assert [file.name for file in path.parent.iterdir()] == ["update.json"]
 
 
 def test_the_file_keeps_rows_whichever_arms_ran_beside_them(tmp_path: Path) -> None:
     """One model may be run with fewer arms; its size and its number of updates must be the same."""
-    path, made = tmp_path / "update.json", rows.rows_of(all_reports())
-    rows.save(path, ENVIRONMENT, made, [])
+    path, made = tmp_path / "update.json", result_rows.rows_of(all_reports())
+    result_rows.save(path, ENVIRONMENT, made, [])
 
-    def kept_after(*words: str) -> list[rows.Row]:
+    def kept_after(*words: str) -> list[result_rows.Row]:
         command = update.command(update.arguments([*words, "--output", "x"]))
-        return rows.kept(path, ENVIRONMENT | {"command": command}, ["qwen3-30b-a3b"])
+        return result_rows.kept(path, ENVIRONMENT | {"command": command}, ["qwen3-30b-a3b"])
 
     assert kept_after("--arms", "fp8rl") == made
     assert kept_after("--arms", "stock-bf16", "fp8rl") == made
@@ -154,7 +154,7 @@ def test_the_readme_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     text = "a\n<!-- measured: update -->\n<!-- end -->\nb\n"
     assert readme.BLOCK.sub(readme.filled, text) == text  # nothing was measured yet
-    rows.save(tmp_path / "update.json", ENVIRONMENT, rows.rows_of(all_reports()), [])
+    result_rows.save(tmp_path / "update.json", ENVIRONMENT, result_rows.rows_of(all_reports()), [])
     once = readme.BLOCK.sub(readme.filled, text)
     assert readme.BLOCK.sub(readme.filled, once) == once
     assert once.startswith("a\n<!-- measured: update -->\n| qwen3-8b |")
@@ -216,7 +216,7 @@ def fake_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
     monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
 
 
-def run_case(case: cases.Case, *more: str) -> rows.Report:
+def run_case(case: cases.Case, *more: str) -> result_rows.Report:
     return update.run_case(case, "qwen3-8b", update.arguments(["--models", "qwen3-8b", *more]))
 
 
@@ -244,7 +244,7 @@ def test_an_arm_that_dies_becomes_a_row(
 ) -> None:
     fake_arm(tmp_path, monkeypatch, body)
     report = run_case(cases.find("stock-flash-rl", "buckets of 2 GiB, 4 layers"))
-    (row,) = rows.rows_of([report])
+    (row,) = result_rows.rows_of([report])
     assert (row["metric"], row["sentence"]) == ("failure", sentence)
     assert sentence in update.line(report, 1.0)
 

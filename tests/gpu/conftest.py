@@ -1,7 +1,7 @@
 """Tests that need an NVIDIA GPU; without one they are skipped.
 
 With TRITON_INTERPRET=1 the kernel tests run on the CPU instead, through Triton's interpreter;
-``tests/sgl_fp8rl/numerics/test_kernels.py`` starts them so.
+``tests/sgl_fp8rl/ops/test_triton_kernels.py`` starts them so.
 """
 
 from pathlib import Path

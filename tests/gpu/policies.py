@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from sgl_fp8rl.numerics.reference import quantize_weight
+from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import expected, models
 
 HEAD = 128

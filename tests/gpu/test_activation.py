@@ -11,8 +11,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_fp8rl.numerics import activation, activation_kernels, reference
-from sgl_fp8rl.numerics.activation import Quantized
+from sgl_fp8rl.ops import activation, activation_triton, reference
+from sgl_fp8rl.ops.activation import Quantized
 from tests import activation_oracle as exact
 from tests.activation_oracle import apart, planted, rows
 from tests.gpu.conftest import INTERPRETED
@@ -33,7 +33,7 @@ needs_sglang = pytest.mark.skipif(
 def _reciprocals(x: tl.tensor, out: tl.tensor, size: tl.tensor, INTERPRETED: tl.constexpr) -> None:
     index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     values = tl.load(x + index, mask=index < size, other=1.0)
-    reciprocals = activation_kernels._reciprocal(values, INTERPRETED)
+    reciprocals = activation_triton._reciprocal(values, INTERPRETED)
     tl.store(out + index, reciprocals, mask=index < size)
 
 
@@ -77,7 +77,7 @@ def canaries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
             values.view(M, K // 128) if by_row else values.view(K // 128, padded).t()[:M],
         )
 
-    monkeypatch.setattr(activation_kernels, "empty_quantized", empty)
+    monkeypatch.setattr(activation_triton, "empty_quantized", empty)
     return checks
 
 
@@ -103,7 +103,7 @@ def assert_close(y: Tensor, other: Tensor) -> None:
 
 def quantized(x_MK: Tensor) -> Quantized:
     """The kernel's codes and scales, which must be the twin's."""
-    got = activation_kernels.quantize_tokens(x_MK)
+    got = activation_triton.quantize_tokens(x_MK)
     assert_same(got, activation.quantize_tokens(x_MK))
     return got
 
@@ -114,7 +114,7 @@ def normed(
     """The kernel's y, its codes and scales; x and the residual are left as they were."""
     pair = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
     twins = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
-    y, got = activation_kernels.rms_norm_quantize(pair[0], weight_K, eps, pair[1])
+    y, got = activation_triton.rms_norm_quantize(pair[0], weight_K, eps, pair[1])
     want, _ = activation.rms_norm_quantize(twins[0], weight_K, eps, twins[1])
     assert_close(y, want)
     assert (y is pair[0]) == (residual_MK is not None)
@@ -128,9 +128,9 @@ def normed(
 
 def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
     """The kernel's y, its codes and scales."""
-    y, got = activation_kernels.silu_mul_quantize(gate_up)
+    y, got = activation_triton.silu_mul_quantize(gate_up)
     assert_close(y, activation.silu_mul_quantize(gate_up)[0])
-    assert_same(activation_kernels.silu_mul_codes(gate_up), got)
+    assert_same(activation_triton.silu_mul_codes(gate_up), got)
     assert_same(got, activation.quantize_tokens(y))
     return y, got
 
@@ -148,9 +148,9 @@ def test_scales_by_row(
 
     def both(*, by_row: bool) -> list[Quantized]:
         return [
-            activation_kernels.quantize_tokens(x, by_row=by_row),
-            activation_kernels.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
-            activation_kernels.silu_mul_codes(gate_up, by_row=by_row),
+            activation_triton.quantize_tokens(x, by_row=by_row),
+            activation_triton.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
+            activation_triton.silu_mul_codes(gate_up, by_row=by_row),
             activation.quantize_tokens(x, by_row=by_row),
             activation.rms_norm_quantize(x, weight, 1e-6, by_row=by_row)[1],
             activation.silu_mul_codes(gate_up, by_row=by_row),
@@ -209,7 +209,7 @@ def test_norms_of_zeros_nan_and_strided_rows(device: str, add: bool) -> None:
     x[0] = residual[0] = 0
     x[1, 7], x[2, 9] = torch.nan, torch.inf
     weight = torch.ones(384, device=device)
-    y, _ = activation_kernels.rms_norm_quantize(
+    y, _ = activation_triton.rms_norm_quantize(
         x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
     )
     twin, _ = activation.rms_norm_quantize(
@@ -244,18 +244,18 @@ def test_silu_of_what_is_no_ordinary_number(device: str) -> None:
 def test_no_tokens(device: str) -> None:
     x, weight = rows(2, 256).to(device)[:0], torch.ones(256, dtype=BF16, device=device)
     assert quantized(x).codes_MK.shape == (0, 256)
-    assert activation_kernels.rms_norm_quantize(x, weight, 1e-6, x.clone())[0].shape == (0, 256)
-    assert activation_kernels.silu_mul_quantize(x)[0].shape == (0, 128)
+    assert activation_triton.rms_norm_quantize(x, weight, 1e-6, x.clone())[0].shape == (0, 256)
+    assert activation_triton.silu_mul_quantize(x)[0].shape == (0, 128)
 
 
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:
     x = rows(2, 256).to(device)
     with pytest.raises(ValueError, match=r"not from torch\.float32"):
-        activation_kernels.quantize_tokens(x.float())
+        activation_triton.quantize_tokens(x.float())
     with pytest.raises(ValueError, match="64 channels have no groups"):
-        activation_kernels.silu_mul_quantize(x[:, :128])
+        activation_triton.silu_mul_quantize(x[:, :128])
     with pytest.raises(ValueError, match=r"a weight \[128\]"):
-        activation_kernels.rms_norm_quantize(x, torch.ones(128, device=device), 1e-6)
+        activation_triton.rms_norm_quantize(x, torch.ones(128, device=device), 1e-6)
 
 
 def test_control_bytes_of_a_division_are_seen(device: str) -> None:
@@ -279,9 +279,9 @@ def test_a_graph_quantizes_what_is_there_when_it_is_replayed(device: str, M: int
     weight = torch.ones(4096, dtype=BF16, device=device)
 
     def run() -> tuple[Any, ...]:
-        y, norm = activation_kernels.rms_norm_quantize(x, weight, 1e-6, residual)
-        again = activation_kernels.quantize_tokens(y)
-        z, silu = activation_kernels.silu_mul_quantize(gate_up)
+        y, norm = activation_triton.rms_norm_quantize(x, weight, 1e-6, residual)
+        again = activation_triton.quantize_tokens(y)
+        z, silu = activation_triton.silu_mul_quantize(gate_up)
         return norm, again, z, silu
 
     run()  # compiled before it is captured
@@ -327,7 +327,7 @@ def sglang_quantize(x: Tensor) -> Quantized:
 )
 def test_bytes_are_sglangs(device: str, shape: tuple[int, int]) -> None:
     x = rows(*shape, spread=20).to(device)
-    assert_same(activation_kernels.quantize_tokens(x), sglang_quantize(x))
+    assert_same(activation_triton.quantize_tokens(x), sglang_quantize(x))
 
 
 @needs_sglang
@@ -337,7 +337,7 @@ def test_bytes_are_sglangs_for_what_is_no_ordinary_number(device: str) -> None:
     x = planted().to(device)
     if compat.sglang_version() != "0.5.17":
         x = x[(x * 0 == 0).all(1)]  # newer kernels keep NaN
-    assert_same(activation_kernels.quantize_tokens(x), sglang_quantize(x))
+    assert_same(activation_triton.quantize_tokens(x), sglang_quantize(x))
 
 
 @needs_sglang
@@ -369,7 +369,7 @@ def test_norms_are_sglangs(device: str, M: int, K: int) -> None:
     assert_close(y, mine[0])
     assert_same(got, sglang_quantize(y))
     kernel_residual = residual.clone()
-    activation_kernels.rms_norm_quantize(x.clone(), weight, 1e-6, kernel_residual)
+    activation_triton.rms_norm_quantize(x.clone(), weight, 1e-6, kernel_residual)
     assert torch.equal(kernel_residual, mine[1])
 
 

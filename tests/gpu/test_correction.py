@@ -13,15 +13,15 @@ from tests.trainer_bridge import correction_oracle as oracle
 from trainer_bridge.correction import (
     PRESETS,
     CorrectionConfig,
-    apply,
     correct_logprobs,
-    fused,
-    limits,
+    correction,
+    packed_bounds,
+    triton_impl,
 )
-from trainer_bridge.correction import rows as twin
+from trainer_bridge.correction import torch_impl as twin
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics.groups import Groups
-from trainer_bridge.metrics.tally import Tally, Values
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 REL = 1e-12
 """Of the largest of its kind, float64 sums in another order; healthy below 1e-14."""
@@ -68,9 +68,9 @@ def make_batch(shape: tuple[int, int], device: str, spread: float = 0.2) -> Batc
 
 
 def counted(correct_rows: Any, batch: Batch, config: CorrectionConfig, groups: Groups) -> Any:
-    tally = Tally()
-    found = correct_rows(tally, *batch, groups, config)
-    return found, as_tensors(tally.reduce(None))
+    reducer = Reducer()
+    found = correct_rows(reducer, *batch, groups, config)
+    return found, as_tensors(reducer.reduce(None))
 
 
 def as_tensors(values: Values) -> dict[str, torch.Tensor]:
@@ -78,7 +78,7 @@ def as_tensors(values: Values) -> dict[str, torch.Tensor]:
 
 
 def assert_same(batch: Batch, config: CorrectionConfig, groups: Groups) -> None:
-    mine, values = counted(fused.correct_rows, batch, config, groups)
+    mine, values = counted(triton_impl.correct_rows, batch, config, groups)
     expected, others = counted(twin.correct_rows, batch, config, groups)
     torch.testing.assert_close(mine.weights_BT, expected.weights_BT, rtol=FLOAT32_REL, atol=0)
     assert torch.equal(mine.mask_BT, expected.mask_BT)
@@ -139,7 +139,7 @@ def test_dtypes_and_strides(device: str) -> None:
     )
     straight = trainer_BT.bfloat16(), rollout_BT.double(), mask_BT
     config = PRESETS["decoupled_geo_rs_seq_tis"]
-    found, _ = counted(fused.correct_rows, turned, config, no_versions(turned))
+    found, _ = counted(triton_impl.correct_rows, turned, config, no_versions(turned))
     expected, _ = counted(twin.correct_rows, straight, config, no_versions(straight))
     assert torch.equal(found.weights_BT, expected.weights_BT)
     assert torch.equal(found.mask_BT, expected.mask_BT)
@@ -154,18 +154,18 @@ def test_a_rank_without_tokens_reads_what_others_do(
     nothing = batch[0][:0], batch[1][:0], batch[2][:0]
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_: sent.append(tensor.clone()))
-    tally, group = Tally(), object()
-    fused.correct_rows(tally, *batch, no_versions(batch), config)
-    expected = as_tensors(tally.reduce(cast(Any, group)))
+    reducer, group = Reducer(), object()
+    triton_impl.correct_rows(reducer, *batch, no_versions(batch), config)
+    expected = as_tensors(reducer.reduce(cast(Any, group)))
 
     def join(tensor: torch.Tensor, op: Any, group: Any) -> None:
         join_two = torch.maximum if op == dist.ReduceOp.MAX else torch.add
         join_two(tensor, sent.pop(0), out=tensor)
 
     monkeypatch.setattr(dist, "all_reduce", join)
-    tally = Tally()
-    twin.correct_rows(tally, *nothing, no_versions(nothing), config)
-    found = as_tensors(tally.reduce(cast(Any, group)))
+    reducer = Reducer()
+    twin.correct_rows(reducer, *nothing, no_versions(nothing), config)
+    found = as_tensors(reducer.reduce(cast(Any, group)))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -180,7 +180,7 @@ def test_weights_mask_and_metrics_by_loops(
     trainer = [[v + 0.3 * generator.standard_normal() for v in row] for row in rollout]
     rejections = {"token_k3": 0.2, "seq_mean_k1": (0.7, 1.4), "seq_max_k2": 0.6}
     config = CorrectionConfig(level, 1.2, rollout_rs=rejections, veto_threshold=0.3)
-    monkeypatch.setattr(apply, "_way_of", lambda mask_BT: fused.correct_rows)
+    monkeypatch.setattr(correction, "_way_of", lambda mask_BT: triton_impl.correct_rows)
     found = correct_logprobs(
         *(oracle.pad(rows).to(device) for rows in (trainer, rollout)),
         oracle.mask_of(rollout).to(device),
@@ -203,7 +203,9 @@ def test_weights_mask_and_metrics_by_loops(
 def test_control_other_limits_are_seen(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch((4, 5), device)
     looser = CorrectionConfig(veto_threshold=EVERYTHING.veto_threshold)
-    monkeypatch.setattr(limits, "limits_of", lambda config, made=limits.limits_of: made(looser))
+    monkeypatch.setattr(
+        packed_bounds, "pack_bounds", lambda config, made=packed_bounds.pack_bounds: made(looser)
+    )
     with pytest.raises(AssertionError):
         assert_same(batch, EVERYTHING, no_versions(batch))
 
@@ -214,7 +216,7 @@ def test_what_is_no_number_is_refused(
 ) -> None:
     trainer_BT, rollout_BT, mask_BT = make_batch((4, 5), device)
     trainer_BT[0, 1] = value
-    monkeypatch.setattr(apply, "_way_of", lambda mask_BT: fused.correct_rows)
+    monkeypatch.setattr(correction, "_way_of", lambda mask_BT: triton_impl.correct_rows)
     with pytest.raises(ValueError, match="1 sequences have a trainer or rollout logprob"):
         correct_logprobs(trainer_BT, rollout_BT, mask_BT)
 
@@ -237,19 +239,19 @@ def test_a_gpu_runs_the_kernels_and_waits_once(
     batch = make_batch((3, 1100), device)
     correct_logprobs(*batch, config)  # compiles, and keeps its limits
     calls: list[Groups] = []
-    reduce = Tally.reduce
+    reduce = Reducer.reduce
 
-    def unguarded(tally: Tally, group: Any) -> dict[str, torch.Tensor]:
+    def unguarded(reducer: Reducer, group: Any) -> dict[str, torch.Tensor]:
         torch.cuda.set_sync_debug_mode("default")
-        return reduce(tally, group)
+        return reduce(reducer, group)
 
-    def noted(tally: Tally, *args: Any) -> Any:
+    def noted(reducer: Reducer, *args: Any) -> Any:
         calls.append(args[3])
-        return made(tally, *args)
+        return made(reducer, *args)
 
-    made = fused.correct_rows
-    monkeypatch.setattr(fused, "correct_rows", noted)
-    monkeypatch.setattr(Tally, "reduce", unguarded)
+    made = triton_impl.correct_rows
+    monkeypatch.setattr(triton_impl, "correct_rows", noted)
+    monkeypatch.setattr(Reducer, "reduce", unguarded)
     torch.cuda.set_sync_debug_mode("error")
     try:
         correct_logprobs(*batch, config)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sgl_fp8rl.numerics import expert_rows, expert_rows_kernels
-from sgl_fp8rl.numerics.activation import Quantized, quantize_tokens
-from sgl_fp8rl.numerics.expert_rows import Places
+from sgl_fp8rl.ops import expert_rows, expert_rows_triton
+from sgl_fp8rl.ops.activation import Quantized, quantize_tokens
+from sgl_fp8rl.ops.expert_rows import Places
 from tests.activation_oracle import rows
 from tests.experts_fakes import align
 
@@ -37,7 +37,7 @@ def test_rows_lie_with_those_of_their_expert(M: int, E: int, T: int, K: int, dev
     places = Places(*align(ids, 128, E))
     tokens = quantize_tokens(x, by_row=True)
     twin = expert_rows.sort_rows(tokens, places, T)
-    mine = expert_rows_kernels.sort_rows(
+    mine = expert_rows_triton.sort_rows(
         Quantized(*(part.to(device) for part in tokens)), to(device, places), T
     )
     assert torch.equal(mine.expert_P.cpu(), twin.expert_P)
@@ -70,7 +70,7 @@ def test_a_tokens_rows_are_summed(H: int, factor: float, device: str) -> None:
     y[place_R.long()] = rows(M * T, H, spread=1)
     out = torch.empty(M, H, dtype=torch.bfloat16)
     assert expert_rows.sum_rows(y, place_R, weights, factor, out) is out
-    mine = expert_rows_kernels.sum_rows(
+    mine = expert_rows_triton.sum_rows(
         y.to(device), place_R.to(device), weights.to(device), factor, out.to(device)
     ).cpu()
     terms = y.double()[place_R.long()].view(M, T, H) * weights.double().unsqueeze(-1) * factor
@@ -88,7 +88,7 @@ def test_rows_without_an_expert_count_for_nothing(device: str) -> None:
     ids[5], ids[9, 1] = -1, -1
     places = Places(*align(ids, 128, E))
     tokens = quantize_tokens(rows(M, H), by_row=True)
-    mine = expert_rows_kernels.sort_rows(
+    mine = expert_rows_triton.sort_rows(
         Quantized(*(part.to(device) for part in tokens)), to(device, places), T
     )
     twin = expert_rows.sort_rows(tokens, places, T)
@@ -98,7 +98,7 @@ def test_rows_without_an_expert_count_for_nothing(device: str) -> None:
     y[twin.place_R[twin.place_R >= 0].long()] = 1.0
     out = torch.empty(M, H, dtype=torch.bfloat16)
     want = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True).expand(M, H)
-    kernel = expert_rows_kernels.sum_rows(
+    kernel = expert_rows_triton.sum_rows(
         y.to(device), mine.place_R, weights.to(device), 1.0, out.to(device)
     )
     for got in (expert_rows.sum_rows(y, twin.place_R, weights, 1.0, out), kernel.cpu()):

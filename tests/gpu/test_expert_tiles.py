@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from sgl_fp8rl import compat, experts
-from sgl_fp8rl.gemm import command, expert_operands, expert_tiles, expert_tune
-from sgl_fp8rl.gemm.expert_operands import PRODUCTS, ExpertOperands
+from sgl_fp8rl.gemm import command, expert_bench_inputs, expert_tiles, expert_tune
+from sgl_fp8rl.gemm.bench_inputs import cuda_graph_us
+from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Tiles
-from sgl_fp8rl.gemm.kept import Machine
-from sgl_fp8rl.gemm.operands import cuda_graph_us
 from sgl_fp8rl.gemm.tune import ERROR_BOUND
+from sgl_fp8rl.gemm.tune_cache import Machine
 from tests import experts_fakes
 from tests.activation_oracle import rows
 from tests.gpu.conftest import INTERPRETED
@@ -59,27 +59,27 @@ def _as_in_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def operands(device: str, monkeypatch: pytest.MonkeyPatch) -> ExpertOperands:
-    monkeypatch.setattr(expert_operands, "ROTATED_BYTES", 0)
-    return ExpertOperands(TINY, device, cuda_graph_us)
+def inputs(device: str, monkeypatch: pytest.MonkeyPatch) -> ExpertBenchInputs:
+    monkeypatch.setattr(expert_bench_inputs, "ROTATED_BYTES", 0)
+    return ExpertBenchInputs(TINY, device, cuda_graph_us)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GEMMS)
 @pytest.mark.parametrize("tiles", TILES)
-def test_products_are_those_of_float64(name: str, tiles: str, operands: ExpertOperands) -> None:
+def test_products_are_those_of_float64(name: str, tiles: str, inputs: ExpertBenchInputs) -> None:
     """On normal activations and on such with outliers."""
     for m in (1, 21):
-        assert operands.error(name, config(**TILES[tiles]), m) <= HEALTHY
+        assert inputs.error(name, config(**TILES[tiles]), m) <= HEALTHY
 
 
-def test_control_blocks_of_channels_with_two_scales_show(operands: ExpertOperands) -> None:
+def test_control_blocks_of_channels_with_two_scales_show(inputs: ExpertBenchInputs) -> None:
     """The kernel takes the first one's for both, and says nothing."""
-    assert operands.error("gate_up", config(BLOCK_SIZE_K=256), 21) > ERROR_BOUND
+    assert inputs.error("gate_up", config(BLOCK_SIZE_K=256), 21) > ERROR_BOUND
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GEMMS)
 def test_control_the_next_expert_shows(
-    name: str, operands: ExpertOperands, monkeypatch: pytest.MonkeyPatch
+    name: str, inputs: ExpertBenchInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     align = compat.moe_align_block_size
 
@@ -89,7 +89,7 @@ def test_control_the_next_expert_shows(
 
     path = compat.SYMBOLS["moe_align_block_size"].replace(":", ".")
     monkeypatch.setattr(path, shifted)
-    assert operands.error(name, config(), 21) > ERROR_BOUND
+    assert inputs.error(name, config(), 21) > ERROR_BOUND
 
 
 # ---- on a card
@@ -98,9 +98,9 @@ def test_control_the_next_expert_shows(
 @pytest.mark.skipif(INTERPRETED, reason="it times kernels")
 @pytest.mark.parametrize("m", [1, 64])
 def test_times_are_taken_of_all_that_runs(m: int) -> None:
-    made = ExpertOperands(TINY, "cuda", cuda_graph_us)
+    made = ExpertBenchInputs(TINY, "cuda", cuda_graph_us)
     assert len(made._weights["down"].sets) > 1, "these are smaller than the cache"
-    times = [made.time_us(name, config(), m) for name in PRODUCTS] + [made.align_us(16, m)]
+    times = [made.time_us(name, config(), m) for name in GEMMS] + [made.align_us(16, m)]
     assert all(0 < us < 1000 for us in times)
 
 
@@ -117,11 +117,11 @@ def test_tune_measures_keeps_and_an_engine_reads(
     machine = Machine.here(0)
     pairs = expert_tiles.FILES.own(machine, str(tmp_path))[SMALL]
     assert [pair.m for pair in pairs] == TOKENS
-    made = ExpertOperands(SMALL, "cuda", cuda_graph_us)
+    made = ExpertBenchInputs(SMALL, "cuda", cuda_graph_us)
     for pair in pairs:
         assert pair.us is not None and pair.stock_us is not None, "SGLang's tiles run here"
         assert 0 < pair.us <= pair.stock_us
-        for name, given in zip(PRODUCTS, (pair.up, pair.down), strict=True):
+        for name, given in zip(GEMMS, (pair.up, pair.down), strict=True):
             assert made.error(name, given, pair.m) <= ERROR_BOUND
         assert f"{pair.us:.1f}" in out
     tiles = expert_tiles.find([SMALL], machine, str(tmp_path))[SMALL]
@@ -140,9 +140,9 @@ def test_tune_measures_keeps_and_an_engine_reads(
         assert torch.equal(captured, got), "a captured graph computes as an eager call"
 
 
-def layer_of(made: ExpertOperands, tiles: Tiles | None) -> Any:
+def layer_of(made: ExpertBenchInputs, tiles: Tiles | None) -> Any:
     """A layer with these weights."""
-    (w13, s13), (w2, s2) = (made._weights[name].sets[0] for name in PRODUCTS)
+    (w13, s13), (w2, s2) = (made._weights[name].sets[0] for name in GEMMS)
     return SimpleNamespace(
         quant_method=SimpleNamespace(is_compiled=False, tiles=tiles),
         w13_weight=w13,

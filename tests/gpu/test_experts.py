@@ -12,10 +12,10 @@ import torch
 from sgl_fp8rl import compat, experts, grouped_experts
 from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.kept import Machine
-from sgl_fp8rl.numerics import activation, activation_kernels
-from sgl_fp8rl.numerics.activation import Quantized, attach, attached
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.ops import activation, activation_triton
+from sgl_fp8rl.ops.activation import Quantized, attach, attached
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 from tests.activation_oracle import apart, rows
 from tests.gpu.conftest import INTERPRETED
 
@@ -146,8 +146,8 @@ def test_codes_are_those_that_sglang_makes_between_the_products(M: int) -> None:
     x, gate_up = rows(M, H).cuda(), rows(M * T, 2 * I, spread=2).cuda()
     between = gate_up.new_empty((M * T, I))
     silu_and_mul(gate_up, between)
-    pairs = [(x, activation_kernels.quantize_tokens(x, by_row=True))]
-    pairs += [(between, activation_kernels.silu_mul_codes(gate_up, by_row=True))]
+    pairs = [(x, activation_triton.quantize_tokens(x, by_row=True))]
+    pairs += [(between, activation_triton.silu_mul_codes(gate_up, by_row=True))]
     for source, mine in pairs:
         want = Quantized(*sglang_per_token_group_quant_fp8(source, 128))
         assert torch.equal(mine.codes_MK.view(torch.uint8), want.codes_MK.view(torch.uint8))
@@ -161,7 +161,7 @@ def test_values_are_sglangs(M: int, layer: Any) -> None:
     want = stock(layer, x, *topk)
     assert bool(want.isfinite().all()) and float(want.float().abs().max()) > 0
     assert_same(experts.experts(layer, x, *topk), want, M)
-    attach(x, activation_kernels.quantize_tokens(x, by_row=True))
+    attach(x, activation_triton.quantize_tokens(x, by_row=True))
     assert_same(experts.experts(layer, x.view(-1, H), *topk), want, M)
 
 
@@ -182,7 +182,7 @@ def test_in_place_and_scaled(factor: float | None, layer: Any) -> None:
     layer = SimpleNamespace(**(vars(layer) | {"moe_runner_config": config}))
     x, topk = rows(64, H, spread=1).cuda(), routes(64)
     want = stock(layer, x.clone(), *topk, inplace=True)
-    attach(x, activation_kernels.quantize_tokens(x, by_row=True))
+    attach(x, activation_triton.quantize_tokens(x, by_row=True))
     got = experts.experts(layer, x, *topk)
     assert got is x and attached(x) is None
     assert_same(got, want, 64)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 import attention_kernels as kernels
 from attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
 
-from sgl_fp8rl.numerics.reference import FP8_DTYPE
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))
 KERNELS = ("fa2", "xqa", "xqa-bf16-mma")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_fp8rl.kv_cache.attention import _times_heads
-from sgl_fp8rl.numerics import kv_kernels, qk_rope, qk_rope_kernels
-from sgl_fp8rl.numerics.qk_rope_kernels import norm_rope_store
+from sgl_fp8rl.ops import kv_triton, qk_rope, qk_rope_triton
+from sgl_fp8rl.ops.qk_rope_triton import norm_rope_store
 from tests.gpu.conftest import INTERPRETED
 from tests.qk_rope_oracle import Case, Got, assert_equal, assert_near, exact, usual
 
@@ -185,7 +185,7 @@ def sglangs(got: Got) -> Got:
         positions=got.positions, q=q, k=k, cos_sin_cache=got.cos_sin, is_neox=True
     )
     cache = got.cache
-    kv_kernels.store_kv(
+    kv_triton.store_kv(
         k,
         v,
         got.slots,
@@ -223,7 +223,7 @@ def test_a_program_spills_no_registers(device: str) -> None:
     launched(usual((2, 32, 8, 128), normed=True), device)
     kernels = [
         kernel
-        for caches in qk_rope_kernels._some_heads.device_caches.values()
+        for caches in qk_rope_triton._some_heads.device_caches.values()
         for kernel in caches[0].values()
     ]
     assert kernels and not any(kernel.n_spills for kernel in kernels)

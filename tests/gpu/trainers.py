@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update import framing
 from tests.gpu.policies import Shape, Tensors, draw
 
 ANSWER_S = 120.0
@@ -75,19 +75,19 @@ def update_twice(
 
 
 def stop_at_part(
-    connection: Connection, address: str, shape: Shape, seed: int, version: int, part: int
+    connection: Connection, address: str, shape: Shape, seed: int, version: int, chunk: int
 ) -> None:
-    """Update, but stop for ever where part number ``part``, from 0 on, would be sent."""
-    send, sent = wire.send, 0
+    """Update, but stop for ever where chunk number ``chunk``, from 0 on, would be sent."""
+    send, sent = framing.send, 0
 
     def send_some(peer: Any, message: dict[str, Any], *rest: Any) -> None:
         nonlocal sent
         if message.get("op") == "part":
-            if sent == part:
+            if sent == chunk:
                 connection.send(None)
                 threading.Event().wait()
             sent += 1
         send(peer, message, *rest)
 
-    with patch.object(wire, "send", send_some):
+    with patch.object(framing, "send", send_some):
         trainer_bridge.update(draw(shape, seed), address, version=version)

@@ -16,8 +16,8 @@ from sgl_fp8rl import cli
 from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from tests.engine.models import make_checkpoint
-from tests.sgl_fp8rl.kv_cache.test_table import PNG_SIGNATURE, a_reply
-from tests.sgl_fp8rl.kv_cache.test_table import TABLE as KV_TABLE
+from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
+from tests.sgl_fp8rl.kv_cache.test_kv_report import TABLE as KV_TABLE
 
 LAYERS: list[dict[str, Any]] = [
     {"name": name, "format": format_, "reason": reason, "shape": shape, "top_k": top_k}
@@ -190,7 +190,7 @@ LAYERS_THEN_TILES = """
 import sys
 from sgl_fp8rl import cli
 from sgl_fp8rl.gemm import expert_tiles
-from sgl_fp8rl.gemm.kept import Machine
+from sgl_fp8rl.gemm.tune_cache import Machine
 
 code = cli.main(sys.argv[1:])
 experts = expert_tiles.ExpertShape(4, 256, 128, 2)

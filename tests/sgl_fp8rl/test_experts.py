@@ -14,8 +14,8 @@ import torch
 from sgl_fp8rl import compat, experts, fusion, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
-from sgl_fp8rl.numerics import activation, activation_kernels, expert_rows, expert_rows_kernels
-from sgl_fp8rl.numerics.activation import attach, attached, quantize_tokens
+from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton
+from sgl_fp8rl.ops.activation import attach, attached, quantize_tokens
 from tests import experts_fakes
 from tests.activation_oracle import rows
 from tests.experts_fakes import E, Experts, H, I, T, align, grouped, product, routes, total
@@ -61,9 +61,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     sgl_kernel.moe_sum_reduce = total  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
     for name in ("quantize_tokens", "silu_mul_codes"):
-        monkeypatch.setattr(activation_kernels, name, getattr(activation, name))
+        monkeypatch.setattr(activation_triton, name, getattr(activation, name))
     for name in ("sort_rows", "sum_rows"):
-        monkeypatch.setattr(expert_rows_kernels, name, getattr(expert_rows, name))
+        monkeypatch.setattr(expert_rows_triton, name, getattr(expert_rows, name))
     deep_gemm = ModuleType("deep_gemm")
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous = (  # type: ignore[attr-defined]
         lambda a, b, out, experts: seen["grouped"].append(len(out)) or grouped(a, b, out, experts)
@@ -123,7 +123,7 @@ def test_attached_codes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def not_called(x: Tensor, *, by_row: bool) -> Any:
         raise AssertionError("quantized again")
 
-    monkeypatch.setattr(activation_kernels, "quantize_tokens", not_called)
+    monkeypatch.setattr(activation_triton, "quantize_tokens", not_called)
     view = x.view(-1, H)  # as SGLang's MoE blocks make it
     assert torch.equal(experts.experts(layer, view, *routes(5)), want)
     x += 1

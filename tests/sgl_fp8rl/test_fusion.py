@@ -15,10 +15,10 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
 from sgl_fp8rl import compat, experts, fusion
-from sgl_fp8rl.gemm import choose
+from sgl_fp8rl.gemm import dispatch
 from sgl_fp8rl.linear import FP8RLLinearMethod
-from sgl_fp8rl.numerics import activation, activation_kernels
-from sgl_fp8rl.numerics.activation import Quantized, attach, attached, quantize_tokens
+from sgl_fp8rl.ops import activation, activation_triton
+from sgl_fp8rl.ops.activation import Quantized, attach, attached, quantize_tokens
 from tests.activation_oracle import apart, rows
 from tests.experts_fakes import Experts
 
@@ -34,7 +34,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
     monkeypatch.setattr(sglang_activation, "get_exec", lambda: plain)
     for name in ("rms_norm_quantize", "silu_mul_quantize"):
-        monkeypatch.setattr(activation_kernels, name, getattr(activation, name))
+        monkeypatch.setattr(activation_triton, name, getattr(activation, name))
 
 
 class Linear(nn.Module):
@@ -45,7 +45,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(rows(n, k, seed=n, spread=0) / 16, requires_grad=False)
         self.quant_method: Any = object.__new__(FP8RLLinearMethod) if fp8 else object()
         if fp8:
-            self.quant_method.choices = choose.Choices((), ())
+            self.quant_method.choices = dispatch.Choices((), ())
         self.x: Tensor | None = None
         self.found: Quantized | None = None
 
@@ -165,7 +165,7 @@ def test_experts_find_the_codes_of_their_norm(monkeypatch: pytest.MonkeyPatch) -
     assert fusion.fuse(model(layer)) == 1  # and now it does
     x = rows(4, HIDDEN).view(4, HIDDEN)  # a linear's result is a view
     y, _ = layer.post_attention_layernorm(x, rows(4, HIDDEN, seed=1))
-    found = choose.quantized(y.view(-1, HIDDEN), y, by_row=True)  # SGLang's blocks make another
+    found = dispatch.quantized(y.view(-1, HIDDEN), y, by_row=True)  # SGLang's blocks make another
     assert found is attached(y) is not None and found.is_by_row
     assert torch.equal(found.codes_MK.float(), quantize_tokens(y).codes_MK.float())
 
@@ -292,10 +292,10 @@ def test_the_linear_takes_what_is_attached(monkeypatch: pytest.MonkeyPatch) -> N
     layer = Layer()
     fusion.fuse(model(layer))
     x = layer.input_layernorm(rows(4, HIDDEN))
-    monkeypatch.setattr(activation_kernels, "quantize_tokens", not_called)
-    assert choose.quantized(x, x.view(-1, HIDDEN)) is attached(x)
+    monkeypatch.setattr(activation_triton, "quantize_tokens", not_called)
+    assert dispatch.quantized(x, x.view(-1, HIDDEN)) is attached(x)
     with pytest.raises(AssertionError, match="quantized again"):
-        choose.quantized(x.clone(), x.view(-1, HIDDEN))
+        dispatch.quantized(x.clone(), x.view(-1, HIDDEN))
 
 
 # ---- codes of what a tensor was are not used

@@ -60,7 +60,7 @@ def test_keywords_reach_one_engine_and_not_the_next(monkeypatch: pytest.MonkeyPa
 
 def test_an_unknown_keyword_is_named() -> None:
     with pytest.raises(ValueError, match="fp8rl_bucket_byte, which is no option"):
-        plugin.take_our_keywords(fp8rl_bucket_byte=1)
+        plugin.parse_engine_kwargs(fp8rl_bucket_byte=1)
 
 
 def test_released_weights_are_quarantined_until_an_update() -> None:

@@ -29,25 +29,25 @@ class Capturer:
 def test_the_next_forward_pass_leaves_a_capture_alone() -> None:
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.routed_experts import own_capture
+    from sgl_fp8rl.routed_experts import clone_captured_topk
 
     capturer = Capturer()
     capturer.forward(experts=1, tokens=3)
     stock = capturer.on_forward_end(3)
-    ours = own_capture(Capturer.on_forward_end, capturer, 3)
+    ours = clone_captured_topk(Capturer.on_forward_end, capturer, 3)
     capturer.forward(experts=2, tokens=4)
     assert (ours.topk == 1).all()
     assert (stock.topk == 2).all()  # the fault
-    assert own_capture(Capturer.on_forward_end, capturer, 3, no_copy_to_cpu=False) is None
+    assert clone_captured_topk(Capturer.on_forward_end, capturer, 3, no_copy_to_cpu=False) is None
 
 
 def test_a_capture_of_its_own_is_not_copied_again() -> None:
     import sglang  # noqa: F401
 
-    from sgl_fp8rl.routed_experts import own_capture
+    from sgl_fp8rl.routed_experts import clone_captured_topk
 
     cloned = SimpleNamespace(topk=torch.ones(3, LAYERS, TOP_K))
-    assert own_capture(lambda capturer: cloned, Capturer()).topk is cloned.topk
+    assert clone_captured_topk(lambda capturer: cloned, Capturer()).topk is cloned.topk
 
 
 def test_the_layout_names_the_layers_that_route(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.weight_update import wire
-from sgl_fp8rl.weight_update.memory import SharedMemory
+from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 
 JOIN_S = 20.0
 TOKEN = "the session's token"
@@ -32,8 +32,8 @@ class Rank:
         self.path = str(folder / f"{id(self)}.sock")
         self.answer = answer
         self.messages: list[dict[str, Any]] = []
-        self.parts: list[bytes] = []
-        """The whole bucket as it was when each part was read."""
+        self.chunks: list[bytes] = []
+        """The whole bucket as it was when each chunk was read."""
         self.memory = SharedMemory(torch.device("cpu"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.path)
@@ -62,7 +62,7 @@ class Rank:
 
     def _serve(self, peer: socket.socket) -> None:
         while True:
-            message, fds = wire.receive(peer)
+            message, fds = framing.receive(peer)
             self.messages.append(message)
             reply = self.answer(message)
             if message.get("op") == "bucket":
@@ -70,12 +70,12 @@ class Rank:
             for fd in fds:
                 os.close(fd)
             if message.get("op") == "part":
-                self.parts.append(self.read())
+                self.chunks.append(self.read())
             if reply is None:
                 return
             if "token" in message:
                 reply = {"known": self.memory.known(), **reply}
-            wire.send(peer, reply)
+            framing.send(peer, reply)
             if "error" in reply:
                 return
 

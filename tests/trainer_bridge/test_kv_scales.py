@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.kv_cache.schema import KV_SCALES
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
-from trainer_bridge.calibrate import KVCalibrator
-from trainer_bridge.link import link_to
+from trainer_bridge.engine_connection import connection_to
+from trainer_bridge.kv_calibrator import KVCalibrator
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,7 +24,7 @@ KV_CACHE = {"dtype": "fp8_e4m3", "layers": LAYERS, "kv_heads": KV_HEADS}
 
 
 class Engine:
-    """One that reads parts and keeps the manifest of each update."""
+    """One that reads chunks and keeps the manifest of each update."""
 
     def __init__(self, folder: Path, sessions: int, **layout: Any) -> None:
         self.rank = Rank(folder, sessions=sessions)
@@ -53,11 +53,13 @@ class Engine:
         raise NotImplementedError
 
     def received(self, update: int) -> torch.Tensor:
-        """The KV scales of one update of a single part, where they lie behind the weights."""
-        plans = link_to(self)._plans.values()
-        pieces = [piece for _, plan in plans for part in plan.parts for piece in part]
-        (piece,) = [piece for piece in pieces if piece.name == KV_SCALES]
-        raw = self.rank.parts[update][piece.offset :][: 4 * LAYERS * 3 * KV_HEADS]
+        """The KV scales of one update of a single chunk, where they lie behind the weights."""
+        plans = connection_to(self)._plans.values()
+        slices = [
+            chunk_slice for _, plan in plans for chunk in plan.chunks for chunk_slice in chunk
+        ]
+        (chunk_slice,) = [chunk_slice for chunk_slice in slices if chunk_slice.name == KV_SCALES]
+        raw = self.rank.chunks[update][chunk_slice.offset :][: 4 * LAYERS * 3 * KV_HEADS]
         return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(LAYERS, 3, KV_HEADS)
 
 

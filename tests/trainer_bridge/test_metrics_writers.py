@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.correction.config import REJECTIONS
 from trainer_bridge.metrics import NAMES, PrometheusMetrics, append_jsonl, draw
-from trainer_bridge.metrics import names as names_module
+from trainer_bridge.metrics import framework_names as names_module
 from trainer_bridge.metrics.alarms import ADVICE
 from trainer_bridge.metrics.plot import read_runs
-from trainer_bridge.metrics.tally import Tally, Values
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
 EVERYTHING = CorrectionConfig(
@@ -174,13 +174,13 @@ def test_the_host_reads_nothing_before_all_is_reduced(monkeypatch: pytest.Monkey
     """One wait for the GPU a batch: what the last copy to the host is."""
     with WaitsForTheDevice() as mode:
         before_reduce: list[list[str]] = []
-        reduce = Tally.reduce
+        reduce = Reducer.reduce
 
-        def noted(tally: Tally, group: Any) -> Values:
+        def noted(reducer: Reducer, group: Any) -> Values:
             before_reduce.append(list(mode.seen))
-            return reduce(tally, group)
+            return reduce(reducer, group)
 
-        monkeypatch.setattr(Tally, "reduce", noted)
+        monkeypatch.setattr(Reducer, "reduce", noted)
         some_metrics(versions=False)
         assert before_reduce == [[]]
         some_metrics(versions=True)

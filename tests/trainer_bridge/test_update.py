@@ -17,9 +17,9 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_connection import connection_to
 from trainer_bridge.fsdp import sources
-from trainer_bridge.link import link_to
-from trainer_bridge.plan import SendPlan
+from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.update import _facts, update
 
 pytestmark = pytest.mark.timeout(120)
@@ -168,7 +168,7 @@ def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.Monk
 def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
     """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
     named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
-    plan = SendPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w"})
+    plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w"})
     assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
     assert _facts(plan) == (2, 5 * 4 + 128 * 256 + 2 * 4, 0)
 
@@ -225,8 +225,8 @@ def vectors(count: int) -> dict[str, torch.Tensor]:
 
 
 def first_of_each_part(rank: Rank) -> list[float]:
-    """From the half that the part lies in."""
-    halves = [torch.frombuffer(bytearray(b), dtype=torch.float32).view(2, 64) for b in rank.parts]
+    """From the half that the chunk lies in."""
+    halves = [torch.frombuffer(bytearray(b), dtype=torch.float32).view(2, 64) for b in rank.chunks]
     return [float(half[i % 2, 0]) for i, half in enumerate(halves)]
 
 
@@ -242,7 +242,7 @@ def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> No
 
 
 def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) -> None:
-    """A rank that is slow with the first part still finds its values there."""
+    """A rank that is slow with the first chunk still finds its values there."""
     slow = threading.Event()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -292,11 +292,11 @@ def test_a_rank_that_fails_ends_the_session_of_all(
 
 def test_a_failed_update_lets_go_of_the_bucket(sockets: Sockets) -> None:
     sockets.ranks[1].answer = refuse("finish", "no")
-    link = link_to(sockets)
+    connection = connection_to(sockets)
     with pytest.raises(EngineError, match=r"^no$"):
         update(vectors(2), sockets, version=0)
-    assert link_to(sockets) is link
-    assert link._bucket is None
+    assert connection_to(sockets) is connection
+    assert connection._bucket is None
 
 
 # -- refused: nothing is written
@@ -411,7 +411,7 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
         return {**begun, "sockets": [begun["sockets"][0], begun["sockets"][1] + "x"]}
 
     monkeypatch.setattr(engine, "_begin", second_is_elsewhere)
-    monkeypatch.setattr("sgl_fp8rl.weight_update.serve.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("sgl_fp8rl.weight_update.rank_server.CONNECT_TIMEOUT_S", 0.5)
     fails(engine, toy.checkpoint(), "cannot be reached")
     assert {w.state for w in engine.ranks} == {State.SERVING}
     monkeypatch.setattr(engine, "_begin", begin)

@@ -5,8 +5,8 @@ has another probability there than in the trainer. The ratio pi_trainer / pi_rol
 importance weight; truncated, masked and rejected as ``CorrectionConfig`` says.
 """
 
-from trainer_bridge.correction.apply import Correction, correct, correct_logprobs
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig
+from trainer_bridge.correction.correction import Correction, correct, correct_logprobs
 from trainer_bridge.correction.loss import policy_loss
 
 __all__ = [

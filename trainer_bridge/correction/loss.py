@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens of the longest response.
 
 import torch
 
-from trainer_bridge.correction.apply import Correction
+from trainer_bridge.correction.correction import Correction
 from trainer_bridge.metrics.mismatch import bounded
 
 

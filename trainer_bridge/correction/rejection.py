@@ -9,12 +9,12 @@ import torch
 
 from trainer_bridge.correction.config import CorrectionConfig
 from trainer_bridge.metrics.mismatch import Mismatch, ends
-from trainer_bridge.metrics.tally import Tally, Values
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 
-def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:
+def keep_tokens(reducer: Reducer, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:
     """Of a block of rows, the tokens that pass all rejections and the veto, bool [B, T]; counted
-    into ``tally``."""
+    into ``reducer``."""
     kept_BT = mismatch.mask_BT
     divergences_BT: dict[str, torch.Tensor] = {}
     for option, bounds in config.rejection_bounds.items():
@@ -23,18 +23,18 @@ def keep_tokens(tally: Tally, mismatch: Mismatch, config: CorrectionConfig) -> t
             divergences_BT[k] = _divergence(mismatch, k)
         statistic = _over_sequence(divergences_BT[k], mismatch, reach)
         allowed = _allowed(statistic, *bounds)
-        _count(tally, option, mismatch, allowed)
+        _count(reducer, option, mismatch, allowed)
         absent = mismatch.absent_BT if reach == "token" else mismatch.absent_B[:, None]
-        tally.sum(f"{option}/sum", statistic.sum())  # 0 outside the mask
-        tally.max(f"{option}/ends", ends(statistic, absent))
+        reducer.sum(f"{option}/sum", statistic.sum())  # 0 outside the mask
+        reducer.max(f"{option}/ends", ends(statistic, absent))
         kept_BT = kept_BT & allowed
     if config.veto_threshold is not None:
         # A log ratio is 0 outside the mask, and the threshold is at most 1.
         vetoed_BT = mismatch.log_ratio_BT < math.log(config.veto_threshold)
         allowed = ~vetoed_BT.any(1, keepdim=True)
-        _count(tally, "veto", mismatch, allowed)
+        _count(reducer, "veto", mismatch, allowed)
         kept_BT = kept_BT & allowed
-    _count(tally, "all", mismatch, kept_BT)
+    _count(reducer, "all", mismatch, kept_BT)
     return kept_BT
 
 
@@ -84,10 +84,10 @@ def _allowed(statistic: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return allowed if low == -math.inf else allowed & (statistic >= low)
 
 
-def _count(tally: Tally, name: str, mismatch: Mismatch, allowed: torch.Tensor) -> None:
+def _count(reducer: Reducer, name: str, mismatch: Mismatch, allowed: torch.Tensor) -> None:
     """Rejected tokens, and sequences that have one. ``allowed`` is [B, T] or [B, 1]."""
     if allowed.shape == mismatch.mask_BT.shape:
         rejected_B = (mismatch.mask_BT & ~allowed).sum(1)
     else:
         rejected_B = mismatch.lengths_B.masked_fill(allowed[:, 0], 0.0)
-    tally.sum(name, torch.stack([rejected_B.sum(), (rejected_B > 0).sum()]))
+    reducer.sum(name, torch.stack([rejected_B.sum(), (rejected_B > 0).sum()]))

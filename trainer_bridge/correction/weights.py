@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from trainer_bridge.correction.config import CorrectionConfig, Level
 from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, ones_where
-from trainer_bridge.metrics.tally import Tally, Values
+from trainer_bridge.metrics.reducer import Reducer, Values
 
 SMALLEST_MEAN = 1e-8  # verl divides weights by nothing smaller
 
 
 def add_weights(
-    tally: Tally, mismatch: Mismatch, level: Level, config: CorrectionConfig
+    reducer: Reducer, mismatch: Mismatch, level: Level, config: CorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh a block of rows and count it into ``tally``.
+    """Weigh a block of rows and count it into ``reducer``.
 
     Returns:
         The weights, and 1.0 where the ratio is above C or outside the band; both float64 [B, T] and
@@ -37,15 +37,15 @@ def add_weights(
             batch = sums_B.sum(), lengths_B.sum()
         else:  # all tokens of a sequence weigh the same, and each sequence counts once
             batch = (sums_B / lengths_B.clamp(min=1)).sum(), mismatch.present_B.sum()
-        tally.sum("weight_batch", torch.stack(batch))
-    tally.sum("weight_square", weights_BT.square().sum())
-    tally.max("weight_ends", ends(weights_BT, mismatch.absent_BT))
+        reducer.sum("weight_batch", torch.stack(batch))
+    reducer.sum("weight_square", weights_BT.square().sum())
+    reducer.max("weight_ends", ends(weights_BT, mismatch.absent_BT))
     return weights_BT, ones_where(outside_BT & mismatch.mask_BT)
 
 
-def batch_mean(tally: Tally, group: dist.ProcessGroup | None) -> torch.Tensor:
+def batch_mean(reducer: Reducer, group: dist.ProcessGroup | None) -> torch.Tensor:
     """What batch normalisation divides by, over all ranks' blocks; every rank must call."""
-    sums = tally.total("weight_batch", group)
+    sums = reducer.total("weight_batch", group)
     mean: torch.Tensor = sums[0] / sums[1]
     return mean.where(mean > SMALLEST_MEAN, 1.0)
 

@@ -1,9 +1,9 @@
 """Metrics of the mismatch of rollout and trainer, alarms, their names elsewhere, and ways out."""
 
 from trainer_bridge.metrics.alarms import Alarm, check_alarms
-from trainer_bridge.metrics.names import NAMES
+from trainer_bridge.metrics.batch_metrics import mismatch_metrics
+from trainer_bridge.metrics.framework_names import NAMES
 from trainer_bridge.metrics.plot import draw
-from trainer_bridge.metrics.report import mismatch_metrics
 from trainer_bridge.metrics.worst import TokenMismatch, worst_tokens
 from trainer_bridge.metrics.writers import PrometheusMetrics, append_jsonl
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainer_bridge.metrics.histogram import BINS
 from trainer_bridge.metrics.mismatch import ones_where, row_blocks
-from trainer_bridge.metrics.tally import Tally
+from trainer_bridge.metrics.reducer import Reducer
 from trainer_bridge.rollout import PAD_VERSION
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
@@ -128,7 +128,7 @@ class Groups:
 
     def add(
         self,
-        tally: Tally,
+        reducer: Reducer,
         rows: slice,
         terms_BT: list[torch.Tensor],
         bins_BT: torch.Tensor,
@@ -137,21 +137,21 @@ class Groups:
         """Count a block of rows: "tokens", the sums of its K terms [groups, K], and "histogram"
         [groups, BINS]. All terms are 0 where tokens_BT is 0, and tokens_BT is 1 elsewhere."""
         count, shape, device = len(terms_BT), tuple(bins_BT.shape), bins_BT.device
-        columns_KT = tally.scratch("columns", (count, shape[1]), device)
+        columns_KT = reducer.scratch("columns", (count, shape[1]), device)
         for term_BT, column_T in zip(terms_BT, columns_KT, strict=True):
             torch.sum(term_BT, 0, out=column_T)
         sums_PK = torch.stack([part.sum(1) for part in columns_KT.split(self.widths, 1)])
         counts_PN = _histograms(bins_BT + self.first_bin_T, tokens_BT, len(POSITIONS))
         sums, counts = [sums_PK.sum(0)[None], sums_PK], [counts_PN.sum(0)[None], counts_PN]
         if self.versions:
-            sums_VK, first_bin = self._of_versions(tally, rows, terms_BT)
+            sums_VK, first_bin = self._of_versions(reducer, rows, terms_BT)
             sums.append(sums_VK)
             counts.append(_histograms(bins_BT + first_bin, tokens_BT, len(self.versions) + 1)[1:])
-        tally.sum("tokens", torch.cat(sums))
-        tally.sum("histogram", torch.cat(counts))
+        reducer.sum("tokens", torch.cat(sums))
+        reducer.sum("histogram", torch.cat(counts))
 
     def _of_versions(
-        self, tally: Tally, rows: slice, terms_BT: list[torch.Tensor]
+        self, reducer: Reducer, rows: slice, terms_BT: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sums of K terms [V, K], and where the histogram of a token's version begins, [B, T]
         or [B, 1]."""
@@ -164,7 +164,9 @@ class Groups:
             return chosen_VB @ sums_KB.T, (self.first_bin_V @ chosen_VB)[:, None]
         versions_BT = self.versions_BT[rows]
         chosen_VBT = ones_where(versions_BT == self.versions_V[:, None, None])
-        terms_KBT = tally.scratch("terms", (len(terms_BT), *versions_BT.shape), versions_BT.device)
+        terms_KBT = reducer.scratch(
+            "terms", (len(terms_BT), *versions_BT.shape), versions_BT.device
+        )
         torch.stack(terms_BT, out=terms_KBT)
         sums_VK = chosen_VBT.flatten(1) @ terms_KBT.flatten(1).T
         return sums_VK, (self.first_bin_V @ chosen_VBT.flatten(1)).view_as(versions_BT)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import expert_operands
-from sgl_fp8rl.gemm.expert_operands import PRODUCTS, ExpertOperands
+from sgl_fp8rl.gemm import expert_bench_inputs
+from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from tests import experts_fakes
 
@@ -79,11 +79,11 @@ class Bench:
         self.ran: list[tuple[str, dict[str, Any]]] = []
         patch.setattr(compat, "invoke_fused_moe_kernel", self._product, raising=False)
         patch.setattr(compat, "moe_align_block_size", self._align, raising=False)
-        patch.setattr(expert_operands, "ROTATED_BYTES", 0)  # two routings
+        patch.setattr(expert_bench_inputs, "ROTATED_BYTES", 0)  # two routings
 
     def _product(self, *args: Any, **options: Any) -> None:
         down, given = args[12], args[14]
-        self.ran.append((PRODUCTS[down], {**given, "USE_TMA": options["b_use_tma"]}))
+        self.ran.append((GEMMS[down], {**given, "USE_TMA": options["b_use_tma"]}))
         self.wrong.get(given.get(STAGES, 0), exact)(*args, **options)
 
     def _align(self, topk_ids: Tensor, block: int, experts: int) -> Any:
@@ -95,5 +95,5 @@ class Bench:
             run(index)
         return self.us(*self.ran[-1])
 
-    def operands(self, shape: ExpertShape = SHAPE) -> ExpertOperands:
-        return ExpertOperands(shape, "cpu", self.timer)
+    def inputs(self, shape: ExpertShape = SHAPE) -> ExpertBenchInputs:
+        return ExpertBenchInputs(shape, "cpu", self.timer)

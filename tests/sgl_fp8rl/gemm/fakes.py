@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.gemm.bench_inputs import BenchInputs
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate, Config, Kernel
-from sgl_fp8rl.gemm.operands import Operands
-from sgl_fp8rl.numerics.reference import dequantize_activation, dequantize_weight
+from sgl_fp8rl.ops.reference import dequantize_activation, dequantize_weight
 
 Tensor = torch.Tensor
 
@@ -66,8 +66,8 @@ class Bench:
         us = self.us[self.ran[-1]]
         return us(self.m) if callable(us) else us
 
-    def operands(self, n: int = 512, k: int = 256) -> Operands:
-        return Operands(n, k, "cpu", self.timer)
+    def inputs(self, n: int = 512, k: int = 256) -> BenchInputs:
+        return BenchInputs(n, k, "cpu", self.timer)
 
 
 def stock_and(**us: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import candidates
-from sgl_fp8rl.gemm.candidates import CANDIDATES, MAX_ROWS, STOCK, part_bounds
-from sgl_fp8rl.gemm.operands import Operands
+from sgl_fp8rl.gemm.bench_inputs import BenchInputs
+from sgl_fp8rl.gemm.candidates import CANDIDATES, MAX_ROWS, STOCK, split_bounds
 from tests.sgl_fp8rl.gemm import fakes
 
 N, K, M = 640, 256, 6
@@ -23,7 +23,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def operands() -> tuple[torch.Tensor, ...]:
-    made = Operands(N, K, "cpu", lambda *_: 0.0)
+    made = BenchInputs(N, K, "cpu", lambda *_: 0.0)
     return (*made.activations(M)[1], *made.weights[0])
 
 
@@ -82,9 +82,9 @@ def test_parts_are_whole_blocks_and_about_equal(blocks: int, parts: int) -> None
     n = blocks * 128
     if parts > blocks:
         with pytest.raises(ValueError, match="cannot be cut"):
-            part_bounds(n, parts)
+            split_bounds(n, parts)
         return
-    bounds = part_bounds(n, parts)
+    bounds = split_bounds(n, parts)
     sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1], len(sizes)) == (0, n, parts)
     assert all(size % 128 == 0 and size > 0 for size in sizes)

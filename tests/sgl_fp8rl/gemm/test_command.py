@@ -12,9 +12,9 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import command, expert_tiles, expert_tune
 from sgl_fp8rl.gemm.candidates import STOCK
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
-from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.table import FILES, Entry
 from sgl_fp8rl.gemm.tune import Attempt
+from sgl_fp8rl.gemm.tune_cache import Machine
 from tests.sgl_fp8rl.gemm import expert_fakes, fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import SHAPE, config
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
@@ -80,8 +80,8 @@ class Tuned:
         patch.setattr(expert_tune, "tokens_of", lambda shape: [1, 4, 16])
         patch.setattr(expert_tune, "compile_ahead", lambda shape, attempts: None)
         patch.setattr(command, "copy_bytes_per_us", lambda: 1e6)
-        made = bench.operands()
-        patch.setattr(command, "ExpertOperands", lambda *_: made)
+        made = bench.inputs()
+        patch.setattr(command, "ExpertBenchInputs", lambda *_: made)
         self._of = lambda: made._batch.m if made._batch else 0
         self.stock, self.fast = stock, fast[1]
 
@@ -156,7 +156,7 @@ def test_shapes_are_tuned_kept_and_printed(
     old = {(128, 128): [Entry(64, STOCK, {}, 1.0, 1.0)]}
     FILES.save(FILES.path(machine, str(tmp_path)), machine, old)
 
-    def plan(_shape: Any, rows: Any) -> list[Attempt]:
+    def list_attempts(_shape: Any, rows: Any) -> list[Attempt]:
         assert max(rows) == 16384
         return [Attempt(m, kind, {}) for m in (8, 16) for kind in bench.candidates.values()]
 
@@ -165,8 +165,8 @@ def test_shapes_are_tuned_kept_and_printed(
     monkeypatch.setattr(compat, "deep_gemm_warmup", stock, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(command, "BUCKETS", (8, 16, 16384))
-    monkeypatch.setattr(command, "plan", plan)
-    monkeypatch.setattr(command, "Operands", lambda n, k, *_: bench.operands(n, k))
+    monkeypatch.setattr(command, "list_attempts", list_attempts)
+    monkeypatch.setattr(command, "BenchInputs", lambda n, k, *_: bench.inputs(n, k))
     monkeypatch.setattr(command, "copy_bytes_per_us", lambda: 1e6)
     command.run([(256, 128)], [], str(tmp_path))
     kept = FILES.own(machine, str(tmp_path))

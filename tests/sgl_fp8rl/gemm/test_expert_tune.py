@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_fp8rl.gemm import expert_tune
-from sgl_fp8rl.gemm.expert_operands import PRODUCTS
+from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair
-from sgl_fp8rl.gemm.expert_tune import ALIGN, Attempt, candidates, measure, pick, plan, tokens_of
+from sgl_fp8rl.gemm.expert_tune import (
+    ALIGN,
+    Attempt,
+    candidates,
+    list_attempts,
+    measure,
+    pick,
+    tokens_of,
+)
 from sgl_fp8rl.gemm.tune import MARGIN, Measurement
 from tests.sgl_fp8rl.gemm import expert_fakes as fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import SHAPE, Bench, config
@@ -45,7 +53,7 @@ def tuned(
     bench = Bench(patch, us, wrong)
     patch.setattr(expert_tune, "stock", lambda shape, m: (STOCK, STOCK))
     patch.setattr(expert_tune, "candidates", lambda shape, m: configs)
-    measurements = list(measure(bench.operands(), plan(SHAPE, 5)))
+    measurements = list(measure(bench.inputs(), list_attempts(SHAPE, 5)))
     return pick(measurements, 5, (STOCK, STOCK)), measurements
 
 
@@ -97,7 +105,7 @@ def test_what_computes_wrongly_is_never_taken(
     kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it is the fastest; the same with a right product is taken."""
-    times = {(name, n): 1.0 if n == 2 else 20.0 for name in PRODUCTS for n in (1, 2)}
+    times = {(name, n): 1.0 if n == 2 else 20.0 for name in GEMMS for n in (1, 2)}
     pair, measurements = tuned(monkeypatch, times, [A, B], {2: kernel})
     assert pair == Pair(5, A, A, 40.0, 100.0)
     for wrong in (x for x in measurements if stages(dict(x.config)) == 2):
@@ -109,14 +117,14 @@ def test_what_computes_wrongly_is_never_taken(
 def test_sglangs_stay_unless_beaten_by_more_than_noise(
     us: float, stages_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {(name, 1): us for name in PRODUCTS}
+    times = {(name, 1): us for name in GEMMS}
     assert picked(monkeypatch, times, [A]) == (stages_, stages_)
 
 
 @pytest.mark.parametrize("kernel", [fakes.neighbours_scale, fakes.raising])
 def test_sglangs_do_not_stay_where_they_fail(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though they are the faster ones; where all fail they do."""
-    times = {(name, 1): 80.0 for name in PRODUCTS}
+    times = {(name, 1): 80.0 for name in GEMMS}
     pair, _ = tuned(monkeypatch, times, [A], {0: kernel})
     assert pair == Pair(5, A, A, 160.0, None)
     pair, _ = tuned(monkeypatch, times, [A], {0: kernel, 1: kernel})
@@ -148,14 +156,14 @@ def test_no_pick_is_slower_than_sglangs(rows: list[tuple[int, float | None, floa
     configs = [STOCK, *(config(block, num_stages=i) for i, (block, _, _) in enumerate(rows))]
     for given_, (_, *both) in zip(configs, [(64, 50.0, 50.0), *rows], strict=True):
         measurements += [
-            Measurement(5, name, given_, us, 0.0) for name, us in zip(PRODUCTS, both, strict=True)
+            Measurement(5, name, given_, us, 0.0) for name, us in zip(GEMMS, both, strict=True)
         ]
     pair = pick(measurements, 5, (STOCK, STOCK))
     totals = [
         up.us + down.us + up.config["BLOCK_SIZE_M"] / 2
         for up in measurements
         for down in measurements
-        if (up.kernel, down.kernel) == PRODUCTS and None not in (up.us, down.us)
+        if (up.kernel, down.kernel) == GEMMS and None not in (up.us, down.us)
         if up.config["BLOCK_SIZE_M"] == down.config["BLOCK_SIZE_M"]
     ]
     fastest = min(totals)
@@ -245,12 +253,12 @@ def test_each_kernel_is_compiled_by_one_process_for_all_its_batches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shares = Shares(monkeypatch, 2)
-    attempts = [Attempt(m, name, given_) for m in (1, 4) for name in PRODUCTS for given_ in (A, B)]
+    attempts = [Attempt(m, name, given_) for m in (1, 4) for name in GEMMS for given_ in (A, B)]
     expert_tune.compile_ahead(SHAPE, [*attempts, Attempt(1, ALIGN, {"BLOCK_SIZE_M": 16})])
     assert [shape for shape, _ in shares.given] == [list(SHAPE)] * 2
     tasks = [task for _, share in shares.given for task in share]
     assert len(tasks) == 4 and {len(share) for _, share in shares.given} == {2}
-    assert all([name, given_, [1, 4]] in tasks for name in PRODUCTS for given_ in (A, B))
+    assert all([name, given_, [1, 4]] in tasks for name in GEMMS for given_ in (A, B))
     assert caplog.text == ""
     shares.failure = "nvcc is missing"
     expert_tune.compile_ahead(SHAPE, attempts)
@@ -266,9 +274,9 @@ def test_one_core_compiles_as_it_measures(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_process_runs_each_kernel_at_each_m(monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on after one that cannot be compiled."""
     bench = Bench(monkeypatch, lambda *_: 0.0, {1: fakes.raising})
-    made = expert_tune.ExpertOperands
+    made = expert_tune.ExpertBenchInputs
     monkeypatch.setattr(
-        expert_tune, "ExpertOperands", lambda shape, _device, timer: made(shape, "cpu", timer)
+        expert_tune, "ExpertBenchInputs", lambda shape, _device, timer: made(shape, "cpu", timer)
     )
     expert_tune.compile_share(SHAPE, [("gate_up", A, [1, 4]), ("down", B, [4, 8])])
     products = [(name, stages(given_)) for name, given_ in bench.ran if name != ALIGN]

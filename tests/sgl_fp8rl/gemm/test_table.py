@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.gemm import kept, table
+from sgl_fp8rl.gemm import table, tune_cache
 from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
 from sgl_fp8rl.gemm.command import BUCKETS
-from sgl_fp8rl.gemm.kept import Machine
 from sgl_fp8rl.gemm.table import FILES, Entry, Table
+from sgl_fp8rl.gemm.tune_cache import Machine
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 TABLE: Table = {
@@ -56,7 +56,7 @@ def test_a_name_for_each_machine() -> None:
 
 def test_this_machine_names_what_compiles() -> None:
     machine = Machine.of("a card", 1)
-    assert set(machine.versions) == set(kept.PACKAGES)
+    assert set(machine.versions) == set(tune_cache.PACKAGES)
     assert machine.versions["torch"]
 
 
@@ -65,7 +65,7 @@ def entries_of(content: Any) -> Any:
 
 
 CORRUPTIONS = {
-    "another format": lambda c: c.update(format=kept.FORMAT + 1),
+    "another format": lambda c: c.update(format=tune_cache.FORMAT + 1),
     "another card": lambda c: c.update(card="NVIDIA H100"),
     "other versions": lambda c: c["versions"].update(torch="2.12.0"),
     "no format": lambda c: c.pop("format"),

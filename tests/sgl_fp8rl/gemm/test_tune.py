@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import candidates, tune
+from sgl_fp8rl.gemm.bench_inputs import CHECKED_ROWS, difference
 from sgl_fp8rl.gemm.candidates import STOCK
-from sgl_fp8rl.gemm.operands import CHECKED_ROWS, difference
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.gemm.tune import DECODE_ROWS, ERROR_BOUND, MARGIN, PREFILL_ROWS, Measurement
 from tests.sgl_fp8rl.gemm import fakes
@@ -32,8 +32,8 @@ def _fake_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tuned(bench: Bench, buckets: tuple[int, ...] = (64,)) -> tuple[list[Entry], list[Measurement]]:
-    attempts = tune.plan(SHAPE, tune.rows_of(buckets), bench.candidates)
-    measurements = list(tune.measure(bench.operands(*SHAPE), attempts))
+    attempts = tune.list_attempts(SHAPE, tune.rows_of(buckets), bench.candidates)
+    measurements = list(tune.measure(bench.inputs(*SHAPE), attempts))
     return tune.pick(measurements, buckets), measurements
 
 
@@ -72,11 +72,11 @@ def test_what_computes_wrongly_is_never_taken(kernel: Any, fault: str, m: int) -
 
 def test_clipping_shows_on_outliers_only() -> None:
     """So normal activations alone would let it pass."""
-    operands = Bench(stock_and()).operands(*SHAPE)
-    normal, outliers = operands.activations(32)
+    inputs = Bench(stock_and()).inputs(*SHAPE)
+    normal, outliers = inputs.activations(32)
     for activation, wrong in ((normal, False), (outliers, True)):
-        right = fakes.exact(*activation, *operands.weights[0])
-        found = difference(fakes.clipping(*activation, *operands.weights[0]), right)
+        right = fakes.exact(*activation, *inputs.weights[0])
+        found = difference(fakes.clipping(*activation, *inputs.weights[0]), right)
         assert (found > ERROR_BOUND) is wrong
 
 
@@ -99,7 +99,7 @@ def test_zeros_are_no_difference() -> None:
 
 
 def test_rows_of_a_large_batch_are_sampled_end_to_end() -> None:
-    rows, references = Bench(stock_and()).operands(*SHAPE)._reference(1000)
+    rows, references = Bench(stock_and()).inputs(*SHAPE)._reference(1000)
     assert len(rows) == CHECKED_ROWS
     assert (int(rows[0]), int(rows[-1])) == (0, 999)
     assert [reference.shape for reference in references] == [(CHECKED_ROWS, 512)] * 2
@@ -146,9 +146,9 @@ def test_every_bucket_but_the_widest_has_one_tile_of_deep_gemm_at_each_sample() 
 def test_time_that_runs_out_leaves_the_stock_choice() -> None:
     now = iter(range(100))
     bench = Bench(stock_and(fast=50.0))
-    attempts = tune.plan(SHAPE, [64, 16], bench.candidates)
+    attempts = tune.list_attempts(SHAPE, [64, 16], bench.candidates)
     measurements = list(
-        tune.measure(bench.operands(*SHAPE), attempts, until=3, clock=lambda: next(now))
+        tune.measure(bench.inputs(*SHAPE), attempts, until=3, clock=lambda: next(now))
     )
     assert [(x.m, x.kernel) for x in measurements] == [(64, STOCK), (64, "fast"), (16, STOCK)]
     assert [e.kernel for e in tune.pick(measurements, (16, 64))] == [STOCK, "fast"]
@@ -164,14 +164,14 @@ def test_each_config_is_an_attempt_of_its_own() -> None:
         lambda n, k, m: [{"stages": stages} for stages in range(4)],
     )
     kinds = {**bench.candidates, "fast": several}
-    assert [x.config for x in tune.plan(SHAPE, [16, 64], kinds)] == [
+    assert [x.config for x in tune.list_attempts(SHAPE, [16, 64], kinds)] == [
         {},
         *({"stages": stages} for stages in range(4)),
         {},
     ]
-    assert len(tune.plan(SHAPE, [16], kinds, max_configs=2)) == 3
-    attempts = tune.plan(SHAPE, [16], kinds)
-    measurements = list(tune.measure(bench.operands(*SHAPE), attempts))
+    assert len(tune.list_attempts(SHAPE, [16], kinds, max_configs=2)) == 3
+    attempts = tune.list_attempts(SHAPE, [16], kinds)
+    measurements = list(tune.measure(bench.inputs(*SHAPE), attempts))
     (entry,) = tune.pick(measurements, (16,))
     assert (entry.kernel, entry.config) == ("fast", {"stages": 0})
 

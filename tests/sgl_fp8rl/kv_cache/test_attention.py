@@ -9,8 +9,8 @@ import torch
 
 from sgl_fp8rl.kv_cache import attention
 from sgl_fp8rl.kv_cache.scales import KVScales
-from sgl_fp8rl.kv_cache.xqa_parts import sm_count
-from sgl_fp8rl.numerics.kv import kv_codes
+from sgl_fp8rl.kv_cache.split_kv import sm_count
+from sgl_fp8rl.ops.kv import kv_codes
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
 

@@ -148,14 +148,14 @@ def test_flags(argv: list[str], added: list[str]) -> None:
         passed.extend(rest)
         return resolved(quantization=None)
 
-    plugin.take_our_flags(prepare, argv)
+    plugin.parse_cli_args(prepare, argv)
     assert passed == argv + added
 
 
 def test_a_flag_that_cannot_scale_ends_the_server_with_a_sentence() -> None:
     argv = ["--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "fa3"]
     with pytest.raises(SystemExit, match="fa3 cannot honour the scales"):
-        plugin.take_our_flags(lambda _: resolved(), argv)
+        plugin.parse_cli_args(lambda _: resolved(), argv)
 
 
 @pytest.mark.parametrize(

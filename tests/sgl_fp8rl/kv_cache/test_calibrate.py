@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.kv_cache import attention, calibrate, probes
+from sgl_fp8rl.kv_cache import attention, calibrate, internal_requests
 from sgl_fp8rl.kv_cache.calibrate import MARGIN, SMALL_MARGIN, SMALL_SAMPLE
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from tests.sgl_fp8rl.kv_cache import fakes
@@ -133,7 +133,7 @@ def forward(
         (["one"], True, True),
         (["HEALTH_CHECK_1", "one"], True, True),
         (["HEALTH_CHECK_1"], True, False),
-        ([f"{probes.WARM_UP_PREFIX}_1"], True, False),
+        ([f"{internal_requests.WARM_UP_PREFIX}_1"], True, False),
         (["one"], False, False),  # decode
         (None, True, False),  # graph capture and dummy batches have no requests
         ([], True, False),
@@ -192,20 +192,20 @@ def test_the_first_prefill_measures_before_it_stores_and_later_ones_do_not() -> 
 @pytest.mark.parametrize(
     ("rid", "namespace"),
     [
-        ("HEALTH_CHECK_7", probes.APART),
-        (f"{probes.WARM_UP_PREFIX}_7", probes.APART),
+        ("HEALTH_CHECK_7", internal_requests.PREFIX_NAMESPACE),
+        (f"{internal_requests.WARM_UP_PREFIX}_7", internal_requests.PREFIX_NAMESPACE),
         ("7", "the user's"),
     ],
 )
 def test_probes_have_a_namespace_of_their_own(rid: str, namespace: str) -> None:
     request = SimpleNamespace(rid=rid, extra_key="the user's")
-    probes.set_apart(request)
+    internal_requests.isolate_prefix(request)
     assert request.extra_key == namespace
 
 
 def test_a_probe_for_an_embedding_has_no_namespace() -> None:
     request = SimpleNamespace(rid="HEALTH_CHECK_7")
-    probes.set_apart(request)
+    internal_requests.isolate_prefix(request)
     assert not hasattr(request, "extra_key")
 
 
@@ -230,9 +230,9 @@ def test_the_few_tokens_asked_for_before_the_start_are_the_warm_up(
     if is_server:
         manager.fp8rl_is_server = True
     request = SimpleNamespace(rid=rid, sampling_params=asked)
-    answer = probes.name_warm_up(lambda m, obj, r: (m, obj, r), manager, request, "http")
+    answer = internal_requests.tag_warm_up(lambda m, obj, r: (m, obj, r), manager, request, "http")
     assert answer == (manager, request, "http")
-    assert (request.rid is not None and probes.is_probe(request.rid)) is named
+    assert (request.rid is not None and internal_requests.is_internal(request.rid)) is named
     assert named or request.rid == rid
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sgl_fp8rl.kv_cache.factors import MAX_OCTAVES, as_kept, derive, power_of_two_above
+from sgl_fp8rl.kv_cache.kernel_scales import MAX_OCTAVES, as_kept, derive, power_of_two_above
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, read_file
 from tests.sgl_fp8rl.kv_cache import fakes
 
@@ -135,7 +135,7 @@ def test_buffers_belong_to_the_model_and_layers_of_one_id_share_a_row() -> None:
     scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
     attach(scales, model, layers)
     assert {name.split(".")[0] for name, _ in model.named_buffers()} == {"fp8rl_kv"}
-    assert [layer.fp8rl_layer.row for layer in layers] == [1, 0, 1]  # type: ignore[union-attr]
+    assert [layer.fp8rl_layer.layer_index for layer in layers] == [1, 0, 1]  # type: ignore[union-attr]
     assert not list(layers[0].named_buffers())
 
 

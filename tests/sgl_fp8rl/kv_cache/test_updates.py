@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.kv_cache import report
-from sgl_fp8rl.kv_cache.names import KV_SCALES
+from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, attach
+from sgl_fp8rl.kv_cache.schema import KV_SCALES
 from sgl_fp8rl.weight_update.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.kv_cache import fakes
@@ -36,10 +36,10 @@ def kv_of(weights: EngineWeights) -> KVScales:
     return weights.kv
 
 
-@pytest.mark.parametrize("part_bytes", [toy.PART_BYTES, 1 << 17])
-def test_scales_come_with_the_weights(part_bytes: int) -> None:
+@pytest.mark.parametrize("chunk_bytes", [toy.CHUNK_BYTES, 1 << 17])
+def test_scales_come_with_the_weights(chunk_bytes: int) -> None:
     weights = engine()
-    toy.update(weights, tensors(SCALES), part_bytes=part_bytes)
+    toy.update(weights, tensors(SCALES), chunk_bytes=chunk_bytes)
     kv = kv_of(weights)
     assert torch.equal(kv.scales.amax(-1), SCALES.amax(-1))
     assert torch.equal(kv.store, kv.scales[:, :2, 2:].transpose(0, 1)), "this rank's heads"
@@ -146,8 +146,8 @@ def test_a_first_update_records_routes_without_the_scales() -> None:
 
 
 def test_the_layout() -> None:
-    assert report.layout(None) is None
-    assert report.layout(engine().kv) == {
+    assert kv_stats.layout(None) is None
+    assert kv_stats.layout(engine().kv) == {
         "dtype": "fp8_e4m3",
         "scheme": "engine",
         "layers": LAYERS,
@@ -161,18 +161,18 @@ def test_what_a_report_says() -> None:
     toy.update(weights, tensors(SCALES))
     kv = kv_of(weights)
     kv.statistics[1] = torch.tensor([10, 3, 4, 0x3FC00000, 0x40000000])
-    told = report.read(kv, None)
+    told = kv_stats.read(kv, None)
     assert told["scales"] == kv.scales.tolist()
     assert (told["scheme"], told["pending"]) == ("engine", False)
     zero = {"tokens": 0, "clipped_k": 0, "clipped_v": 0, "amax_k": 0.0, "amax_v": 0.0}
     some = {"tokens": 10, "clipped_k": 3, "clipped_v": 4, "amax_k": 1.5, "amax_v": 2.0}
     assert told["statistics"] == [zero, some]
-    assert report.read(None, None) == {"error": report.NO_FP8_KV}
+    assert kv_stats.read(None, None) == {"error": kv_stats.NO_FP8_KV}
 
 
 def test_statistics_of_all_ranks_together() -> None:
     """The same tokens on each rank, with other heads."""
     ranks = torch.tensor([[[10, 3, 0, 0x3F800000, 0]], [[10, 4, 1, 0, 0x40000000]]])
-    assert report.statistics(ranks) == [
+    assert kv_stats.statistics(ranks) == [
         {"tokens": 10, "clipped_k": 7, "clipped_v": 1, "amax_k": 1.0, "amax_v": 2.0}
     ]

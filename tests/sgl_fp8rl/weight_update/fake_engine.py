@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.weight_update.manifest import PROTOCOL, Manifest, ManifestError
-from sgl_fp8rl.weight_update.serve import Outcome, RankSocket, reply, serve
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from trainer_bridge.engine_client import EngineError
 

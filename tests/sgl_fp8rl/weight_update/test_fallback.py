@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update.probe import record
+from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import RouteError
 from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.test_probe import SHAPES, bf16_storage, doing, routed
+from tests.sgl_fp8rl.weight_update.test_route_tracer import SHAPES, bf16_storage, doing, routed
 from tests.sgl_fp8rl.weight_update.toy import BF16, Model, Weights, fp8_storage
 
 
@@ -23,7 +23,7 @@ def test_in_a_thread_pool_the_right_tensor_falls_back() -> None:
             for future in [pool.submit(one, *pair) for pair in weights]:
                 future.result()
 
-    table = record(Model(bf16_storage(), load), SHAPES)
+    table = record_routes(Model(bf16_storage(), load), SHAPES)
     assert set(table.fallback) == table.by_loader == {"a"}
     assert routed(table) == {"b", "n"}
 
@@ -42,7 +42,7 @@ def test_sources_that_are_concatenated_all_fall_back() -> None:
                 model.data("ab").copy_(torch.cat([kept["a"], kept["b"]]))
 
     parameters = {"ab": torch.zeros(512, 128, dtype=BF16), "n": torch.zeros(4, dtype=BF16)}
-    table = record(Model(parameters, load), {"a": (256, 128), "b": (256, 128), "n": (4,)})
+    table = record_routes(Model(parameters, load), {"a": (256, 128), "b": (256, 128), "n": (4,)})
     assert set(table.fallback) == {"a", "b"}
     assert table.by_loader == {"ab"}
     assert routed(table) == {"n"}
@@ -58,7 +58,9 @@ def test_what_a_loader_keeps_while_another_tensor_fails_is_offered_again() -> No
         for name, weight in kept.items():
             model.data(name).copy_(weight)
 
-    table = record(Model(bf16_storage(), load), {"a": (256, 128), "n": (4,), "b": (256, 128)})
+    table = record_routes(
+        Model(bf16_storage(), load), {"a": (256, 128), "n": (4,), "b": (256, 128)}
+    )
     assert set(table.fallback) == {"n"}
     assert routed(table) == {"a", "b"}
 
@@ -84,7 +86,7 @@ def test_what_is_no_copy_of_a_box_falls_back(
     special: Callable[[torch.Tensor, torch.Tensor], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        table = record(Model(bf16_storage(), doing(special)), SHAPES)
+        table = record_routes(Model(bf16_storage(), doing(special)), SHAPES)
     assert set(table.fallback) == {"n"}
     assert table.by_loader == {"n"}
     assert "n goes through SGLang's loader at each update" in caplog.text
@@ -103,7 +105,7 @@ def test_a_matrix_that_changes_its_form_falls_back(
     special: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> None:
     storage = {**bf16_storage(), "n": torch.zeros(2, 6, dtype=BF16)}
-    table = record(Model(storage, doing(special)), {**SHAPES, "n": (6, 2)})
+    table = record_routes(Model(storage, doing(special)), {**SHAPES, "n": (6, 2)})
     assert set(table.fallback) == {"n"}
 
 
@@ -121,7 +123,7 @@ def test_a_tensor_derived_from_a_parameter_falls_back(way: str) -> None:
 
     model = Model(bf16_storage(), load)
     model.register_buffer("plus_one", torch.zeros(4, dtype=BF16))
-    table = record(model, SHAPES)
+    table = record_routes(model, SHAPES)
     assert set(table.fallback) == {"n"}
     assert "plus_one is derived from it" in table.fallback["n"]
     assert table.by_loader == {"n"}
@@ -134,4 +136,4 @@ def test_an_fp8_parameter_that_only_the_loader_can_write_is_refused() -> None:
 
     storage = {**bf16_storage(), **fp8_storage("a", 256, 128)}
     with pytest.raises(RouteError, match=r"elements of a \(not recorded: a\)"):
-        record(Model(storage, load), SHAPES)
+        record_routes(Model(storage, load), SHAPES)

@@ -33,7 +33,7 @@ def test_a_good_manifest_is_read() -> None:
     assert manifest.version == 3
     assert manifest.tensors["a.weight"] == TensorSpec(torch.bfloat16, (4, 8))
     assert manifest.nbytes == 4 * 8 * 2 + 4 * 4
-    assert (manifest.part_bytes, manifest.mapped) == (512, {"a.bias"})
+    assert (manifest.chunk_bytes, manifest.mapped) == (512, {"a.bias"})
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])
@@ -150,7 +150,7 @@ def test_describe_reads_names_dtypes_and_shapes() -> None:
     specs = {"w": TensorSpec(torch.float16, (2, 3)), "s": TensorSpec(torch.float32, ())}
     assert describe(pairs, 7) == Manifest(7, specs)
     described = describe(pairs, 7, 1024, ["s"])
-    assert described == Manifest(7, specs, part_bytes=1024, mapped=frozenset({"s"}))
+    assert described == Manifest(7, specs, chunk_bytes=1024, mapped=frozenset({"s"}))
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])

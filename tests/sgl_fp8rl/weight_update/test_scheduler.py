@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update import wire
+from sgl_fp8rl.weight_update import framing
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec, describe
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.memory import HostBucket
-from trainer_bridge.transport.ranks import Ranks
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import RankClients
 
 TP = 2
 TOKEN = "the session's token"
@@ -241,7 +241,9 @@ def test_names_that_no_rank_keeps(dummy: Engine) -> None:
     assert [weights.table for weights in dummy.ranks] == [None, None]
     assert not any(weights.knows(manifest.fingerprint) for weights in dummy.ranks)
     for weights in dummy.ranks:
-        weights.table = toy.record(weights.model, {n: tuple(t.shape) for n, t in tensors.items()})
+        weights.table = toy.record_routes(
+            weights.model, {n: tuple(t.shape) for n, t in tensors.items()}
+        )
         weights.table.skipped = frozenset({"head.weight"})
     assert dummy.prepare(whole(manifest)) == [manifest.fingerprint] * TP
 
@@ -388,20 +390,20 @@ class Trainer:
         self.engine, self.tensors = engine, tensors
         self.futures = engine.begin(whole(manifest_of(tensors), version) | more)
         begun = json.loads(engine.rpc.get(timeout=TIMEOUT_S).message)
-        self.ranks = Ranks(begun["sockets"], TOKEN)
+        self.ranks = RankClients(begun["sockets"], TOKEN)
 
     def write(self) -> None:
         bucket = HostBucket(1 << 19)
         bucket.share(self.ranks)
         session = self.engine.ranks[0].session
         assert session is not None
-        for index, part in enumerate(session.plan.parts):
-            for piece in part:
-                spec = session.plan.manifest.tensors[piece.name]
-                rows = self.tensors[piece.name][slice(*piece.rows)].contiguous()
+        for index, chunk in enumerate(session.writer.chunks):
+            for chunk_slice in chunk:
+                spec = session.writer.manifest.tensors[chunk_slice.name]
+                rows = self.tensors[chunk_slice.name][slice(*chunk_slice.rows)].contiguous()
                 raw = rows.flatten().view(torch.uint8)
                 assert raw.numel() <= spec.nbytes
-                bucket.content[piece.offset :][: raw.numel()] = raw
+                bucket.content[chunk_slice.offset :][: raw.numel()] = raw
             self.ranks.ask({"op": "part", "index": index})
 
     def ended(self) -> dict[str, Any]:
@@ -464,8 +466,8 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
     for rank in range(TP):
         trainer = Trainer(engine, toy.checkpoint(), rank)
         HostBucket(1 << 19).share(trainer.ranks)
-        wire.send(trainer.ranks._sockets[rank], {"op": "part", "index": 0})
-        assert wire.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
+        framing.send(trainer.ranks._sockets[rank], {"op": "part", "index": 0})
+        assert framing.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
         assert trainer.ended()["state"] == "quarantined"
         assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
         for weights in engine.ranks:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from sgl_fp8rl.weight_update.chunks import ChunkSlice
 from sgl_fp8rl.weight_update.manifest import ManifestError, TensorSpec, describe
-from sgl_fp8rl.weight_update.memory import Bucket, SharedMemoryError
-from sgl_fp8rl.weight_update.parts import Piece
 from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
+from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, Model, Weights, begin, ragged, update
 
@@ -50,8 +50,8 @@ def test_a_session_that_wrote_nothing_leaves_things_as_they_were(weights: Engine
 
 def test_a_complete_update_heals_a_quarantined_engine(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
-    session = begin(weights, tensors, part_bytes=1 << 17)
-    assert len(session.plan.parts) > 2
+    session = begin(weights, tensors, chunk_bytes=1 << 17)
+    assert len(session.writer.chunks) > 2
     session.write(0)
     weights.quarantine("it broke off")
     assert (weights.state, weights.version, weights.session) == (State.QUARANTINED, -1, None)
@@ -87,11 +87,11 @@ def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
     update(weights, tensors)
 
 
-# -- plans and memory that are kept from update to update
+# -- writers and memory that are kept from update to update
 
 
-def accept(weights: EngineWeights, tensors: toy.Tensors, part_bytes: int) -> str:
-    manifest = describe(tensors.items(), 0, part_bytes)
+def accept(weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int) -> str:
+    manifest = describe(tensors.items(), 0, chunk_bytes)
     weights.accept(manifest)
     return manifest.fingerprint
 
@@ -99,7 +99,7 @@ def accept(weights: EngineWeights, tensors: toy.Tensors, part_bytes: int) -> str
 def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
     first, second = toy.checkpoint(0), toy.checkpoint(1)
     update(weights, first, version=0)
-    fingerprint = describe(second.items(), 1, toy.PART_BYTES).fingerprint
+    fingerprint = describe(second.items(), 1, toy.CHUNK_BYTES).fingerprint
     assert weights.knows(fingerprint)
     session = weights.begin(fingerprint, 1)
     toy.write(session, second)
@@ -128,11 +128,11 @@ def test_a_manifest_that_is_refused_is_not_known(weights: EngineWeights) -> None
     tensors = toy.checkpoint()
     wrong = {**tensors, "norm.weight": torch.zeros(64)}
     with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
-        accept(weights, wrong, toy.PART_BYTES)
+        accept(weights, wrong, toy.CHUNK_BYTES)
     with pytest.raises(ManifestError, match="more than half of the engine's bucket"):
         accept(weights, tensors, 256)
-    for tried, part_bytes in ((wrong, toy.PART_BYTES), (tensors, 256)):
-        assert not weights.knows(describe(tried.items(), 0, part_bytes).fingerprint)
+    for tried, chunk_bytes in ((wrong, toy.CHUNK_BYTES), (tensors, 256)):
+        assert not weights.knows(describe(tried.items(), 0, chunk_bytes).fingerprint)
 
 
 def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> None:
@@ -155,8 +155,8 @@ class FakeSegments:
     def __init__(self, tensors: toy.Tensors) -> None:
         self.tensors, self.closed = tensors, False
 
-    def tensor(self, piece: Piece, spec: TensorSpec) -> torch.Tensor:
-        found = self.tensors[piece.name]
+    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
+        found = self.tensors[chunk_slice.name]
         assert (found.dtype, tuple(found.shape)) == (spec.dtype, spec.shape)
         return found
 
@@ -175,7 +175,7 @@ def test_mapped_tensors_make_the_last_part() -> None:
         weights.accept(manifest)
         weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
         session = weights.begin(manifest.fingerprint, version)
-        last = len(session.plan.parts) - 1
+        last = len(session.writer.chunks) - 1
         with pytest.raises(SharedMemoryError, match="open the segments first"):
             session.write(last)
         in_place = FakeSegments({name: tensors[name] for name in mapped})
@@ -259,7 +259,7 @@ def test_nan_never_reaches_the_loader(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "pieces"),
+    ("shape", "slices"),
     [
         ((20_000,), [(0, 16_384), (16_384, 20_000)]),
         ((300, 128), [(0, 128), (128, 256), (256, 300)]),
@@ -267,15 +267,15 @@ def test_nan_never_reaches_the_loader(bad: float) -> None:
     ],
 )
 def test_what_falls_back_is_held_until_it_is_whole(
-    shape: tuple[int, ...], pieces: list[tuple[int, int]]
+    shape: tuple[int, ...], slices: list[tuple[int, int]]
 ) -> None:
     shapes: toy.Shapes = {"norm": shape, "w": (256, 128)}
     gemma = Gemma(shapes)
     weights = toy.engine(gemma.model, shapes)
     tensors = toy.checkpoint(shapes=shapes)
-    session = begin(weights, tensors, part_bytes=128 * 128 * 2)
-    assert [p.rows for part in session.plan.parts for p in part if p.name == "norm"] == pieces
-    for index in reversed(range(len(session.plan.parts))):
+    session = begin(weights, tensors, chunk_bytes=128 * 128 * 2)
+    assert [p.rows for chunk in session.writer.chunks for p in chunk if p.name == "norm"] == slices
+    for index in reversed(range(len(session.writer.chunks))):
         toy.fill(session, tensors, index)
         session.write(index)
         assert not gemma.model.data("norm").any()  # the loader takes whole tensors only

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sgl_fp8rl.weight_update.manifest import describe
-from sgl_fp8rl.weight_update.memory import Bucket
-from sgl_fp8rl.weight_update.probe import record
+from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
+from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests import oracle
 
 FP8 = torch.float8_e4m3fn
@@ -193,52 +193,52 @@ def same(a: dict[str, NDArray[np.uint8]], b: dict[str, NDArray[np.uint8]]) -> bo
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-PART_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
 def engine(model: nn.Module, shapes: Shapes) -> EngineWeights:
     """The update state of a model whose routes are recorded; it serves its checkpoint."""
     weights = EngineWeights(model, BF16)
-    weights.table = record(model, shapes)
+    weights.table = record_routes(model, shapes)
     weights.state, weights.reason = State.SERVING, ""
     return weights
 
 
 def begin(
-    weights: EngineWeights, tensors: Tensors, version: int = 0, part_bytes: int = PART_BYTES
+    weights: EngineWeights, tensors: Tensors, version: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> Session:
-    """A session whose bucket holds the first two parts of these tensors."""
-    manifest = describe(tensors.items(), version, part_bytes)
+    """A session whose bucket holds the first two chunks of these tensors."""
+    manifest = describe(tensors.items(), version, chunk_bytes)
     weights.check_version(version)
     weights.accept(manifest)
-    weights.memory.bucket = Bucket("toy", torch.full((2 * part_bytes,), 0xA5, dtype=torch.uint8))
+    weights.memory.bucket = Bucket("toy", torch.full((2 * chunk_bytes,), 0xA5, dtype=torch.uint8))
     session = weights.begin(manifest.fingerprint, version)
-    for index in range(min(2, len(session.plan.parts))):
+    for index in range(min(2, len(session.writer.chunks))):
         fill(session, tensors, index)
     return session
 
 
 def fill(session: Session, tensors: Tensors, index: int) -> None:
-    """Lay the pieces of a part into the session's bucket."""
+    """Lay the slices of a chunk into the session's bucket."""
     bucket = session.weights.memory.bucket
     assert bucket is not None
-    for piece in session.plan.parts[index]:
-        tensor = tensors[piece.name]
-        target = bucket.tensor(piece, session.plan.manifest.tensors[piece.name])
-        target.copy_(tensor[slice(*piece.rows)] if tensor.dim() else tensor)
+    for chunk_slice in session.writer.chunks[index]:
+        tensor = tensors[chunk_slice.name]
+        target = bucket.tensor(chunk_slice, session.writer.manifest.tensors[chunk_slice.name])
+        target.copy_(tensor[slice(*chunk_slice.rows)] if tensor.dim() else tensor)
 
 
 def write(session: Session, tensors: Tensors) -> None:
-    """Write every part."""
-    for index in range(len(session.plan.parts)):
+    """Write every chunk."""
+    for index in range(len(session.writer.chunks)):
         fill(session, tensors, index)
         session.write(index)
 
 
 def update(
-    weights: EngineWeights, tensors: Tensors, version: int = 0, part_bytes: int = PART_BYTES
+    weights: EngineWeights, tensors: Tensors, version: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> None:
-    session = begin(weights, tensors, version, part_bytes)
+    session = begin(weights, tensors, version, chunk_bytes)
     write(session, tensors)
     session.finish()
     weights.commit()

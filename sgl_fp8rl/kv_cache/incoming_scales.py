@@ -1,0 +1,95 @@
+"""Scales that travel with weights: one tensor of all of them, or single ones by name.
+
+They are tensors of the manifest like any other, but no route leads to them: a session holds them
+until everything else was checked.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from sgl_fp8rl.kv_cache.scales import KVScalesError
+from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.weight_update.manifest import WEIGHT_DTYPES, Manifest, ManifestError, TensorSpec
+
+_SINGLE = re.compile(
+    r"\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(?P<row>[kvq])_scale|(?P<proj>[kvq])_proj\.(?P=proj)_scale)$"
+)
+"""``model.layers.3.self_attn.k_scale``, ``...self_attn.attn.k_scale`` as SGLang renames it, and
+``...self_attn.k_proj.k_scale``."""
+
+
+def names_in(names: Iterable[str]) -> frozenset[str]:
+    """Which of these tensors are KV scales."""
+    return frozenset(name for name in names if name == KV_SCALES or _place(name) is not None)
+
+
+def check(manifest: Manifest, layers: int, kv_heads: int) -> frozenset[str]:
+    """Hold the KV scales of a manifest against the model; return their names.
+
+    Raises:
+        ManifestError: a wrong shape or dtype, both forms at once, or not all of the layers.
+    """
+    names = names_in(manifest.tensors)
+    if KV_SCALES in names:
+        _check_whole(manifest.tensors[KV_SCALES], (layers, len(KV_SCALE_ROWS), kv_heads))
+        if len(names) > 1:
+            raise ManifestError(
+                f"{KV_SCALES} comes with {min(names - {KV_SCALES})}; send one or the other"
+            )
+        return names
+    places: dict[tuple[int, int], str] = {}
+    for name in sorted(names):
+        place = _place(name)
+        assert place is not None
+        if place in places:
+            raise ManifestError(f"{name} and {places[place]} are one scale; send it once")
+        places[place] = name
+        spec = manifest.tensors[name]
+        if spec.dtype not in WEIGHT_DTYPES or spec.shape not in ((), (1,), (kv_heads,)):
+            raise ManifestError(
+                f"{name} is {spec.dtype} of shape {spec.shape}; send one scale, or one for each of "
+                f"{kv_heads} KV heads, in FP32"
+            )
+    if places:
+        needed = {(layer, row) for layer in range(layers) for row in (0, 1)}
+        if needed - places.keys() or any(layer >= layers for layer, _ in places):
+            raise ManifestError(
+                f"the stream names KV scales of {len({la for la, _ in places})} layers; send K and "
+                f"V scales of all {layers}, or none"
+            )
+    return names
+
+
+def assemble(held: Mapping[str, torch.Tensor], layers: int, kv_heads: int) -> torch.Tensor:
+    """The scales that were brought, as one FP32 tensor [layers, 3, KV heads] on the CPU.
+
+    Single scales go to every head of their layer; a Q scale that is not named is 1.
+    """
+    if KV_SCALES in held:
+        return held[KV_SCALES].detach().to("cpu", torch.float32)
+    scales_L3H = torch.ones(layers, len(KV_SCALE_ROWS), kv_heads, dtype=torch.float32)
+    for name, tensor in held.items():
+        place = _place(name)
+        if place is None:
+            raise KVScalesError(f"{name} is no KV scale")
+        scales_L3H[place] = tensor.detach().to("cpu", torch.float32)
+    return scales_L3H
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    """(layer, row) of a single scale's name."""
+    match = _SINGLE.search(name)
+    if match is None:
+        return None
+    return int(match["layer"]), KV_SCALE_ROWS.index(match["row"] or match["proj"])
+
+
+def _check_whole(spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    if spec.shape != shape or spec.dtype != torch.float32:
+        raise ManifestError(
+            f"{KV_SCALES} is {spec.dtype} of shape {spec.shape}; send FP32 of shape {shape}: "
+            f"layers, K V Q, KV heads of the whole model"
+        )

@@ -1,0 +1,269 @@
+"""``sgl-fp8rl kv-report``: what an engine tells of its FP8 KV cache, as a table and a picture.
+
+It reads what the control message ``kv`` answered, from an engine or from a file.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_fp8rl.ops.reference import FP8_MAX
+from trainer_bridge.engine_client import connect
+
+Reply = dict[str, Any]
+
+SIDES = ("k", "v")
+STYLES = {"k": ("tab:orange", "--"), "v": ("tab:blue", ":")}
+"""Colour of a side, and how its limit is drawn: both limits may be one line."""
+HEADER = ("layer", "", "tokens", "amax", "scale", "headroom", "clipped", "error")
+UNKNOWN = "-"
+NOT_MEASURED = {"tokens": 0, "error_k": None, "error_v": None, "not_finite_k": 0, "not_finite_v": 0}
+
+
+class ReportError(ValueError):
+    """What was given is no answer of an engine."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """K or V of one layer, since its scales were set."""
+
+    layer: int
+    side: str
+    """``k`` or ``v``."""
+    tokens: int
+    amax: float
+    """The largest finite magnitude."""
+    least_scale: float
+    largest_scale: float
+    """Over KV heads."""
+    headroom: float | None
+    """``448 * largest_scale / amax``: how often amax fits into what E4M3 holds; below 1 values are
+    clipped. None where nothing but zeros was stored."""
+    clip_rate: float | None
+    """Clipped elements of those stored, None where nothing was or an answer tells of no sizes."""
+    error: float | None
+    """``|x - stored| / |x|``, L2, of the prefilled tokens that were measured; None without."""
+    error_tokens: int
+    not_finite: int
+    """NaN and Inf among the elements measured; the error is that of the others."""
+
+
+def read(source: str) -> Reply:
+    """What the engine at an ``http://`` address answers, or what was saved of an answer in a file.
+
+    Raises:
+        EngineError: the engine refuses, or cannot be reached.
+        ReportError: the file cannot be read.
+    """
+    if _is_address(source):
+        return connect(source).control({"op": "kv"})
+    try:
+        reply = json.loads(Path(source).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise ReportError(
+            f"{source} cannot be read ({error}); give an engine's http:// address, or a file that "
+            f"kv-report --json wrote"
+        ) from error
+    return reply if isinstance(reply, dict) else {}
+
+
+def observe(source: str) -> int:
+    """Let an engine measure the error of what it prefills next; returns of how many tokens.
+
+    Raises:
+        EngineError: the engine refuses, or cannot be reached.
+        ReportError: this is no address.
+    """
+    if not _is_address(source):
+        raise ReportError(f"{source} is no engine; give --observe an http:// address")
+    return int(connect(source).control({"op": "kv_observe"})["tokens"])
+
+
+def _is_address(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+def lines_of(reply: Reply) -> list[Line]:
+    """Two lines a layer, K and V.
+
+    Raises:
+        ReportError: this is no answer to ``kv``.
+    """
+    try:
+        scales, counted = reply["scales"], reply["statistics"]
+        # None or absent where the engine was not asked for them
+        elements = reply.get("elements") or [0] * len(scales)
+        errors = reply.get("errors") or [NOT_MEASURED] * len(scales)
+        lines = [
+            _line(layer, row, *told)
+            for layer, told in enumerate(zip(scales, counted, elements, errors, strict=True))
+            for row in range(len(SIDES))
+        ]
+        if not lines:
+            raise ValueError("it tells of no layers")
+        return lines
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ReportError(
+            f"this is no answer to the control message kv ({type(error).__name__}: {error}); save "
+            f"one with kv-report --json"
+        ) from error
+
+
+def _line(
+    layer: int,
+    row: int,
+    scales: list[list[float]],
+    counted: dict[str, Any],
+    elements_of_token: int,
+    errors: dict[str, Any],
+) -> Line:
+    side = SIDES[row]
+    tokens, amax = int(counted["tokens"]), float(counted[f"amax_{side}"])
+    least, largest = float(min(scales[row])), float(max(scales[row]))
+    elements = tokens * int(elements_of_token)
+    return Line(
+        layer=layer,
+        side=side,
+        tokens=tokens,
+        amax=amax,
+        least_scale=least,
+        largest_scale=largest,
+        headroom=FP8_MAX * largest / amax if amax else None,
+        clip_rate=counted[f"clipped_{side}"] / elements if elements else None,
+        error=errors[f"error_{side}"],
+        error_tokens=int(errors["tokens"]),
+        not_finite=int(errors[f"not_finite_{side}"]),
+    )
+
+
+def as_json(reply: Reply, lines: list[Line]) -> str:
+    """The engine's answer with the report beside it: still a file for the option ``kv_scales``."""
+    return json.dumps({**reply, "report": [asdict(line) for line in lines]}, indent=1) + "\n"
+
+
+def render(reply: Reply, lines: list[Line]) -> str:
+    """A plain text table, two lines a layer, and what stands out."""
+    rows = [
+        (
+            str(line.layer) if line.side == SIDES[0] else "",
+            line.side.upper(),
+            str(line.tokens),
+            f"{line.amax:.4g}",
+            _scale(line),
+            _number(line.headroom, ".3g"),
+            _rate(line.clip_rate),
+            _number(line.error, ".4f"),
+        )
+        for line in lines
+    ]
+    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
+    aligned = [
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (HEADER, *rows)
+    ]
+    return "\n".join([title(reply), "", *aligned, "", *_remarks(reply, lines)])
+
+
+def title(reply: Reply) -> str:
+    """Such as ``FP8 KV cache: 36 layers, 8 KV heads, scheme engine``."""
+    layers, heads = len(reply["scales"]), len(reply["scales"][0][0])
+    return f"FP8 KV cache: {layers} layers, {heads} KV heads, scheme {reply.get('scheme')}"
+
+
+def _remarks(reply: Reply, lines: list[Line]) -> list[str]:
+    """The line that stands out in each column, then what limits the figures."""
+    remarks = []
+    tight = min(lines, key=lambda line: math.inf if line.headroom is None else line.headroom)
+    if tight.headroom is not None:
+        remarks.append(f"least headroom: {tight.headroom:.3g} ({_place(tight)})")
+    clipped = max(lines, key=lambda line: line.clip_rate or 0.0)
+    if clipped.clip_rate:
+        remarks.append(f"most clipped: {_rate(clipped.clip_rate)} ({_place(clipped)})")
+    wrong = max(lines, key=lambda line: line.error or 0.0)
+    if wrong.error:
+        remarks.append(f"largest error: {wrong.error:.4f} ({_place(wrong)})")
+    remarks += [
+        f"{_place(line)}: {line.not_finite} elements are NaN or Inf"
+        for line in lines
+        if line.not_finite
+    ]
+    if reply.get("pending"):
+        remarks.append("pending: the next prefill measures these scales anew")
+    measured = {line.error_tokens for line in lines}
+    if 0 in measured:
+        remarks.append(
+            "error: not measured in every layer; run kv-report --observe, let the engine prefill, "
+            "and ask again"
+        )
+    else:
+        remarks.append(f"error: over {min(measured)} prefilled tokens")
+    return remarks
+
+
+def _place(line: Line) -> str:
+    return f"{line.side.upper()} of layer {line.layer}"
+
+
+def _scale(line: Line) -> str:
+    least, largest = f"{line.least_scale:.4g}", f"{line.largest_scale:.4g}"
+    return largest if least == largest else f"{least} to {largest}"
+
+
+def _rate(rate: float | None) -> str:
+    return UNKNOWN if rate is None else f"{rate:.2%}" if rate >= 1e-3 else f"{rate:.2g}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None else format(value, form)
+
+
+def draw(reply: Reply, lines: list[Line], path: Path) -> None:
+    """Range, clip rate and error over layers, K and V, as a PNG; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (ranges, clips, errors) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for side, (colour, dashes) in STYLES.items():
+        mine = [line for line in lines if line.side == side]
+        layers, name = [line.layer for line in mine], side.upper()
+        limits = [FP8_MAX * line.largest_scale for line in mine]
+        ranges.plot(layers, limits, dashes, color=colour, label=f"448 x {name} scale")
+        # a gap where there is nothing to draw
+        for axis, values, label in (
+            (ranges, [line.amax or math.nan for line in mine], f"largest |{name}|"),
+            (clips, [_or_gap(line.clip_rate) for line in mine], name),
+            (errors, [_or_gap(line.error) for line in mine], name),
+        ):
+            # a rate of 0 lies on the edge
+            axis.plot(layers, values, "o-", color=colour, markersize=3, label=label, clip_on=False)
+    for axis, label in (
+        (ranges, "magnitude"),
+        (clips, "clip rate"),
+        (errors, "error against BF16, |x - stored| / |x|"),
+    ):
+        axis.set_xlabel("layer")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    ranges.set_yscale("log")
+    clips.set_ylim(bottom=0)
+    errors.set_ylim(bottom=0)
+    if all(line.error is None for line in lines):
+        errors.set_title("not measured: kv-report --observe", fontsize=9)
+    figure.suptitle(title(reply), fontsize=10)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _or_gap(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,96 @@
+"""What an engine tells of its FP8 KV cache: scales, and what was stored under them."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sgl_fp8rl.kv_cache import quant_error
+from sgl_fp8rl.kv_cache.backends import FP8_KV
+from sgl_fp8rl.kv_cache.scales import KVScales, on_host
+
+NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp8_e4m3"
+
+
+def layout(scales: KVScales | None) -> dict[str, Any] | None:
+    """What a trainer must know to make scales; None where the KV cache is not FP8."""
+    if scales is None:
+        return None
+    return {
+        "dtype": FP8_KV,
+        "scheme": scales.scheme,
+        "layers": scales.layers,
+        "kv_heads": scales.heads.total,
+        "per_head": scales.per_head,
+    }
+
+
+def read(scales: KVScales | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The scales in force, and the statistics since they were set, of all ranks together.
+
+    As JSON it is a file for the option ``kv_scales``. Decode goes on meanwhile.
+    """
+    if scales is None:
+        return {"error": NO_FP8_KV}
+    in_force, counted = scales.snapshot()
+    ranks = _of_all_ranks(counted, group)
+    return {
+        "scheme": scales.scheme,
+        "pending": bool(scales.pending),
+        "scales": in_force.tolist(),
+        "statistics": statistics(ranks),
+        "elements": [len(ranks) * mine for mine in scales.elements],
+        "errors": _errors(scales, group),
+    }
+
+
+def start_observing(scales: KVScales | None) -> dict[str, Any]:
+    """Let the next prefills measure the error of what they store."""
+    return {"error": NO_FP8_KV} if scales is None else {"tokens": quant_error.start(scales)}
+
+
+def _errors(scales: KVScales, group: dist.ProcessGroup | None) -> list[dict[str, Any]] | None:
+    if scales.errors is None:  # on one rank as on all
+        return None
+    return errors(_of_all_ranks(on_host(scales.errors), group))
+
+
+def _of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is None or dist.get_world_size(group) == 1:
+        return mine.unsqueeze(0)
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(ranks, mine, group=group)
+    return torch.stack(ranks)
+
+
+def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
+    """For each layer, from the counters of all ranks (``ops.kv.STATS``).
+
+    Every rank sees every token, with other heads; a head that is on several ranks counts on each.
+    """
+    tokens_L = counted_RLC[:, :, 0].amax(0)
+    clipped_L2 = counted_RLC[:, :, 1:3].sum(0)
+    amax_L2 = counted_RLC[:, :, 3:5].amax(0).to(torch.int32).view(torch.float32)
+    return [
+        {"tokens": t, "clipped_k": ck, "clipped_v": cv, "amax_k": ak, "amax_v": av}
+        for t, (ck, cv), (ak, av) in zip(
+            tokens_L.tolist(), clipped_L2.tolist(), amax_L2.tolist(), strict=True
+        )
+    ]
+
+
+def errors(sums_RLC: torch.Tensor) -> list[dict[str, Any]]:
+    """For each layer the relative L2 error of K and V, from the sums of all ranks
+    (``scales.ERRORS``); None where no token was measured."""
+    layers = []
+    for tokens, sums in zip(
+        sums_RLC[:, :, 0].amax(0).tolist(), sums_RLC[:, :, 1:].sum(0).tolist(), strict=True
+    ):
+        of_layer: dict[str, Any] = {"tokens": int(tokens)}
+        for side, (errors, squares, not_finite) in (("k", sums[:3]), ("v", sums[3:])):
+            error = math.sqrt(errors / squares) if squares else 0.0
+            of_layer[f"error_{side}"] = error if tokens else None
+            of_layer[f"not_finite_{side}"] = int(not_finite)
+        layers.append(of_layer)
+    return layers

@@ -1,0 +1,6 @@
+"""What trainer and engine call KV scales; the standard library only, so that both may import it."""
+
+KV_SCALES = "kv_scales"
+"""The tensor of an update that holds them: FP32 ``[layers, 3, KV heads of the whole model]``."""
+KV_SCALE_ROWS = ("k", "v", "q")
+"""What the three rows of a layer are for. Q has one scale for the query heads of a KV head."""

@@ -1,0 +1,142 @@
+"""Copies: what becomes of the boxes of a chunk, as tables that the kernel walks.
+
+Thousands of boxes become a few NumPy tables; nothing here knows of Triton or of a device.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
+
+ACCESS = 16
+"""Bytes that a thread reads or writes at once."""
+
+
+class CopyDescriptor(NamedTuple):
+    """One box of ``rows`` x ``cols`` elements, and what becomes of it.
+
+    It is quantized where the target is FP8 and the source is not; a box is then whole blocks, but
+    for the ragged end of its tensor. Anything else is cast, or copied as it is.
+    """
+
+    segment: int
+    """Index into ``bases``: which piece of memory the source lies in."""
+    source: int
+    """Byte offset of the first element from that base, which is aligned to 16 bytes."""
+    target: int
+    """Byte address of the first element written."""
+    scales: int
+    """Byte address of the first FP32 scale; 0 where nothing is quantized."""
+    rows: int
+    cols: int
+    source_stride: int
+    """Elements from row to row."""
+    target_stride: int
+    scale_stride: int
+    """Scales from block row to block row; 0 where nothing is quantized."""
+    source_dtype: torch.dtype
+    target_dtype: torch.dtype
+    positive: bool
+    """The values are scales: each must also be above zero."""
+    tag: int
+    """What ``Status`` reports where a value is NaN or Inf; not negative."""
+
+
+COLUMNS = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "first_tile",
+            "tiles_across",
+            "segment",
+            "source",
+            "target",
+            "scales",
+            "rows",
+            "cols",
+            "source_stride",
+            "target_stride",
+            "scale_stride",
+            "tag",
+        )
+    ]
+)
+
+"""A row of a table, in the order in which the kernel reads it."""
+
+DescriptorTable = NDArray[np.void]
+"""Copies, as records of ``COLUMNS``."""
+
+
+@dataclass(frozen=True)
+class CopyGroup:
+    """Copies of one kind."""
+
+    table: DescriptorTable
+    tiles: NDArray[np.int64]
+    """128x128 tiles of each copy, the ragged ones included."""
+    source_dtype: torch.dtype
+    target_dtype: torch.dtype
+    positive: bool
+    full: bool
+    """All tiles are whole and aligned."""
+
+
+def group_descriptors(descriptors: Iterable[CopyDescriptor]) -> Iterator[CopyGroup]:
+    """Sort copies by kind; one launch can carry out a group."""
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[CopyDescriptor]] = defaultdict(list)
+    for descriptor in descriptors:
+        kinds[descriptor.source_dtype, descriptor.target_dtype, descriptor.positive].append(
+            descriptor
+        )
+    for (source, target, positive), kind in kinds.items():
+        table = np.array([(0, 0, *descriptor[:9], descriptor.tag) for descriptor in kind], COLUMNS)
+        sizes = source.itemsize, target.itemsize
+        if source == target or target != FP8_DTYPE:
+            table = _flatten(table, *sizes)
+        table = table[(table["rows"] > 0) & (table["cols"] > 0)]
+        full = _is_full(table, *sizes)
+        for subset, is_full in ((table[full], True), (table[~full], False)):
+            if len(subset):
+                across = -(-subset["cols"] // BLOCK)
+                tiles = -(-subset["rows"] // BLOCK) * across
+                subset["first_tile"] = np.cumsum(tiles) - tiles
+                subset["tiles_across"] = across
+                yield CopyGroup(subset, tiles, source, target, positive, is_full)
+
+
+def _flatten(table: DescriptorTable, source_size: int, target_size: int) -> DescriptorTable:
+    """Cut boxes that are contiguous on both sides into whole tiles, rows of 128 and a rest."""
+    one = table["rows"] == 1
+    flat = (one | (table["source_stride"] == table["cols"])) & (
+        one | (table["target_stride"] == table["cols"])
+    )
+    rest = table[flat]
+    size = rest["rows"] * rest["cols"]
+    done = np.zeros_like(size)
+    subsets = [table[~flat]]
+    for unit in (BLOCK * BLOCK, BLOCK, 1):
+        subset = rest.copy()
+        count = (size - done) // unit * unit
+        subset["source"] += done * source_size
+        subset["target"] += done * target_size
+        subset["rows"] = count // BLOCK if unit > 1 else 1
+        subset["cols"] = BLOCK if unit > 1 else count
+        subset["source_stride"] = subset["target_stride"] = BLOCK
+        done += count
+        subsets.append(subset)
+    return np.concatenate(subsets)
+
+
+def _is_full(table: DescriptorTable, source_size: int, target_size: int) -> NDArray[np.bool_]:
+    """Which boxes are whole tiles that can be read and written 16 bytes at once."""
+    ragged = table["rows"] % BLOCK | table["cols"] % BLOCK
+    for side, size in (("source", source_size), ("target", target_size)):
+        ragged |= table[side] % ACCESS | table[f"{side}_stride"] * size % ACCESS
+    return np.asarray(ragged == 0)

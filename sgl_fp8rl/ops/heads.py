@@ -1,0 +1,66 @@
+"""Query heads times a factor of their KV head, in plain torch: the twin of ``heads_triton.py``.
+
+So the scales of an FP8 KV cache are folded into q and into what attention returns. Shape suffixes:
+T tokens, C channels (query heads * head dim), H KV heads of this rank.
+"""
+
+import torch
+
+
+def scale_heads(
+    x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x * factor`` in FP32, rounded once to x's dtype, to nearest even.
+
+    Args:
+        x: BF16 or FP16 ``[T, C]`` or ``[T, heads, head dim]``, any stride over tokens. The
+            channels of a token are H groups of ``C / H``: the query heads of a KV head.
+        factor_H: FP32, any stride, read on the device.
+        out: where to write, of x's shape and dtype; x itself for in place. None for a new,
+            contiguous tensor.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together.
+    """
+    x_TC, out_TC, out = flatten_heads(x, factor_H, out)
+    heads = (len(factor_H), -1)
+    torch.mul(x_TC.unflatten(1, heads), factor_H.unsqueeze(1), out=out_TC.unflatten(1, heads))
+    return out
+
+
+def flatten_heads(
+    x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and out as ``[T, C]`` with contiguous channels, and out as the caller sees it.
+
+    Raises:
+        ValueError: what ``scale_heads`` raises.
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or factor_H.dtype != torch.float32:
+        raise ValueError(
+            f"heads are {x.dtype} and their factors {factor_H.dtype}; pass BF16 or FP16, and FP32"
+        )
+    channels = x.shape[1:].numel()
+    if factor_H.dim() != 1 or len(factor_H) == 0 or channels % len(factor_H):
+        raise ValueError(
+            f"{channels} channels are no whole heads of factors of shape {tuple(factor_H.shape)}; "
+            f"pass one factor for each KV head"
+        )
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    elif out.shape != x.shape or out.dtype != x.dtype:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}, x is {x.dtype} {tuple(x.shape)}; pass an out "
+            f"of x's shape and dtype"
+        )
+    x_TC = x.reshape(len(x), channels)
+    out_TC = out.view(len(x), channels)
+    if channels > 1 and (x_TC.stride(1) != 1 or out_TC.stride(1) != 1):
+        raise ValueError(
+            f"the channels of x have stride {x_TC.stride(1)}, those of out {out_TC.stride(1)}; "
+            f"pass contiguous channels"
+        )
+    return x_TC, out_TC, out

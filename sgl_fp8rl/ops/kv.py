@@ -1,0 +1,140 @@
+"""FP8 keys and values in plain torch: the twin of ``kv_triton.py``, and what a CPU engine runs.
+
+A value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: the cast itself does
+not on every torch version and GPU, and one NaN in the cache spoils all tokens that attend to it.
+
+Shape suffixes: T tokens, H KV heads of this rank, D head dim, S slots, C statistics.
+"""
+
+import torch
+
+from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
+
+STATS = 5
+"""Statistics of a layer, int64: tokens, clipped elements of K and of V, and the FP32 bits of the
+largest finite |K| and |V| (as integers the magnitudes are in order)."""
+PADDING_SLOT = 0
+"""Where SGLang writes the tokens that only fill a batch up; they are stored and not counted."""
+
+_INF = 0x7F800000
+
+
+def kv_codes(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
+    """``x / scale`` in FP32, saturated and rounded to nearest even: float8_e4m3fn ``[T, H, D]``.
+
+    NaN stays NaN (code 0x7F whatever its sign); Inf becomes 448.
+    """
+    return _encode(_divide(x_THD, scale_H))
+
+
+def store_kv(
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_cache_SHD: torch.Tensor,
+    v_cache_SHD: torch.Tensor,
+    k_scale_H: torch.Tensor,
+    v_scale_H: torch.Tensor,
+    stats_C: torch.Tensor,
+    *,
+    read_back: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Write the codes of token ``t`` at slot ``slots_T[t]`` of both caches, and count.
+
+    Args:
+        k_THD: BF16 or FP16, any strides over tokens and heads; V's head dim may be another.
+        slots_T: int64; only ``PADDING_SLOT`` may come more than once.
+        k_cache_SHD: float8_e4m3fn, any strides over slots and heads.
+        k_scale_H: FP32, above zero, read on the device.
+        stats_C: int64 ``[STATS]``, contiguous, updated in place. An element is clipped where
+            ``|x / scale| > 448``: Inf is, NaN is not, and neither enters the largest magnitude.
+
+    Returns:
+        With ``read_back`` the codes of K and of V as values of their dtype (exact): what decode
+        will read, still divided by the scale.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+    """
+    check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, k_scale_H, v_scale_H, stats_C)
+    counted_T = slots_T != PADDING_SLOT
+    stats_C[0] += counted_T.sum()
+    values = []
+    for side, (x_THD, cache_SHD, scale_H) in enumerate(
+        ((k_THD, k_cache_SHD, k_scale_H), (v_THD, v_cache_SHD, v_scale_H))
+    ):
+        scaled = _divide(x_THD, scale_H)
+        codes = _encode(scaled)
+        # As bytes: not every torch version and device can index FP8.
+        cache_SHD.view(torch.uint8)[slots_T] = codes.view(torch.uint8)
+        counted = counted_T[:, None, None]
+        stats_C[1 + side] += ((scaled.abs() > FP8_MAX) & counted).sum()
+        if x_THD.numel():
+            bits = x_THD.float().abs().view(torch.int32)
+            top = torch.where((bits < _INF) & counted, bits, 0).max()
+            stats_C[3 + side] = torch.maximum(stats_C[3 + side], top)
+        if read_back:
+            values.append(codes.to(x_THD.dtype))
+    return (values[0], values[1]) if read_back else None
+
+
+def check_store(
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_cache_SHD: torch.Tensor,
+    v_cache_SHD: torch.Tensor,
+    k_scale_H: torch.Tensor,
+    v_scale_H: torch.Tensor,
+    stats_C: torch.Tensor,
+) -> None:
+    """Raise ValueError where the arguments of ``store_kv`` do not fit together."""
+    for name, x_THD, cache_SHD, scale_H in (
+        ("K", k_THD, k_cache_SHD, k_scale_H),
+        ("V", v_THD, v_cache_SHD, v_scale_H),
+    ):
+        if x_THD.dtype not in (torch.bfloat16, torch.float16) or x_THD.dim() != 3:
+            raise ValueError(
+                f"{name} to be stored is {x_THD.dtype} of shape {list(x_THD.shape)}; "
+                f"give BF16 or FP16 [tokens, KV heads, head dim]"
+            )
+        if cache_SHD.dtype != FP8_DTYPE or cache_SHD.shape[1:] != x_THD.shape[1:]:
+            raise ValueError(
+                f"the {name} cache is {cache_SHD.dtype} of shape {list(cache_SHD.shape)}; give "
+                f"float8_e4m3fn [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], as {name} has"
+            )
+        if x_THD.stride(2) != 1 or cache_SHD.stride(2) != 1:
+            raise ValueError(
+                f"elements of a head of {name} or of its cache do not lie side by side (strides "
+                f"{x_THD.stride()} and {cache_SHD.stride()}); give views whose last stride is 1"
+            )
+        if scale_H.dtype != torch.float32 or scale_H.shape != x_THD.shape[1:2]:
+            raise ValueError(
+                f"the {name} scales are {scale_H.dtype} of shape {list(scale_H.shape)}; "
+                f"give FP32, one for each of {x_THD.shape[1]} KV heads"
+            )
+    if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.dtype != v_THD.dtype:
+        raise ValueError(
+            f"K is {k_THD.dtype} {list(k_THD.shape)} and V {v_THD.dtype} {list(v_THD.shape)}; "
+            f"give both the same dtype, tokens and KV heads"
+        )
+    if slots_T.dtype != torch.int64 or slots_T.shape != k_THD.shape[:1]:
+        raise ValueError(
+            f"the slots are {slots_T.dtype} of shape {list(slots_T.shape)}; "
+            f"give int64, one for each of {k_THD.shape[0]} tokens"
+        )
+    if stats_C.dtype != torch.int64 or stats_C.shape != (STATS,) or not stats_C.is_contiguous():
+        raise ValueError(
+            f"the statistics are {stats_C.dtype} of shape {list(stats_C.shape)}; "
+            f"give {STATS} contiguous int64"
+        )
+
+
+def _divide(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
+    return x_THD.float() / scale_H[:, None]
+
+
+def _encode(scaled_THD: torch.Tensor) -> torch.Tensor:
+    saturated = scaled_THD.clamp(-FP8_MAX, FP8_MAX)  # NaN passes
+    # One NaN: a GPU's cast drops its sign, torch's keeps it.
+    return saturated.masked_fill(scaled_THD.isnan(), torch.nan).to(FP8_DTYPE)

@@ -1,0 +1,166 @@
+"""What a decode step does between the QKV projection and attention, in plain torch: the twin of
+``qk_rope_triton.py``.
+
+RMSNorm over each head of q and k, rotary embedding, the store of K and V as FP8 (``kv.py``), and
+the factor of q that XQA needs. Each step rounds to BF16 where SGLang's own kernels for it do.
+
+Shape suffixes: T tokens, C channels of q, k and v side by side, N query heads, H KV heads of this
+rank, D head dim, P positions, S slots; other suffixes as in ``kv.py``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_fp8rl.ops.kv import check_store, store_kv
+
+MIN_HEAD_DIM = 32
+
+
+@dataclass(frozen=True)
+class Norms:
+    """RMSNorm over the head dim of q and of k."""
+
+    q_D: torch.Tensor
+    """BF16 weight, contiguous."""
+    k_D: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where K and V of a layer go, and under which scales: as ``kv.store_kv`` takes them."""
+
+    k_SHD: torch.Tensor
+    v_SHD: torch.Tensor
+    k_scale_H: torch.Tensor
+    v_scale_H: torch.Tensor
+    q_factor_H: torch.Tensor
+    """FP32: what the query heads of a KV head are multiplied by, powers of two."""
+    stats_C: torch.Tensor
+
+
+def norm_rope_store(
+    qkv_TC: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    norms: Norms | None,
+    slots_T: torch.Tensor,
+    cache: Cache,
+) -> torch.Tensor:
+    """Norm and rotate q and k, store K and V at ``slots_T``, and count.
+
+    A head x becomes ``x * rsqrt(mean(x ** 2) + eps) * weight``, rounded to BF16 once. Its halves
+    (low, high) then become ``(low * cos - high * sin, high * cos + low * sin)`` in FP32, the first
+    product of each unrounded (a fused multiply-add), and are rounded to BF16. K's code is that of
+    the BF16 value, as if ``kv.store_kv`` had been handed it.
+
+    Args:
+        qkv_TC: BF16 ``[T, (N + 2 H) * D]``, heads side by side, any stride over tokens; it is not
+            written to.
+        positions_T: int64, each below P; not checked.
+        cos_sin_PD: FP32 or BF16 ``[P, D]``: for each position D/2 cosines, then D/2 sines.
+        norms: None for models without QK-norm.
+        slots_T: int64; only ``kv.PADDING_SLOT`` may come more than once.
+
+    Returns:
+        q, BF16 ``[T, N * D]``, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together.
+    """
+    N, H, D = check(qkv_TC, positions_T, cos_sin_PD, norms, slots_T, cache)
+    q_THD, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
+    if norms is not None:
+        q_THD = _normed(q_THD, norms.q_D, norms.eps)
+        k_THD = _normed(k_THD, norms.k_D, norms.eps)
+    cos_sin_T1D = cos_sin_PD[positions_T].float().unsqueeze(1)
+    store_kv(
+        _rotated(k_THD, cos_sin_T1D),
+        v_THD,
+        slots_T,
+        cache.k_SHD,
+        cache.v_SHD,
+        cache.k_scale_H,
+        cache.v_scale_H,
+        cache.stats_C,
+        read_back=False,
+    )
+    factor_N1 = cache.q_factor_H.repeat_interleave(N // H).unsqueeze(1)
+    return (_rotated(q_THD, cos_sin_T1D) * factor_N1).to(torch.bfloat16).flatten(1)
+
+
+def check(
+    qkv_TC: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    norms: Norms | None,
+    slots_T: torch.Tensor,
+    cache: Cache,
+) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim.
+
+    Raises:
+        ValueError: the arguments of ``norm_rope_store`` do not fit together.
+    """
+    H, D = cache.k_SHD.shape[-2:]
+    if D < MIN_HEAD_DIM or D & (D - 1):
+        raise ValueError(
+            f"the head dim is {D}; norm_rope_store takes powers of two from {MIN_HEAD_DIM} on"
+        )
+    heads, rest = divmod(qkv_TC.shape[-1], D)
+    N = heads - 2 * H
+    if qkv_TC.dtype != torch.bfloat16 or qkv_TC.dim() != 2 or rest or N <= 0 or N % H:
+        raise ValueError(
+            f"the projection is {qkv_TC.dtype} of shape {list(qkv_TC.shape)}; give BF16 [tokens, "
+            f"(query heads + 2 * {H}) * {D}], as many query heads for each of {H} KV heads"
+        )
+    if qkv_TC.stride(1) != 1:
+        raise ValueError(
+            f"channels of the projection do not lie side by side (strides {qkv_TC.stride()}); "
+            f"give a view whose last stride is 1"
+        )
+    if positions_T.dtype != torch.int64 or positions_T.shape != qkv_TC.shape[:1]:
+        raise ValueError(
+            f"the positions are {positions_T.dtype} of shape {list(positions_T.shape)}; "
+            f"give int64, one for each of {len(qkv_TC)} tokens"
+        )
+    rotary = cos_sin_PD.dtype in (torch.float32, torch.bfloat16) and cos_sin_PD.shape[1:] == (D,)
+    if not rotary or cos_sin_PD.stride(1) != 1:
+        raise ValueError(
+            f"cosines and sines are {cos_sin_PD.dtype} of shape {list(cos_sin_PD.shape)}; "
+            f"give FP32 or BF16 [positions, {D}], the last stride 1"
+        )
+    for weight_D in () if norms is None else (norms.q_D, norms.k_D):
+        if weight_D.dtype != torch.bfloat16 or weight_D.shape != (D,) or weight_D.stride(0) != 1:
+            raise ValueError(
+                f"a norm's weight is {weight_D.dtype} of shape {list(weight_D.shape)}; "
+                f"give {D} contiguous BF16"
+            )
+    factor_H = cache.q_factor_H
+    if factor_H.dtype != torch.float32 or factor_H.shape != (H,):
+        raise ValueError(
+            f"q's factors are {factor_H.dtype} of shape {list(factor_H.shape)}; "
+            f"give FP32, one for each of {H} KV heads"
+        )
+    _, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
+    scales = cache.k_scale_H, cache.v_scale_H
+    check_store(k_THD, v_THD, slots_T, cache.k_SHD, cache.v_SHD, *scales, cache.stats_C)
+    return N, H, D
+
+
+def _normed(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x_THD.float()
+    return (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_D).to(torch.bfloat16)
+
+
+def _rotated(x_THD: torch.Tensor, cos_sin_T1D: torch.Tensor) -> torch.Tensor:
+    low, high = x_THD.float().chunk(2, -1)
+    cos, sin = cos_sin_T1D.chunk(2, -1)
+    halves = _fused(low, cos, -(high * sin)), _fused(high, cos, low * sin)
+    return torch.cat(halves, -1).to(torch.bfloat16)
+
+
+def _fused(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    # the product of BF16 and FP32 is exact in FP64; the sum is rounded twice, which no BF16 shows
+    return (x.double() * y.double() + z.double()).float()

@@ -1,0 +1,219 @@
+"""QK-norm, rotary embedding, FP8 store and q's factor of a decode step: one launch a layer.
+
+The bytes and the statistics are those of ``qk_rope.py`` and of SGLang's kernels (``qknorm.cuh``,
+``rope.cuh``) followed by ``kv_triton.py``, but for the order in which a norm's squares are summed
+and for the GPU's approximate root: a rare BF16 value is its neighbour. Nothing is synchronised or
+allocated but what is returned, so that a CUDA graph can capture it.
+"""
+# Triton comes without types.
+# mypy: disable-error-code="untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_fp8rl.ops.kv_triton import PADDING, clipped, count, magnitude, saturate
+from sgl_fp8rl.ops.qk_rope import Cache, Norms, check
+
+# A program has this many heads of one token, all of q, of K or of V. Neither depends on the batch:
+# nothing compiles while serving that a first decode did not compile.
+_ROWS, _WARPS = 8, 4
+
+
+def norm_rope_store(
+    qkv_TC: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    norms: Norms | None,
+    slots_T: torch.Tensor,
+    cache: Cache,
+) -> torch.Tensor:
+    """``qk_rope.norm_rope_store`` on the current stream; there is what it takes and raises."""
+    N, H, D = check(qkv_TC, positions_T, cos_sin_PD, norms, slots_T, cache)
+    T = len(qkv_TC)
+    q_TC = qkv_TC.new_empty(T, N * D)
+    if T == 0:
+        return q_TC
+    blocks = 2 * triton.cdiv(H, _ROWS) + triton.cdiv(N, _ROWS)
+    with torch.cuda.device_of(qkv_TC):  # a kernel starts on the current device
+        _some_heads[(T, blocks)](
+            qkv_TC,
+            q_TC,
+            positions_T,
+            cos_sin_PD,
+            # without norms these are never read
+            qkv_TC if norms is None else norms.q_D,
+            qkv_TC if norms is None else norms.k_D,
+            0.0 if norms is None else norms.eps,
+            slots_T,
+            cache.k_SHD,
+            cache.v_SHD,
+            cache.k_scale_H,
+            cache.v_scale_H,
+            cache.q_factor_H,
+            cache.stats_C,
+            qkv_TC.stride(0),
+            positions_T.stride(0),
+            cos_sin_PD.stride(0),
+            slots_T.stride(0),
+            *cache.k_SHD.stride()[:2],
+            *cache.v_SHD.stride()[:2],
+            cache.k_scale_H.stride(0),
+            cache.v_scale_H.stride(0),
+            cache.q_factor_H.stride(0),
+            Q_HEADS=N,
+            KV_HEADS=H,
+            D=D,
+            ROWS=_ROWS,
+            NORMED=norms is not None,
+            num_warps=_WARPS,
+        )
+    return q_TC
+
+
+@triton.jit
+def _halves(heads: tl.tensor, inside: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Of heads whose first elements are at ``heads`` ``[ROWS, 1]``: FP32 ``[ROWS, D / 2]``."""
+    first = heads + tl.arange(0, D // 2)[None, :]
+    low = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(first + D // 2, mask=inside, other=0.0).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _rotated(
+    low: tl.tensor,
+    high: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    cos_sin: tl.tensor,
+    D: tl.constexpr,
+    NORMED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves, normed and rotated: BF16 values as FP32."""
+    col = tl.arange(0, D // 2)[None, :]
+    cos = tl.load(cos_sin + col).to(tl.float32)
+    sin = tl.load(cos_sin + D // 2 + col).to(tl.float32)
+    if NORMED:
+        w_low = tl.load(weight + col).to(tl.float32)
+        w_high = tl.load(weight + D // 2 + col).to(tl.float32)
+        total = tl.sum(low * low + high * high, axis=1)
+        root = tl.rsqrt(total * (1 / D) + eps)[:, None]
+        low = (low * root * w_low).to(tl.bfloat16).to(tl.float32)
+        high = (high * root * w_high).to(tl.bfloat16).to(tl.float32)
+    # the products that nvcc fuses in SGLang's kernel; Triton's minus loses the sign of zero
+    turned_low = tl.fma(low, cos, high * sin * -1.0)
+    turned_high = tl.fma(high, cos, low * sin)
+    return (
+        turned_low.to(tl.bfloat16).to(tl.float32),
+        turned_high.to(tl.bfloat16).to(tl.float32),
+    )
+
+
+@triton.jit
+def _store(
+    low: tl.tensor,
+    high: tl.tensor,
+    scale: tl.tensor,
+    cache: tl.tensor,
+    inside: tl.tensor,
+    slot: tl.tensor,
+    largest: tl.tensor,
+    stats: tl.tensor,
+    SIDE: tl.constexpr,
+    D: tl.constexpr,
+) -> None:
+    """Store heads whose first codes are at ``cache`` ``[ROWS, 1]``, and count."""
+    low_quotient = tl.div_rn(low, scale)
+    high_quotient = tl.div_rn(high, scale)
+    first = cache + tl.arange(0, D // 2)[None, :]
+    tl.store(first, saturate(low_quotient).to(tl.float8e4nv), mask=inside)
+    tl.store(first + D // 2, saturate(high_quotient).to(tl.float8e4nv), mask=inside)
+    real = inside & (slot != PADDING)
+    beyond = clipped(low_quotient, real) + clipped(high_quotient, real)
+    bits = tl.maximum(magnitude(low, real), magnitude(high, real))
+    count(beyond, bits, largest, stats, SIDE)
+
+
+# Read one by one: layers whose rows of these lie differently share one compiled kernel.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "positions",
+        "slots",
+        "k_scales",
+        "v_scales",
+        "q_factors",
+        "stats",
+    ]
+)
+def _some_heads(
+    qkv: tl.tensor,
+    q_out: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    q_weight: tl.tensor,
+    k_weight: tl.tensor,
+    eps: tl.tensor,
+    slots: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    k_scales: tl.tensor,
+    v_scales: tl.tensor,
+    q_factors: tl.tensor,
+    stats: tl.tensor,
+    token_stride: tl.tensor,
+    position_stride: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    slots_stride: tl.tensor,
+    k_slot_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_slot_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    k_scale_stride: tl.tensor,
+    v_scale_stride: tl.tensor,
+    q_factor_stride: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORMED: tl.constexpr,
+) -> None:
+    """``ROWS`` heads of K, of V or of q, in that order: those that count start first."""
+    KV_BLOCKS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    row = qkv + token * token_stride
+    some = tl.arange(0, ROWS)[:, None]
+    if block < KV_BLOCKS:
+        head = block * ROWS + some
+        inside = head < KV_HEADS
+        slot = tl.load(slots + token * slots_stride)
+        turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
+        low, high = _halves(row + (Q_HEADS + head) * D, inside, D)
+        scale = tl.load(k_scales + head * k_scale_stride, mask=inside, other=1.0)
+        largest = tl.load(stats + 3)
+        low, high = _rotated(low, high, k_weight, eps, turn, D, NORMED)
+        cache = k_cache + slot * k_slot_stride + head.to(tl.int64) * k_head_stride
+        _store(low, high, scale, cache, inside, slot, largest, stats, 0, D)
+        if (block == 0) & (slot != PADDING):
+            tl.atomic_add(stats, tl.full((), 1, tl.int64), sem="relaxed")
+    elif block < 2 * KV_BLOCKS:
+        head = (block - KV_BLOCKS) * ROWS + some
+        inside = head < KV_HEADS
+        slot = tl.load(slots + token * slots_stride)
+        low, high = _halves(row + (Q_HEADS + KV_HEADS + head) * D, inside, D)
+        scale = tl.load(v_scales + head * v_scale_stride, mask=inside, other=1.0)
+        largest = tl.load(stats + 4)
+        cache = v_cache + slot * v_slot_stride + head.to(tl.int64) * v_head_stride
+        _store(low, high, scale, cache, inside, slot, largest, stats, 1, D)
+    else:
+        head = (block - 2 * KV_BLOCKS) * ROWS + some
+        inside = head < Q_HEADS
+        turn = cos_sin + tl.load(positions + token * position_stride) * cos_sin_stride
+        low, high = _halves(row + head * D, inside, D)
+        factors = q_factors + head // (Q_HEADS // KV_HEADS) * q_factor_stride
+        factor = tl.load(factors, mask=inside, other=1.0)
+        low, high = _rotated(low, high, q_weight, eps, turn, D, NORMED)
+        first = q_out + token * (Q_HEADS * D) + head * D + tl.arange(0, D // 2)[None, :]
+        tl.store(first, (low * factor).to(tl.bfloat16), mask=inside)
+        tl.store(first + D // 2, (high * factor).to(tl.bfloat16), mask=inside)

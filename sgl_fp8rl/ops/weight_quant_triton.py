@@ -1,0 +1,343 @@
+"""Block FP8 on the GPU: one grouped kernel that carries out a table of copies.
+
+A copy takes a box of a tensor from where the trainer left it to where the engine keeps it:
+quantized to codes and scales, cast, or copied. The bytes are those of ``reference.py``. A chunk of
+an update is a few launches, however many tensors it holds.
+"""
+# Triton comes without types.
+# mypy: disable-error-code="untyped-decorator"
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from subprocess import SubprocessError
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+from sgl_fp8rl.ops.copy_descriptors import COLUMNS, CopyDescriptor, group_descriptors
+from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
+
+_NO_TAG = 2**63 - 1
+# No fusion: the compiler must not make FMAs of its own in a division.
+_OPTIONS = {"STRIPS": 8, "num_warps": 8, "enable_fp_fusion": False}
+_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+
+
+class Status:
+    """What the kernel found, on the device: the least tag of a bad value, and tiles done."""
+
+    started: int
+    """Tiles of all launches since ``reset``: how many must be done in the end."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.words = torch.empty(2, dtype=torch.int64, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all; asynchronous."""
+        self.words[0].fill_(_NO_TAG)
+        self.words[1].zero_()
+        self.started = 0
+
+    def read(self) -> tuple[int | None, int]:
+        """(least tag with a bad value or None, tiles done since ``reset``); synchronises."""
+        tag, tiles = self.words.tolist()
+        return (None if tag == _NO_TAG else tag), tiles
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Copies of one kind, as device tables."""
+
+    tiles: int
+    """128x128 tiles, the ragged ones included: how much ``Status`` counts for one run."""
+    tile_descriptor: torch.Tensor
+    table: torch.Tensor
+    source_dtype: tl.dtype
+    target_dtype: tl.dtype
+    model_dtype: tl.dtype
+    positive: bool
+    full: bool
+
+    def run(self, bases: torch.Tensor, status: Status) -> None:
+        """Start the kernel on the current stream. Where a value is bad, what is written is too.
+
+        Args:
+            bases: int64 addresses of the segments, on the device; multiples of 16.
+
+        Raises:
+            RuntimeError: the kernel cannot be compiled here.
+        """
+        try:
+            self._start(bases, status)
+        except (TritonError, SubprocessError) as error:
+            raise RuntimeError(
+                f"the kernel of updates cannot be compiled ({type(error).__name__}: {error}); "
+                f"install a C compiler and Python's headers, which Triton needs"
+            ) from error
+
+    def _start(self, bases: torch.Tensor, status: Status) -> None:
+        status.started += self.tiles
+        with torch.cuda.device_of(status.words):  # a kernel starts on the current device
+            _move_tiles[(self.tiles,)](
+                self.tile_descriptor,
+                self.table,
+                bases,
+                status.words,
+                SOURCE=self.source_dtype,
+                TARGET=self.target_dtype,
+                MODEL=self.model_dtype,
+                POSITIVE=self.positive,
+                FULL=self.full,
+                **_OPTIONS,
+            )
+
+
+def compile_descriptors(
+    descriptors: Iterable[CopyDescriptor], device: torch.device | str, dtype: torch.dtype
+) -> list[Launch]:
+    """Copies as device tables, one launch for each kind of them.
+
+    Args:
+        dtype: the model's, to which weights are rounded before they are quantized.
+    """
+    return [
+        Launch(
+            int(group.tiles.sum()),
+            torch.arange(len(group.table), dtype=torch.int32, device=device).repeat_interleave(
+                torch.from_numpy(group.tiles).to(device), output_size=int(group.tiles.sum())
+            ),
+            torch.from_numpy(group.table.view(np.int64)).to(device),
+            _DTYPES[group.source_dtype],
+            _DTYPES[group.target_dtype],
+            _DTYPES[dtype],
+            group.positive,
+            group.full,
+        )
+        for group in group_descriptors(descriptors)
+    ]
+
+
+_SIDE = tl.constexpr(BLOCK)
+_LARGEST = tl.constexpr(FP8_MAX)
+_FLOOR = tl.constexpr(AMAX_FLOOR)
+_FIELDS = tl.constexpr(COLUMNS.itemsize // 8)
+# FP32 and BF16 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INF = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _scale_of(top: tl.tensor) -> tl.tensor:
+    """The scale of a block whose largest magnitude has the FP32 bits ``top``."""
+    return tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), _FLOOR), _LARGEST)
+
+
+@triton.jit
+def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """``x / scale`` rounded to nearest; x holds BF16 or FP16 values, one scale for them all.
+
+    A product with the reciprocal and Markstein's correction: three operations in the place of a
+    division's ten. `tests/gpu` compares it with the division for all pairs of mantissas. Where
+    the remainder underflows the code is 0, and it is taken with the sign that keeps -0.
+    """
+    reciprocal = tl.div_rn(1.0, scale)
+    quotient = x * reciprocal
+    excess = tl.fma(quotient, scale, x * -1.0)
+    return tl.fma(excess, -reciprocal, quotient)
+
+
+@triton.jit
+def _cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
+    """Rounded to nearest even; what has the dtype already keeps its bytes."""
+    return x if x.dtype == VALUE else x.to(tl.float32).to(VALUE)
+
+
+@triton.jit
+def _bits_of(x: tl.tensor, POSITIVE: tl.constexpr) -> tl.tensor:
+    """The FP32 bits of the magnitudes; Inf for what must be positive and is not."""
+    values = x.to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
+    return tl.where(values > 0, bits, _INF) if POSITIVE else bits
+
+
+@triton.jit
+def _encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Codes of ``x / scale``; x is of the model's dtype.
+
+    Without a clamp: amax / scale is at most an ulp above 448, and all up to 464 becomes 448.
+    """
+    if x.dtype == tl.float32:
+        return tl.div_rn(x, scale).to(tl.float8e4nv)
+    return _divide(x.to(tl.float32), scale).to(tl.float8e4nv)
+
+
+@triton.jit
+def _quantize_bf16(
+    source: tl.tensor,
+    target: tl.tensor,
+    source_stride: tl.tensor,
+    target_stride: tl.tensor,
+    STRIPS: tl.constexpr,
+) -> tl.tensor:
+    """Quantize a whole, aligned BF16 tile; returns the FP32 bits of its largest magnitude.
+
+    All is loaded before anything is used. It waits as words of two BF16, which are unpacked strip
+    by strip: with 64 registers a thread, four tiles are in flight on a multiprocessor.
+    """
+    ROWS: tl.constexpr = _SIDE // STRIPS
+    row = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    col = tl.arange(0, _SIDE)[None, :]
+    word = tl.arange(0, _SIDE // 2)[None, :]
+    source = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    source_stride = tl.multiple_of(source_stride // 2, 4)
+    strips: tl.tuple = ()
+    for k in tl.static_range(STRIPS):
+        strip = tl.load(source + k * ROWS * source_stride + (row * source_stride + word))
+        strips = strips + (strip,)  # noqa: RUF005
+    low = strips[0] & 0x7FFF
+    high = strips[0] & _MAGNITUDE
+    for k in tl.static_range(1, STRIPS):
+        low = tl.maximum(low, strips[k] & 0x7FFF)
+        high = tl.maximum(high, strips[k] & _MAGNITUDE)
+    top = tl.max(tl.maximum(low << 16, high & 0x7FFF0000))
+    scale = _scale_of(top)
+    for k in tl.static_range(STRIPS):
+        pairs = tl.join(strips[k] << 16, strips[k] & -0x10000).to(tl.float32, bitcast=True)
+        codes = tl.reshape(_divide(pairs, scale).to(tl.float8e4nv), (ROWS, _SIDE))
+        tl.store(target + k * ROWS * target_stride + (row * target_stride + col), codes)
+    return top
+
+
+@triton.jit
+def _move_whole(
+    source: tl.tensor,
+    target: tl.tensor,
+    source_stride: tl.tensor,
+    target_stride: tl.tensor,
+    VALUE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    POSITIVE: tl.constexpr,
+) -> tl.tensor:
+    """Move a whole, aligned tile; returns the FP32 bits of its largest magnitude."""
+    row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
+    col = tl.arange(0, _SIDE)[None, :]
+    x = tl.load(source + row * source_stride + col)
+    x = _cast(x, VALUE)
+    top = tl.max(_bits_of(x, POSITIVE))
+    if QUANTIZE:
+        x = _encode(x, _scale_of(top))
+    tl.store(target + row * target_stride + col, x)
+    return top
+
+
+@triton.jit
+def _move_ragged(
+    source: tl.tensor,
+    target: tl.tensor,
+    source_stride: tl.tensor,
+    target_stride: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    VALUE: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    POSITIVE: tl.constexpr,
+    STRIPS: tl.constexpr,
+) -> tl.tensor:
+    """The same of a tile of ``rows`` x ``cols`` anywhere in memory, strip by strip."""
+    ROWS: tl.constexpr = _SIDE // STRIPS
+    strip = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    col = tl.arange(0, _SIDE)[None, :]
+    bits = tl.zeros((ROWS, _SIDE), tl.int32)
+    for start in range(0, rows, ROWS):
+        row = start + strip
+        inside = (row < rows) & (col < cols)
+        x = tl.load(source + row * source_stride + col, mask=inside, other=1.0 * POSITIVE)
+        x = _cast(x, VALUE)
+        bits = tl.maximum(bits, _bits_of(x, POSITIVE))
+        if not QUANTIZE:
+            tl.store(target + row * target_stride + col, x, mask=inside)
+    top = tl.max(bits)
+    if QUANTIZE:
+        scale = _scale_of(top)
+        for start in range(0, rows, ROWS):
+            row = start + strip
+            inside = (row < rows) & (col < cols)
+            x = _cast(tl.load(source + row * source_stride + col, mask=inside, other=0.0), VALUE)
+            tl.store(target + row * target_stride + col, _encode(x, scale), mask=inside)
+    return top
+
+
+@triton.jit
+def _move_tiles(
+    tile_descriptor: tl.tensor,
+    table: tl.tensor,
+    bases: tl.tensor,
+    status: tl.tensor,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    MODEL: tl.constexpr,
+    POSITIVE: tl.constexpr,
+    FULL: tl.constexpr,
+    STRIPS: tl.constexpr,
+) -> None:
+    """One program moves one 128x128 tile."""
+    SOURCE_SIZE: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    TARGET_SIZE: tl.constexpr = TARGET.primitive_bitwidth // 8
+    QUANTIZE: tl.constexpr = TARGET.is_fp8() and not SOURCE.is_fp8()
+    VALUE: tl.constexpr = MODEL if QUANTIZE else TARGET
+    tile = tl.program_id(0)
+    descriptor = table + tl.load(tile_descriptor + tile).to(tl.int64) * _FIELDS
+    tile -= tl.load(descriptor).to(tl.int32)
+    across = tl.load(descriptor + 1).to(tl.int32)
+    source = tl.load(bases + tl.load(descriptor + 2)) + tl.load(descriptor + 3)
+    target = tl.load(descriptor + 4)
+    source_stride = tl.load(descriptor + 8)
+    target_stride = tl.load(descriptor + 9)
+    i = (tile // across).to(tl.int64)
+    j = (tile % across).to(tl.int64)
+    source += (i * source_stride + j) * (_SIDE * SOURCE_SIZE)
+    target += (i * target_stride + j) * (_SIDE * TARGET_SIZE)
+    source = source.to(tl.pointer_type(SOURCE))
+    target = target.to(tl.pointer_type(TARGET))
+    if FULL:
+        # Here and not in the functions below: a hint on a function's argument is lost.
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        source_stride = tl.multiple_of(source_stride, 16 // SOURCE_SIZE)
+        target_stride = tl.multiple_of(target_stride, 16 // TARGET_SIZE)
+        if QUANTIZE and SOURCE.is_bf16() and MODEL.is_bf16():
+            top = _quantize_bf16(source, target, source_stride, target_stride, STRIPS)
+        else:
+            top = _move_whole(
+                source, target, source_stride, target_stride, VALUE, QUANTIZE, POSITIVE
+            )
+    else:
+        rows = tl.minimum(tl.load(descriptor + 6) - i * _SIDE, _SIDE).to(tl.int32)
+        cols = tl.minimum(tl.load(descriptor + 7) - j * _SIDE, _SIDE).to(tl.int32)
+        top = _move_ragged(
+            source,
+            target,
+            source_stride,
+            target_stride,
+            rows,
+            cols,
+            VALUE,
+            QUANTIZE,
+            POSITIVE,
+            STRIPS,
+        )
+    if QUANTIZE:
+        scales = tl.load(descriptor + 5) + (i * tl.load(descriptor + 10) + j) * 4
+        tl.store(scales.to(tl.pointer_type(tl.float32)), _scale_of(top))
+    if top >= _INF:
+        tl.atomic_min(status, tl.load(descriptor + 11), sem="relaxed")
+    tl.atomic_add(status + 1, 1, sem="relaxed")

@@ -1,0 +1,224 @@
+"""``sgl-fp8rl precision``: load a model in BF16, and find which of its layers FP8 hurts."""
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+from sgl_fp8rl.sensitivity import kv, report, search, tokens
+from sgl_fp8rl.sensitivity.divergence import Divergence
+from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
+from sgl_fp8rl.sensitivity.replay import Replay
+
+TOKENS = {"cuda": 4096, "cpu": 1024}
+"""Measured by default."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. ``None`` is what the device or the measurement decides."""
+
+    model: str
+    budget_kl: float | None = None
+    """Nats a token; default half of what FP8 in every layer does."""
+    prompts: Path | None = None
+    tokens: int | None = None
+    kv_cache: bool = False
+    device: str | None = None
+    dtype: torch.dtype = torch.float32
+    """Of the arithmetic; weights have the values of BF16 in either case."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
+            raise ValueError(f"--budget-kl is {self.budget_kl}; give a number of nats from 0")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"--tokens is {self.tokens}; give a whole number from 1")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device is cuda, and torch sees no GPU; use --device cpu")
+
+
+def run(options: Options, output: Path | None) -> None:
+    """Measure, print the report, and write it as JSON.
+
+    Raises:
+        ValueError: the model or the prompts cannot be measured; one sentence.
+        OSError: a file cannot be read or written.
+    """
+    if output is not None:
+        output.touch()  # told now, not when all is measured
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        model = load(options.model, device, options.dtype)
+        fp8_groups(model)  # refused now, not after sampling
+        found = measure(model, options, texts_of(model, options))
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"{options.model} does not fit into the GPU's memory with what is measured; give fewer "
+            f"--tokens, or --device cpu"
+        ) from None
+    print(report.render(found))
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says, which may go on for many lines; its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A causal language model with weights of BF16, of a folder or of the hub.
+
+    Args:
+        dtype: of the arithmetic. BF16 rounds so much behind every change that it hides what FP8
+            does to a single layer; FP32 takes twice the memory.
+
+    Raises:
+        ValueError: there is no such model, or it is not one in BF16.
+    """
+    try:
+        from safetensors import SafetensorError
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ValueError(
+            f"precision needs transformers 5 ({error}); run pip install 'transformers>=5'"
+        ) from None
+    disable_progress_bar()
+    if Path(name).is_absolute() and not (Path(name) / "config.json").exists():
+        raise ValueError(f"{name} holds no config.json; name the folder of a model")
+    try:
+        config = AutoConfig.from_pretrained(name)
+        is_quantized = getattr(config, "quantization_config", None) is not None
+        if not is_quantized:
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.bfloat16)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ImportError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{name} cannot be loaded ({first_line(error).rstrip('.')}); name a folder, or a model "
+            f"of the hub that is in the cache or that you may download"
+        ) from None
+    if is_quantized:
+        raise ValueError(
+            f"{name} is a quantized checkpoint; name the BF16 model that it was made from"
+        )
+    return model.eval().to(device=device, dtype=dtype)
+
+
+def texts_of(model: Any, options: Options) -> list[tokens.Text]:
+    """What to measure on, with a response each.
+
+    Raises:
+        ValueError: the prompts cannot be read, or the model samples NaN.
+    """
+    count = options.tokens or TOKENS["cuda" if model.device.type == "cuda" else "cpu"]
+    if options.prompts is None:
+        texts = tokens.from_nothing(model, count, options.seed)
+    else:
+        texts = tokens.read_texts(options.prompts, tokenizer(options.model))
+    return tokens.complete(model, texts, count, options.seed)
+
+
+def tokenizer(model: str) -> tokens.Tokenize:
+    """The model's own, loaded where a text needs it."""
+
+    @functools.cache
+    def loaded() -> Any:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(model)
+        if not found("a").input_ids:  # transformers makes one up where there are no files
+            raise ValueError(f"{model} has no tokenizer; give prompts as lists of token ids")
+        return found
+
+    def tokenize(given: Any, /, *, begins: bool) -> list[int]:
+        if isinstance(given, str):
+            return list(loaded()(given, add_special_tokens=begins).input_ids)
+        chat = loaded().apply_chat_template(given, add_generation_prompt=True, return_dict=False)
+        return list(chat)
+
+    return tokenize
+
+
+def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[str, Any]:
+    """The report, as ``report.as_json`` has it.
+
+    Raises:
+        ValueError: the model has no layer in FP8, or gives NaN.
+    """
+    groups = fp8_groups(model)
+    batches = tokens.batches_of(texts, model.device)
+    replay = Replay(model, batches)
+    with tqdm(total=len(groups), unit="layer", file=sys.stderr) as bar:
+
+        def one(some: Sequence[Group]) -> Divergence:
+            divergence = replay.divergence(some)
+            bar.update()
+            return divergence
+
+        ranked = search.rank(groups, one)
+    everything = search.point(ranked, 0, replay.divergence)
+    budget = options.budget_kl
+    if budget is None:
+        budget = report.BUDGET_SHARE * everything.divergence.kl
+    points = search.shortest(ranked, everything, budget, replay.divergence)
+    ignored = tuple(damage.group for damage in ranked[: points[-1].ignored])
+    facts = {
+        "model": options.model,
+        "device": _device_name(model.device),
+        "arithmetic": str(model.dtype).removeprefix("torch."),
+        "source": "sampled by the model"
+        if options.prompts is None
+        else "sampled from the prompts, or given",
+        "seed": options.seed,
+        "sequences": len(texts),
+        "tokens": replay.tokens,
+        "kl_noise": replay.noise(options.seed).kl,
+    }
+    mitigations = _mitigations(
+        model, replay, batches, groups, ignored, everything, points[-1], options
+    )
+    return report.as_json(
+        facts, ranked, points, budget, mitigations, report.Bytes.of(model, groups)
+    )
+
+
+def _mitigations(
+    model: Any,
+    replay: Replay,
+    batches: list[tokens.Sequences],
+    groups: list[Group],
+    ignored: tuple[Group, ...],
+    everything: search.Point,
+    answer: search.Point,
+    options: Options,
+) -> list[report.Mitigation]:
+    ends = tuple(group for group in groups if group.layer in (0, replay.layers - 1))
+    inner = [group for group in groups if group not in ends]
+    mitigations = [
+        report.Mitigation("all FP8", (), everything.divergence),
+        report.Mitigation("first and last BF16", ends, replay.divergence(inner)),
+        report.Mitigation("ignore list", ignored, answer.divergence),
+    ]
+    if options.kv_cache:
+        scales_L2 = kv.layer_scales(model, batches)
+        with kv.rounded(scales_L2):
+            for name, some in (("FP8 KV alone", []), ("all FP8, FP8 KV", groups)):
+                bf16 = tuple(groups) if not some else ()
+                mitigations.append(
+                    report.Mitigation(name, bf16, replay.divergence(some, first_layer=0))
+                )
+    return mitigations
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,0 +1,70 @@
+"""Let layers of a transformers model compute as the engine's FP8 layers do.
+
+The arithmetic is the engine's torch reference: weights quantized in 128x128 blocks, activations for
+each token and 128 channels, products in FP32, results in the model's dtype. A GPU engine adds in
+another order and may be an ulp of a scale apart, no more.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl.ops.experts import fp8_experts
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.sensitivity.groups import Group
+
+Forward = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def fp8(groups: Iterable[Group]) -> Iterator[None]:
+    """The groups compute in FP8 in this context; their parameters are not touched.
+
+    Raises:
+        ValueError: a weight, or an activation in a forward, is NaN or Inf; or experts have a form
+            that is not known.
+    """
+    changed: list[nn.Module] = []
+    try:
+        for group in groups:
+            for module in group.modules:
+                is_linear = isinstance(module, nn.Linear)
+                forward = _linear(module) if is_linear else _experts(module, group.name)
+                module.forward = forward  # over the class's own
+                changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _linear(module: Any) -> Forward:
+    codes_NK, scale_inv_nk = quantize_weight(module.weight.detach())
+
+    def forward(x_MK: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(x_MK, codes_NK, scale_inv_nk, module.bias)
+
+    return forward
+
+
+def _experts(module: Any, name: str) -> Forward:
+    # transformers marks how an experts module lies in memory; the common form has no marks
+    usual = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
+    if not usual or getattr(module, "has_bias", False):
+        raise ValueError(
+            f"{name} holds its experts interleaved, transposed or with a bias, which precision "
+            f"cannot compute; it knows experts of [gate; up] rows"
+        )
+    w13 = quantize_weight(module.gate_up_proj.detach())
+    w2 = quantize_weight(module.down_proj.detach())
+
+    def forward(
+        x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor
+    ) -> torch.Tensor:
+        out_MH = fp8_experts(x_MH, w13, w2, topk_weights_MT, topk_ids_MT, module.act_fn)
+        return out_MH.to(x_MH.dtype)
+
+    return forward

@@ -1,0 +1,147 @@
+"""The layers of a transformers model that ``--quantization fp8rl`` keeps in FP8, by engine names.
+
+SGLang stacks projections: q, k and v are one layer of the engine, gate and up another, and all
+experts of a decoder layer a third. What is one layer there can only be FP8 or BF16 as a whole.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl.ops.reference import BLOCK, num_blocks
+
+BF16_BYTES, SCALE_BYTES = 2, 4
+_STACKED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+_WHOLE = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_EXPERTS = ".experts"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One layer of the engine."""
+
+    name: str
+    """As the engine names it, such as ``model.layers.3.mlp.down_proj``."""
+    layer: int
+    """Number of the decoder layer."""
+    modules: tuple[nn.Module, ...]
+    """Linears, or the one module that holds the experts of the layer as 3-D parameters."""
+
+    @property
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The matrices, ``[N, K]`` or ``[E, N, K]``."""
+        for module in self.modules:
+            yield from _matrices(module)
+
+    @property
+    def bf16_bytes(self) -> int:
+        """Bytes of the weights in BF16."""
+        return sum(BF16_BYTES * weight.numel() for weight in self.weights)
+
+    @property
+    def fp8_bytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(weight.numel() + SCALE_BYTES * _blocks(weight) for weight in self.weights)
+
+
+def fp8_groups(model: nn.Module) -> list[Group]:
+    """The layers that an engine of one rank keeps in FP8, in the order of the model.
+
+    A layer with a side that is no multiple of 128 stays BF16 there and is left out.
+
+    Args:
+        model: a causal language model of transformers 5.
+
+    Raises:
+        ValueError: it has a layer of which the engine's name is not known, or none that is FP8.
+    """
+    found: dict[str, list[nn.Module]] = defaultdict(list)
+    for name, module in model.named_modules():
+        if re.search(r"\blayers\.\d+\.", name) and _is_weighty(module):
+            engine_name = _engine_name(name, _family(model))
+            if engine_name is not None:
+                found[engine_name].append(module)
+    config: Any = model.config
+    groups = [
+        Group(name, _layer_of(name), tuple(modules))
+        for name, modules in found.items()
+        if not any(size % BLOCK for size in _sizes(name, modules, config))
+    ]
+    if not groups:
+        raise ValueError(
+            f"no layer of this model would run in FP8: none of {len(found)} linears has sides that "
+            f"are all multiples of {BLOCK}"
+        )
+    return sorted(groups, key=lambda group: group.layer)
+
+
+def _family(model: nn.Module) -> str:
+    return str(getattr(model.config, "model_type", ""))
+
+
+def _is_weighty(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_experts(module)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    weight = getattr(module, "gate_up_proj", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3
+
+
+def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
+    names = ("gate_up_proj", "down_proj") if _is_experts(module) else ("weight",)
+    for name in names:
+        yield getattr(module, name)
+
+
+def _engine_name(name: str, family: str) -> str | None:
+    """What the engine calls the layer that holds this module; None where it is never FP8."""
+    if family == "mixtral":
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+    base, found, _ = name.partition(_EXPERTS)
+    if found:
+        return base + _EXPERTS
+    base, _, leaf = name.rpartition(".")
+    if leaf in _ROUTERS:
+        return None
+    if leaf not in _STACKED and leaf not in _WHOLE:
+        raise ValueError(
+            f"it is not known how the engine holds {name} of a {family} model; precision knows "
+            f"attention of q, k, v, o and MLPs or experts of gate, up, down"
+        )
+    return f"{base}.{_STACKED.get(leaf, leaf)}"
+
+
+def _layer_of(name: str) -> int:
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    assert found is not None  # only such names are asked for
+    return int(found[1])
+
+
+def _sizes(name: str, modules: list[nn.Module], config: Any) -> Iterator[int]:
+    """Sides of the matrices of one layer of the engine, each part of a stacked one by itself."""
+    is_stacked = len(modules) == 1  # in the checkpoint already
+    for module in modules:
+        for weight in _matrices(module):
+            *_, rows, cols = weight.shape
+            yield from (rows, cols)
+            if is_stacked and name.endswith("gate_up_proj"):
+                yield rows // 2
+    if is_stacked and name.endswith("qkv_proj"):
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        yield config.num_key_value_heads * head_dim
+
+
+def _blocks(weight: torch.Tensor) -> int:
+    *experts, rows, cols = weight.shape
+    return torch.Size(experts).numel() * num_blocks(rows) * num_blocks(cols)

@@ -1,0 +1,74 @@
+"""Rank layers by the damage of their FP8, and find the shortest ignore list within a KL budget."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgl_fp8rl.sensitivity.divergence import Divergence
+from sgl_fp8rl.sensitivity.groups import Group
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What the FP8 of one layer alone does to logprobs."""
+
+    group: Group
+    divergence: Divergence
+
+
+@dataclass(frozen=True)
+class Point:
+    """The model with the most damaging layers left in BF16."""
+
+    ignored: int
+    """How many: the first so many of the ranking."""
+    divergence: Divergence
+    """Of all others in FP8 together, measured."""
+    predicted_kl: float
+    """The sum of their KLs alone."""
+
+
+Measure = Callable[[Sequence[Group]], Divergence]
+"""Divergence of the model where these groups compute in FP8."""
+
+
+def rank(groups: Sequence[Group], measure: Measure) -> list[Damage]:
+    """All groups, the one whose FP8 moves logprobs most first."""
+    found = [Damage(group, measure([group])) for group in groups]
+    return sorted(found, key=lambda damage: -damage.divergence.kl)
+
+
+def point(ranked: Sequence[Damage], ignored: int, measure: Measure) -> Point:
+    """Measure the model with the first ``ignored`` of the ranking in BF16."""
+    rest = ranked[ignored:]
+    together = measure([damage.group for damage in rest]) if rest else Divergence(0.0, 0.0)
+    return Point(ignored, together, sum(damage.divergence.kl for damage in rest))
+
+
+def shortest(
+    ranked: Sequence[Damage], none_ignored: Point, budget_kl: float, measure: Measure
+) -> list[Point]:
+    """Bisect for how many layers to leave in BF16, so that the others keep within the budget.
+
+    Each length that is tried is measured: damages of single layers only nearly add up. That the KL
+    falls with the length is taken for granted; where it does not, the list is not the shortest, but
+    it is within the budget.
+
+    Args:
+        none_ignored: the point of length 0.
+
+    Returns:
+        What was measured, ``none_ignored`` first and the answer last. With all layers in BF16 the
+        KL is 0, so there always is one.
+    """
+    points = [none_ignored]
+    if none_ignored.divergence.kl <= budget_kl:
+        return points
+    beyond, best = 0, Point(len(ranked), Divergence(0.0, 0.0), 0.0)
+    while best.ignored - beyond > 1:
+        tried = point(ranked, (beyond + best.ignored) // 2, measure)
+        points.append(tried)
+        if tried.divergence.kl <= budget_kl:
+            best = tried
+        else:
+            beyond = tried.ignored
+    return [tried for tried in points if tried != best] + [best]

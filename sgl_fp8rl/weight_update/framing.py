@@ -1,0 +1,89 @@
+"""Messages between trainer and rank: a length and JSON on a Unix socket; no pickle anywhere.
+
+A message is ``{"op": ...}`` or a reply ``{"ok": ...}`` / ``{"error": "<sentence>"}``. Memory is
+shared by descriptor or by handle, once; the weights themselves never pass through the socket.
+"""
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+MAX_MESSAGE_BYTES = 256 << 20
+_LENGTH = struct.Struct("!I")
+# What a malformed chunk, torch, or SGLang's loader can raise: it ends an update, not the server.
+FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class FramingError(ConnectionError):
+    """The peer went away, or speaks something else."""
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one message, with open file descriptors for the peer to keep."""
+    body = json.dumps(message).encode()
+    header = _LENGTH.pack(len(body))
+    if fds:
+        socket.send_fds(sock, [header], list(fds))
+        sock.sendall(body)
+    else:
+        sock.sendall(header + body)
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message and the file descriptors that came with it.
+
+    Raises:
+        FramingError: the connection ended, or the message is no JSON object of a sane size.
+        TimeoutError: the socket's timeout ran out.
+    """
+    header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 4)
+    try:
+        header += _exactly(sock, _LENGTH.size - len(header))
+        (length,) = _LENGTH.unpack(header)
+        if length > MAX_MESSAGE_BYTES:
+            raise FramingError(f"a message of {length} bytes was announced; the peer is no bridge")
+        message = _parse(_exactly(sock, length))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message, fds
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a Unix socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FramingError(f"a message is no JSON ({error}); the peer is no bridge") from error
+    if not isinstance(message, dict):
+        raise FramingError("a message is no JSON object; the peer is no bridge")
+    return message
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    received = []
+    while size:
+        data = sock.recv(min(size, 1 << 20))
+        if not data:
+            raise FramingError("the connection ended in the middle of an update")
+        received.append(data)
+        size -= len(data)
+    return b"".join(received)

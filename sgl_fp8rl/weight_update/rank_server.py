@@ -1,0 +1,148 @@
+"""A rank's private socket: between begin and commit its main thread serves the trainer here.
+
+One round trip a bucket and no scheduler message. The socket is 0600 in a 0700 folder and its peer
+must be the same user. Whatever goes wrong ends the session; it never ends the server.
+"""
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.weight_update.cuda_memory import CudaMemoryError
+from sgl_fp8rl.weight_update.session import Session, SessionError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Outcome:
+    """How the session ended on one rank."""
+
+    committed: bool
+    reason: str
+    dirty: bool
+
+
+class RankSocket:
+    """Listens for the one trainer of one session."""
+
+    def __init__(self, rank: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="fp8rl-"))
+        self.path = self._folder / f"rank{rank}.sock"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(str(self.path))
+            self.path.chmod(0o600)
+            self._listener.listen(1)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def accept(self, token: str, silence_s: float, known: list[str]) -> socket.socket:
+        """Wait for the trainer that holds the session's token; others are turned away.
+
+        Args:
+            known: names of the shared memory that is open already, which the trainer is told.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            # one deadline for all: peers that are turned away must not hold the engine
+            self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            peer, _ = self._listener.accept()
+            try:
+                peer.settimeout(CONNECT_TIMEOUT_S)
+                hello, fds = framing.receive(peer)
+                for fd in fds:
+                    os.close(fd)
+                if framing.peer_uid(peer) == os.getuid() and hello.get("token") == token:
+                    peer.settimeout(silence_s)
+                    framing.send(peer, {"ok": True, "known": known})
+                    return peer
+                framing.send(peer, {"error": "this socket serves another session"})
+            except (framing.FramingError, ValueError, OSError) as error:
+                logger.warning("a peer of the update socket was turned away: %s", error)
+            peer.close()
+
+
+def serve(
+    rank_socket: RankSocket, session: Session, token: str, silence_s: float
+) -> tuple[Outcome, socket.socket | None]:
+    """Serve one session until it is ready to commit, is aborted, or its trainer is gone.
+
+    Returns:
+        the outcome on this rank, and the trainer's connection where it still waits for the reply
+        to ``commit`` or ``abort``: the caller answers after all ranks agreed, and closes it.
+    """
+    peer = None
+    try:
+        peer = rank_socket.accept(token, silence_s, session.weights.memory.known())
+        while True:
+            message, fds = framing.receive(peer)
+            op = message.get("op")
+            try:
+                if op not in ("commit", "abort"):
+                    framing.send(peer, {"ok": True, **_handle(op, message, fds, session)})
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            if op == "commit":
+                return Outcome(session.finished, "commit came before finish", session.dirty), peer
+            if op == "abort":
+                return Outcome(False, str(message.get("reason", "aborted")), session.dirty), peer
+    except TimeoutError:
+        reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
+    except ConnectionError as error:
+        reason = f"the trainer is gone: {error}"
+    except framing.FAULTS as error:
+        reason = f"a step of the update failed with {type(error).__name__}: {error}"
+        if isinstance(error, SessionError | CudaMemoryError | ValueError):
+            reason = str(error)
+        logger.exception("update to version %d failed", session.version)
+        # now, not after the ranks agreed: the others wait for the trainer to hear of it
+        reply(peer, {"error": reason})
+        return Outcome(False, reason, session.dirty), None
+    if peer is not None:
+        peer.close()
+    return Outcome(False, reason, session.dirty), None
+
+
+def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
+    """Tell the trainer how the session ended, if it is still there, and hang up."""
+    if peer is None:
+        return
+    try:
+        framing.send(peer, message)
+    except OSError as error:
+        logger.warning("the trainer left before it heard %s (%s)", message, error)
+    finally:
+        peer.close()
+
+
+def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) -> dict[str, Any]:
+    if op == "part":
+        session.write(message["index"])
+    elif op == "finish":
+        return {"gpu_seconds": session.finish()}
+    elif op == "bucket":
+        session.weights.memory.open_bucket(message, fds)
+    elif op == "segments":
+        session.weights.memory.open_segments(message)
+    else:
+        raise SessionError(f"an update has no step {op!r}; install one sgl-fp8rl on both sides")
+    return {}

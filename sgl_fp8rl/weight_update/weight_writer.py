@@ -1,0 +1,110 @@
+"""Writers: how a manifest is written on one rank, worked out once and replayed at each update."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+
+from sgl_fp8rl.weight_update.chunks import ChunkSlice, cut_into_chunks
+from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec
+from sgl_fp8rl.weight_update.routes import RouteTable
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from sgl_fp8rl.weight_update.torch_writer import write_tensor
+
+
+class WeightWriter:
+    """The chunks of a manifest, written slice by slice in plain torch.
+
+    Args:
+        kv_scales: names that no route leads to, since they are KV scales.
+
+    Raises:
+        ManifestError: the manifest cannot be cut into chunks.
+    """
+
+    def __init__(
+        self,
+        table: RouteTable,
+        manifest: Manifest,
+        dtype: torch.dtype,
+        kv_scales: Collection[str] = (),
+    ) -> None:
+        self.table = table
+        self.manifest = manifest
+        self.dtype = dtype
+        self.kv_scales = frozenset(kv_scales)
+        self.chunks = cut_into_chunks(manifest)
+        self.deferred = [[p for p in chunk if self.is_deferred(p.name)] for chunk in self.chunks]
+        """Slices that are kept until the end, by chunk: for SGLang's loader, or KV scales."""
+
+    def is_deferred(self, name: str) -> bool:
+        """Whether this tensor is not written chunk by chunk."""
+        return name in self.table.fallback or name in self.kv_scales
+
+    @property
+    def uses_bucket(self) -> bool:
+        """Whether any chunk travels through the bucket."""
+        return any(not self.is_mapped(index) for index in range(len(self.chunks)))
+
+    def is_mapped(self, index: int) -> bool:
+        """Whether this chunk lies in the trainer's own memory."""
+        return bool(self.manifest.mapped) and index == len(self.chunks) - 1
+
+    def chunk_source(self, index: int, memory: SharedMemory) -> "ChunkSource":
+        """Where the slices of a chunk lie.
+
+        Raises:
+            SharedMemoryError: the memory is not there, or too small.
+        """
+        if self.is_mapped(index):
+            return memory.mapped()
+        return memory.bucket_for(self.manifest)
+
+    def begin(self) -> None:
+        """Get ready for another update."""
+
+    def write(self, index: int, memory: SharedMemory) -> None:
+        """Write one chunk through its routes; its memory may be reused on return.
+
+        Raises:
+            ValueError: NaN or Inf, where it is known at once.
+        """
+        source = self.chunk_source(index, memory)
+        for chunk_slice in self.chunks[index]:
+            if not self.is_deferred(chunk_slice.name):
+                tensor = source.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
+                routes = self.table.routes_for(chunk_slice.name, self.manifest)
+                write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
+
+    def finish(self) -> float | None:
+        """Hold that all that was written is sound.
+
+        Returns:
+            seconds that the GPU took to write the update, or None on a CPU.
+
+        Raises:
+            ValueError: NaN or Inf.
+        """
+        return None
+
+
+class ChunkSource(Protocol):
+    """Memory that holds the slices of a chunk."""
+
+    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
+        """The slice as a tensor of its rows."""
+
+
+def writer_for(
+    table: RouteTable,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_scales: Collection[str] = (),
+) -> WeightWriter:
+    """The writer for the device that the weights are on."""
+    if device.type == "cuda":
+        from sgl_fp8rl.weight_update.triton_writer import TritonWriter
+
+        return TritonWriter(table, manifest, dtype, device, kv_scales)
+    return WeightWriter(table, manifest, dtype, kv_scales)

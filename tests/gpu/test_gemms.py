@@ -1,0 +1,84 @@
+"""Each block-FP8 product on a GPU: its error on odd batches, its time, and what a start makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_fp8rl.gemm import bench_inputs, dispatch, startup, tune
+from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
+from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
+from sgl_fp8rl.gemm.dispatch import Choices
+from sgl_fp8rl.gemm.startup import find
+from sgl_fp8rl.gemm.table import Entry
+from sgl_fp8rl.gemm.tune_cache import Machine
+
+SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
+"""N = 17 blocks is cut into unequal parts."""
+ODD_ROWS = (1, 3, 17, 31, 33, 63, 65, 127, 129, 255)
+
+pytest.importorskip("deep_gemm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("DeepGEMM and FlashInfer have these products for Hopper")
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_inputs, "ROTATED_BYTES", 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_products_are_right_on_odd_batches(name: str, shape: tuple[int, int]) -> None:
+    """On normal activations and on such with outliers."""
+    made = BenchInputs(*shape, "cuda", cuda_graph_us)
+    with tune.compiling_only_what_runs():
+        for attempt in tune.list_attempts(shape, ODD_ROWS, {name: CANDIDATES[name]}):
+            kernel = attempt.candidate.bind(attempt.config)
+            error = made.error(kernel, attempt.m)
+            assert error <= tune.ERROR_BOUND, (attempt.m, attempt.config)
+
+
+def test_the_stock_choice_is_what_sglang_runs() -> None:
+    from sgl_fp8rl import compat
+
+    made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
+    weight, scales = made.weights[0]
+    x = torch.randn(65, 1024, device="cuda", dtype=torch.bfloat16)
+    with tune.compiling_only_what_runs():
+        want = compat.deep_gemm_linear(x, weight, [128, 128], scales)
+        layer = torch.nn.Module()
+        layer.weight, layer.weight_scale_inv = weight, scales
+        assert torch.equal(dispatch.linear(Choices.of([]), layer, x), want)
+
+
+def test_a_captured_graph_computes_as_an_eager_call() -> None:
+    made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
+    layer = torch.nn.Module()
+    layer.weight, layer.weight_scale_inv = made.weights[0]
+    choices = Choices.of([Entry(64, "deep_gemm_split_n", {"parts": 2}, 1.0, 2.0)])
+    x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+    with tune.compiling_only_what_runs():
+        eager = dispatch.linear(choices, layer, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = dispatch.linear(choices, layer, x)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, eager)
+
+
+def test_a_start_without_a_table_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "QUICK_S", 200.0)  # everything may have to be compiled
+    properties = torch.cuda.get_device_properties(0)
+    machine = Machine.of(f"{properties.name} unheard of", properties.multi_processor_count)
+    before = torch.cuda.memory_reserved()
+    tuned = find([(2048, 1024)], machine, str(tmp_path))[2048, 1024]
+    assert torch.cuda.memory_reserved() <= before
+    assert [entry.m for entry in tuned] == list(tune.DECODE_ROWS)
+    assert all(0 < entry.us <= entry.stock_us for entry in tuned if entry.kernel != STOCK)
+    assert find([(2048, 1024)], machine, str(tmp_path))[2048, 1024] == tuned

@@ -1,0 +1,173 @@
+"""Which kernel a batch gets, and what it is given."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm import candidates, dispatch
+from sgl_fp8rl.gemm.bench_inputs import difference
+from sgl_fp8rl.gemm.candidates import STOCK, Candidate
+from sgl_fp8rl.gemm.dispatch import Choices
+from sgl_fp8rl.gemm.table import Entry
+from sgl_fp8rl.gemm.tune import ERROR_BOUND
+from sgl_fp8rl.linear import FP8RLLinearMethod
+from sgl_fp8rl.ops import activation_triton
+from sgl_fp8rl.ops.activation import attach, quantize_tokens
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from tests.sgl_fp8rl.gemm import fakes
+
+N, K = 256, 384
+
+
+class Ran(list[str]):
+    """Names of the kernels that ran, and how often rows were quantized."""
+
+    quantized = 0
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    ran = Ran()
+
+    def kernel(name: str, *operands: torch.Tensor) -> torch.Tensor:
+        ran.append(name)
+        return fakes.exact(*operands)
+
+    for name in (STOCK, "small", "large"):
+        bind = functools.partial(lambda name, _: functools.partial(kernel, name), name)
+        monkeypatch.setitem(candidates.CANDIDATES, name, Candidate(name, lambda *_: None, bind))
+
+    def quantize(x_MK: torch.Tensor, *, by_row: bool) -> Any:
+        ran.quantized += 1
+        return quantize_tokens(x_MK, by_row=by_row)
+
+    monkeypatch.setattr(activation_triton, "quantize_tokens", quantize)
+    return ran
+
+
+@pytest.fixture
+def choices(ran: Ran) -> Choices:
+    return Choices.of([Entry(8, "small", {}, 1.0, 2.0), Entry(64, "large", {}, 1.0, 2.0)])
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    codes, scales = quantize_weight(weight)
+    return SimpleNamespace(weight=codes, weight_scale_inv=scales)
+
+
+def activation(*rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*rows, K, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("m", "name"),
+    [(1, "small"), (8, "small"), (9, "large"), (64, "large"), (65, STOCK), (100, STOCK)],
+)
+def test_the_entry_is_that_of_the_batch(
+    ran: Ran, choices: Choices, layer: Any, m: int, name: str
+) -> None:
+    y = dispatch.linear(choices, layer, activation(m))
+    assert ran == [name]
+    want = fp8_linear(activation(m), layer.weight, layer.weight_scale_inv)
+    # its quantization rounds a few codes the other way
+    assert difference(y, want) < ERROR_BOUND
+
+
+def test_without_a_table_the_stock_choice_runs(ran: Ran, layer: Any) -> None:
+    dispatch.linear(Choices.of([]), layer, activation(3))
+    assert ran == [STOCK]
+
+
+def test_what_a_producer_quantized_is_taken(ran: Ran, choices: Choices, layer: Any) -> None:
+    """The same bytes as without, and no launch for them."""
+    x = activation(5)
+    plain = dispatch.linear(choices, layer, x)
+    assert ran.quantized == 1
+    attach(x, quantize_tokens(x))
+    assert torch.equal(dispatch.linear(choices, layer, x), plain)
+    assert ran.quantized == 1
+    x.mul_(1.0)  # written to since
+    assert torch.equal(dispatch.linear(choices, layer, x), plain)
+    assert ran.quantized == 2
+
+
+def test_scales_that_lie_otherwise_do_not_fit(ran: Ran, choices: Choices, layer: Any) -> None:
+    x = activation(5)
+    attach(x, quantize_tokens(x, by_row=True))
+    dispatch.linear(choices, layer, x)
+    assert ran.quantized == 1
+    assert dispatch.quantized(x, x, by_row=True).is_by_row and ran.quantized == 1
+
+
+def test_codes_are_taken_and_not_the_values(ran: Ran, choices: Choices, layer: Any) -> None:
+    """The control: codes of something else give the product of something else."""
+    x = activation(5)
+    plain = dispatch.linear(choices, layer, x)
+    attach(x, quantize_tokens(-x))
+    assert torch.equal(dispatch.linear(choices, layer, x), -plain)
+
+
+def test_codes_of_another_shape_do_not_fit(ran: Ran, choices: Choices, layer: Any) -> None:
+    x = activation(5)
+    plain = dispatch.linear(choices, layer, x)
+    attach(x, quantize_tokens(activation(6)))
+    assert torch.equal(dispatch.linear(choices, layer, x), plain)
+    assert ran.quantized == 2
+
+
+def test_bias_is_added(ran: Ran, choices: Choices, layer: Any) -> None:
+    bias = torch.arange(N).bfloat16()
+    plain = dispatch.linear(choices, layer, activation(5))
+    assert torch.equal(dispatch.linear(choices, layer, activation(5), bias), plain + bias)
+
+
+def test_leading_dimensions_stay(ran: Ran, choices: Choices, layer: Any) -> None:
+    y = dispatch.linear(choices, layer, activation(3, 5))
+    assert y.shape == (3, 5, N)
+    assert ran == ["large"]
+    flat = dispatch.linear(choices, layer, activation(3, 5).view(15, K))
+    assert torch.equal(y.view(15, N), flat)
+
+
+def test_an_empty_batch_runs_nothing(ran: Ran, choices: Choices, layer: Any) -> None:
+    y = dispatch.linear(choices, layer, activation(0))
+    assert (y.shape, y.dtype) == ((0, N), torch.bfloat16)
+    assert ran == []
+    assert ran.quantized == 0
+
+
+class OnGpu:
+    """A weight that says it is on a GPU."""
+
+    device = SimpleNamespace(type="cuda")
+
+
+def test_the_linear_method_asks_its_choices(
+    monkeypatch: pytest.MonkeyPatch, choices: Choices
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(dispatch, "linear", lambda *given: calls.append(("ours", *given)))
+    monkeypatch.setattr(
+        compat.Fp8LinearMethod, "apply", lambda _self, *given: calls.append(("stock", *given))
+    )
+    method: Any = object.__new__(FP8RLLinearMethod)
+    layer = SimpleNamespace(weight=OnGpu())
+    x, bias = activation(1), torch.ones(N)
+    method.apply(layer, x, bias)
+    method.choices = choices
+    method.apply(layer, x, bias)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    method.apply(layer, x, bias)
+    assert calls == [
+        ("stock", layer, x, bias),
+        ("ours", choices, layer, x, bias),
+        ("stock", layer, x, bias),
+    ]

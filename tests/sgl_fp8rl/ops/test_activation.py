@@ -1,0 +1,234 @@
+"""The twin of the activation kernels against the float64 oracle."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_fp8rl.ops import activation, reference
+from sgl_fp8rl.ops.activation import (
+    Quantized,
+    attach,
+    attached,
+    detach,
+    quantize_tokens,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
+from tests import activation_oracle as exact
+from tests.activation_oracle import MAX_ULPS, planted, rows
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+
+
+def assert_quantized(got: Quantized, y_MK: Tensor) -> None:
+    """The oracle's bytes of y, in DeepGEMM's layout."""
+    M, K = y_MK.shape
+    assert got.codes_MK.dtype == torch.float8_e4m3fn and got.codes_MK.is_contiguous()
+    assert got.scales_Mk.dtype == torch.float32 and got.scales_Mk.shape == (M, K // 128)
+    assert got.scales_Mk.stride() == (1, -(-M // 4) * 4)
+    codes, scales = exact.quantize(y_MK)
+    np.testing.assert_array_equal(got.codes_MK.view(torch.uint8).numpy(), codes)
+    np.testing.assert_array_equal(got.scales_Mk.numpy(), scales)
+
+
+# ---- codes and scales
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (3, 256), (4, 1152), (9, 4096)], ids=str)
+def test_bytes_of_rows(shape: tuple[int, int]) -> None:
+    assert_quantized(quantize_tokens(rows(*shape)), rows(*shape))
+
+
+def test_bytes_of_what_is_no_ordinary_number() -> None:
+    got = quantize_tokens(planted())
+    assert_quantized(got, planted())
+    codes = got.codes_MK.view(torch.uint8)
+    assert not bool(((codes & 0x7F) == 0x7F).any())  # SGLang's kernel makes no NaN
+    zeros, negative, nans, one_nan = codes[:4, :128].tolist()
+    assert set(zeros) == {0} and set(negative) == {0x80} and set(nans) == {0x7E}
+    assert one_nan[:3] == [0x7E, 0x76, 0xFE]  # NaN is 448; 1.5 and -3 of an amax of 3
+    assert (
+        got.scales_Mk[2, 0] == got.scales_Mk[0, 0] == torch.tensor(1e-10) * activation.INVERSE_MAX
+    )
+    infinite = codes[4, :4].tolist()
+    assert got.scales_Mk[4, 0] == torch.inf and infinite == [0x7E, 0x00, 0x80, 0x80]
+    assert set(codes[6, :2].tolist()) == {0x00, 0x80}  # an amax whose reciprocal is flushed
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.floats(0, 40), st.integers(0, 2**32 - 1))
+def test_bytes_of_any_rows(M: int, k: int, spread: float, seed: int) -> None:
+    x_MK = rows(M, 128 * k, spread=spread, seed=seed)
+    assert_quantized(quantize_tokens(x_MK), x_MK)
+
+
+def test_control_a_division_makes_other_bytes() -> None:
+    # Else it would not matter which of the two SGLang's kernel does.
+    x_MK = rows(64, 2048)
+    codes, scales = reference.quantize_activation(x_MK)
+    got = quantize_tokens(x_MK)
+    assert bool((scales != got.scales_Mk).any())
+    assert bool((codes.view(torch.uint8) != got.codes_MK.view(torch.uint8)).any())
+
+
+def test_codes_times_scales_are_the_values() -> None:
+    x_MK = rows(16, 512)
+    codes, scales = quantize_tokens(x_MK)
+    back = reference.dequantize_activation(codes, scales)
+    # Half an ulp of E4M3 is 1/16 of the value, and 2**-10 of the scale where codes are denormal.
+    bound = x_MK.float().abs() / 16 + scales.repeat_interleave(128, 1) * 2**-10
+    assert bool(((back - x_MK.float()).abs() <= bound * 1.001).all())
+
+
+def test_rows_of_a_wider_tensor_and_no_rows() -> None:
+    wide = rows(5, 640)
+    assert_quantized(quantize_tokens(wide[:, 128:384]), wide[:, 128:384])
+    empty = quantize_tokens(rows(5, 256)[:0])
+    assert empty.codes_MK.shape == (0, 256) and empty.scales_Mk.shape == (0, 2)
+
+
+# ---- norms and SiLU
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("K", [128, 384, 4096])
+def test_norms(K: int, add: bool) -> None:
+    x_MK, weight_K = rows(6, K), rows(1, K, seed=3, spread=1)[0]
+    residual_MK = rows(6, K, seed=1) if add else None
+    want = exact.rms_norm(x_MK, weight_K, 1e-6, residual_MK)
+    summed = None if residual_MK is None else (x_MK.float() + residual_MK.float()).bfloat16()
+    y_MK, quantized = rms_norm_quantize(x_MK, weight_K, 1e-6, residual_MK)
+    assert exact.ulps(y_MK, want) < MAX_ULPS
+    assert_quantized(quantized, y_MK)
+    assert (y_MK is x_MK) == add  # in place, as SGLang's
+    if residual_MK is not None:
+        assert torch.equal(residual_MK, summed)
+
+
+def test_norms_of_zeros_and_of_nan() -> None:
+    x_MK = rows(3, 256)
+    x_MK[0] = 0
+    x_MK[1, 7] = torch.nan
+    y_MK, quantized = rms_norm_quantize(x_MK, torch.ones(256, dtype=BF16), 1e-6)
+    assert not bool(y_MK[0].any()) and bool(y_MK[1].isnan().all())
+    assert bool(y_MK[2].isfinite().all())
+    assert_quantized(quantized, y_MK)
+
+
+def test_control_a_norm_of_the_rounded_sum_is_seen() -> None:
+    # HF normalizes the BF16 sum; SGLang's kernel does not round it first.
+    x_MK, residual_MK, weight_K = rows(6, 512), rows(6, 512, seed=1), torch.ones(512, dtype=BF16)
+    want = exact.rms_norm(x_MK, weight_K, 1e-6, residual_MK)
+    y_MK, _ = rms_norm_quantize((x_MK.float() + residual_MK.float()).bfloat16(), weight_K, 1e-6)
+    assert exact.ulps(y_MK, want) > MAX_ULPS
+
+
+@pytest.mark.parametrize("I", [128, 384, 1536])
+def test_silu(I: int) -> None:  # noqa: E741
+    gate_up = rows(6, 2 * I, spread=3)
+    y_MI, quantized = silu_mul_quantize(gate_up)
+    assert exact.ulps(y_MI, *exact.silu_mul(gate_up)) < MAX_ULPS
+    assert_quantized(quantized, y_MI)
+
+
+def test_silu_of_extremes() -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-40, 88, -87, -88.5, -90, 300, -300, 1e38]).repeat(26)[:256]
+    gate_up = torch.stack(
+        [torch.cat([gate, up * torch.ones(256)]) for up in (1.0, -3.0)]
+    ).bfloat16()
+    y_MI, quantized = silu_mul_quantize(gate_up)
+    assert exact.ulps(y_MI, *exact.silu_mul(gate_up)) < MAX_ULPS
+    assert_quantized(quantized, y_MI)
+    gate_up[0, :2] = torch.tensor([torch.nan, -torch.inf])
+    gate_up[1, 256] = torch.inf
+    y_MI, quantized = silu_mul_quantize(gate_up)
+    assert bool(y_MI[0, :2].isnan().all()) and bool(y_MI[1, 0].isnan())  # 0 * Inf
+    assert_quantized(quantized, y_MI)
+
+
+# ---- what is attached to a tensor
+
+
+def test_what_is_attached_is_found_until_the_tensor_changes() -> None:
+    y_MK = rows(4, 256)
+    quantized = quantize_tokens(y_MK)
+    assert attached(y_MK) is None
+    attach(y_MK, quantized)
+    assert attached(y_MK) is quantized
+    assert attached(y_MK.view(-1, 256)) is quantized  # as SGLang's MoE blocks pass it on
+    for other in (y_MK[:2], y_MK[1:], y_MK.view(8, 128), y_MK[:, :128], y_MK.clone()):
+        assert attached(other) is None
+    assert attached(y_MK.view(-1)) is None
+    y_MK.mul_(2)
+    assert attached(y_MK) is None
+    attach(y_MK, quantize_tokens(y_MK))
+    y_MK.view(-1)[3] = 0  # through a view
+    assert attached(y_MK) is None and attached(y_MK.view(-1, 256)) is None
+    attach(y_MK, quantized)
+    detach(y_MK)
+    detach(y_MK)
+    assert attached(y_MK) is None
+
+
+def test_a_square_is_not_taken_for_its_transpose() -> None:
+    y_MK = rows(256, 256)
+    attach(y_MK, quantize_tokens(y_MK))
+    assert attached(y_MK.t()) is None and attached(y_MK.t().t()) is not None
+
+
+def test_what_is_attached_goes_with_the_memory() -> None:
+    y_MK = rows(4, 256)
+    quantized = quantize_tokens(y_MK)
+    gone = weakref.ref(quantized.codes_MK)
+    attach(y_MK, quantized)
+    del quantized
+    view = y_MK.view(-1, 256)
+    del y_MK
+    assert attached(view) is not None and gone() is not None
+    del view
+    assert gone() is None
+
+
+def test_nothing_is_attached_where_changes_are_not_counted() -> None:
+    with torch.inference_mode():
+        y_MK = rows(4, 256)
+        attach(y_MK, quantize_tokens(y_MK))
+        assert attached(y_MK) is None
+    assert attached(y_MK) is None
+    with torch.no_grad():  # what SGLang runs under
+        y_MK = rows(4, 256)
+        attach(y_MK, quantize_tokens(y_MK))
+        assert attached(y_MK) is not None
+        y_MK += 1
+        assert attached(y_MK) is None
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("x", "sentence"),
+    [
+        (torch.zeros(2, 256), r"not from torch\.float32 \[2, 256\]"),
+        (torch.zeros(2, 2, 128, dtype=BF16), r"\[2, 2, 128\]"),
+        (torch.zeros(256, 128, dtype=BF16).t(), r"strides \(1, 128\)"),
+        (torch.zeros(2, 100, dtype=BF16), "100 channels have no groups of 128"),
+    ],
+)
+def test_what_cannot_be_quantized(x: Tensor, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        quantize_tokens(x)
+
+
+def test_what_cannot_be_normalized() -> None:
+    x_MK = rows(2, 128)
+    with pytest.raises(ValueError, match=r"128 channels was given a weight \[256\]"):
+        rms_norm_quantize(x_MK, torch.ones(256), 1e-6)
+    with pytest.raises(ValueError, match=r"a residual \[3, 128\]"):
+        rms_norm_quantize(x_MK, torch.ones(128), 1e-6, rows(3, 128))
+    with pytest.raises(ValueError, match="64 channels have no groups"):
+        silu_mul_quantize(rows(2, 256)[:, :128])

@@ -1,0 +1,310 @@
+"""The twin of the KV store against the NumPy oracle, byte for byte."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_fp8rl.ops.kv import STATS, kv_codes, store_kv
+from tests import kv_oracle, oracle
+from tests.kv_oracle import Case, Got, bits_of, case, plant
+
+Tensor = torch.Tensor
+BF16, FP16 = torch.bfloat16, torch.float16
+NAN, INF = math.nan, math.inf
+SCALES = [1.0, 2.0**-12, 0.0123, 0.1, 1 / 3, 7.7, 3e-5, 448.0, 1e-30, 2.0**-130, 1e30]
+
+
+def codes_of(values: list[float], scale: float = 1.0, dtype: torch.dtype = BF16) -> list[int]:
+    x_THD = torch.tensor(values).to(dtype).reshape(1, 1, -1)
+    codes = kv_codes(x_THD, torch.tensor([scale]))
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == x_THD.shape
+    return [int(code) for code in codes.view(torch.uint8).flatten()]
+
+
+# ---- codes
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (0.0, 0x00),
+        (-0.0, 0x80),
+        (1.0, 0x38),
+        (-1.0, 0xB8),
+        (2.0**-9, 0x01),  # the least denormal
+        (2.0**-10, 0x00),  # ties: between 0 and 1, to the even code
+        (-(2.0**-10), 0x80),
+        (3 * 2.0**-10, 0x02),
+        (7 * 2.0**-9, 0x07),  # the largest denormal
+        (2.0**-6, 0x08),
+        (1.0625, 0x38),
+        (1.1875, 0x3A),
+        (432.0, 0x7E),
+        (448.0, 0x7E),
+        (464.0, 0x7E),
+        (466.0, 0x7E),
+        (1e30, 0x7E),
+        (-466.0, 0xFE),
+        (INF, 0x7E),
+        (-INF, 0xFE),
+        (NAN, 0x7F),
+        (-NAN, 0x7F),
+        (1e-40, 0x00),
+        (-1e-40, 0x80),
+    ],
+)
+def test_codes_that_were_worked_out_by_hand(value: float, code: int) -> None:
+    assert codes_of([value]) == [code]
+    assert codes_of([value] * 33) == [code] * 33  # vectorized
+
+
+def test_the_value_of_each_code_has_that_code() -> None:
+    values = [float(value) for value in oracle.E4M3]
+    want = [0x7F if math.isnan(value) else code for code, value in enumerate(values)]
+    assert codes_of(values) == codes_of(values, dtype=FP16) == want
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_codes_of_every_value_exhaustive(dtype: torch.dtype, scale: float) -> None:
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+    codes = kv_codes(x.reshape(1, 1, -1), torch.tensor([scale])).view(torch.uint8).flatten()
+    want, _ = kv_oracle.encode(x.float().numpy(), float(torch.tensor(scale)))
+    np.testing.assert_array_equal(codes.numpy(), want)
+
+
+# ---- the store
+
+
+SHAPES = [(1, 1, 16), (1, 8, 128), (5, 2, 80), (3, 3, 256), (9, 6, 48), (4, 1, 64)]
+
+
+@pytest.mark.parametrize("read_back", [False, True], ids=["", "read-back"])
+@pytest.mark.parametrize("gap", [0, 3, 16], ids=["whole", "odd-gaps", "gaps"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_a_store_leaves(
+    shape: tuple[int, int, int], dtype: torch.dtype, gap: int, read_back: bool
+) -> None:
+    made = case(shape, dtype=dtype, gap=gap, seed=sum(shape))
+    got = made.on("cpu").run(store_kv, read_back=read_back)
+    got.check(made.want())
+    assert (got.back is not None) == read_back
+
+
+def test_k_and_v_of_different_head_dims() -> None:
+    made = case((5, 2, 128), v_dim=64)
+    made.on("cpu").run(store_kv, read_back=True).check(made.want())
+
+
+def test_one_scale_a_layer_is_the_same_scale_for_each_head() -> None:
+    made = case((3, 4, 32))
+    made.k_scale_H = torch.tensor(0.037).expand(4)
+    made.on("cpu").run(store_kv).check(made.want())
+
+
+def test_no_tokens_change_nothing() -> None:
+    made = case((0, 2, 32))
+    got = made.on("cpu").run(store_kv, read_back=True)
+    assert got.stats.tolist() == list(made.before)
+    assert got.back is not None and got.back[0].shape == (0, 2, 32)
+
+
+# NaN and Inf of BF16 and of FP16, zeros, and any bits.
+SPECIAL = [0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7E00, 0xFE01, 0x7C00, 0xFC00, 0x0000, 0x8000, 0x0001]
+VALUES = st.one_of(st.integers(0, 65535), st.sampled_from(SPECIAL))
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([16, 48, 64]),
+    st.sampled_from([BF16, FP16]),
+    st.lists(st.floats(2.0**-20, 2.0**10, width=32, exclude_min=True), min_size=6, max_size=6),
+    st.permutations(range(8)),
+    st.lists(VALUES, min_size=16, max_size=64),
+    st.integers(0, 5),
+)
+def test_any_bits_at_any_slots(
+    T: int,
+    H: int,
+    D: int,
+    dtype: torch.dtype,
+    scales: list[float],
+    slots: list[int],
+    bits: list[int],
+    gap: int,
+) -> None:
+    def spread(start: int) -> Tensor:
+        words = [bits[(start + i * i) % len(bits)] for i in range(T * H * D)]
+        return torch.tensor(words, dtype=torch.int32).to(torch.uint16).view(dtype).view(T, H, D)
+
+    made = Case(
+        spread(0),
+        spread(7),
+        torch.tensor(slots[:T]),
+        torch.tensor(scales[:H]),
+        torch.tensor(scales[3 : 3 + H]),
+        gap,
+    )
+    made.on("cpu").run(store_kv, read_back=True).check(made.want())
+
+
+# ---- statistics
+
+
+def test_statistics_that_were_counted_by_hand() -> None:
+    k_THD = torch.zeros(3, 2, 16, dtype=BF16)
+    v_THD = torch.ones(3, 2, 16, dtype=BF16)
+    k_THD[0, 0, :4] = torch.tensor([448.0, 450.0, -466.0, 1.0])  # scale 1: two are clipped
+    k_THD[1, 1, :4] = torch.tensor([224.0, 226.0, -INF, NAN])  # scale 0.5: two
+    v_THD[2, 0, 5] = -3.5
+    made = Case(k_THD, v_THD, torch.tensor([4, 2, 9]), torch.tensor([1.0, 0.5]), torch.ones(2))
+    made.before = (10, 20, 30, bits_of(500.0), bits_of(2.0))
+    got = made.on("cpu").run(store_kv)
+    assert got.stats.tolist() == [13, 24, 30, bits_of(500.0), bits_of(3.5)]
+    # Again: counts add up, and the largest magnitude is that of all calls.
+    got.run(store_kv)
+    assert got.stats.tolist() == [16, 28, 30, bits_of(500.0), bits_of(3.5)]
+    top = torch.tensor(got.stats.tolist()[4], dtype=torch.int32).view(torch.float32)
+    assert float(top) == 3.5  # as a reader decodes it
+
+
+@pytest.mark.parametrize("side", [0, 1], ids="KV")
+@pytest.mark.parametrize(
+    ("value", "clips", "counts"),
+    [(NAN, 0, False), (INF, 1, False), (-INF, 1, False), (60000.0, 1, True), (-0.0, 0, True)],
+)
+def test_what_is_no_number_enters_no_largest_magnitude(
+    value: float, clips: int, counts: bool, side: int
+) -> None:
+    made = case((2, 2, 32), spread=0.01)
+    made.k_scale_H[:] = made.v_scale_H[:] = 1.0
+    for x in (made.k_THD, made.v_THD):
+        x.clamp_(-400, 400)
+    plain = made.want()[2]
+    got = plant(made, value, side=side).on("cpu").run(store_kv)
+    got.check(made.want())
+    stats = got.stats.tolist()
+    assert stats[1 + side] - plain[1 + side] == clips
+    rounded = float(torch.tensor(value).to(BF16))
+    assert stats[3 + side] == (
+        max(plain[3 + side], bits_of(rounded)) if counts else plain[3 + side]
+    )
+
+
+def test_padding_tokens_are_not_counted() -> None:
+    made = case((4, 2, 32), padding=True)
+    got = made.on("cpu").run(store_kv)
+    got.check(made.want())
+    assert got.stats.tolist()[0] == made.before[0] + 3
+    assert got.stats.tolist()[3] < bits_of(6e4)
+    made.slots_T[-1] = int(made.slots_T[:-1].max()) + 1  # control: the same token, where it counts
+    assert made.on("cpu").run(store_kv).stats.tolist()[3] == bits_of(
+        float(torch.tensor(6e4, dtype=BF16))
+    )
+
+
+# ---- controls
+
+
+def unsaturated(got: Got) -> None:
+    """As a cast does without a clamp: NaN from past 464."""
+    codes = got.k_cache.box.view(torch.uint8)
+    for t, slot in enumerate(got.slots.tolist()):
+        past = (got.k[t].float() / got.k_scale[:, None]).abs() > 464
+        codes[slot] = torch.where(past, 0x7F, codes[slot])
+
+
+def by_reciprocal(got: Got) -> None:
+    """A product with 1 / scale in the place of the division."""
+    x = got.k.float() * (1 / got.k_scale)[:, None]
+    codes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    got.k_cache.box.view(torch.uint8)[got.slots] = codes
+
+
+def cut(got: Got) -> None:
+    """Rounded towards zero in the place of to nearest."""
+    _, quotients = kv_oracle.encode(got.k.float().numpy(), 1.0)
+    scaled = np.abs(quotients / got.k_scale.numpy()[:, None]).clip(0, 448)
+    codes = np.searchsorted(oracle.E4M3[:127], scaled, side="right") - 1
+    signs = np.signbit(quotients) * 128
+    got.k_cache.box.view(torch.uint8)[got.slots] = torch.from_numpy(
+        (codes + signs).astype(np.uint8)
+    )
+
+
+def one_scale(got: Got) -> None:
+    got.k_scale.fill_(float(got.k_scale.max()))
+    got.stats.copy_(torch.tensor([5, 1, 2, 0, 0]))
+    got.run(store_kv)
+
+
+def swapped_scales(got: Got) -> None:
+    got.k_scale, got.v_scale = got.v_scale, got.k_scale
+    got.stats.copy_(torch.tensor([5, 1, 2, 0, 0]))
+    got.run(store_kv)
+
+
+def one_value_read_back(got: Got) -> None:
+    assert got.back is not None
+    got.back[1][0, 0, 0] += 8
+
+
+SPOILS: list[Callable[[Got], object]] = [
+    unsaturated,
+    by_reciprocal,
+    cut,
+    one_scale,
+    swapped_scales,
+    lambda got: got.k_cache.box.view(torch.uint8)[0].add_(1),  # a slot that no token has
+    lambda got: got.k_cache.buffer[3].zero_(),  # beside the cache
+    lambda got: got.stats[1].add_(1),
+    lambda got: got.stats[4].sub_(1),
+    one_value_read_back,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: str(spoil.__name__).strip("<>"))
+def test_control_a_wrong_store_is_seen(spoil: Callable[[Got], object]) -> None:
+    made = case((7, 16, 32), spread=2.0)
+    want = made.want()
+    got = made.on("cpu").run(store_kv, read_back=True)
+    got.check(want)
+    spoil(got)
+    with pytest.raises(AssertionError):
+        got.check(want)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": torch.zeros(3, 2, 32)}, "K to be stored is torch.float32"),
+        ({"v": torch.zeros(3, 64, dtype=BF16)}, "V to be stored is .* give BF16 or FP16"),
+        ({"v": torch.zeros(3, 2, 32, dtype=FP16)}, "both the same dtype"),
+        ({"k": torch.zeros(4, 2, 32, dtype=BF16)}, "the same dtype, tokens and KV heads"),
+        ({"k": torch.zeros(3, 2, 48, dtype=BF16)}, r"the K cache is .*give .*\[slots, 2, 48\]"),
+        ({"v": torch.zeros(3, 2, 64, dtype=BF16)[..., ::2]}, "do not lie side by side"),
+        ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots are torch.int32"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, "one for each of 3 tokens"),
+        ({"k_scale": torch.ones(())}, "K scales .* one for each of 2 KV heads"),
+        ({"v_scale": torch.ones(2, dtype=BF16)}, "V scales are torch.bfloat16"),
+        ({"stats": torch.zeros(4, dtype=torch.int64)}, f"give {STATS} contiguous int64"),
+        ({"stats": torch.zeros(5)}, "statistics are torch.float32"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(change: dict[str, Tensor], sentence: str) -> None:
+    got = case((3, 2, 32)).on("cpu")
+    for name, value in change.items():
+        setattr(got, name, value)
+    with pytest.raises(ValueError, match=sentence):
+        got.run(store_kv)
+    assert not bool(got.k_cache.box.view(torch.uint8).any())

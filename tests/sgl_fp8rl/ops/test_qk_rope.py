@@ -1,0 +1,131 @@
+"""The twin of a decode step's kernel against the NumPy oracle."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops import qk_rope
+from sgl_fp8rl.ops.qk_rope import Norms, norm_rope_store
+from tests.qk_rope_oracle import Case, assert_equal, assert_near, exact, usual
+
+SHAPES = [(1, 2, 1, 32), (5, 4, 2, 64), (3, 8, 8, 32), (4, 6, 3, 128), (2, 2, 2, 256)]
+
+
+@pytest.mark.parametrize("rotary", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_where_fp32_is_exact_every_bit_is_the_oracles(
+    shape: tuple[int, int, int, int], normed: bool, rotary: torch.dtype
+) -> None:
+    made = exact(shape, normed=normed, rotary=rotary, gap=16, seed=sum(shape))
+    assert_equal(made.on("cpu").run(norm_rope_store).left(), made.want())
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["normed", ""])
+def test_elsewhere_all_but_rare_neighbours_are(normed: bool) -> None:
+    made = usual((24, 8, 4, 128), normed=normed)
+    assert_near(made.on("cpu").run(norm_rope_store).left(), made.want())
+
+
+def test_no_tokens_change_nothing() -> None:
+    got = exact((0, 4, 2, 32), normed=True).on("cpu").run(norm_rope_store)
+    assert got.q.shape == (0, 128) and got.cache.stats_C.tolist() == [5, 1, 2, 0, 0]
+
+
+def test_heads_that_are_not_finite_reach_the_cache_as_nan_and_no_other_head() -> None:
+    made = exact((3, 4, 2, 32), normed=True)
+    made.qkv_THD[0, 4, 7] = torch.inf  # K's first head
+    q, k, _, stats = made.on("cpu").run(norm_rope_store).left()
+    slot = int(made.slots_T[0])
+    assert (k[slot, 0, [7, 23]] == 0x7F).all()
+    assert not (k[slot, 1] == 0x7F).any()
+    assert stats[3] < 0x7F800000 and bool(torch.isfinite(torch.tensor(q)).all())
+
+
+# ---- controls
+
+
+def unrounded(x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x_THD.float()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_D
+
+
+def rounded_before_the_weight(
+    x_THD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    one = torch.ones_like(weight_D)
+    return unrounded(x_THD, one, eps).to(torch.bfloat16) * weight_D
+
+
+@pytest.mark.parametrize("normed", [unrounded, rounded_before_the_weight])
+def test_control_a_norm_that_rounds_elsewhere_is_seen(
+    normed: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = usual((24, 8, 4, 128), normed=True)
+    monkeypatch.setattr(qk_rope, "_normed", normed)
+    with pytest.raises(AssertionError, match=r"of q differ|q are no neighbours"):
+        assert_near(made.on("cpu").run(norm_rope_store).left(), made.want())
+
+
+def spoil(made: Case, name: str) -> None:
+    assert made.norms is not None
+    if name == "eps":
+        made.norms = replace(made.norms, eps=made.norms.eps * 0.9)
+    elif name == "weights swapped":
+        made.norms = Norms(made.norms.k_D, made.norms.q_D, made.norms.eps)
+    elif name == "interleaved":  # GPT-J's order of cosines
+        made.cos_sin_PD = made.cos_sin_PD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    elif name == "positions":
+        made.positions_T = made.positions_T.flip(0)
+    elif name == "factor":
+        made.factor_H = made.factor_H.flip(0) * 2
+    elif name == "scales swapped":
+        made.scale_2H = made.scale_2H.flip(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["eps", "weights swapped", "interleaved", "positions", "factor", "scales swapped"]
+)
+def test_control_a_wrong_argument_is_seen(name: str) -> None:
+    made = exact((5, 4, 2, 64), normed=True)
+    want = made.want()
+    spoil(made, name)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_equal(made.on("cpu").run(norm_rope_store).left(), want)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"qkv": lambda x: x.float()}, r"projection is torch\.float32"),
+        ({"qkv": lambda x: x[:, 32:]}, "as many query heads for each of 2 KV heads"),
+        ({"qkv": lambda x: x[:, :-1]}, r"give BF16 \[tokens"),
+        ({"qkv": lambda x: x.T.contiguous().T}, "do not lie side by side"),
+        ({"positions": lambda x: x.int()}, r"positions are torch\.int32"),
+        ({"positions": lambda x: x[1:]}, "one for each of 3 tokens"),
+        ({"cos_sin": lambda x: x.double()}, r"cosines and sines are torch\.float64"),
+        ({"cos_sin": lambda x: x[:, :16]}, r"\[positions, 32\]"),
+        ({"norms": lambda x: replace(x, k_D=x.k_D.float())}, r"weight is torch\.float32"),
+        ({"norms": lambda x: replace(x, q_D=x.q_D[:16])}, "give 32 contiguous BF16"),
+        ({"slots": lambda x: x.int()}, r"slots are torch\.int32"),
+        ({"cache": lambda x: replace(x, q_factor_H=x.q_factor_H[:1])}, "q's factors are"),
+        ({"cache": lambda x: replace(x, stats_C=x.stats_C[:4])}, "give 5 contiguous int64"),
+        (
+            {"cache": lambda x: replace(x, k_SHD=x.k_SHD[..., :24], v_SHD=x.v_SHD[..., :24])},
+            "head dim is 24",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(change: dict[str, Any], sentence: str) -> None:
+    got = exact((3, 4, 2, 32), normed=True).on("cpu")
+    for name, changed in change.items():
+        setattr(got, name, changed(getattr(got, name)))
+    with pytest.raises(ValueError, match=sentence):
+        got.run(norm_rope_store)
+    assert not got.k_cache.box.view(torch.uint8).any()

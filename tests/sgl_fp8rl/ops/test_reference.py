@@ -1,0 +1,325 @@
+"""``sgl_fp8rl.ops.reference`` against the float64 oracle: byte equality, bounds, refusals."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sgl_fp8rl.ops import reference
+from tests import oracle
+
+Tensor = torch.Tensor
+BF16_MAX = torch.finfo(torch.bfloat16).max
+FP32_MAX = torch.finfo(torch.float32).max
+SHAPES = [
+    (1, 1),
+    (128, 128),
+    (128, 129),
+    (129, 128),
+    (300, 257),
+    (256, 512),
+    (3, 130, 70),
+    (2, 2, 128, 200),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def f32(x: Tensor) -> oracle.F32:
+    return np.asarray(x.float().numpy())
+
+
+def codes_of(codes: Tensor) -> oracle.Codes:
+    assert codes.dtype is reference.FP8_DTYPE
+    return np.asarray(codes.view(torch.uint8).numpy())
+
+
+def assert_weight_bytes(weight: Tensor) -> None:
+    codes, scale = reference.quantize_weight(weight)
+    want_codes, want_scale = oracle.quantize_weight(f32(weight))
+    assert scale.dtype is torch.float32
+    np.testing.assert_array_equal(scale.numpy(), want_scale)
+    np.testing.assert_array_equal(codes_of(codes), want_codes)
+
+
+def assert_activation_bytes(x: Tensor) -> None:
+    codes, scales = reference.quantize_activation(x)
+    want_codes, want_scales = oracle.quantize_activation(f32(x))
+    assert scales.dtype is torch.float32
+    np.testing.assert_array_equal(scales.numpy(), want_scales)
+    np.testing.assert_array_equal(codes_of(codes), want_codes)
+
+
+def weight_excess(weight: Tensor, codes: Tensor, scale: Tensor) -> float:
+    return oracle.excess_error(f32(weight), codes_of(codes), scale.numpy(), rows=oracle.BLOCK)
+
+
+# ---- bytes
+
+
+def test_oracle_table_is_torch_e4m3() -> None:
+    table = torch.arange(256, dtype=torch.uint8).view(reference.FP8_DTYPE).double().numpy()
+    np.testing.assert_array_equal(oracle.E4M3, table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_equal_the_oracle(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = randn(*shape, seed=sum(shape), dtype=dtype)
+    assert_weight_bytes(x)
+    assert_activation_bytes(x)
+
+
+def test_ties_round_to_even() -> None:
+    # A block with amax 448 has scale 1: each midpoint between neighbours is a tie. Of the two
+    # codes around it, exactly one is even.
+    middles = torch.from_numpy((oracle.E4M3[:126] + oracle.E4M3[1:127]) / 2).float()
+    weight = torch.cat([middles, torch.tensor([448.0])])[:, None] * torch.tensor([1.0, -1.0])
+    codes = codes_of(reference.quantize_weight(weight)[0])
+    np.testing.assert_array_equal(codes % 2, 0)
+    assert_weight_bytes(weight)
+
+
+def planted(value: float, *, into: float = 0.02) -> Tensor:
+    """Small random values with ``value`` once in the last, ragged block."""
+    weight = randn(200, 300) * into
+    weight[150, 290] = value
+    return weight
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(256, 256), id="zero"),
+        pytest.param(-torch.zeros(3, 5), id="minus-zero"),
+        pytest.param(torch.cat([randn(128, 256), torch.zeros(128, 256)]), id="zero-block"),
+        pytest.param(torch.full((128, 128), 1e-45), id="denormal"),
+        pytest.param(randn(130, 130) * 1e-40, id="denormal-random"),
+        pytest.param(randn(130, 130) * 1e-10, id="around-the-floor"),
+        pytest.param(planted(1e4), id="outlier"),
+        pytest.param(planted(-FP32_MAX), id="fp32-max"),
+        pytest.param(torch.full((4, 4), FP32_MAX), id="all-fp32-max"),
+        pytest.param(planted(BF16_MAX).bfloat16(), id="bf16-max"),
+        pytest.param(planted(65504.0).half(), id="fp16-max"),
+    ],
+)
+def test_bytes_of_extreme_values(weight: Tensor) -> None:
+    assert_weight_bytes(weight)
+    assert_activation_bytes(weight)
+    codes, scale = reference.quantize_weight(weight)
+    assert (scale >= torch.finfo(torch.float32).tiny).all()  # positive and normal, never flushed
+    assert not codes.float().isnan().any()
+    assert weight_excess(weight, codes, scale) <= 1
+
+
+def test_no_code_passes_448() -> None:
+    # amax / (amax / 448) rounds up past 448 for some amax; a cast that does not saturate makes
+    # NaN of what lies past 464 and the largest magnitude must always be the code of 448.
+    amax = torch.linspace(1, 2, 4096)
+    codes, _ = reference.quantize_activation(amax[:, None] * torch.tensor([1.0, -1.0]))
+    np.testing.assert_array_equal(codes.float(), np.tile([448.0, -448.0], (4096, 1)))
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=3, max_side=140),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+        fill=st.just(0.0),
+    )
+)
+def test_any_finite_tensor_has_the_oracle_bytes(values: oracle.F32) -> None:
+    assert_weight_bytes(torch.from_numpy(values))
+    assert_activation_bytes(torch.from_numpy(values))
+
+
+@given(
+    st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    st.integers(0, 2**32 - 1),
+    st.floats(-30, 30),
+    st.sampled_from(DTYPES[:2]),
+)
+def test_any_magnitude_has_the_oracle_bytes_and_bound(
+    shape: tuple[int, int], seed: int, log_size: float, dtype: torch.dtype
+) -> None:
+    weight = (randn(*shape, seed=seed) * 10.0**log_size).to(dtype)
+    assert_weight_bytes(weight)
+    assert weight_excess(weight, *reference.quantize_weight(weight)) <= 1
+
+
+# ---- laws
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip_error_is_half_an_ulp(shape: tuple[int, ...]) -> None:
+    x = randn(*shape)
+    assert weight_excess(x, *reference.quantize_weight(x)) <= 1
+    codes, scales = reference.quantize_activation(x)
+    assert oracle.excess_error(f32(x), codes_of(codes), scales.numpy(), rows=1) <= 1
+
+
+def blocks_of_many_sizes() -> Tensor:
+    """[384, 512] whose twelve blocks differ in magnitude, so that a wrong scale shows."""
+    gain = torch.exp2(torch.arange(12.0).reshape(3, 4) - 6)
+    return randn(384, 512) * gain.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda s: s.roll(1, dims=-1), id="shifted-by-one-column"),
+        pytest.param(lambda s: s.roll(1, dims=-2), id="shifted-by-one-row"),
+        pytest.param(lambda s: s.T.reshape(s.shape), id="transposed"),
+        pytest.param(lambda s: 1 / s, id="inverted"),
+    ],
+)
+def test_a_misplaced_scale_breaks_the_bound(spoil: Callable[[Tensor], Tensor]) -> None:
+    weight = blocks_of_many_sizes()
+    codes, scale = reference.quantize_weight(weight)
+    assert weight_excess(weight, codes, scale) <= 1
+    assert weight_excess(weight, codes, spoil(scale)) > 1
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_dequantize_is_the_rounded_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    # A code has 4 significant bits and a scale 24: their product is exact in float64.
+    weight = randn(*shape)
+    codes, scale = reference.quantize_weight(weight)
+    exact = oracle.dequantize_weight(codes_of(codes), scale.numpy())
+    got = reference.dequantize_weight(codes, scale, dtype)
+    assert torch.equal(got, torch.from_numpy(exact).float().to(dtype))
+    codes, scales = reference.quantize_activation(weight)
+    exact = oracle.dequantize_activation(codes_of(codes), scales.numpy())
+    got = reference.dequantize_activation(codes, scales, dtype)
+    assert torch.equal(got, torch.from_numpy(exact).float().to(dtype))
+
+
+def test_the_scale_is_a_fixed_point() -> None:
+    # The largest code of a block is 448, so quantizing again computes fl(fl(448 s) / 448). For
+    # every FP32 mantissa of amax that is s itself, though fl(448 s) is often not amax.
+    amax = np.arange(2**23, 2**24).astype(np.float32)
+    scale = amax / oracle.FP8_MAX
+    again = scale * oracle.FP8_MAX
+    assert (again != amax).any()
+    np.testing.assert_array_equal(again / oracle.FP8_MAX, scale)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(-9, 30), st.sampled_from(DTYPES[:2]))
+def test_quantizing_again_gives_the_same_codes(
+    seed: int, log_size: float, dtype: torch.dtype
+) -> None:
+    # In FP32 because the scale is a fixed point; in BF16 because its two roundings, 2**-8 of the
+    # value together, are less than half an ulp of a code (at least 2**-5 of it).
+    weight = randn(130, 200, seed=seed) * 10.0**log_size
+    codes, scale = reference.quantize_weight(weight)
+    again, scale_again = reference.quantize_weight(reference.dequantize_weight(codes, scale, dtype))
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    relative = 2**-8 if dtype is torch.bfloat16 else 0
+    torch.testing.assert_close(scale_again, scale, rtol=relative, atol=0)
+
+
+def test_leading_dimensions_are_independent_matrices() -> None:
+    experts = blocks_of_many_sizes().reshape(3, 128, 512)
+    codes, scale = reference.quantize_weight(experts)
+    assert scale.shape == (3, 1, 4)
+    for e in range(3):
+        codes_e, scale_e = reference.quantize_weight(experts[e])
+        assert torch.equal(codes[e].view(torch.uint8), codes_e.view(torch.uint8))
+        assert torch.equal(scale[e], scale_e)
+
+
+def test_a_slice_of_whole_blocks_has_the_bytes_of_the_whole() -> None:
+    weight = blocks_of_many_sizes()
+    codes, scale = reference.quantize_weight(weight)
+    part_codes, part_scale = reference.quantize_weight(weight[128:256, 256:])
+    assert torch.equal(part_codes.view(torch.uint8), codes.view(torch.uint8)[128:256, 256:])
+    assert torch.equal(part_scale, scale[1:2, 2:])
+
+
+def test_strides_do_not_matter() -> None:
+    weight = randn(256, 300).T
+    codes, scale = reference.quantize_weight(weight)
+    codes_c, scale_c = reference.quantize_weight(weight.contiguous())
+    assert torch.equal(codes.view(torch.uint8), codes_c.view(torch.uint8))
+    assert torch.equal(scale, scale_c)
+
+
+# ---- refusals
+
+
+@given(
+    st.integers(0, 199),
+    st.integers(0, 299),
+    st.sampled_from([float("nan"), float("inf"), -float("inf")]),
+)
+def test_nan_and_inf_are_refused_in_any_position(row: int, col: int, bad: float) -> None:
+    x = randn(200, 300)
+    x[row, col] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        reference.quantize_weight(x)
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        reference.quantize_activation(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_in_one_expert_is_refused(dtype: torch.dtype) -> None:
+    experts = randn(3, 4, 5, dtype=dtype)
+    experts[2, 3, 4] = float("nan")
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        reference.quantize_weight(experts)
+
+
+# ---- linear
+
+FP32_ROUNDING = 2.0**-24
+
+
+def linear_excess(y: Tensor, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> float:
+    """Largest error of ``y`` against float64, in units of FP32's worst case.
+
+    Higham's bound for a dot product of K terms, with two roundings more for the dequantized
+    factors, one for the bias and one for the output's dtype.
+    """
+    c, s = codes_of(codes), scale.numpy()
+    want = oracle.linear(f32(x), c, s, None if bias is None else f32(bias))
+    x_abs = np.abs(oracle.dequantize_activation(*oracle.quantize_activation(f32(x))))
+    size = x_abs @ np.abs(oracle.dequantize_weight(c, s)).T
+    if bias is not None:
+        size += np.abs(f32(bias))
+    output = torch.finfo(y.dtype).eps / 2 * np.abs(want) * (y.dtype != torch.float32)
+    bound = (x.shape[-1] + 4) * FP32_ROUNDING * size + 1.01 * output
+    return float(np.max(np.abs(y.double().numpy() - want) / bound))
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_fp8_linear_against_float64(dtype: torch.dtype, with_bias: bool) -> None:
+    x = randn(5, 300, seed=1, dtype=dtype)
+    bias = randn(257, seed=2, dtype=dtype) if with_bias else None
+    codes, scale = reference.quantize_weight(randn(257, 300))
+    y = reference.fp8_linear(x, codes, scale, bias)
+    assert y.dtype is dtype and y.shape == (5, 257)
+    assert linear_excess(y, x, codes, scale, bias) <= 1
+
+
+def test_fp8_linear_control_an_unquantized_activation_is_seen() -> None:
+    x = randn(5, 300, seed=1)
+    codes, scale = reference.quantize_weight(randn(257, 300))
+    y = x @ reference.dequantize_weight(codes, scale).T
+    assert linear_excess(y, x, codes, scale, None) > 1
+
+
+def test_fp8_linear_keeps_leading_dimensions() -> None:
+    x = randn(2, 3, 128)
+    codes, scale = reference.quantize_weight(randn(130, 128))
+    y = reference.fp8_linear(x, codes, scale)
+    assert y.shape == (2, 3, 130)
+    torch.testing.assert_close(y[1], reference.fp8_linear(x[1], codes, scale))

@@ -1,0 +1,90 @@
+"""The fake-quantized layers, against what an engine on a CPU runs and against the FP8 oracle."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.sensitivity import fake_quant
+from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
+from tests import oracle
+from tests.sgl_fp8rl.sensitivity.conftest import Load
+
+BF16_ROUNDING = 2.0**-8
+"""Relative; the twin adds in FP32 and rounds once, the oracle adds in float64."""
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear(has_bias: bool) -> None:
+    linear = nn.Linear(256, 384, bias=has_bias, dtype=torch.bfloat16)
+    x = drawn(2, 5, 256)
+    before = linear(x)
+    with fake_quant.fp8([Group("a", 0, (linear,))]):
+        got = linear(x)
+    assert torch.equal(linear(x), before) and not torch.equal(got, before)
+    assert "forward" not in vars(linear)
+    codes, scale = quantize_weight(linear.weight)
+    assert torch.equal(got, fp8_linear(x, codes, scale, linear.bias))
+
+    weight = oracle.dequantize_weight(
+        *oracle.quantize_weight(linear.weight.float().detach().numpy())
+    )
+    rows = x.float().numpy().reshape(10, 256)
+    exact = oracle.dequantize_activation(*oracle.quantize_activation(rows)) @ weight.T
+    if has_bias:
+        exact += linear.bias.float().detach().numpy()
+    error = np.abs(got.float().detach().numpy().reshape(10, 384) - exact)
+    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
+
+
+def test_experts_are_those_of_a_cpu_engine(load: Load) -> None:
+    from sgl_fp8rl.moe import experts_reference
+
+    model = load("qwen3_moe")
+    group = next(g for g in fp8_groups(model) if g.name == "model.layers.1.mlp.experts")
+    (experts,) = group.modules
+    x = drawn(6, 256)
+    ids = torch.tensor([[0, 1], [1, 2], [3, 0], [0, 1], [2, 3], [3, 1]])
+    weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
+    before = experts(x, ids, weights)
+    with fake_quant.fp8([group]):
+        got = experts(x, ids, weights)
+    assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
+    parameters: Any = dict(experts.named_parameters())
+    w13, w13_scale = quantize_weight(parameters["gate_up_proj"])
+    w2, w2_scale = quantize_weight(parameters["down_proj"])
+    layer = SimpleNamespace(
+        w13_weight=w13,
+        w13_weight_scale_inv=w13_scale,
+        w2_weight=w2,
+        w2_weight_scale_inv=w2_scale,
+        moe_runner_config=SimpleNamespace(
+            activation="silu", apply_router_weight_on_input=False, routed_scaling_factor=None
+        ),
+    )
+    assert torch.equal(got, experts_reference(layer, x, weights, ids))
+
+
+def test_experts_of_another_form_are_refused(load: Load) -> None:
+    model = load("qwen3_moe")
+    model.model.layers[0].mlp.experts.is_transposed = True
+    refused = pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts holds its experts")
+    with refused, fake_quant.fp8(fp8_groups(model)):
+        pass
+    for module in model.modules():
+        assert "forward" not in vars(module)
+
+
+def test_nan_in_a_weight_is_refused() -> None:
+    linear = nn.Linear(128, 128, dtype=torch.bfloat16)
+    linear.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf"), fake_quant.fp8([Group("a", 0, (linear,))]):
+        pass

@@ -1,0 +1,63 @@
+"""Which layers are FP8, and what the engine calls them: against the table of the engine tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sgl_fp8rl.sensitivity.groups import fp8_groups
+from tests.engine import models
+from tests.engine.test_families import LAYERS
+from tests.sgl_fp8rl.sensitivity.conftest import Load
+
+
+@pytest.mark.parametrize("family", [name for name in LAYERS if name != "qwen3_moe_ragged"])
+def test_as_a_real_engine_has_them(family: str, load: Load) -> None:
+    block, _ = LAYERS[family]
+    wanted = {f"model.layers.{n}.{name}" for n in (0, 1) for name, why in block.items() if not why}
+    groups = fp8_groups(load(family))
+    assert {group.name for group in groups} == wanted
+    assert [group.layer for group in groups] == sorted(group.layer for group in groups)
+    assert all(f".{group.layer}." in group.name for group in groups)
+
+
+def test_every_fp8_weight_is_in_one_group(checkpoint: Callable[[str], Any], load: Load) -> None:
+    for family in ("qwen3", "qwen3_moe", "mixtral", "phi3", "qwen3_ragged_kv"):
+        fp8 = set(models.fp8_names(checkpoint(family)))
+        stored = dict(models.named_tensors(checkpoint(family)))
+        groups = fp8_groups(load(family))
+        assert sum(g.bf16_bytes for g in groups) == 2 * sum(stored[n].numel() for n in fp8)
+        blocks = sum(stored[n].numel() for n in fp8) // 128**2
+        assert sum(g.fp8_bytes for g in groups) == sum(stored[n].numel() for n in fp8) + 4 * blocks
+
+
+def test_experts_of_ragged_size_stay_bf16(load: Load) -> None:
+    names = {group.name for group in fp8_groups(load("qwen3_moe_ragged"))}
+    assert names == {
+        f"model.layers.{n}.self_attn.{leaf}" for n in (0, 1) for leaf in ("qkv_proj", "o_proj")
+    }
+
+
+def test_a_layer_that_is_not_known_is_refused(load: Load) -> None:
+    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa of a deepseek_v2 model"):
+        fp8_groups(load("deepseek_v2"))
+
+
+def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
+    model = load("qwen3_ragged")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = nn.Linear(200, 512)  # gate shares its layer with up
+        layer.mlp.down_proj = nn.Linear(512, 200)
+    with pytest.raises(ValueError, match="no layer of this model would run in FP8"):
+        fp8_groups(model)
+
+
+def test_parts_of_a_stacked_checkpoint_are_looked_at_by_themselves(load: Load) -> None:
+    model = load("phi3")
+    mlp = model.model.layers[0].mlp
+    mlp.gate_up_proj = nn.Linear(512, 2 * 192, dtype=torch.bfloat16)  # 384 rows are whole blocks
+    names = {group.name for group in fp8_groups(model)}
+    assert "model.layers.0.mlp.gate_up_proj" not in names
+    assert "model.layers.1.mlp.gate_up_proj" in names

@@ -1,0 +1,65 @@
+"""The ranking and the ignore list, on damages that are made up."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from sgl_fp8rl.sensitivity.divergence import Divergence
+from sgl_fp8rl.sensitivity.groups import Group
+from sgl_fp8rl.sensitivity.search import Damage, Point, point, rank, shortest
+
+ALONE = {f"layer {n}": 2.0**-n for n in (3, 1, 4, 0, 2, 6, 5)}
+GROUPS = [Group(name, 0, ()) for name in ALONE]
+
+
+class Meter:
+    """Damages add up, times a factor where there is more than one."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.calls = 0
+
+    def __call__(self, groups: Sequence[Group]) -> Divergence:
+        self.calls += 1
+        total = sum(ALONE[group.name] for group in groups)
+        return Divergence(total * (self.factor if len(groups) > 1 else 1.0), 0.0)
+
+
+def ranked(meter: Meter) -> list[Damage]:
+    return rank(GROUPS, meter)
+
+
+def test_ranking() -> None:
+    assert [d.group.name for d in ranked(Meter())] == [f"layer {n}" for n in range(7)]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("budget", [0.0, 2.0**-6, 0.1, 0.4999, 0.5, 1.2, 5.0])
+def test_the_list_is_the_shortest_within_the_budget(budget: float, factor: float) -> None:
+    meter = Meter(factor)
+    found = ranked(meter)
+    every = [point(found, ignored, meter) for ignored in range(8)]
+    wanted = next(p for p in every if p.divergence.kl <= budget)
+    meter.calls = 0
+    points = shortest(found, every[0], budget, meter)
+    assert points[-1] == wanted and points[0] == every[0]
+    assert all(p == every[p.ignored] for p in points) and meter.calls <= 3
+    assert len({p.ignored for p in points}) == len(points)
+
+
+def test_the_sum_is_not_trusted() -> None:
+    """Damages that multiply would let a list that is too short pass if they were only added."""
+    meter = Meter(factor=3.0)
+    found = ranked(meter)
+    answer = shortest(found, point(found, 0, meter), 0.6, meter)[-1]
+    by_sum = next(n for n in range(8) if sum(d.divergence.kl for d in found[n:]) <= 0.6)
+    assert answer.divergence.kl <= 0.6
+    assert answer.ignored > by_sum
+    assert point(found, by_sum, meter).divergence.kl > 0.6
+
+
+def test_all_ignored_costs_nothing_to_measure() -> None:
+    meter = Meter()
+    found = ranked(meter)
+    meter.calls = 0
+    assert point(found, 7, meter) == Point(7, Divergence(0.0, 0.0), 0.0) and meter.calls == 0

@@ -1,0 +1,422 @@
+"""A rank's socket: whatever a trainer sends ends the session with a sentence, never the server."""
+
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.weight_update import rank_server as rank_server_module
+from sgl_fp8rl.weight_update.cuda_memory import Handle
+from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.rank_server import RankSocket
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.fake_engine import TOKEN, RankThread
+from tests.sgl_fp8rl.weight_update.test_framing import descriptors
+
+SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
+BUCKET = 1 << 17
+AT = {"w": 0, "n": 65536}
+"""Byte offsets in the bucket: ``w`` is chunk 0 and fills a half, ``n`` is chunk 1."""
+
+
+class Trainer:
+    """One session of one rank, and a raw connection to it."""
+
+    def __init__(self, silence_s: float = 20.0) -> None:
+        storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=toy.BF16)}
+
+        def load(model: toy.Model, weights: toy.Weights) -> None:
+            for name, weight in weights:
+                model.data(name).copy_(weight)
+
+        self.model = toy.Model(storage, load)
+        self.tensors = toy.checkpoint(shapes=SHAPES)
+        self.weights = toy.engine(self.model, SHAPES)
+        manifest = describe(self.tensors.items(), 0, BUCKET // 2)
+        self.weights.accept(manifest)
+        self.session = self.weights.begin(manifest.fingerprint, 0)
+        self.rank = RankThread(self.session, silence_s=silence_s)
+        self.sock = self.connect()
+
+    def connect(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(20)
+        sock.connect(self.rank.path)
+        return sock
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        framing.send(self.sock, message, fds)
+        return framing.receive(self.sock)[0]
+
+    def greet(self) -> None:
+        assert self.ask({"token": TOKEN}) == {"ok": True, "known": self.weights.memory.known()}
+
+    def open_bucket(self, bucket_name: str = "b") -> None:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, BUCKET)
+        for name, tensor in self.tensors.items():
+            os.pwrite(fd, tensor.view(torch.uint8).numpy().tobytes(), AT[name])
+        assert self.ask({"op": "bucket", "name": bucket_name, "bytes": BUCKET}, (fd,)) == {
+            "ok": True
+        }
+        os.close(fd)
+
+    def chunk(self, index: Any) -> dict[str, Any]:
+        return self.ask({"op": "part", "index": index})
+
+    def send_all(self) -> None:
+        for index in range(len(SHAPES)):
+            assert self.chunk(index) == {"ok": True}
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    # pytest keeps what is logged, and so the frames of an exception with the bucket in them
+    monkeypatch.setattr(rank_server_module.logger, "disabled", True)
+    before = descriptors()
+    trainer = Trainer()
+    trainer.greet()
+    yield trainer
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    if trainer.rank.peer is not None:
+        trainer.rank.peer.close()
+    assert outcome.committed or len(outcome.reason) > 15
+    assert not Path(trainer.rank.path).parent.exists()
+    trainer.weights.memory.close()
+    assert descriptors() == before
+
+
+def test_a_good_session_is_ready_to_commit(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    assert trainer.ask({"op": "finish"}) == {"ok": True, "gpu_seconds": None}
+    framing.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert outcome.committed
+    assert outcome.dirty
+    rank_server_module.reply(trainer.rank.peer, {"ok": True})
+    assert framing.receive(trainer.sock)[0] == {"ok": True}
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_a_trainer_hears_what_is_open_from_the_session_before(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    trainer.ask({"op": "finish"})
+    framing.send(trainer.sock, {"op": "commit"})
+    assert trainer.rank.outcome().committed
+    trainer.weights.commit()
+    rank_server_module.reply(trainer.rank.peer, {"ok": True})
+    trainer.close()
+    trainer.model.data("n").zero_()
+
+    trainer.session = trainer.weights.begin(trainer.session.writer.manifest.fingerprint, 1)
+    trainer.rank = RankThread(trainer.session)
+    trainer.sock = trainer.connect()
+    assert trainer.ask({"token": TOKEN}) == {"ok": True, "known": ["b"]}
+    trainer.send_all()  # from the bucket that is open
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_another_bucket_takes_the_place_of_the_first(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.tensors["n"] += 1
+    trainer.open_bucket("another")
+    assert trainer.weights.memory.known() == ["another"]
+    trainer.send_all()
+    assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_the_socket_is_for_this_user_alone() -> None:
+    rank_socket = RankSocket(3)
+    assert stat.S_IMODE(rank_socket.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(rank_socket.path.parent.stat().st_mode) == 0o700
+    rank_socket.close()
+    assert not rank_socket.path.parent.exists()
+
+
+def turned_away(hello: bytes) -> None:
+    trainer = Trainer()
+    trainer.sock.sendall(hello)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    with suppress(ConnectionResetError):
+        while trainer.sock.recv(4096):
+            pass  # until the rank hung up
+    trainer.sock.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    framing.send(trainer.sock, {"op": "abort", "reason": "the right one was served"})
+    assert trainer.rank.outcome().reason == "the right one was served"
+    trainer.rank.peer.close()
+    trainer.close()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        framed(b'{"token": "another"}'),
+        framed(b"{}"),
+        framed(b'{"token": null}'),
+        framed(b"no JSON"),
+        framed(b"[" * 100_000),
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"",
+    ],
+)
+def test_a_stranger_is_turned_away_and_the_trainer_served(hello: bytes) -> None:
+    turned_away(hello)
+
+
+def test_a_stranger_hears_why() -> None:
+    trainer = Trainer()
+    assert trainer.ask({"token": "another"}) == {"error": "this socket serves another session"}
+    trainer.close()
+    trainer.sock = trainer.connect()
+    trainer.greet()
+    trainer.close()
+    trainer.rank.outcome()
+
+
+def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 0.05)
+    trainer = Trainer.__new__(Trainer)
+    monkeypatch.setattr(Trainer, "connect", lambda self: socket.socket())
+    Trainer.__init__(trainer)
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, False)
+    assert outcome.reason == "no trainer connected"
+    trainer.close()
+
+
+Act = Callable[[Trainer], Any]
+
+
+def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
+    def act(trainer: Trainer) -> Any:
+        fd = os.memfd_create("test")
+        os.ftruncate(fd, size)
+        try:
+            message = {"op": "bucket", "name": "b", "bytes": announced}
+            return trainer.ask(message, (fd,) * count)
+        finally:
+            os.close(fd)
+
+    return act
+
+
+def pipe_as_bucket(trainer: Trainer) -> Any:
+    ends = os.pipe()
+    try:
+        return trainer.ask({"op": "bucket", "name": "b", "bytes": 64}, ends[:1])
+    finally:
+        os.close(ends[0])
+        os.close(ends[1])
+
+
+def opened(act: Act) -> Act:
+    def both(trainer: Trainer) -> Any:
+        trainer.open_bucket()
+        return act(trainer)
+
+    return both
+
+
+def with_descriptor(message: dict[str, Any]) -> Act:
+    def act(trainer: Trainer) -> Any:
+        with Path("/proc/self/stat").open() as carried:
+            return trainer.ask(message, (carried.fileno(),))
+
+    return act
+
+
+def chunk(index: Any) -> Act:
+    return lambda trainer: trainer.chunk(index)
+
+
+HANDLE = Handle("00" * 64, BUCKET, "GPU-00000000-0000-0000-0000-000000000000").to_json()
+SEGMENTS = {"op": "segments", "name": "s", "places": {}}
+
+REFUSED: dict[str, tuple[Act, str]] = {
+    "smaller than announced": (bucket_of(4096, 8192), "is 4096 bytes but was announced as 8192"),
+    "empty": (bucket_of(4096, 0), "announced as 0"),
+    "negative": (bucket_of(4096, -4096), "announced as -4096"),
+    "no number": (bucket_of(4096, "many"), "many"),
+    "infinite": (bucket_of(4096, float("inf")), "OverflowError"),
+    "no size": (bucket_of(4096, None), "TypeError"),
+    "two descriptors": (bucket_of(4096, 4096, 2), "is 0 bytes"),
+    "no descriptor": (lambda t: t.ask({"op": "bucket", "name": "b", "bytes": 64}), "is 0 bytes"),
+    "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "KeyError: 'name'"),
+    "a pipe": (pipe_as_bucket, "is 0 bytes"),
+    "a device bucket": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": HANDLE}),
+        "this engine runs on a CPU; share host memory with it",
+    ),
+    "no handle": (
+        lambda t: t.ask({"op": "bucket", "name": "b", "handle": None}),
+        "a memory handle must have the fields",
+    ),
+    "parameters in place": (lambda t: t.ask({**SEGMENTS, "handles": [HANDLE]}), "runs on a CPU"),
+    "no handles": (with_descriptor(SEGMENTS), "KeyError: 'handles'"),
+    "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "TypeError"),
+    "a part first": (chunk(0), "open the bucket first"),
+    "too small for two parts": (
+        lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.chunk(0),
+        "the bucket holds 131071 bytes, two parts need 131072",
+    ),
+    "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
+    "no step": (with_descriptor({}), "no step None"),
+    "a list as a step": (lambda t: t.ask({"op": ["part"]}), "no step"),
+    "no number of a part": (with_descriptor({"op": "part"}), "KeyError: 'index'"),
+    "a part that there is not": (opened(chunk(2)), "part 2 is not awaited"),
+    "a part below": (opened(chunk(-1)), "part -1 is not awaited"),
+    "a part beyond 64 bits": (opened(chunk(2**70)), "is not awaited"),
+    "a part as text": (opened(chunk("0")), "part '0' is not awaited"),
+    "a part between": (opened(chunk(0.5)), "part 0.5 is not awaited"),
+    "a part is null": (opened(chunk(None)), "part None is not awaited"),
+    "a part is a list": (opened(chunk([0])), "TypeError"),
+    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 parts are missing, with w"),
+}
+
+
+@pytest.mark.parametrize(("act", "fault"), REFUSED.values(), ids=REFUSED)
+def test_a_malformed_step_ends_the_session(trainer: Trainer, act: Act, fault: str) -> None:
+    answer = act(trainer)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert not outcome.dirty
+    assert answer == {"error": outcome.reason}
+    assert fault in outcome.reason
+    assert trainer.sock.recv(1) == b""  # the rank hung up
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", framed(b"no JSON"), framed(b"[1]"), framed(b"\xff"), b"\0\0"]
+)
+def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> None:
+    trainer.sock.sendall(data)
+    trainer.sock.shutdown(socket.SHUT_WR)
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert "the trainer is gone: " in outcome.reason
+
+
+def test_a_part_twice(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.chunk(0)
+    assert "part 0 is not awaited; write each part once" in trainer.chunk(0)["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_nan_in_a_part(trainer: Trainer) -> None:
+    trainer.tensors["w"][200, 100] = float("nan")
+    trainer.open_bucket()
+    assert "w: FP8 quantization met NaN or Inf" in trainer.chunk(0)["error"]
+    assert trainer.rank.outcome().dirty
+
+
+def test_commit_before_finish(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.send_all()
+    framing.send(trainer.sock, {"op": "commit"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert outcome.reason == "commit came before finish"
+    assert trainer.rank.peer is not None  # it waits for the reply of all ranks
+
+
+def test_abort_keeps_its_reason(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    trainer.chunk(1)
+    framing.send(trainer.sock, {"op": "abort", "reason": "out of memory in the trainer"})
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, True)
+    assert outcome.reason == "out of memory in the trainer"
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_a_trainer_that_dies(trainer: Trainer, chunks: int) -> None:
+    trainer.open_bucket()
+    for index in range(chunks):
+        trainer.chunk(index)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, chunks > 0)
+    assert outcome.reason.startswith("the trainer is gone")
+
+
+def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
+    trainer.open_bucket()
+    again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, BUCKET)
+    for _ in range(20):
+        framing.send(trainer.sock, again, (fd,))
+    os.close(fd)
+    trainer.close()
+    outcome = trainer.rank.outcome()
+    assert not outcome.committed
+    assert outcome.reason.startswith("the trainer is gone")
+
+
+def test_a_trainer_that_falls_silent() -> None:
+    trainer = Trainer(silence_s=0.2)
+    trainer.greet()
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.reason) == (False, "the trainer was silent for 0 s")
+    assert trainer.sock.recv(1) == b""
+    trainer.close()
+
+
+def test_a_temporary_folder_with_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A Unix socket's path has 108 bytes; what was made for it must not stay behind."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(OSError, match="AF_UNIX path too long"):
+        RankSocket(0)
+    assert list(long.iterdir()) == []
+
+
+def test_peers_that_are_turned_away_do_not_hold_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sgl_fp8rl.weight_update.rank_server.CONNECT_TIMEOUT_S", 0.5)
+    rank_socket = RankSocket(0)
+    done = threading.Event()
+
+    def knock() -> None:
+        while not done.wait(0.05):
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(str(rank_socket.path))
+                framing.send(peer, {"token": "another"})
+                framing.receive(peer)
+
+    knocker = threading.Thread(target=knock, daemon=True)
+    knocker.start()
+    try:
+        with pytest.raises(TimeoutError):
+            rank_socket.accept("mine", 1.0, [])
+    finally:
+        done.set()
+        knocker.join(5)
+        rank_socket.close()

@@ -1,0 +1,198 @@
+"""Recording: which routes come out of SGLang-like loaders, and what a loader cannot do unseen."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
+from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.toy import BF16, FP8, Model, Weights, fp8_storage
+
+Loader = Callable[[Model, Weights], None]
+SHAPES: toy.Shapes = {"a": (256, 128), "b": (256, 128), "n": (4,)}
+
+
+def bf16_storage() -> toy.Tensors:
+    return {
+        "a": torch.full((256, 128), 9.0, dtype=BF16),
+        "b": torch.full((256, 128), 9.0, dtype=BF16),
+        "n": torch.full((4,), 9.0, dtype=BF16),
+    }
+
+
+def copy_all(model: Model, weights: Weights) -> None:
+    for name, weight in weights:
+        model.data(name).copy_(weight)
+
+
+def doing(special: Callable[[torch.Tensor, torch.Tensor], object]) -> Loader:
+    """A loader that copies, but does something special (with its parameter's data) to ``n``."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "n":
+                special(model.data(name), weight)
+            else:
+                model.data(name).copy_(weight)
+
+    return load
+
+
+def routed(table: RouteTable) -> set[str]:
+    return {name for name, routes in table.routes.items() if routes}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_toy_model_is_recorded_whole(tp: int) -> None:
+    for rank in range(tp):
+        model = toy.toy(rank, tp)
+        table = record_routes(model, toy.SHAPES)
+        assert routed(table) == set(toy.SHAPES)
+        assert not table.fallback
+        assert table.constants == [("embed.weight", ((300, 320), (0, 128)))]
+        rows, start = 256 // tp, rank * 256 // tp
+        src = ((start, start + rows), (0, 128))
+        assert table.routes["attn.v.weight"] == [
+            Route("attn.v.weight", src, "attn.qkv.weight", ((2 * rows, 3 * rows), (0, 128)))
+        ]
+        assert table.routes["mlp.experts.1.up.weight"] == [
+            Route(
+                "mlp.experts.1.up.weight",
+                src,
+                "mlp.w13_weight",
+                ((1, 2), (rows, 2 * rows), (0, 128)),
+            )
+        ]
+        assert table.is_fp8("attn.o.weight")
+        assert not table.is_fp8("mlp.router.weight")
+
+
+def test_recording_leaves_live_values_and_addresses_alone() -> None:
+    model = toy.toy()
+    model.data("embed.weight")[toy.VOCAB :].zero_()
+    before = toy.contents(model)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    record_routes(model, toy.SHAPES)
+    assert toy.same(before, toy.contents(model))
+    assert addresses == {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def test_a_loader_with_a_thread_pool_is_seen() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda pair: model.data(pair[0]).copy_(pair[1]), weights))
+
+    table = record_routes(Model(bf16_storage(), load), SHAPES)
+    assert routed(table) == set(SHAPES)
+
+
+IS_RECORDED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "to dtype": lambda p, w: p.copy_(w.to(torch.float32)),
+    "to device": lambda p, w: p.copy_(w.to(p.device)),
+    "clone": lambda p, w: p.copy_(w.clone().contiguous()),
+    "detach": lambda p, w: p.copy_(w.detach()),
+    "read as a slice": lambda p, w: p.copy_(w[:]),
+    "pieces": lambda p, w: [p[i].copy_(w[i]) for i in range(4)],
+}
+
+
+@pytest.mark.parametrize("special", IS_RECORDED.values(), ids=IS_RECORDED)
+def test_whole_copies_and_boxes_are_recorded(
+    special: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    table = record_routes(Model(bf16_storage(), doing(special)), SHAPES)
+    assert not table.fallback
+    assert sum(r.dst[0][1] - r.dst[0][0] for r in table.routes["n"]) == 4
+
+
+def test_a_scalar_is_recorded() -> None:
+    storage = {**bf16_storage(), "n": torch.tensor(9.0)}
+    table = record_routes(Model(storage, copy_all), {**SHAPES, "n": ()})
+    assert table.routes["n"] == [Route("n", (), "n", ())]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda model, weights: None,  # takes nothing
+        lambda model, weights: list(weights) and None,  # takes all, copies nothing
+        lambda model, weights: [w.sum() for _, w in weights] and None,  # nothing but fallback
+    ],
+)
+def test_a_loader_that_copies_nothing_is_refused(loader: Loader) -> None:
+    with pytest.raises(RouteError, match="no route was seen for any of 3 tensors"):
+        record_routes(Model(bf16_storage(), loader), SHAPES)
+
+
+def test_a_loader_that_stops_early_is_refused() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            model.data(name).copy_(weight)
+            return
+
+    with pytest.raises(RouteError, match="the stream writes 0 of 32768 elements of b"):
+        record_routes(Model(bf16_storage(), load), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fault"),
+    [
+        ({**SHAPES, "x": (4,)}, r"failed at x \(AttributeError"),
+        ({**SHAPES, "b": (128, 128)}, r"failed at b \(AssertionError: shape of b"),
+        ({**SHAPES, "n": (4, 4)}, r"failed at n \(AssertionError: shape of n"),
+    ],
+)
+def test_names_and_shapes_that_the_loader_does_not_know_are_refused(
+    shapes: toy.Shapes, fault: str
+) -> None:
+    """The first update of an engine with dummy weights: the trainer's names reach the loader."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            assert model.data(name).shape == weight.shape, f"shape of {name}"
+            model.data(name).copy_(weight)
+
+    with pytest.raises(RouteError, match=fault):
+        record_routes(Model(bf16_storage(), load), shapes)
+
+
+def test_an_fp8_parameter_that_would_stay_unwritten_is_refused() -> None:
+    storage = {**bf16_storage(), **fp8_storage("w", 256, 128)}
+    with pytest.raises(RouteError, match="the stream writes 0 of 32768 elements of w"):
+        record_routes(Model(storage, copy_all), SHAPES)
+
+
+def test_a_cut_through_a_block_is_refused() -> None:
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            model.data("ab").narrow(0, 192 * "ab".index(name), 192).copy_(weight)
+
+    with pytest.raises(RouteError, match="a -> ab cuts a 128x128 block at 0:192 of 384"):
+        record_routes(Model(fp8_storage("ab", 384, 128), load), {"a": (192, 128), "b": (192, 128)})
+
+
+def test_write_watch_sees_writes_of_every_form() -> None:
+    model = Model(bf16_storage(), copy_all)
+    with WriteWatch(model) as watch:
+        _ = model.data("a") + 1
+    assert watch.written == set()
+    with WriteWatch(model) as watch:
+        model.data("a")[3:5].copy_(torch.ones(2, 128))
+        torch.add(torch.ones(4), 1.0, out=model.data("n"))
+    assert watch.written == {"a", "n"}
+
+
+def test_matrices_are_offered_as_fp8_and_vectors_as_bf16() -> None:
+    """A loader that refuses to cast BF16 down to FP8 storage still accepts the probes."""
+    seen = {}
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            seen[name] = weight.dtype
+            model.data(name).copy_(weight)
+
+    record_routes(Model(bf16_storage(), load), SHAPES)
+    assert seen == {"a": FP8, "b": FP8, "n": BF16}

@@ -1,0 +1,262 @@
+"""The trainer's memory as a rank opens it: what is taken, what is refused, and what is let go."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update import shared_memory
+from sgl_fp8rl.weight_update.chunks import ChunkSlice
+from sgl_fp8rl.weight_update.cuda_memory import CudaMemoryError, Handle
+from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec
+from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemory, SharedMemoryError
+from tests.sgl_fp8rl.weight_update.test_framing import descriptors
+from tests.sgl_fp8rl.weight_update.toy import BF16
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+HANDLE = Handle("00" * 64, 4096, "GPU-00000000-0000-0000-0000-000000000000")
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    """8 KiB."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 8192)
+    yield fd
+    os.close(fd)
+
+
+# -- the bucket in host memory
+
+
+def test_a_bucket_is_the_trainers_memory(memfd: int) -> None:
+    bucket = Bucket.from_descriptor("b", [memfd], 8192)
+    assert (bucket.content.dtype, bucket.content.numel()) == (torch.uint8, 8192)
+    values = torch.arange(24, dtype=torch.float32)
+    os.pwrite(memfd, values.numpy().tobytes(), 4096 + 64)
+    spec = TensorSpec(torch.float32, (10, 3, 4))
+    found = bucket.tensor(ChunkSlice("w", (5, 7), 4096 + 64), spec)
+    assert torch.equal(found, values.view(2, 3, 4))
+    os.pwrite(memfd, (-values).numpy().tobytes(), 4096 + 64)  # the next chunk, in the same place
+    assert torch.equal(found, -values.view(2, 3, 4))
+    scalar = bucket.tensor(ChunkSlice("s", (0, 1), 4096 + 68), TensorSpec(torch.float32, ()))
+    assert (scalar.shape, scalar.item()) == ((), -1.0)
+
+
+def test_a_bucket_keeps_a_descriptor_until_it_is_closed(memfd: int) -> None:
+    before = descriptors()
+    shared = SharedMemory(CPU)
+    fd = os.dup(memfd)
+    shared.open_bucket({"op": "bucket", "name": "b", "bytes": 8192}, [fd])
+    os.close(fd)  # as the rank's socket does after each message
+    assert shared.bucket is not None
+    assert shared.bucket.content[8191] == 0
+    assert descriptors() == before + 1
+    shared.close()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("size", [0, -1, 8193, 1 << 62, 1 << 70])
+def test_a_bucket_is_as_large_as_announced(memfd: int, size: int) -> None:
+    with pytest.raises(SharedMemoryError, match=f"is 8192 bytes but was announced as {size}"):
+        Bucket.from_descriptor("b", [memfd], size)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_bucket_is_one_descriptor(memfd: int, count: int) -> None:
+    with pytest.raises(SharedMemoryError, match="is 0 bytes but was announced as 8192"):
+        Bucket.from_descriptor("b", [memfd] * count, 8192)
+
+
+def test_a_pipe_is_no_bucket() -> None:
+    ends = os.pipe()
+    with pytest.raises(SharedMemoryError, match="is 0 bytes"):
+        Bucket.from_descriptor("b", [ends[0]], 64)
+    for end in ends:
+        os.close(end)
+
+
+def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = ()) -> Manifest:
+    tensors = {"w": TensorSpec(BF16, (8, 16)), "n": TensorSpec(torch.float32, (16,))}
+    return Manifest(0, tensors, chunk_bytes, frozenset(mapped))
+
+
+def test_a_part_needs_a_bucket_of_two_halves(memfd: int) -> None:
+    shared = SharedMemory(CPU)
+    with pytest.raises(SharedMemoryError, match="open the bucket first"):
+        shared.bucket_for(manifest())
+    shared.open_bucket({"name": "b", "bytes": 8192}, [memfd])
+    assert shared.bucket_for(manifest()) is shared.bucket
+    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, two parts need 8704"):
+        shared.bucket_for(manifest(4352))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"bytes": 64}, {"name": "b"}, {"name": "b", "bytes": None}, {"name": "b", "bytes": []}],
+)
+def test_a_malformed_announcement_opens_nothing(memfd: int, message: dict[str, Any]) -> None:
+    shared = SharedMemory(CPU)
+    with pytest.raises((KeyError, TypeError)):
+        shared.open_bucket(message, [memfd])
+    assert shared.known() == []
+
+
+@pytest.mark.parametrize("handle", [HANDLE.to_json(), {}, None, {**HANDLE.to_json(), "nbytes": 0}])
+def test_an_engine_on_a_cpu_takes_no_device_memory(handle: Any) -> None:
+    shared = SharedMemory(CPU)
+    fault = "runs on a CPU; share host memory" if handle == HANDLE.to_json() else "memory handle"
+    with pytest.raises(ValueError, match=fault):
+        shared.open_bucket({"name": "b", "handle": handle}, [])
+    with pytest.raises(ValueError, match=fault):
+        shared.open_segments({"name": "s", "handles": [handle], "places": {}})
+    assert shared.known() == []
+
+
+# -- device memory, with a fake in the place of the driver's mappings
+
+
+class FakeMapping:
+    """Host memory that stands for another process's allocation."""
+
+    opened: list["FakeMapping"]
+    refused = ""
+
+    def __init__(self, handle: Handle, device: int) -> None:
+        if handle.ipc == self.refused:
+            raise CudaMemoryError("could not be mapped")
+        self.tensor = torch.arange(handle.nbytes).to(torch.uint8)
+        self.nbytes, self.address = handle.nbytes, self.tensor.data_ptr()
+        self.device, self.closed = device, 0
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def mappings(monkeypatch: pytest.MonkeyPatch) -> list[FakeMapping]:
+    """Each that was opened, in order."""
+    monkeypatch.setattr(shared_memory, "Mapping", FakeMapping)
+    monkeypatch.setattr(FakeMapping, "opened", [], raising=False)
+    monkeypatch.setattr(FakeMapping, "refused", "")
+    return FakeMapping.opened
+
+
+def handle_of(nbytes: int, digit: str = "0") -> Handle:
+    return Handle(digit * 128, nbytes, HANDLE.gpu)
+
+
+def test_a_device_bucket_takes_the_place_of_an_older_one(mappings: list[FakeMapping]) -> None:
+    shared = SharedMemory(torch.device("cuda", 3))
+    shared.open_bucket({"name": "a", "handle": handle_of(8192).to_json()}, [])
+    assert shared.bucket_for(manifest()).content is mappings[0].tensor
+    shared.open_bucket({"name": "b", "handle": handle_of(16384).to_json()}, [])
+    assert [(m.nbytes, m.device, m.closed) for m in mappings] == [(8192, 3, 1), (16384, 3, 0)]
+    assert shared.known() == ["b"]
+    with pytest.raises(ValueError, match="memory handle"):
+        shared.open_bucket({"name": "c", "handle": {}}, [])
+    assert [m.closed for m in mappings] == [1, 1]
+    assert shared.known() == []
+
+
+SPECS = manifest(mapped=("w", "n"))
+"""w: 256 bytes of BF16; n: 64 bytes of FP32."""
+
+
+def segments(places: Any) -> Segments:
+    return Segments("s", [handle_of(512), handle_of(64)], places, 0)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"w": [0, 0], "n": [1, 0]},
+        {"w": [0, 256], "n": [1, 0]},  # up to the last byte
+        {"w": [0, 2], "n": [0, 260]},  # aligned to their own elements
+        {"w": [0, 0], "n": [0, 0]},  # tied tensors
+    ],
+)
+def test_tensors_may_lie_anywhere_inside(places: Any, mappings: list[FakeMapping]) -> None:
+    shared = segments(places)
+    shared.check(SPECS)
+    assert shared.bases() == [mapping.address for mapping in mappings]
+    for name, (segment, offset) in places.items():
+        spec = SPECS.tensors[name]
+        found = shared.tensor(ChunkSlice(name, (0, spec.shape[0]), -1), spec)
+        assert found.shape == spec.shape
+        assert found.data_ptr() == mappings[segment].address + offset
+
+
+@pytest.mark.usefixtures("mappings")
+@pytest.mark.parametrize(
+    ("places", "name"),
+    [
+        ({"w": [0, 258], "n": [1, 0]}, "w"),
+        ({"w": [0, 0], "n": [1, 4]}, "n"),
+        ({"w": [1, 0], "n": [1, 0]}, "w"),  # larger than its segment
+        ({"w": [0, -2], "n": [1, 0]}, "w"),
+        ({"w": [0, 1], "n": [1, 0]}, "w"),
+        ({"w": [0, 0], "n": [0, 258]}, "n"),
+        ({"w": [0, 0], "n": [2, 0]}, "n"),
+        ({"w": [0, 0], "n": [-1, 0]}, "n"),
+        ({"w": [0, 1 << 70], "n": [1, 0]}, "w"),
+    ],
+)
+def test_tensors_outside_of_their_segment_are_refused(places: Any, name: str) -> None:
+    with pytest.raises(SharedMemoryError, match=f"{name} does not lie in the memory"):
+        segments(places).check(SPECS)
+
+
+@pytest.mark.usefixtures("mappings")
+@pytest.mark.parametrize("places", [{}, {"w": [0, 0]}, {"w": [0, 0], "n": [1, 0], "x": [0, 0]}])
+def test_places_are_those_of_the_manifest(places: Any) -> None:
+    with pytest.raises(SharedMemoryError, match="not those of the manifest"):
+        segments(places).check(SPECS)
+
+
+@pytest.mark.parametrize(
+    "places", [None, [], "w", {"w": 1}, {"w": [0]}, {"w": [0, 0, 0]}, {"w": [0, None]}]
+)
+def test_malformed_places_open_nothing(places: Any, mappings: list[FakeMapping]) -> None:
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        segments(places)
+    assert mappings == []
+
+
+def test_if_one_segment_cannot_be_mapped_the_others_are_let_go(
+    mappings: list[FakeMapping], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeMapping, "refused", "2" * 128)
+    handles = [handle_of(64, digit) for digit in "123"]
+    with pytest.raises(CudaMemoryError, match="could not be mapped"):
+        Segments("s", handles, {}, 0)
+    assert [mapping.closed for mapping in mappings] == [1]
+
+
+def test_segments_are_asked_for_before_they_are_read(mappings: list[FakeMapping]) -> None:
+    shared = SharedMemory(GPU)
+    with pytest.raises(SharedMemoryError, match="open the segments first"):
+        shared.mapped()
+    message = {"handles": [handle_of(512).to_json()], "places": {"w": [0, 0], "n": [0, 256]}}
+    shared.open_segments({"name": "s", **message})
+    assert shared.mapped() is shared.segments
+    with pytest.raises(SharedMemoryError, match="not those of the manifest"):
+        shared.mapped().check(manifest(mapped=("w",)))
+    shared.open_segments({"name": "t", **message})
+    assert (shared.known(), [m.closed for m in mappings]) == (["t"], [1, 0])
+
+
+def test_everything_is_let_go(mappings: list[FakeMapping]) -> None:
+    shared = SharedMemory(GPU)
+    for _ in range(2):
+        shared.open_bucket({"name": "b", "handle": handle_of(8192).to_json()}, [])
+        shared.open_segments({"name": "s", "handles": [handle_of(64).to_json()] * 2, "places": {}})
+        assert shared.known() == ["b", "s"]
+        shared.close()
+        shared.close()
+        assert shared.known() == []
+    assert [mapping.closed for mapping in mappings] == [1] * 6

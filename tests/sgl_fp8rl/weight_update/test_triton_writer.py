@@ -1,0 +1,688 @@
+"""The writer of a GPU on the CPU: its copies are carried out by a second, plain implementation.
+
+``Interpreter`` stands for the kernel. It reads and writes raw addresses as the kernel does, and
+holds that each lies in the chunk's memory or in the model's. All else is the real writer.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.weight_update import session as session_module
+from sgl_fp8rl.weight_update import triton_writer
+from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.weight_update.routes import Region, view
+from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
+from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError
+from sgl_fp8rl.weight_update.triton_writer import TritonWriter, _descriptors_of_box, strides_of
+from tests import oracle
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.toy import BF16, FP8, Model, Weights
+
+CPU = torch.device("cpu")
+BLOCK_ROWS = 128 * toy.HEADS
+"""Elements of 128 rows of the widest matrix of the toy model."""
+SECONDS = 0.25
+
+Spans = list[tuple[int, int]]
+"""First and last address of pieces of memory that may be touched."""
+Damage = Callable[[list[CopyDescriptor]], list[CopyDescriptor]]
+
+
+class Interpreter:
+    """What stands for the GPU: memory that may be touched, and the faults that a test plants."""
+
+    def __init__(self) -> None:
+        self.writable: Spans = []
+        self.shared: Spans = []
+        self.damage: Damage = list
+        self.compiled = 0
+        self.stages: list[FakeDeviceMemory] = []
+        self.lost_tiles = 0
+
+    def compile_descriptors(
+        self, descriptors: Iterable[CopyDescriptor], device: torch.device, dtype: torch.dtype
+    ) -> list["FakeLaunch"]:
+        self.compiled += 1
+        return [FakeLaunch(self, self.damage(list(descriptors)), dtype)]
+
+    @property
+    def readable(self) -> Spans:
+        """What the trainer shared, and staging memory that is not freed yet."""
+        return self.shared + [span_of(s.tensor) for s in self.stages if not s.closed]
+
+
+class FakeLaunch:
+    """A few copies, carried out in NumPy."""
+
+    def __init__(
+        self, interpreter: Interpreter, descriptors: list[CopyDescriptor], dtype: torch.dtype
+    ) -> None:
+        self.interpreter, self.descriptors, self.dtype = interpreter, descriptors, dtype
+        self.tiles = sum(-(-m.rows // 128) * -(-m.cols // 128) for m in descriptors)
+
+    def run(self, bases: torch.Tensor, status: Status) -> None:
+        assert bases.dtype == torch.int64
+        status.started += self.tiles
+        for descriptor in self.descriptors:
+            base = int(bases[descriptor.segment])
+            size = descriptor.source_dtype.itemsize
+            start = base + descriptor.source
+            spans = self.interpreter.readable
+            source = box(
+                spans, start, descriptor.rows, descriptor.cols, descriptor.source_stride, size
+            )
+            x = torch.from_numpy(source.copy()).view(descriptor.source_dtype)
+            self._write(descriptor, x, status)
+        status.words[1] += self.tiles - self.interpreter.lost_tiles
+
+    def _write(self, descriptor: CopyDescriptor, x: torch.Tensor, status: Status) -> None:
+        writable = self.interpreter.writable
+        quantize = descriptor.target_dtype == FP8 and descriptor.source_dtype != FP8
+        assert (descriptor.scales != 0) == quantize
+        x = x.to(self.dtype if quantize else descriptor.target_dtype)
+        bad = ~torch.isfinite(x.float()) | (x.float() <= 0 if descriptor.positive else False)
+        if bool(bad.any()):
+            status.words[0] = min(int(status.words[0]), descriptor.tag)
+            x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).to(x.dtype)
+        size = descriptor.target_dtype.itemsize
+        target = box(
+            writable,
+            descriptor.target,
+            descriptor.rows,
+            descriptor.cols,
+            descriptor.target_stride,
+            size,
+        )
+        if not quantize:
+            target[:] = x.contiguous().view(torch.uint8).numpy().reshape(target.shape)
+            return
+        codes, scale = oracle.quantize_weight(x.float().numpy())
+        target[:] = codes.view(np.uint8)
+        scales = box(writable, descriptor.scales, *scale.shape, descriptor.scale_stride, 4)
+        scales[:] = np.ascontiguousarray(scale).view(np.uint8)
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
+
+
+def box(
+    spans: Spans, address: int, rows: int, cols: int, stride: int, size: int
+) -> NDArray[np.uint8]:
+    """[rows, cols * size] bytes at an address, which must lie in one of the spans."""
+    assert rows > 0
+    assert cols > 0
+    assert address % size == 0
+    nbytes = ((rows - 1) * stride + cols) * size
+    assert any(start <= address and address + nbytes <= stop for start, stop in spans), (
+        f"{nbytes} bytes at {address:#x} are not this move's to touch"
+    )
+    memory = np.frombuffer((ctypes.c_char * nbytes).from_address(address), np.uint8)
+    return np.lib.stride_tricks.as_strided(
+        memory, (rows, cols * size), (stride * size, 1), writeable=True
+    )
+
+
+class FakeDeviceMemory:
+    """Host memory that stands for the staging half on the device."""
+
+    def __init__(self, nbytes: int, device: int | None) -> None:
+        self.tensor = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        self.address, self.closed = self.tensor.data_ptr(), 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, stop: "FakeEvent") -> float:
+        return SECONDS * 1e3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
+    """Writers are those of a GPU, whose kernel is the interpreter."""
+    interpreter = Interpreter()
+
+    def stage(nbytes: int, device: int | None) -> FakeDeviceMemory:
+        interpreter.stages.append(FakeDeviceMemory(nbytes, device))
+        return interpreter.stages[-1]
+
+    monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
+    monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(session_module, "writer_for", TritonWriter)
+    return interpreter
+
+
+def engine(gpu: Interpreter, model: torch.nn.Module, shapes: toy.Shapes) -> EngineWeights:
+    gpu.writable += [span_of(parameter) for parameter in model.parameters()]
+    return toy.engine(model, shapes)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_update_leaves_the_oracles_bytes(
+    gpu: Interpreter, dtype: torch.dtype, tp: int, small: bool
+) -> None:
+    chunk_bytes = BLOCK_ROWS * dtype.itemsize if small else toy.CHUNK_BYTES
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        for version in range(2):  # the second time from the tables of the first
+            tensors = toy.checkpoint(version, dtype=dtype)
+            toy.update(weights, tensors, version, chunk_bytes)
+            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+
+
+@pytest.mark.parametrize("chunk_bytes", [BLOCK_ROWS + 256, toy.CHUNK_BYTES])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_codes_and_scales_leave_the_same_bytes_as_their_weights(
+    gpu: Interpreter, tp: int, chunk_bytes: int
+) -> None:
+    tensors = toy.checkpoint()
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        toy.update(weights, toy.quantized(tensors), chunk_bytes=chunk_bytes)
+        assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+
+
+DAMAGE: dict[str, Damage] = {
+    "one is missing": lambda descriptors: descriptors[:-1],
+    "a row too low": lambda descriptors: [shifted(descriptors[0]), *descriptors[1:]],
+    "two exchange what they read": lambda descriptors: [
+        *descriptors[:1],
+        *exchanged(descriptors[1:3]),
+        *descriptors[3:],
+    ],
+    "the scales of another block": lambda descriptors: [
+        m._replace(scales=m.scales + 4) if m.scales else m for m in descriptors
+    ],
+    "scales in columns": lambda descriptors: [
+        m._replace(scale_stride=m.scale_stride + 1) if m.scales else m for m in descriptors
+    ],
+    "rows read too far apart": lambda descriptors: [
+        m._replace(source_stride=m.source_stride + 1, rows=m.rows - 1 or 1) for m in descriptors
+    ],
+    "the other half": lambda descriptors: [
+        m._replace(source=descriptors[0].source) for m in descriptors
+    ],
+}
+
+
+def shifted(descriptor: CopyDescriptor) -> CopyDescriptor:
+    """Every row one row further down; the last is left out."""
+    step = descriptor.target_stride * descriptor.target_dtype.itemsize
+    if descriptor.rows == 1:  # a box that is contiguous is one row
+        half = descriptor.cols // 2
+        return descriptor._replace(
+            cols=half, target=descriptor.target + half * descriptor.target_dtype.itemsize
+        )
+    return descriptor._replace(rows=descriptor.rows - 1, target=descriptor.target + step)
+
+
+def exchanged(pair: list[CopyDescriptor]) -> list[CopyDescriptor]:
+    one, other = pair
+    return [one._replace(source=other.source), other._replace(source=one.source)]
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_the_controls_wrong_moves_leave_other_bytes_or_leave_their_memory(
+    gpu: Interpreter, damage: Damage
+) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    gpu.damage = damage
+    try:
+        toy.update(weights, tensors)
+    except AssertionError as error:
+        assert "not this move's to touch" in str(error)
+        return
+    assert not toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+# -- shapes that the toy model has not
+
+
+def copy_all(model: Model, named: Weights) -> None:
+    for name, weight in named:
+        model.data(name).copy_(weight)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("lines", [200, 233, 350, 1200])
+def test_ragged_blocks_split_anywhere(gpu: Interpreter, lines: int, fp8: bool) -> None:
+    tensors = toy.checkpoint(shapes=toy.BIG)
+    codes, scale = oracle.quantize_weight(tensors["w"].float().numpy())
+    streamed = tensors
+    if fp8:
+        w = {"w": torch.from_numpy(codes).view(FP8), "w_scale_inv": torch.from_numpy(scale)}
+        streamed = {**tensors, **w}
+    weights = toy.ragged()
+    gpu.writable += [span_of(parameter) for parameter in weights.model.parameters()]
+    toy.update(weights, streamed, chunk_bytes=256 * (lines // 2 + 1 if fp8 else lines))
+    found = toy.contents(weights.model)
+    assert found["w"].tobytes() == codes.tobytes()
+    assert found["w_scale_inv"].tobytes() == scale.tobytes()
+    assert found["norm"].tobytes() == tensors["norm"].view(torch.uint8).numpy().tobytes()
+
+
+EXPERTS: toy.Shapes = {"gate_up": (4, 512, 256), "down": (4, 256, 512), "router": (4, 256)}
+
+
+def experts(rank: int) -> tuple[Model, Callable[[toy.Tensors], dict[str, NDArray[np.uint8]]]]:
+    """Two of four experts, and half of each: rows of one matrix, columns of the other."""
+
+    half = slice(rank * 256, rank * 256 + 256)
+    boxes: dict[str, Any] = {
+        "gate_up": (slice(2, 4), half),
+        "down": (slice(2, 4), slice(None), half),
+        "router": (slice(None), slice(128, None)),
+    }
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight[boxes[name]])
+
+    def expected(tensors: toy.Tensors) -> dict[str, NDArray[np.uint8]]:
+        parts = {name: t[boxes[name]].contiguous() for name, t in tensors.items()}
+        whole = {"router": parts["router"].view(torch.uint8).numpy().reshape(-1)}
+        for name in ("gate_up", "down"):
+            codes, scale = oracle.quantize_weight(parts[name].float().numpy())
+            whole[name] = codes.reshape(-1)
+            whole[f"{name}_scale_inv"] = scale.reshape(-1).view(np.uint8)
+        return whole
+
+    storage = {
+        **toy.fp8_storage("gate_up", 2, 256, 256),
+        **toy.fp8_storage("down", 2, 256, 256),
+        "router": torch.zeros(4, 128, dtype=BF16),
+    }
+    return Model(storage, load), expected
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("experts_in_a_chunk", [1, 3, 8])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_in_one_tensor(
+    gpu: Interpreter, rank: int, experts_in_a_chunk: int, fp8: bool
+) -> None:
+    tensors = toy.checkpoint(shapes=EXPERTS)
+    model, expected = experts(rank)
+    weights = engine(gpu, model, EXPERTS)
+    streamed: toy.Tensors = {}
+    for name, tensor in tensors.items():
+        if fp8 and name != "router":
+            codes, scale = oracle.quantize_weight(tensor.float().numpy())
+            streamed[name] = torch.from_numpy(codes).view(FP8)
+            streamed[f"{name}_scale_inv"] = torch.from_numpy(scale)
+        else:
+            streamed[name] = tensor
+    toy.update(
+        weights, streamed, chunk_bytes=experts_in_a_chunk * (512 * 256 * (1 if fp8 else 2) + 256)
+    )
+    assert toy.same(toy.contents(model), expected(tensors))
+
+
+def test_scalars_columns_and_more_dimensions(gpu: Interpreter) -> None:
+    shapes: toy.Shapes = {
+        "scalar": (),
+        "column": (64, 4),
+        "columns": (3, 64, 4),
+        "row": (1, 96),
+        "conv": (5, 6, 7, 8),
+        "in a stack": (40,),
+    }
+    parts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "column": lambda w: w[:, 1:2],
+        "columns": lambda w: w[1:, :, 2:3],
+        "conv": lambda w: w[1:4, 2:5, :, 3:7],
+    }
+
+    def part(name: str, weight: torch.Tensor) -> torch.Tensor:
+        return parts.get(name, lambda w: w)(weight)
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            target = model.data(name)
+            if name == "in a stack":
+                target[0].zero_()
+                target[2].zero_()
+                target = target[1]
+            target.copy_(part(name, weight))
+
+    tensors = toy.checkpoint(shapes=shapes, dtype=torch.float32)
+    storage = {n: torch.zeros(part(n, t).shape, dtype=BF16) for n, t in tensors.items()}
+    storage["in a stack"] = torch.zeros(3, 40)
+    model = Model(storage, load)
+    weights = toy.EngineWeights(model, BF16)
+    weights.state = State.SERVING
+    gpu.writable += [span_of(parameter) for parameter in model.parameters()]
+    toy.update(weights, tensors, chunk_bytes=2048)
+    for name, tensor in tensors.items():
+        found = model.data(name)[1] if name == "in a stack" else model.data(name)
+        assert torch.equal(found, part(name, tensor).to(found.dtype)), name
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[list[int], Region, list[int], Region]:
+    """Two tensors' shapes and a box in each, of equal sizes but for dimensions of length 1."""
+
+    def in_tensor(lengths: list[int]) -> tuple[list[int], Region]:
+        for _ in range(draw(st.integers(0, 2))):
+            lengths.insert(draw(st.integers(0, len(lengths))), 1)
+        starts = [draw(st.integers(0, 2)) for _ in lengths]
+        region = tuple((start, start + n) for start, n in zip(starts, lengths, strict=True))
+        return [stop + draw(st.integers(0, 2)) for _, stop in region], region
+
+    lengths = draw(st.lists(st.integers(1, 5), max_size=4))
+    return *in_tensor(list(lengths)), *in_tensor([n for n in lengths if n != 1])
+
+
+@given(boxes(), st.sampled_from([torch.float16, torch.float32]))
+def test_a_box_of_any_form_is_copied(
+    drawn: tuple[list[int], Region, list[int], Region], dtype: torch.dtype
+) -> None:
+    src_shape, src, dst_shape, dst = drawn
+    source = torch.arange(torch.Size(src_shape).numel()).to(dtype).view(src_shape)
+    target = torch.full(dst_shape, -1.0, dtype=dtype)
+    expected = target.clone()
+    view(expected, dst).copy_(view(source, src).reshape(view(expected, dst).shape))
+    descriptor = CopyDescriptor(0, 0, target.data_ptr(), 0, 0, 0, 0, 0, 0, dtype, dtype, False, 0)
+    descriptors = list(
+        _descriptors_of_box(descriptor, src, dst, strides_of(src_shape), target.stride(), ())
+    )
+    assert carry_out(descriptors, source, [target], dtype) == (None, True)
+    assert torch.equal(target, expected)
+
+
+def carry_out(
+    descriptors: list[CopyDescriptor],
+    source: torch.Tensor,
+    targets: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[int | None, bool]:
+    """The least tag of a bad value, and whether all tiles are done."""
+    interpreter, status = Interpreter(), Status(CPU)
+    interpreter.shared = [span_of(source)]
+    interpreter.writable = [span_of(target) for target in targets]
+    launch = FakeLaunch(interpreter, descriptors, dtype)
+    launch.run(torch.tensor([source.data_ptr()]), status)
+    bad, tiles = status.read()
+    return bad, tiles == launch.tiles
+
+
+def blocks(draw: st.DrawFn, length: int) -> tuple[int, int]:
+    """A span of whole 128-blocks, but for the ragged end."""
+    count = -(-length // 128)
+    first = draw(st.integers(0, count - 1))
+    last = draw(st.integers(first + 1, count))
+    return first * 128, min(last * 128, length)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_a_box_of_whole_blocks_is_quantized(data: Any) -> None:
+    draw = data.draw
+    experts_, rows, cols = draw(st.integers(1, 3)), *(draw(st.integers(1, 300)) for _ in "nk")
+    source = torch.randn(experts_, rows, cols, generator=torch.Generator().manual_seed(0)).to(BF16)
+    first = draw(st.integers(0, experts_ - 1))
+    spans = (first, draw(st.integers(first + 1, experts_))), blocks(draw, rows), blocks(draw, cols)
+    src: Region = spans
+    n, height, width = (stop - start for start, stop in src)
+    down, right = (128 * draw(st.integers(0, 1)) for _ in "nk")
+    dst: Region = ((1, 1 + n), (down, down + height), (right, right + width))
+    codes = torch.full((n + 2, down + height, right + width), 0x77, dtype=torch.uint8)
+    scales = torch.full((n + 2, -(-codes.shape[1] // 128), -(-codes.shape[2] // 128)), -5.0)
+    expected, expected_scales = codes.numpy().copy(), scales.numpy().copy()
+    found, found_scales = oracle.quantize_weight(view(source, src).float().numpy())
+    expected[1 : 1 + n, down:, right:] = found.view(np.uint8)
+    expected_scales[1 : 1 + n, down // 128 :, right // 128 :] = found_scales
+
+    descriptor = CopyDescriptor(
+        segment=0,
+        source=0,
+        target=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        rows=0,
+        cols=0,
+        source_stride=0,
+        target_stride=0,
+        scale_stride=scales.shape[-1],
+        source_dtype=BF16,
+        target_dtype=FP8,
+        positive=False,
+        tag=0,
+    )
+    strides = source.stride(), codes.stride(), scales.stride()
+    descriptors = list(_descriptors_of_box(descriptor, src, dst, *strides))
+    assert len(descriptors) == n
+    assert carry_out(descriptors, source, [codes, scales], BF16) == (None, True)
+    assert np.array_equal(codes.numpy(), expected)
+    assert np.array_equal(scales.numpy(), expected_scales)
+
+
+def test_a_table_is_small_where_memory_is_contiguous() -> None:
+    """A whole tensor into a whole parameter is one copy, whatever its dimensions."""
+    source, target = torch.zeros(3, 5, 7, 8), torch.zeros(3, 5, 7, 8)
+    descriptor = CopyDescriptor(
+        0, 0, target.data_ptr(), 0, 0, 0, 0, 0, 0, torch.float32, torch.float32, False, 0
+    )
+    whole = tuple((0, n) for n in source.shape)
+    (only,) = _descriptors_of_box(descriptor, whole, whole, source.stride(), target.stride(), ())
+    assert only.rows * only.cols == source.numel()
+
+
+# -- where a chunk lies
+
+
+class OnDevice(torch.Tensor):
+    """Host memory that says that it is the device's."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_bucket_on_the_host_is_staged_half_by_half(gpu: Interpreter, on_device: bool) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
+    bucket = weights.memory.bucket
+    assert bucket is not None
+    if on_device:
+        gpu.shared.append(span_of(bucket.content))
+        bucket.content = bucket.content.as_subclass(OnDevice)
+    toy.write(session, tensors)
+    count = len(session.writer.chunks)
+    assert count > 4
+    assert session.finish() == pytest.approx(SECONDS * count)
+    sizes = [] if on_device else [2 * BLOCK_ROWS] * count
+    assert [stage.tensor.numel() for stage in gpu.stages] == sizes
+    assert all(stage.closed == 1 for stage in gpu.stages)
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+def test_a_stage_is_freed_where_a_launch_fails(gpu: Interpreter) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    session = toy.begin(weights, tensors)
+    gpu.writable.clear()
+    with pytest.raises(AssertionError, match="not this move's to touch"):
+        session.write(0)
+    assert [stage.closed for stage in gpu.stages] == [1]
+
+
+class FakeMapping:
+    """Host memory of the test that stands for the trainer's allocation."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.nbytes, self.address = tensor, tensor.numel(), tensor.data_ptr()
+
+    def close(self) -> None:
+        pass
+
+
+def in_place(gpu: Interpreter, tensors: toy.Tensors, gap: int, copies: int = 2) -> Segments:
+    """The tensors laid out in two allocations, with gaps."""
+    contents = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8) for _ in range(copies)]
+    segments = Segments("s", [], {}, 0)
+    ends = [gap] * copies
+    for number, (name, tensor) in enumerate(tensors.items()):
+        segment = number % copies
+        raw = tensor.flatten().view(torch.uint8)
+        segments.places[name] = segment, ends[segment]
+        contents[segment][ends[segment] :][: raw.numel()] = raw
+        ends[segment] += raw.numel() + gap
+    segments._mappings = [FakeMapping(content) for content in contents]  # type: ignore[misc]
+    gpu.shared = [span_of(content) for content in contents]
+    return segments
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_mapped_is_read_where_it_lies(gpu: Interpreter, tp: int, fp8: bool) -> None:
+    for rank in range(tp):
+        weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
+        compiled = []
+        for version, (gap, stays) in enumerate([(0, False), (0, True), (64, False), (64, True)]):
+            tensors = toy.checkpoint(version)
+            streamed = toy.quantized(tensors) if fp8 else tensors
+            mapped = {n: t for n, t in streamed.items() if n.startswith(("mlp", "norm"))}
+            manifest = describe(streamed.items(), version, 1 << 18, mapped)
+            if version == 0:
+                weights.accept(manifest)
+            weights.memory.bucket = Bucket("toy", torch.zeros(1 << 19, dtype=torch.uint8))
+            segments = in_place(gpu, mapped, gap)
+            if stays:  # the same memory with other values, as after an optimizer's step
+                old = weights.memory.mapped()
+                for mine, other in zip(old._mappings, segments._mappings, strict=True):
+                    mine.tensor.copy_(other.tensor)
+                    gpu.shared.append(span_of(mine.tensor))
+                segments = old
+            weights.memory.segments = segments
+            session = weights.begin(manifest.fingerprint, version)
+            write_all_parts(session, streamed)
+            weights.commit()
+            compiled.append(gpu.compiled)
+            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
+        assert [b - a for a, b in pairwise(compiled)] == [0, 1, 0]
+
+
+def write_all_parts(session: Session, tensors: toy.Tensors) -> None:
+    """Write every chunk; what is mapped lies there already."""
+    for index in range(len(session.writer.chunks)):
+        if not session.writer.is_mapped(index):
+            toy.fill(session, tensors, index)
+        session.write(index)
+    session.finish()
+
+
+def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    before = toy.contents(weights.model)
+    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
+    session = weights.begin(manifest.fingerprint, 0)
+    assert weights.memory.bucket is None  # not needed, so the trainer may free it
+    segments = weights.memory.segments = in_place(gpu, tensors, 0)
+    good = segments.places["norm.weight"]
+    segments.places["norm.weight"] = good[0], (1 << 20) - 2 * toy.HIDDEN + 2
+    for _ in range(2):
+        with pytest.raises(SharedMemoryError, match=r"norm\.weight does not lie in the memory"):
+            session.write(0)
+    assert toy.same(before, toy.contents(weights.model))
+    segments.places["norm.weight"] = good
+    session.write(0)
+    session.finish()
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+# -- what is found at the end
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["embed.weight", "attn.v.weight", "mlp.experts.1.down.weight"])
+def test_nan_and_inf_are_refused_by_name(gpu: Interpreter, name: str, bad: float) -> None:
+    tensors = toy.checkpoint()
+    tensors[name].view(-1)[-1] = bad
+    tensors["norm.weight"][0] = bad  # the first in the manifest's order is named
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    with pytest.raises(ValueError, match=f"{name} holds NaN or Inf"):
+        toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
+    assert weights.state is not State.SERVING
+    weights.quarantine("it failed")
+    tensors = toy.checkpoint(1)
+    toy.update(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)  # the same writer starts afresh
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_is_positive_and_finite(gpu: Interpreter, bad: float) -> None:
+    streamed = toy.quantized(toy.checkpoint())
+    streamed["attn.k.weight_scale_inv"][1, 0] = bad
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    with pytest.raises(ValueError, match=r"attn\.k\.weight_scale_inv holds NaN or Inf, or a scale"):
+        toy.update(weights, streamed)
+
+
+def test_negative_weights_are_no_scales(gpu: Interpreter) -> None:
+    """The control: only scales must be positive."""
+    tensors = {name: -tensor.abs() for name, tensor in toy.checkpoint().items()}
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    toy.update(weights, tensors)
+    assert weights.state is State.SERVING
+
+
+def test_blocks_that_were_not_written_are_noticed(gpu: Interpreter) -> None:
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    gpu.lost_tiles = 1
+    with pytest.raises(RuntimeError, match=r"\d+ of \d+ blocks were written"):
+        toy.update(weights, toy.checkpoint())
+    assert weights.state is not State.SERVING
+
+
+def test_what_falls_back_makes_no_moves(gpu: Interpreter) -> None:
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight * 2 if name == "n" else weight)
+
+    shapes: toy.Shapes = {"w": (256, 128), "n": (64,)}
+    storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=BF16)}
+    weights = engine(gpu, Model(storage, load), shapes)
+    tensors = toy.checkpoint(shapes=shapes)
+    session = toy.begin(weights, tensors)
+    writer = session.writer
+    assert isinstance(writer, TritonWriter)
+    tags = [
+        descriptor.tag
+        for launches in writer._launches.values()
+        for x in launches
+        for descriptor in x.descriptors
+    ]
+    assert tags == [0]
+    toy.write(session, tensors)
+    session.finish()
+    assert torch.equal(weights.model.get_parameter("n"), tensors["n"] * 2)

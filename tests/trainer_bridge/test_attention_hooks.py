@@ -1,0 +1,468 @@
+"""What ``watch`` sees in real transformers models, held against q, k and v computed by hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
+from trainer_bridge.kv_calibrator import KVCalibrator
+
+pytestmark = pytest.mark.timeout(180)
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 4, 2, 16, 64
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+MODELS = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ATTENTIONS = ("eager", "sdpa")
+
+
+def tiny(family: str = "qwen3", attention: str = "sdpa", **changes: Any) -> Any:
+    """Norms and biases are random, or a norm that is left out would not show."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **{**TINY, **changes})
+    config._attn_implementation = attention
+    model = getattr(transformers, MODELS[family])(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            nn.init.uniform_(parameter, 0.2, 3.0)
+    return model
+
+
+def tokens(seed: int = 0, count: int = 9) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (2, count), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(left: bool) -> torch.Tensor:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, slice(0, 4) if left else slice(5, 9)] = 0
+    return mask
+
+
+# -- by hand: float64, from the hidden states of each layer
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+
+def rotated(x_BTHD: torch.Tensor, positions_T: torch.Tensor, base: float) -> torch.Tensor:
+    """Each pair of channels (i, i + D/2) turned by position * base^(-2i/D)."""
+    half = HEAD_DIM // 2
+    angles = positions_T[:, None] * base ** (-torch.arange(half).double() / half)
+    pairs = torch.complex(x_BTHD[..., :half], x_BTHD[..., half:])
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+@torch.no_grad()
+def by_hand(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    rope: bool = True,
+    norm: bool = True,
+) -> torch.Tensor:
+    """The amax of K, V and Q ``[layers, 3, KV heads]`` in float64, of all tokens that count."""
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    found = []
+    for layer, hidden in zip(model.model.layers, states, strict=False):
+        x = rms_norm(hidden.double(), layer.input_layernorm.weight)
+        rows = {}
+        for name in "kvq":
+            linear = getattr(layer.self_attn, f"{name}_proj")
+            y = x @ linear.weight.double().T
+            y = y if linear.bias is None else y + linear.bias.double()
+            rows[name] = y.unflatten(-1, (-1, HEAD_DIM))
+        for name in "kq":
+            if norm and hasattr(layer.self_attn, f"{name}_norm"):
+                weight = getattr(layer.self_attn, f"{name}_norm").weight
+                rows[name] = rms_norm(rows[name], weight)
+            if rope:
+                base = model.config.rope_parameters["rope_theta"]
+                rows[name] = rotated(rows[name], torch.arange(ids.shape[1]).double(), base)
+        counts = torch.ones_like(ids) if mask is None else mask
+        peaks = [rows[n][counts.bool()].abs().amax((0, 2)).view(KV_HEADS, -1) for n in "kvq"]
+        found.append(torch.stack([peak.amax(-1) for peak in peaks]))
+    return torch.stack(found)
+
+
+def seen(model: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The amax ``[layers, 3, KV heads]`` that ``watch`` finds in one forward, and its logits."""
+    calibrator = KVCalibrator.of(model, margin=448)
+    with torch.no_grad(), calibrator.watch(model):
+        logits = model(*arguments, **options).logits
+    return calibrator.scales().double(), logits
+
+
+NEAR = 5e-6
+"""Relative; FP32 against float64, measured 4.2e-7 at most."""
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+def test_it_sees_what_attention_gets(family: str, attention: str, padding: str) -> None:
+    """The controls, K before RoPE or before its norm, are other numbers."""
+    model, ids = tiny(family, attention), tokens()
+    mask = None if padding == "none" else padded(padding == "left")
+    found, _ = seen(model, ids, attention_mask=mask)
+    expected = by_hand(model, ids, mask)
+    assert found.shape == expected.shape == (LAYERS, 3, KV_HEADS)
+    assert float((found / expected - 1).abs().max()) < NEAR
+    wrong = [by_hand(model, ids, mask, rope=False)]
+    if family == "qwen3":
+        wrong.append(by_hand(model, ids, mask, norm=False))
+    if mask is not None:
+        wrong.append(by_hand(model, ids))
+    for control in wrong:
+        off = (found / control - 1).abs()
+        assert float(off[:, (0, 2)].max()) > 0.01  # of K and Q
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("family", MODELS)
+def test_logits_and_gradients_are_the_same_bits(family: str, attention: str) -> None:
+    model, ids, mask = (
+        tiny(family, attention, attention_dropout=0.3).train(),
+        tokens(),
+        padded(True),
+    )
+
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        logits = model(ids, attention_mask=mask).logits
+        logits.square().mean().backward()
+        return [logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = step()
+    for percentile in (None, 99.0):
+        with KVCalibrator.of(model, percentile=percentile).watch(model):
+            assert all(torch.equal(a, b) for a, b in zip(step(), plain, strict=True))
+
+
+@pytest.fixture
+def untouched() -> Iterator[Callable[[], bool]]:
+    """Whether transformers is as it was; at the end it must be."""
+    utils = pytest.importorskip("transformers.modeling_utils")
+    original = utils.AttentionInterface.get_interface
+    functions = dict(utils.ALL_ATTENTION_FUNCTIONS)
+
+    def is_untouched() -> bool:
+        now = utils.AttentionInterface.get_interface
+        return now is original and dict(utils.ALL_ATTENTION_FUNCTIONS) == functions
+
+    yield is_untouched
+    assert is_untouched()
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(
+        len(hooks)
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    )
+
+
+def test_nothing_is_left_behind(untouched: Callable[[], bool]) -> None:
+    model = tiny()
+    calibrator, before = KVCalibrator.of(model), hooks(model)
+    with calibrator.watch(model):
+        assert not untouched() and hooks(model) > before
+        model(tokens())
+    assert untouched() and hooks(model) == before
+    with pytest.raises(KeyError), calibrator.watch(model):
+        raise KeyError
+    assert untouched() and hooks(model) == before
+    with pytest.raises(IndexError), calibrator.watch(model):
+        model(tokens() + VOCABULARY)
+    assert untouched() and hooks(model) == before
+    calibrator.scales()
+    model(tokens())
+    with pytest.raises(ValueError, match="saw no tokens"):
+        calibrator.scales()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_forward_takes_its_mask_along(fails: bool) -> None:
+    """Also one that failed. The next has none; an older one would not fit."""
+    model, ids, mask = tiny(), tokens(), padded(True)
+    calibrator = KVCalibrator.of(model)
+    with torch.no_grad(), calibrator.watch(model):
+        with suppress(IndexError):
+            model(ids + fails * VOCABULARY, attention_mask=mask)
+        model.model(tokens(count=5))
+    calibrator.scales()
+
+
+def test_the_decoder_may_be_called_alone() -> None:
+    """As a trainer does that needs hidden states; the control counts its padding."""
+    model, ids, mask = tiny(), tokens(), padded(True)
+    calibrator = KVCalibrator.of(model, margin=448)
+    with torch.no_grad(), calibrator.watch(model):
+        model.model(ids, attention_mask=mask)
+    found = calibrator.scales().double()
+    assert float((found / by_hand(model, ids, mask) - 1).abs().max()) < NEAR
+    assert float((found / by_hand(model, ids) - 1).abs().max()) > 0.01
+
+
+def test_each_watch_sees_its_own_model(untouched: Callable[[], bool]) -> None:
+    """A trainer has a reference model too; they may end in any order."""
+    policy, reference = tiny(), tiny(initializer_range=0.5)
+    ids = tokens()
+    calibrators = [KVCalibrator.of(m, margin=448) for m in (policy, reference, policy)]
+    with torch.no_grad(), ExitStack() as first, ExitStack() as others:
+        first.enter_context(calibrators[0].watch(policy))
+        others.enter_context(calibrators[1].watch(reference))
+        others.enter_context(calibrators[2].watch(policy))
+        policy(ids)
+        first.close()
+        policy(3 * ids % VOCABULARY)
+        reference(ids)
+    found = [calibrator.scales().double() for calibrator in calibrators]
+    again = by_hand(policy, 3 * ids % VOCABULARY)
+    expected = [
+        by_hand(policy, ids),
+        by_hand(reference, ids),
+        torch.maximum(by_hand(policy, ids), again),
+    ]
+    for one, oracle in zip(found, expected, strict=True):
+        assert float((one / oracle - 1).abs().max()) < NEAR
+    assert float((expected[0] / expected[2] - 1).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("how", ["positional", "wrapped", "float", "bool"])
+def test_the_mask_is_found_however_it_is_given(how: str) -> None:
+    model, ids, mask = tiny(), tokens(), padded(False)
+
+    class Wrapper(nn.Module):
+        """As DistributedDataParallel: takes whatever comes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    outer = Wrapper() if how == "wrapped" else model
+    given = {"bool": mask.bool(), "float": mask.float()}.get(how, mask)
+    found, _ = seen(outer, ids, given)
+    assert float((found / by_hand(model, ids, mask) - 1).abs().max()) < NEAR
+
+
+def test_the_outermost_model_tells_the_padding() -> None:
+    """One that wraps a decoder may give it masks of another kind."""
+    model, ids, mask = tiny(), tokens(), padded(True)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.language_model = model
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            causal = torch.ones(9, 9, dtype=torch.bool).tril()
+            full = causal & attention_mask[:, None, None].bool() | torch.eye(9, dtype=torch.bool)
+            return self.language_model(input_ids, attention_mask={"full_attention": full})
+
+    found, _ = seen(Outer(), ids, mask)
+    assert float((found / by_hand(model, ids, mask) - 1).abs().max()) < NEAR
+
+
+def test_another_attention_function_is_watched_too(untouched: Callable[[], bool]) -> None:
+    """One that a user registered, with a mask function of another."""
+    utils = pytest.importorskip("transformers.modeling_utils")
+    sdpa, calls = utils.ALL_ATTENTION_FUNCTIONS["sdpa"], []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args[0].layer_idx)
+        return sdpa(*args, **kwargs)
+
+    model, ids = tiny(), tokens()
+    plain = model(ids).logits
+    utils.ALL_ATTENTION_FUNCTIONS["mine"] = mine
+    try:
+        model.config._attn_implementation = "mine"
+        found, logits = seen(model, ids)
+    finally:
+        del utils.ALL_ATTENTION_FUNCTIONS["mine"]
+    assert calls == list(range(LAYERS))
+    assert torch.equal(logits, plain)
+    model.config._attn_implementation = "sdpa"
+    assert float((found / by_hand(model, ids) - 1).abs().max()) < NEAR
+
+
+def test_activation_checkpointing_counts_each_token_once() -> None:
+    model, ids = tiny().train(), tokens()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        calibrator = KVCalibrator.of(model, percentile=90)
+        with calibrator.watch(model):
+            model(ids, use_cache=False).logits.sum().backward()
+        assert calibrator._statistics is not None
+        found.append(calibrator._statistics)
+    assert torch.equal(*found)
+    assert int(found[0][0, 0, 0].sum()) == ids.numel() * HEAD_DIM
+
+
+def test_a_vision_tower_is_not_observed() -> None:
+    """Its heads are others, and so is its configuration."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(
+        text_config=transformers.Qwen3Config(**TINY),
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=5,
+            num_attention_heads=4,
+            image_size=8,
+            patch_size=4,
+        ),
+        image_token_index=1,
+        vision_feature_select_strategy="full",
+        image_seq_length=4,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    towers = [m for m in model.modules() if type(m).__name__ == "SiglipAttention"]
+    for index, tower in enumerate(towers):
+        tower.layer_idx = index  # as those of other towers have
+    assert len(towers) == 5
+    calibrator = KVCalibrator.of(model)
+    assert (calibrator.layers, calibrator.kv_heads) == (LAYERS, KV_HEADS)
+    ids = tokens()
+    ids[ids == 1] = 2
+    ids[:, :4] = 1
+    with torch.no_grad(), calibrator.watch(model):
+        model(input_ids=ids, pixel_values=torch.randn(2, 3, 8, 8))
+    assert calibrator.scales().shape == (LAYERS, 3, KV_HEADS)
+
+
+# -- refused
+
+
+def test_a_mask_that_does_not_tell_padding() -> None:
+    model = tiny()
+    full = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    with torch.no_grad(), KVCalibrator.of(model).watch(model):
+        for mask in (full, {"full_attention": full}):
+            with pytest.raises(ValueError, match="which does not tell padding"):
+                model(tokens(), attention_mask=mask)
+
+
+def test_a_cache_of_earlier_tokens() -> None:
+    model = tiny()
+    with torch.no_grad(), KVCalibrator.of(model).watch(model):
+        cache = model(tokens(), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="earlier tokens"):
+            model(tokens(count=1), past_key_values=cache)
+
+
+def test_a_calibrator_of_another_model() -> None:
+    model = tiny()
+    with (
+        torch.no_grad(),
+        KVCalibrator(LAYERS, 4).watch(model),
+        pytest.raises(ValueError, match="4 h"),
+    ):
+        model(tokens())
+    short = KVCalibrator(LAYERS - 1, KV_HEADS)
+    with torch.no_grad(), short.watch(model), pytest.raises(ValueError, match="layer 2 was"):
+        model(tokens())
+
+
+def test_what_is_no_transformers_model() -> None:
+    with pytest.raises(ValueError, match="Linear is no transformers model"):
+        KVCalibrator.of(nn.Linear(2, 2))
+    with (
+        pytest.raises(ValueError, match="Linear is no transformers model"),
+        KVCalibrator(1, 1).watch(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_a_compiled_model_is_not_observed_by_halves() -> None:
+    """It says so at ``scales``; run as it was written, it is observed."""
+    model, ids = tiny(), tokens()
+    expected = by_hand(model, ids)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="not compiled"):
+        seen(compiled, ids)
+    with torch.compiler.set_stance("force_eager"):
+        found, _ = seen(compiled, ids)
+    assert float((found / expected - 1).abs().max()) < NEAR
+    torch._dynamo.reset()
+
+
+# -- FSDP2
+
+
+def watch_sharded(rank: int, folder: Path) -> None:
+    """Each rank has a batch of its own; the scales are those of one process that has them all."""
+    batches = [(tokens(r), padded(r == 0)) for r in range(WORLD)]
+    whole, model = tiny(), tiny()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    for percentile in (None, 99.0):
+        alone = KVCalibrator.of(whole, percentile=percentile)
+        with torch.no_grad(), alone.watch(whole):
+            for ids, mask in batches:
+                whole(ids, attention_mask=mask)
+        # scales() of one process, in which there is no group of several
+        expected = alone._measure(alone._statistics) * 2 / 448  # type: ignore[arg-type]
+
+        calibrator = KVCalibrator.of(model, percentile=percentile)
+        ids, mask = batches[rank]
+        with torch.no_grad(), calibrator.watch(model):
+            model(ids, attention_mask=mask)
+        others = gathered(calibrator._statistics)
+        assert not torch.equal(others[0], others[1])  # the control: no rank has it alone
+        scales = calibrator.scales()
+        assert torch.equal(scales, expected.float())
+        assert all(torch.equal(scales, other) for other in gathered(scales))
+
+    # in BF16, with checkpointing and a backward
+    model = tiny().train()
+    model.gradient_checkpointing_enable()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    calibrator = KVCalibrator.of(model, percentile=99.0)
+    with calibrator.watch(model):
+        model(batches[rank][0], use_cache=False).logits.sum().backward()
+    assert calibrator._statistics is not None
+    assert int(calibrator._statistics[0, 0, 0].sum()) == batches[rank][0].numel() * HEAD_DIM
+    calibrator.scales()
+
+    # a rank that is not watched: all hear, none waits
+    calibrator = KVCalibrator.of(model)
+    with torch.no_grad():
+        model(batches[rank][0])
+    assert "saw no tokens" in failure(calibrator.scales)[1]
+
+
+def test_ranks_of_a_sharded_model_merge_what_they_saw(tmp_path: Path) -> None:
+    run(watch_sharded, tmp_path)

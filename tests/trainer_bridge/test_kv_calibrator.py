@@ -1,0 +1,480 @@
+"""What a calibrator measures, held against a float64 oracle in numpy that shares no code."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
+from trainer_bridge.kv_calibrator import KVCalibrator
+
+pytestmark = pytest.mark.timeout(120)
+
+FLOOR = 1e-10
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Batch(NamedTuple):
+    """What one layer's attention gets: BNTD, BHTD, BHTD, and BT."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def batch(
+    seed: int,
+    heads: int = 2,
+    groups: int = 3,
+    batch: int = 2,
+    tokens: int = 7,
+    dtype: torch.dtype = torch.bfloat16,
+    masked: bool = False,
+) -> Batch:
+    """Heavy-tailed values; each row has a size of its own."""
+    made = torch.Generator().manual_seed(seed)
+
+    def values(count: int, size: float) -> torch.Tensor:
+        x = torch.randn(batch, tokens, count, 8, generator=made)
+        return (size * x**3).to(dtype).transpose(1, 2)  # strided as in a model
+
+    mask = None
+    if masked:
+        mask = torch.rand(batch, tokens, generator=made) < 0.6
+        mask[0, 0] = True
+    return Batch(values(heads * groups, 1.0), values(heads, 20.0), values(heads, 0.1), mask)
+
+
+# -- the oracle
+
+
+def magnitudes(batches: list[Batch], heads: int) -> list[list[np.ndarray]]:
+    """|x| of every element that counts, for K, V, Q and each KV head."""
+    rows: list[list[np.ndarray]] = []
+    for x_name in ("k", "v", "q"):
+        found: list[list[np.ndarray]] = [[] for _ in range(heads)]
+        for one in batches:
+            x = getattr(one, x_name).double().numpy()
+            counts = np.ones((x.shape[0], x.shape[2]), bool)
+            if one.mask is not None:
+                counts = one.mask.numpy().astype(bool)
+            for n in range(x.shape[1]):
+                kept = [x[b, n, t] for b, t in zip(*np.nonzero(counts), strict=True)]
+                found[n * heads // x.shape[1]].append(np.abs(np.concatenate(kept)))
+        rows.append([np.concatenate(head) for head in found])
+    return rows
+
+
+def edge_above(value: float) -> float:
+    """The least m/16 * 2^e above a value, 16 <= m <= 32."""
+    fraction, exponent = math.frexp(value)
+    return math.ldexp((math.floor(fraction * 32) + 1) / 32, exponent)
+
+
+def nearest_rank(values: np.ndarray, percentile: float) -> float:
+    return float(np.sort(values)[math.ceil(values.size * (percentile / 100)) - 1])
+
+
+def expected(
+    layers: list[list[Batch]], heads: int, percentile: float | None = None, margin: float = 2.0
+) -> np.ndarray:
+    def measure(values: np.ndarray) -> float:
+        if percentile is None:
+            return float(values.max())
+        return edge_above(nearest_rank(values, percentile))
+
+    rows = [[[measure(h) for h in r] for r in magnitudes(one, heads)] for one in layers]
+    return (np.maximum(np.array(rows), FLOOR) * margin / 448).astype(np.float32)
+
+
+def observed(calibrator: KVCalibrator, layers: list[list[Batch]]) -> KVCalibrator:
+    for layer, batches in enumerate(layers):
+        for one in batches:
+            calibrator.observe(layer, one.q, one.k, one.v, one.mask)
+    return calibrator
+
+
+def same(scales: torch.Tensor, oracle: np.ndarray) -> bool:
+    assert scales.dtype == torch.float32
+    return scales.numpy().shape == oracle.shape and bool((scales.numpy() == oracle).all())
+
+
+# -- amax and percentile
+
+
+@given(
+    seed=st.integers(0, 1000),
+    shape=st.tuples(*[st.integers(1, n) for n in (3, 3, 3, 9)]),
+    dtype=st.sampled_from(DTYPES),
+    masked=st.booleans(),
+    microbatches=st.integers(1, 3),
+    percentile=st.sampled_from([None, 25.0, 50.0, 87.5, 99.609375, 100.0]),
+    margin=st.sampled_from([1.0, 1.05, 2.0]),
+)
+def test_scales_are_the_oracles(
+    seed: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    masked: bool,
+    microbatches: int,
+    percentile: float | None,
+    margin: float,
+) -> None:
+    """Bit for bit: percentiles whose share is a binary fraction have the same rank everywhere."""
+    heads, groups, size, tokens = shape
+    layers = [
+        [
+            batch(10 * seed + 3 * layer + i, heads, groups, size, tokens, dtype, masked)
+            for i in range(microbatches)
+        ]
+        for layer in range(2)
+    ]
+    calibrator = KVCalibrator(2, heads, percentile=percentile, margin=margin)
+    assert same(observed(calibrator, layers).scales(), expected(layers, heads, percentile, margin))
+
+
+def test_q_is_measured_by_the_kv_head_that_it_reads() -> None:
+    one = batch(0, heads=2, groups=3)
+    with torch.no_grad():
+        one.q[:, 2], one.q[:, 3] = 1000.0, 2000.0  # the last of head 0, the first of head 1
+    scales = observed(KVCalibrator(1, 2, margin=1), [[one]]).scales()
+    assert (scales[0, 2] * 448).tolist() == [1000.0, 2000.0]
+
+
+@given(seed=st.integers(0, 1000), percentile=st.sampled_from([5.0, 37.3, 90.0, 99.0, 99.99]))
+def test_a_percentile_is_met_from_above_by_a_sixteenth_at_most(
+    seed: int, percentile: float
+) -> None:
+    """With a share that is no binary fraction, the rank may be one element further."""
+    layers = [[batch(seed, tokens=50), batch(seed + 1, tokens=31, masked=True)]]
+    scales = observed(KVCalibrator(1, 2, percentile=percentile, margin=1), layers).scales()
+    for row, heads in zip(scales[0].double().numpy() * 448, magnitudes(layers[0], 2), strict=True):
+        for found, values in zip(row, heads, strict=True):
+            element = nearest_rank(values, percentile)
+            rank = math.ceil(values.size * percentile / 100)
+            next_one = np.sort(values)[min(rank, values.size - 1)]
+            assert element < found * (1 + 1e-6)
+            assert found <= next_one * (1 + 1 / 16) * (1 + 1e-6)
+
+
+def test_a_percentile_is_one_of_elements_not_of_microbatches() -> None:
+    """The control, a percentile of each microbatch's amax, is next to the amax itself."""
+    batches = [batch(seed, tokens=40) for seed in range(12)]
+    percentile = 99.0
+    scales = observed(KVCalibrator(1, 2, percentile=percentile, margin=1), [batches]).scales()
+    keys = np.array([[np.abs(b.k[:, h].double().numpy()).max() for b in batches] for h in (0, 1)])
+    of_microbatches = np.percentile(keys, percentile, axis=1)
+    for head, values in enumerate(magnitudes(batches, 2)[0]):
+        clipped = float((values > scales[0, 0, head].item() * 448).mean())
+        assert 0.008 < clipped <= 0.01
+        assert float((values > of_microbatches[head]).mean()) < 0.001
+        assert of_microbatches[head] > 3 * scales[0, 0, head].item() * 448
+
+
+@pytest.mark.parametrize("percentile", [None, 99.0])
+def test_microbatches_and_their_order_do_not_matter(percentile: float | None) -> None:
+    one = batch(0, batch=4, tokens=20, masked=True)
+    parts = [Batch(*(x[i : i + 1] for x in one if x is not None)) for i in (2, 0, 3, 1)]
+    found = [
+        observed(KVCalibrator(1, 2, percentile=percentile), [batches]).scales()
+        for batches in ([one], parts)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("percentile", [None, 100.0])
+def test_padding_does_not_count(percentile: float | None) -> None:
+    """Not even where it is NaN; the control counts it."""
+    one = batch(0, masked=True)
+    clean = observed(KVCalibrator(1, 2, percentile=percentile), [[one]]).scales()
+    assert one.mask is not None
+    sequence, token = (~one.mask).nonzero()[0].tolist()
+    with torch.no_grad():
+        for x in one[:3]:
+            assert x is not None
+            x.transpose(1, 2)[~one.mask] = 1e4
+            x[sequence, :, token] = math.nan
+    for mask in (one.mask, one.mask.long(), one.mask.float()):
+        padded = observed(
+            KVCalibrator(1, 2, percentile=percentile), [[one._replace(mask=mask)]]
+        ).scales()
+        assert torch.equal(padded, clean)
+    counted = KVCalibrator(1, 2, percentile=percentile)
+    counted.observe(0, one.q, one.k, one.v)
+    with pytest.raises(ValueError, match="NaN"):
+        counted.scales()
+
+
+@pytest.mark.parametrize("percentile", [None, 99.0])
+def test_zeros_have_a_positive_scale(percentile: float | None) -> None:
+    one = Batch(*(torch.zeros_like(x) for x in batch(0)[:3] if x is not None))
+    scales = observed(KVCalibrator(1, 2, percentile=percentile), [[one]]).scales()
+    assert torch.equal(scales, torch.full((1, 3, 2), FLOOR * 2 / 448))
+
+
+# -- steps
+
+
+def test_each_step_begins_anew() -> None:
+    large, small = batch(0), batch(1)
+    with torch.no_grad():
+        small.k.mul_(0.01)
+    calibrator = KVCalibrator(1, 2)
+    observed(calibrator, [[large]]).scales()
+    assert same(observed(calibrator, [[small]]).scales(), expected([[small]], 2))
+
+
+def test_a_smaller_measure_decays_and_a_larger_one_takes_effect_at_once() -> None:
+    calibrator, kept = KVCalibrator(1, 2, decay=0.75, margin=1), np.zeros((1, 3, 2))
+    for step, size in enumerate((1.0, 0.1, 0.1, 8.0, 0.5)):
+        one = batch(step, dtype=torch.float32)
+        with torch.no_grad():
+            for x in one[:3]:
+                assert x is not None
+                x.mul_(size)
+        now = np.array([[[h.max() for h in row] for row in magnitudes([one], 2)]])
+        before, kept = kept, np.maximum(now, 0.75 * kept + 0.25 * now)
+        assert same(observed(calibrator, [[one]]).scales(), (kept / 448).astype(np.float32))
+        assert (kept == now).all() == (step in (0, 3))
+        assert step == 0 or (kept != before).all()
+
+
+@pytest.mark.parametrize("percentile", [None, 99.0])
+@pytest.mark.parametrize("row", ["k", "v", "q"])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: float | None) -> None:
+    calibrator = KVCalibrator(3, 2, percentile=percentile)
+    layers = [[batch(layer), batch(layer + 5)] for layer in range(3)]
+    kept = [[Batch(*(x.clone() for x in b[:3] if x is not None)) for b in bs] for bs in layers]
+    with torch.no_grad():
+        getattr(layers[1][0], row)[1, -1, 3, 5] = bad
+    observed(calibrator, layers)
+    with pytest.raises(ValueError, match=f"^layer 1 has NaN or Inf in {row.upper()};"):
+        calibrator.scales()
+    # the next step knows nothing of it
+    assert same(observed(calibrator, kept).scales(), expected(kept, 2, percentile))
+
+
+@pytest.mark.parametrize("percentile", [None, 99.0])
+def test_a_layer_that_saw_no_tokens_is_refused(percentile: float | None) -> None:
+    calibrator = KVCalibrator(3, 2, percentile=percentile)
+    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+        calibrator.scales()
+    for layer in (0, 2):
+        observed(calibrator, [[]] * layer + [[batch(layer)]])
+    with pytest.raises(ValueError, match=r"^layer 1 saw no tokens"):
+        calibrator.scales()
+    padding = batch(0)._replace(mask=torch.zeros(2, 7))
+    empty = Batch(*(x[:, :, :0] for x in batch(0)[:3] if x is not None))
+    observed(calibrator, [[padding], [empty, batch(1)], [batch(2)]])
+    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+        calibrator.scales()
+    layers = [[padding, batch(0)], [batch(1), empty], [batch(2)]]
+    assert observed(calibrator, layers).scales().shape == (3, 3, 2)
+
+
+# -- how it observes
+
+
+def attention(calibrator: KVCalibrator, x_BTC: torch.Tensor) -> torch.Tensor:
+    q_BNTD = x_BTC.unflatten(-1, (4, 8)).transpose(1, 2)
+    calibrator.observe(0, q_BNTD, q_BNTD[:, :2], q_BNTD[:, 2:])
+    return torch.nn.functional.scaled_dot_product_attention(q_BNTD, q_BNTD, q_BNTD)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("percentile", [None, 60.0])
+def test_a_forward_that_is_computed_again_counts_once(
+    percentile: float | None, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activation checkpointing; the control counts the same tokens twice."""
+    inputs = [torch.randn(2, 5, 32), 10 * torch.randn(2, 5, 32)]
+
+    def step(with_checkpoint: bool) -> KVCalibrator:
+        calibrator = KVCalibrator(1, 2, percentile=percentile)
+        for index, x in enumerate(inputs):
+            leaf = x.clone().requires_grad_()
+            if with_checkpoint and index == 0:  # one of two, else a share would stay what it is
+                y = checkpoint(attention, calibrator, leaf, use_reentrant=reentrant)
+            else:
+                y = attention(calibrator, leaf)
+            y.sum().backward()
+        return calibrator
+
+    plain, again = step(False), step(True)
+    assert plain._statistics is not None and again._statistics is not None
+    assert torch.equal(plain._statistics, again._statistics)
+    assert torch.equal(plain.scales(), again.scales())
+
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+    twice = step(True)
+    if percentile is not None:
+        assert not torch.equal(twice.scales(), step(False).scales())
+
+
+@pytest.mark.parametrize("percentile", [None, 99.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_observing_waits_for_no_value(percentile: float | None, masked: bool) -> None:
+    """On the meta device there is none to wait for; the control is what reads them."""
+    calibrator = KVCalibrator(1, 2, percentile=percentile)
+    meta = Batch(*(None if x is None else x.to("meta") for x in batch(0, masked=masked)))  # type: ignore[arg-type]
+    observed(calibrator, [[meta, meta]])
+    assert calibrator._statistics is not None and calibrator._statistics.is_meta
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        calibrator.scales()
+
+
+def test_inference_mode_and_gradients_may_alternate() -> None:
+    calibrator, one, other = KVCalibrator(1, 2, decay=0.5), batch(0), batch(1)
+    for _ in range(2):
+        with torch.inference_mode():
+            calibrator.observe(0, one.q.clone(), one.k.clone(), one.v.clone())
+        calibrator.observe(0, *(x.clone().requires_grad_() for x in other[:3] if x is not None))
+        scales = calibrator.scales()
+        assert not scales.requires_grad
+    assert same(scales, expected([[one, other]], 2))
+
+
+def test_what_is_observed_stays_as_it_is() -> None:
+    for percentile in (None, 50.0):
+        one = batch(0, masked=True)
+        before = [x.clone() for x in one if x is not None]
+        observed(KVCalibrator(1, 2, percentile=percentile), [[one]]).scales()
+        assert all(torch.equal(a, b) for a, b in zip(before, one, strict=True) if b is not None)
+
+
+# -- the margin
+
+MARGIN_COST = 1 + 1e-6
+"""Error of a margin of 2 over that of a margin of 1; measured 1 + 1.2e-8."""
+
+
+@pytest.mark.parametrize("outliers", [1.0, 30.0])
+def test_a_margin_costs_no_accuracy(outliers: float) -> None:
+    """E4M3 is a float; a control, 448 evenly spaced codes a side, loses half of its accuracy."""
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(1 << 16, generator=made, dtype=torch.float64)
+    x[::64] *= outliers
+    one = x.view(1, 1, -1, 64)
+
+    def error(margin: float, codes: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        calibrator = KVCalibrator(1, 1, margin=margin)
+        calibrator.observe(0, one, one, one)
+        scale = calibrator.scales()[0, 0, 0].double()
+        back = codes(x / scale) * scale
+        return float((back - x).square().mean().sqrt())
+
+    e4m3 = [error(m, lambda y: y.float().to(torch.float8_e4m3fn).double()) for m in (1.0, 2.0)]
+    even = [error(m, torch.round) for m in (1.0, 2.0)]
+    assert 1 / MARGIN_COST < e4m3[1] / e4m3[0] < MARGIN_COST
+    assert even[1] / even[0] > 1.9
+
+
+def test_a_margin_is_room_for_larger_tokens() -> None:
+    one = batch(0)
+    scale = observed(KVCalibrator(1, 2), [[one]]).scales()[0, 0].view(1, 2, 1, 1)
+    assert float((2 * one.k.float() / scale).abs().max()) == pytest.approx(448, rel=1e-6)
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"layers": 0}, "whole numbers from 1"),
+        ({"layers": 2.0}, "whole numbers from 1"),
+        ({"kv_heads": -1}, "whole numbers from 1"),
+        ({"kv_heads": [2, 2]}, "whole numbers from 1"),
+        ({"percentile": 0}, "percentile is 0;"),
+        ({"percentile": 100.1}, "percentile is"),
+        ({"percentile": float("nan")}, "percentile is"),
+        ({"margin": 0}, "margin is 0;"),
+        ({"margin": float("inf")}, "margin is"),
+        ({"decay": 1}, "decay is 1;"),
+        ({"decay": -0.1}, "decay is"),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        KVCalibrator(**{"layers": 1, "kv_heads": 2, **arguments})
+
+
+def test_what_cannot_be_attention_of_this_model() -> None:
+    calibrator, one = KVCalibrator(2, 2), batch(0)
+    wide = one.k.repeat_interleave(3, 1)
+    mask = torch.ones(2, 7)
+    refused: list[tuple[str, tuple[Any, ...]]] = [
+        ("layer 2 was observed by a calibrator of 2 layers", (2, *one[:3])),
+        ("layer -1 was observed", (-1, *one[:3])),
+        ("before they are repeated", (0, one.q, wide, one.v)),
+        ("before they are repeated", (0, one.q, one.k, wide)),
+        ("2 heads", (0, one.q[:, :3], one.k, one.v)),
+        ("2 heads", (0, one.q[0], one.k[0], one.v[0])),
+        ("earlier tokens", (0, one.q[:, :, :1], one.k, one.v)),
+        ("earlier tokens", (0, one.q, one.k, one.v[:1])),
+        (r"mask of shape \(2, 6\)", (0, *one[:3], mask[:, :6])),
+        (r"mask of shape \(2, 1, 7, 7\)", (0, *one[:3], mask[:, None, None].expand(2, 1, 7, 7))),
+    ]
+    for sentence, arguments in refused:
+        with pytest.raises(ValueError, match=sentence):
+            calibrator.observe(*arguments)
+    assert calibrator._statistics is None
+
+
+# -- several ranks
+
+
+def merge(rank: int, folder: Path) -> None:
+    """Each rank sees other tokens, and all get what one process gets of all of them."""
+    everywhere = [[batch(10 * r + layer, masked=True) for layer in range(2)] for r in range(WORLD)]
+    own = [[one] for one in everywhere[rank]]
+    for percentile in (None, 87.5, 100.0):
+        calibrator = KVCalibrator(2, 2, percentile=percentile)
+        joint = [[ranks[layer] for ranks in everywhere] for layer in range(2)]
+        assert same(observed(calibrator, own).scales(), expected(joint, 2, percentile))
+
+        # the control: of one's own tokens alone, as in a group of oneself
+        alone = [dist.new_group([r]) for r in range(WORLD)][rank]
+        calibrator = KVCalibrator(2, 2, percentile=percentile, group=alone)
+        scales = observed(calibrator, own).scales()
+        assert same(scales, expected(own, 2, percentile))
+        assert not same(scales, expected(joint, 2, percentile))
+
+        # a rank may have had nothing; if all had, all hear
+        calibrator = KVCalibrator(2, 2, percentile=percentile)
+        scales = observed(calibrator, own if rank == 1 else []).scales()
+        assert same(scales, expected([[one] for one in everywhere[1]], 2, percentile))
+        assert "layer 0 saw no tokens" in failure(calibrator.scales)[1]
+
+        # NaN on one rank is a number on none
+        bad = [[Batch(*(x.clone() for x in b[:3] if x is not None))] for (b,) in own]
+        if rank == 1:
+            bad[1][0].v[0, 0, 0, 0] = float("nan")
+        observed(calibrator, bad)
+        assert failure(calibrator.scales)[1].startswith("layer 1 has NaN or Inf in V;")
+
+    calls: list[int] = []
+    reduce = dist.all_reduce
+
+    def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = count
+    observed(KVCalibrator(2, 2), own).scales()
+    assert gathered(calls) == [[2 * 3 * 2]] * WORLD
+
+
+@pytest.mark.timeout(180)
+def test_ranks_get_the_scales_of_all_tokens(tmp_path: Path) -> None:
+    run(merge, tmp_path)

@@ -1,0 +1,316 @@
+"""Filling a bucket with a kernel: codes and scales land where the manifest has them.
+
+The kernel itself runs in ``tests/gpu``; here ``compile_descriptors`` is replaced by torch on the
+CPU, so that every box that the kernel would be given is held against the reference.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, reject
+
+from sgl_fp8rl.ops import weight_quant_triton
+from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
+from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
+from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, ManifestError
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import Named, sources
+from trainer_bridge.packer import QuantizePacker
+from trainer_bridge.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.transport.cuda_ipc import DeviceBucket
+
+BF16 = torch.bfloat16
+
+
+def at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The memory at an address."""
+    memory = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
+def boxed(address: int, rows: int, cols: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    flat = at(address, (rows - 1) * stride + cols, dtype)
+    return flat.as_strided((rows, cols), (stride, 1))
+
+
+class TorchLaunch:
+    """What a launch does with its boxes; a block that holds NaN is told to the status."""
+
+    def __init__(self, descriptors: list[CopyDescriptor], dtype: torch.dtype) -> None:
+        self.descriptors, self.dtype = descriptors, dtype
+        self.runs = 0
+
+    def run(self, bases: torch.Tensor, status: Any) -> None:
+        assert not (bases % ACCESS).any(), "the kernel reads whole accesses from a base"
+        self.runs += 1
+        for descriptor in self.descriptors:
+            self._run(descriptor, bases, status)
+
+    def _run(self, descriptor: CopyDescriptor, bases: torch.Tensor, status: Any) -> None:
+        dtype = self.dtype
+        address = int(bases[descriptor.segment]) + descriptor.source
+        source = boxed(
+            address,
+            descriptor.rows,
+            descriptor.cols,
+            descriptor.source_stride,
+            descriptor.source_dtype,
+        )
+        target = boxed(
+            descriptor.target,
+            descriptor.rows,
+            descriptor.cols,
+            descriptor.target_stride,
+            descriptor.target_dtype,
+        )
+        status.tiles += 1
+        status.started += 1
+        if not bool(torch.isfinite(source.float()).all()):
+            status.bad = descriptor.tag
+            return
+        if descriptor.scales:
+            shape = num_blocks(descriptor.rows), num_blocks(descriptor.cols)
+            scales = boxed(descriptor.scales, *shape, descriptor.scale_stride, torch.float32)
+            codes, scale = quantize_weight(source.to(dtype))
+            target.copy_(codes)
+            scales.copy_(scale)
+        else:
+            assert descriptor.target_dtype == source.dtype or source.dtype != FP8_DTYPE
+            target.copy_(source)
+
+
+class FakeStatus:
+    def __init__(self, device: torch.device) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.bad: int | None = None
+        self.tiles = self.started = 0
+
+    def read(self) -> tuple[int | None, int]:
+        return self.bad, self.tiles
+
+
+def compile_in_torch(
+    descriptors: Iterable[CopyDescriptor], device: torch.device, dtype: torch.dtype
+) -> list[TorchLaunch]:
+    return [TorchLaunch(list(descriptors), dtype)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_torch() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
+        patch.setattr(weight_quant_triton, "Status", FakeStatus)
+        yield
+
+
+def packer_of(plan: TransferPlan, bucket: torch.Tensor) -> QuantizePacker:
+    packer = QuantizePacker(plan, cast(DeviceBucket, SimpleNamespace(content=bucket)), BF16)
+    packer.begin()
+    return packer
+
+
+def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
+    """What the engine reads of each HF tensor, scales included, chunk by chunk."""
+    specs = plan.manifest.tensors
+    bucket = torch.full((2 * plan.manifest.chunk_bytes,), 0xA5, dtype=torch.uint8)
+    packer = packer_of(plan, bucket)
+    found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
+    turns = list(plan.turns)
+    for number, chunk in enumerate(plan.chunks):
+        while turns and turns[0][0] == number:
+            source = turns.pop(0)[1]
+            whole = plan.sources[source].read(named[source][1])
+            packer.put(source, whole if is_aligned(whole) else whole.clone(), number)
+        packer.complete(number)
+        for chunk_slice in chunk:
+            rows = (
+                found[chunk_slice.name][slice(*chunk_slice.rows)]
+                if specs[chunk_slice.name].shape
+                else None
+            )
+            target = found[chunk_slice.name] if rows is None else rows
+            stop = chunk_slice.offset + target.numel() * target.itemsize
+            target.copy_(bucket[chunk_slice.offset : stop].view(target.dtype).view(target.shape))
+    packer.finish()
+    return found
+
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 300)),
+    st.tuples(st.integers(1, 400), st.integers(1, 300)),
+    st.tuples(st.integers(1, 4), st.integers(1, 140), st.integers(1, 140)),
+)
+
+
+@st.composite
+def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str], set[int]]:
+    """Parameters, their family, the HF tensors that the engine keeps in FP8, and the parameters
+    that are resident."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    family = draw(st.sampled_from(["qwen3_moe", "gpt_oss"]))
+    named: Named = []
+    for number in range(draw(st.integers(1, 4))):
+        shape = draw(SHAPES)
+        if len(shape) == 3 and draw(st.booleans()):
+            shape, name = (shape[0], 2 * shape[1], shape[2]), f"l{number}.mlp.experts.gate_up_proj"
+        else:
+            name = f"p{number}"
+        dtype = draw(st.sampled_from([BF16, torch.float16, torch.float32]))
+        named.append((name, torch.randn(shape, generator=generator).to(dtype)))
+    matrices = sorted(
+        name
+        for source in sources(named, family, BF16)
+        for name, view in source.announce(BF16)
+        if view.dim() > 1
+    )
+    kept = draw(st.sets(st.sampled_from(matrices))) if matrices else set()
+    return named, family, kept, draw(st.sets(st.integers(0, len(named) - 1)))
+
+
+@given(trainers(), st.integers(1, 1000))
+def test_codes_and_scales_are_those_of_the_reference(
+    trainer: tuple[Named, str, set[str], set[int]], units: int
+) -> None:
+    named, family, quantized, resident = trainer
+    made = sources(named, family, BF16)
+    try:
+        plan = TransferPlan(made, [False] * len(named), 256 * units, quantized, resident)
+    except ManifestError:
+        reject()
+    found = replay(plan, named)
+    for source, (_, tensor) in zip(made, named, strict=True):
+        for name, cut in source.cuts:
+            weight = cut(tensor).to(source.sent_as)
+            if name in quantized:
+                codes, scale = quantize_weight(weight)
+                assert torch.equal(found.pop(name).view(torch.uint8), codes.view(torch.uint8))
+                assert torch.equal(found.pop(name + SCALE_SUFFIX), scale)
+            else:
+                assert torch.equal(found.pop(name), weight)
+    assert not found
+
+
+def plan_of(
+    named: Named, quantized: set[str], chunk_bytes: int = 1 << 16, resident: tuple[int, ...] = ()
+) -> TransferPlan:
+    unmapped = [False] * len(named)
+    return TransferPlan(sources(named, None, BF16), unmapped, chunk_bytes, quantized, resident)
+
+
+def test_half_of_the_bytes_are_sent() -> None:
+    named = [("w", torch.ones(256, 256, dtype=BF16))]
+    as_they_are, as_codes = plan_of(named, set(), 1 << 18), plan_of(named, {"w"}, 1 << 18)
+    assert as_they_are.manifest.nbytes == 256 * 256 * 2
+    assert as_codes.manifest.nbytes == 256 * 256 + 4 * 4
+
+
+def test_codes_that_the_trainer_made_go_as_they_are() -> None:
+    codes, scale = quantize_weight(torch.randn(300, 200))
+    named = [("w", codes), ("w" + SCALE_SUFFIX, scale)]
+    plan = plan_of(named, {"w"})
+    assert [run.scales for runs in plan.runs for run in runs] == [-1] * len(plan.turns)
+    found = replay(plan, named)
+    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_a_parameter_may_begin_anywhere(start: int) -> None:
+    """As a view into a flat buffer does; the kernel is given what is aligned."""
+    flat = torch.randn(start + 200 * 130, generator=torch.Generator().manual_seed(0)).to(BF16)
+    weight = flat[start:].view(200, 130)
+    named = [("w", weight), ("v", weight[3, 1:6])]
+    found = replay(plan_of(named, {"w"}), named)
+    codes, scale = quantize_weight(weight)
+    assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found["w" + SCALE_SUFFIX], scale)
+    assert torch.equal(found["v"], named[1][1])
+
+
+def test_what_is_resident_takes_one_launch_a_part() -> None:
+    """And what is gathered one of its own, before the next is gathered."""
+    named = [(f"w{number}", torch.randn(128, 128).to(BF16)) for number in range(6)]
+    plan = plan_of(named, {name for name, _ in named}, 1 << 16, resident=(0, 1, 2, 5))
+    assert len(plan.chunks) > 1
+    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    packer = packer_of(plan, bucket)
+    for number in range(len(plan.chunks)):
+        mine = [source for chunk, source in plan.turns if chunk == number]
+        for source in mine:
+            started = cast(Any, packer)._status.started
+            packer.put(source, named[source][1], number)
+            assert (cast(Any, packer)._status.started > started) == (source not in plan.resident)
+        packer.complete(number)
+        launches = cast(Any, packer)._together.get(number, [])
+        assert [launch.runs for launch in launches] == [1] * any(s in plan.resident for s in mine)
+    packer.finish()
+
+
+def test_what_was_put_before_a_failure_is_forgotten() -> None:
+    named = [("v", torch.ones(128, 128, dtype=BF16)), ("w", torch.ones(128, 128, dtype=BF16))]
+    plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
+    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    packer = packer_of(plan, bucket)
+    packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
+    packer.begin()
+    for chunk, source in plan.turns:
+        packer.put(source, named[source][1], chunk)
+    packer.complete(0)
+    packer.finish()
+
+
+def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
+    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    monkeypatch.setitem(sys.modules, weight_quant_triton.__name__, None)
+    with pytest.raises(EngineError, match=r"cannot quantize without Triton .*pip install triton"):
+        packer_of(plan, bucket)
+
+
+def test_what_is_mapped_is_quantized_by_the_engine() -> None:
+    named = [("w", torch.ones(128, 128, dtype=BF16))]
+    plan = TransferPlan(sources(named, None, BF16), [True], 1 << 16, {"w"})
+    assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == {"w": BF16}
+    assert plan.turns == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
+    named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]
+    plan = plan_of(named, {"w"})
+    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    packer = packer_of(plan, bucket)
+    named[1][1][200, 3] = bad
+    for healthy in (False, True):
+        if healthy:
+            named[1][1][200, 3] = 1.0
+        packer.begin()
+        for chunk, source in plan.turns:
+            packer.put(source, named[source][1], chunk)
+            packer.complete(chunk)
+        if healthy:
+            packer.finish()
+        else:
+            with pytest.raises(EngineError, match="w holds NaN or Inf"):
+                packer.finish()
+
+
+def test_boxes_that_were_not_written_are_missed() -> None:
+    """As when a kernel ends early."""
+    named = [("w", torch.ones(512, 128, dtype=BF16))]
+    plan = plan_of(named, {"w"})
+    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    packer = packer_of(plan, bucket)
+    chunk, source = plan.turns[0]
+    packer.put(source, named[source][1], chunk)
+    cast(Any, packer)._status.tiles -= 1
+    with pytest.raises(RuntimeError, match="blocks were written"):
+        packer.finish()

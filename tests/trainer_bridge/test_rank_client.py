@@ -1,0 +1,131 @@
+"""The sockets between trainer and ranks: failures that end at once, and nobody left waiting."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up, refuse
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport import rank_client as rank_client_module
+from trainer_bridge.transport.rank_client import RankClients
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[Rank]]:
+    """Two ranks; at the end no trainer may be left on their sockets."""
+    ranks = [Rank(tmp_path), Rank(tmp_path)]
+    yield ranks
+    for rank in ranks:
+        rank.join()
+
+
+def connect(ranks: list[Rank]) -> RankClients:
+    return RankClients([rank.path for rank in ranks], TOKEN)
+
+
+def test_all_are_told_and_answer_in_rank_order(ranks: list[Rank]) -> None:
+    for number, rank in enumerate(ranks):
+        rank.answer = lambda message, number=number: {"ok": True, "rank": number}  # type: ignore[misc]
+    connected = connect(ranks)
+    assert [reply["rank"] for reply in connected.ask({"op": "finish"})] == [0, 1]
+    connected.close()
+    for rank in ranks:
+        assert rank.messages == [{"token": TOKEN}, {"op": "finish"}]
+
+
+def test_messages_may_be_sent_ahead_of_their_replies(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.answer = lambda message: {"to": message.get("index")}
+    connected = connect(ranks)
+    for index in range(3):
+        connected.send({"op": "step", "index": index})
+    assert [connected.wait() for _ in range(3)] == [[{"to": index}] * 2 for index in range(3)]
+    connected.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [
+        ({"known": ["a", "b"]}, {"known": ["b", "c"]}, {"b"}),
+        ({"known": ["a"]}, {"known": []}, set()),
+        ({"known": ["a"]}, {"ok": True}, set()),
+    ],
+)
+def test_only_what_every_rank_has_open_is_known(
+    ranks: list[Rank], first: dict[str, Any], second: dict[str, Any], common: set[str]
+) -> None:
+    ranks[0].answer, ranks[1].answer = lambda message: first, lambda message: second
+    connected = connect(ranks)
+    assert connected.known == common
+    connected.close()
+
+
+def test_a_rank_cannot_be_reached(tmp_path: Path, ranks: list[Rank]) -> None:
+    with pytest.raises(EngineError, match=r"cannot be reached .* one host, as the same user"):
+        RankClients([*(rank.path for rank in ranks), str(tmp_path / "none")], TOKEN)
+
+
+def test_a_rank_hangs_up_at_once(ranks: list[Rank]) -> None:
+    ranks[0].answer = lambda message: None
+    with pytest.raises(EngineError, match="cannot be reached"):
+        connect(ranks)
+    RankClients([ranks[1].path], TOKEN).close()  # it was not called on yet
+
+
+def test_a_refused_token_lets_all_ranks_go(ranks: list[Rank]) -> None:
+    """Also while the error is still held, as it is in an ``except`` clause."""
+    ranks[1].answer = lambda message: {"error": "another session"}
+    with pytest.raises(EngineError, match=r"^another session$") as held:
+        connect(ranks)
+    for rank in ranks:
+        rank.join()
+    assert held.value is not None
+
+
+def test_the_sentence_of_the_rank_that_failed_is_raised(ranks: list[Rank]) -> None:
+    ranks[1].answer = refuse("finish", "rank 1 ran out of luck")
+    connected = connect(ranks)
+    with pytest.raises(EngineError, match=r"^rank 1 ran out of luck$"):
+        connected.ask({"op": "finish"})
+    connected.send({"op": "abort"})
+    connected.close()
+    ranks[0].join()
+    assert ranks[0].ops() == ["hello", "finish", "abort"]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_is_gone_is_told_no_more(ranks: list[Rank], gone: int) -> None:
+    """It is when its reply is awaited that this is known; the others still hear what is sent."""
+    ranks[gone].answer, ranks[1 - gone].answer = hang_up("finish"), hang_up("abort")
+    connected = connect(ranks)
+    with pytest.raises(EngineError, match=r"the engine ended the update .* see its log"):
+        connected.ask({"op": "finish"})
+    ranks[gone].join()
+    connected.send({"op": "abort"})
+    ranks[1 - gone].join()
+    assert ranks[1 - gone].ops() == ["hello", "finish", "abort"]
+    connected.close()
+
+
+def test_the_last_word_of_a_rank_that_is_gone_is_heard(ranks: list[Rank]) -> None:
+    """It says what failed, and hangs up on what the trainer has sent ahead."""
+    ranks[0].answer = refuse("finish", "no room")
+    connected = connect(ranks)
+    connected.send({"op": "finish"})
+    ranks[0].join()
+    connected.send({"op": "finish"})
+    with pytest.raises(EngineError, match=r"^no room$"):
+        connected.wait()
+    connected.close()
+
+
+def test_a_rank_that_does_not_answer(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_client_module, "SOCKET_TIMEOUT_S", 0.3)
+    connected = connect(ranks)
+    with pytest.raises(EngineError, match=r"the engine ended the update \(timed out\)"):
+        connected.wait()
+    connected.close()

@@ -1,0 +1,293 @@
+"""Plans of what is sent: replayed, they fill chunks with the bytes that the manifest promises."""
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, reject
+
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from trainer_bridge.fsdp import Named, Source, sources
+from trainer_bridge.packer import CopyPacker
+from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped
+from trainer_bridge.transport.host_memory import HostBucket
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+FUSED = "l.mlp.experts.gate_up_proj"
+
+
+def plan_of(
+    named: Named, chunk_bytes: int, mapped: Iterable[str] = (), family: str | None = "qwen3_moe"
+) -> TransferPlan:
+    """The plan of a trainer whose engine is BF16."""
+    mapped = set(mapped)
+    is_mapped = [name in mapped for name, _ in named]
+    return TransferPlan(sources(named, family, BF16), is_mapped, chunk_bytes)
+
+
+def runs_of(plan: TransferPlan) -> list[list[tuple[int, int, int, int]]]:
+    """(Chunk, first element, elements, offset in bytes) of each copy, by source."""
+    return [[(r.chunk, r.start, r.length, r.offset) for r in runs] for runs in plan.runs]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def filled(plan: TransferPlan, named: Named) -> list[bytes]:
+    """The bucket as it is when each chunk is sent: turns are replayed as an update replays them."""
+    bucket = HostBucket(2 * plan.manifest.chunk_bytes)
+    packer = CopyPacker(plan, bucket)
+    sent: list[bytes] = []
+    for chunk, source in plan.turns:
+        while len(sent) < chunk:
+            sent.append(raw(bucket.content))
+        packer.put(source, plan.sources[source].read(named[source][1]), chunk)
+    while len(sent) < len(plan.chunks):
+        sent.append(raw(bucket.content))
+    return sent
+
+
+def check(plan: TransferPlan, named: Named) -> None:
+    """Hold every chunk, and every place of a mapped tensor, against the HF tensors themselves."""
+    tensors, held = {}, {}
+    for source, (_, tensor) in zip(plan.sources, named, strict=True):
+        for name, cut in source.cuts:
+            held[name] = cut(tensor)
+            tensors[name] = held[name].to(source.sent_as)
+    assert plan.manifest.tensors.keys() == tensors.keys()
+
+    seen = dict.fromkeys(tensors, b"")
+    for chunk, bucket in zip(plan.chunks, filled(plan, named), strict=True):
+        for chunk_slice in chunk:
+            if chunk_slice.offset < 0:
+                assert chunk_slice.name in plan.offsets
+                continue
+            tensor = tensors[chunk_slice.name]
+            wanted = raw(tensor[slice(*chunk_slice.rows)] if tensor.dim() else tensor)
+            assert bucket[chunk_slice.offset : chunk_slice.offset + len(wanted)] == wanted
+            seen[chunk_slice.name] += wanted
+    for name, (index, start) in plan.offsets.items():
+        whole = raw(named[index][1])
+        seen[name] = whole[start : start + plan.manifest.tensors[name].nbytes]
+        assert plan.manifest.tensors[name].dtype == held[name].dtype
+        assert seen[name] == raw(held[name])
+    for name in tensors.keys() - plan.offsets.keys():
+        assert plan.manifest.tensors[name].dtype == tensors[name].dtype
+        assert seen[name] == raw(tensors[name])
+    assert plan.manifest.mapped == plan.offsets.keys()
+
+
+# -- any trainer
+
+DTYPES = st.sampled_from([BF16, torch.float16, torch.float32])
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 700)),
+    st.tuples(st.integers(1, 400), st.integers(1, 9)),
+)
+EXPERTS = st.tuples(st.integers(1, 5), st.integers(1, 70), st.sampled_from([1, 3, 16, 32]))
+
+
+@st.composite
+def trainers(draw: st.DrawFn) -> tuple[Named, list[str]]:
+    """Parameters, fused experts and FP8 codes among them, and which of them are mapped."""
+    named: Named = []
+    for number in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(["plain", "gate_up", "down", "codes"]))
+        if kind == "codes":
+            rows, cols = draw(st.integers(1, 300)), draw(st.integers(1, 140))
+            scales = torch.rand(math.ceil(rows / 128), math.ceil(cols / 128))
+            named += [
+                (f"c{number}", values((rows, cols)).to(FP8)),
+                (f"c{number}_scale_inv", scales),
+            ]
+        elif kind == "plain":
+            named.append((f"p{number}", values(draw(SHAPES)).to(draw(DTYPES))))
+        else:
+            experts, rows, cols = draw(EXPERTS)
+            rows *= 2 if kind == "gate_up" else 1
+            name = f"l{number}.mlp.experts.{kind}_proj"
+            named.append((name, values((experts, rows, cols)).to(draw(DTYPES))))
+    return named, draw(st.lists(st.sampled_from([name for name, _ in named]), unique=True))
+
+
+def values(shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers of which no two neighbours are equal, also in FP8."""
+    count = math.prod(shape)
+    return (torch.arange(count) % 251 - 125).float().view(shape)
+
+
+@given(trainers(), st.integers(1, 200))
+def test_parts_hold_the_bytes_that_the_manifest_promises(
+    trainer: tuple[Named, list[str]], units: int
+) -> None:
+    named, mapped = trainer
+    try:
+        plan = plan_of(named, 256 * units, mapped)
+    except ManifestError as refusal:
+        if "larger --fp8rl-bucket-bytes" not in str(refusal):
+            raise
+        reject()
+    check(plan, named)
+
+
+@given(trainers(), st.integers(1, 200))
+def test_turns_come_in_the_order_of_the_parts(trainer: tuple[Named, list[str]], units: int) -> None:
+    """Else a chunk would be sent before it is full. And no two copies could be one."""
+    named, mapped = trainer
+    try:
+        plan = plan_of(named, 256 * units, mapped)
+    except ManifestError:
+        reject()
+    assert plan.turns == sorted(plan.turns, key=lambda turn: turn[0])
+    assert set(plan.turns) == {(r.chunk, i) for i, runs in enumerate(plan.runs) for r in runs}
+    assert len(plan.turns) == len(set(plan.turns))
+    for index, last in plan.last_turns.items():
+        assert [i for _, i in plan.turns[last:]].count(index) == 1
+        assert plan.turns[last][1] == index
+    for source, runs in zip(plan.sources, plan.runs, strict=True):
+        for run, after in pairwise(runs):
+            end = run.offset + run.length * source.sent_as.itemsize
+            follows = (after.chunk, after.start) == (run.chunk, run.start + run.length)
+            assert not (follows and after.offset == end)
+
+
+def test_the_comparison_tells_a_run_that_is_off_by_one() -> None:
+    """The control: one run that starts an element later."""
+    named = [("w", values((300, 8)).to(BF16))]
+    plan = plan_of(named, 4096)
+    check(plan, named)
+    first = plan.runs[0][0]
+    plan.runs[0][0] = first._replace(start=1)
+    with pytest.raises(AssertionError):
+        check(plan, named)
+
+
+# -- how many copies it takes
+
+
+def test_experts_that_follow_each_other_are_one_copy() -> None:
+    """Four experts' gate and up matrices, eight HF tensors: one run where one chunk holds them."""
+    named = [(FUSED, values((4, 32, 16)).to(BF16))]
+    plan = plan_of(named, 4096)
+    assert len(plan.manifest.tensors) == 8
+    assert runs_of(plan) == [[(0, 0, 4 * 32 * 16, 0)]]
+    check(plan, named)
+
+
+def test_experts_that_are_split_over_parts_are_one_copy_a_part() -> None:
+    named = [(FUSED, values((4, 32, 16)).to(BF16))]
+    plan = plan_of(named, 1536)  # three of the eight matrices
+    assert runs_of(plan) == [[(0, 0, 768, 0), (1, 768, 768, 1536), (2, 1536, 512, 0)]]
+    check(plan, named)
+
+
+def test_a_matrix_that_is_split_is_one_copy_a_part() -> None:
+    named = [("w", values((640, 8)).to(BF16))]
+    plan = plan_of(named, 4096 + 256)  # 256 of its rows, and no whole block more
+    assert runs_of(plan) == [[(0, 0, 2048, 0), (1, 2048, 2048, 4352), (2, 4096, 1024, 0)]]
+    check(plan, named)
+
+
+def test_pieces_with_a_gap_between_them_are_copied_apart() -> None:
+    """Each HF tensor starts at a multiple of 64 bytes, so these cannot follow each other."""
+    named = [(FUSED, values((2, 6, 5)).to(BF16))]
+    plan = plan_of(named, 4096)
+    assert runs_of(plan) == [[(0, 15 * i, 15, 64 * i) for i in range(4)]]
+    check(plan, named)
+
+
+def test_neighbours_of_two_parameters_are_copied_apart() -> None:
+    named = [("a", values((4, 16)).to(BF16)), ("b", values((4, 16)).to(BF16))]
+    assert runs_of(plan_of(named, 4096)) == [[(0, 0, 64, 0)], [(0, 0, 64, 128)]]
+
+
+def test_tensors_in_another_order_than_in_their_parameter_are_copied_apart() -> None:
+    named = [("w", values((4, 32)).to(BF16))]
+    cuts = (("late", lambda whole: whole[2:]), ("early", lambda whole: whole[:2]))
+    plan = TransferPlan([Source(torch.Size((4, 32)), BF16, BF16, cuts)], [False], 4096)
+    assert runs_of(plan) == [[(0, 64, 64, 0), (0, 0, 64, 128)]]
+    check(plan, named)
+
+
+def test_scales_have_their_turn_beside_their_codes() -> None:
+    """Wherever they come in the stream; three chunks of 128 rows here."""
+    codes, scales = values((300, 8)).to(FP8), torch.rand(3, 1)
+    plan = plan_of([("w", codes), ("w_scale_inv", scales)], 1280)
+    assert plan.turns == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    plan = plan_of([("w_scale_inv", scales), ("v", values((4,))), ("w", codes)], 1280)
+    assert plan.turns == [(0, 1), (0, 2), (0, 0), (1, 2), (1, 0), (2, 2), (2, 0)]
+
+
+# -- mapped
+
+
+def test_what_is_mapped_is_announced_as_it_is_held_and_is_not_copied() -> None:
+    named = [
+        ("a", values((4, 16))),
+        (FUSED, values((2, 6, 5))),
+        ("b", values((4, 16))),
+    ]
+    plan = plan_of(named, 4096, [FUSED])
+    dtypes = {name: spec.dtype for name, spec in plan.manifest.tensors.items()}
+    assert (dtypes.pop("a"), dtypes.pop("b")) == (BF16, BF16)
+    assert set(dtypes.values()) == {torch.float32}
+    base = "l.mlp.experts."
+    halves = [f"{base}{e}.{x}_proj.weight" for e in (0, 1) for x in ("gate", "up")]
+    assert plan.offsets == {name: (1, 60 * i) for i, name in enumerate(halves)}
+    assert plan.mapped_bytes == 2 * 6 * 5 * 4
+    assert runs_of(plan) == [[(0, 0, 64, 0)], [], [(0, 0, 64, 128)]]
+    assert [[chunk_slice.name for chunk_slice in chunk] for chunk in plan.chunks] == [
+        ["a", "b"],
+        halves,
+    ]
+    check(plan, named)
+
+
+def test_all_may_be_mapped() -> None:
+    named = [("a", values((4, 16)).to(BF16)), ("b", values((7,)))]
+    plan = plan_of(named, 256, ["a", "b"])
+    assert runs_of(plan) == [[], []]
+    assert plan.offsets == {"a": (0, 0), "b": (1, 0)}
+    assert plan.mapped_bytes == plan.manifest.nbytes == 4 * 16 * 2 + 7 * 4
+    assert len(plan.chunks) == 1
+
+
+def test_host_memory_is_not_mapped() -> None:
+    assert not can_be_mapped(torch.ones(2, 2))
+    assert not can_be_mapped(torch.nn.Parameter(torch.ones(2, 2)))
+
+
+# -- refused
+
+
+def test_a_name_that_comes_twice() -> None:
+    tensor = values((2, 2)).to(BF16)
+    with pytest.raises(ManifestError, match="w comes twice"):
+        plan_of([("w", tensor), ("w", tensor)], 4096)
+    clash = "l.mlp.experts.0.gate_proj.weight"  # what the fused parameter holds already
+    with pytest.raises(ManifestError, match=f"{clash} comes twice"):
+        plan_of([(FUSED, values((1, 2, 2)).to(BF16)), (clash, tensor)], 4096)
+
+
+def test_a_dtype_that_no_update_carries() -> None:
+    with pytest.raises(ManifestError, match=r"w has dtype torch\.int64"):
+        plan_of([("w", torch.ones(2, 2, dtype=torch.int64))], 4096)
+
+
+def test_a_bucket_that_is_too_small() -> None:
+    named = [("w", values((256, 64)).to(BF16))]
+    with pytest.raises(ManifestError, match=r"128 rows of w need 16384 .* --fp8rl-bucket-bytes"):
+        plan_of(named, 16384 - 256)
+    assert len(plan_of(named, 16384).chunks) == 2
+    assert runs_of(plan_of(named, 256, ["w"])) == [[]]  # it needs none
+
+
+def test_names_are_those_of_the_family() -> None:
+    plan = plan_of([(FUSED, values((1, 4, 2)).to(BF16))], 256, family="mixtral")
+    base = "l.block_sparse_moe.experts.0."
+    assert list(plan.manifest.tensors) == [f"{base}w1.weight", f"{base}w3.weight"]

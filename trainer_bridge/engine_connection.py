@@ -1,0 +1,257 @@
+"""What a trainer keeps of one engine between updates: its layout, its plans and its memory."""
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.weight_update.manifest import ManifestError
+from trainer_bridge.engine_client import EngineClient, connect
+from trainer_bridge.fsdp import Named, Source, sources
+from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
+from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import RankClients
+
+Bucket = DeviceBucket | HostBucket
+
+
+class EngineConnection:
+    """One trainer's side of the way to one engine."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self._layout: dict[str, Any] | None = None
+        self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
+        self._kv_scales: torch.Tensor | None = None
+        self._bucket: Bucket | None = None
+        self._placement: Placement | None = None
+        self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
+        self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
+
+    def layout(self) -> dict[str, Any]:
+        """The engine's layout, asked for once.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+        """
+        if self._layout is None:
+            self._layout = self.client.control({"op": "layout"})
+        return self._layout
+
+    def forget(self) -> None:
+        """After a failure: another engine may answer next time."""
+        self.invalidate_layout()
+        self._placement = self._segments = None
+        self._free_bucket()
+
+    def committed(self) -> None:
+        """After an update: an engine that did not serve before it (dummy weights) knows only now
+        what it keeps in FP8 and in FP32."""
+        if self.layout()["state"] != "serving":
+            self.invalidate_layout()
+
+    def invalidate_layout(self) -> None:
+        """Forget the layout and what follows from it: another engine may be at the address."""
+        self._layout = None
+        self._plans.clear()
+
+    def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
+        """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
+
+        So they are read in place where the weights are, and are new at each step all the same.
+
+        Raises:
+            ManifestError: the engine has no FP8 KV cache, or one of other layers or heads.
+        """
+        try:
+            _check_kv_scales(scales, self.layout().get("kv_cache"))
+        except ManifestError:
+            # an engine at the same address may have an FP8 KV cache next time
+            self.invalidate_layout()
+            raise
+        if device is None:
+            return scales  # type: ignore[no-any-return]
+        kept = self._kv_scales
+        if kept is None or kept.device != device or kept.shape != scales.shape:
+            kept = self._kv_scales = torch.empty(scales.shape, device=device)
+        return kept.copy_(scales.detach())
+
+    def plan(self, named: Named, family: str | None, device: torch.device | None) -> TransferPlan:
+        """The plan for these tensors, made anew where anything but values changed.
+
+        With a GPU at hand, what the engine keeps in FP8 is quantized before it is sent.
+
+        Args:
+            family: see ``fsdp.sources``.
+
+        Raises:
+            ManifestError: the tensors cannot make an update.
+        """
+        readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
+        mapped = self._mapped(named, readable)
+        resident = [
+            is_readable and is_aligned(tensor)
+            for (_, tensor), is_readable in zip(named, readable, strict=True)
+        ]
+        tensors = tuple(
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
+            for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
+        )
+        signature = family, device, tensors
+        way = any(mapped), KV_SCALES in (name for name, _ in named)
+        kept = self._plans.get(way)
+        if kept is not None and kept[0] == signature:
+            return kept[1]
+        try:
+            quantized = set(self.layout()["fp8"]) if device is not None else set()
+            chunk_bytes = self.layout()["bucket_bytes"] // 2
+            plan = TransferPlan(
+                sources_for(named, family, self.layout()),
+                mapped,
+                chunk_bytes,
+                quantized,
+                [index for index, is_resident in enumerate(resident) if is_resident],
+            )
+        except ManifestError:
+            # an engine at the same address may have a larger bucket next time
+            self.invalidate_layout()
+            raise
+        self._plans[way] = (signature, plan)
+        return plan
+
+    def share(
+        self, ranks: RankClients, plan: TransferPlan, device: torch.device | None
+    ) -> Packer | None:
+        """Have the engine open the memory that this plan needs.
+
+        Args:
+            device: the trainer's GPU, or None where it has none that the engine can read.
+
+        Returns:
+            what fills the bucket, or None where everything is mapped.
+        """
+        if plan.offsets:
+            message = self._segments_message(plan)
+            if message["name"] not in ranks.known:
+                ranks.ask(message)
+        if not any(plan.runs):
+            self._free_bucket()  # every rank let go of it before it answered
+            return None
+        bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)
+        bucket.share(ranks)
+        if self._packer is None or self._packer[:2] != (plan, bucket):
+            packer: Packer
+            if isinstance(bucket, DeviceBucket):
+                packer = QuantizePacker(plan, bucket, getattr(torch, self.layout()["dtype"]))
+            else:
+                packer = CopyPacker(plan, bucket)
+            self._packer = plan, bucket, packer
+        return self._packer[2]
+
+    def _mapped(self, named: Named, readable: list[bool]) -> list[bool]:
+        """Which parameters the engine reads in place, all on the GPU that is synchronised.
+
+        Those that lie where they lay at the last update: the engine keeps their memory open until
+        the next one, so memory that a trainer frees meanwhile must not be among it. KV scales come
+        last, have their place also in an update without them, and are no reason to map anything.
+        """
+        weights = [
+            tensor
+            for (_, tensor), is_able in zip(named, readable, strict=True)
+            if is_able and tensor is not self._kv_scales
+        ]
+        tensors, scales = weights, self._kv_scales
+        if weights and scales is not None and scales.device == weights[0].device:
+            tensors = [*weights, scales]
+        stays = bool(weights) and self._placement is not None and self._placement.holds(tensors)
+        if not stays:
+            self._placement = place(tensors) if weights else None
+        return [is_able and stays for is_able in readable]
+
+    def _segments_message(self, plan: TransferPlan) -> dict[str, Any]:
+        assert self._placement is not None
+        if self._segments is None or self._segments[:2] != (self._placement, plan):
+            # spots count mapped sources only
+            ranks_of = {s: i for i, s in enumerate(s for s, m in enumerate(plan.mapped) if m)}
+            offsets = {name: (ranks_of[s], start) for name, (s, start) in plan.offsets.items()}
+            self._segments = (self._placement, plan, self._placement.message(offsets))
+        return self._segments[2]
+
+    def _free_bucket(self) -> None:
+        self._packer = None
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
+    def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
+        place = torch.device("cpu") if device is None else device
+        kept = self._bucket
+        if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
+            self._free_bucket()
+            kept = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+            self._bucket = kept
+        return kept
+
+
+def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
+    """How to read these tensors for an engine of this layout."""
+    as_they_are = [*layout["fp32"], KV_SCALES]
+    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
+
+
+def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
+    """The GPU through which weights reach an engine on GPUs: the trainer's own, if it has one."""
+    if not layout["gpus"]:
+        return None
+    for _, tensor in named:
+        if tensor.is_cuda:
+            return torch.device("cuda", tensor.device.index)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
+    if kv_cache is None:
+        raise ManifestError(
+            "kv_scales are for an FP8 KV cache, and the engine has none; start it with "
+            "--kv-cache-dtype fp8_e4m3, or update it without kv_scales"
+        )
+    shape = kv_cache["layers"], len(KV_SCALE_ROWS), kv_cache["kv_heads"]
+    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
+        found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise ManifestError(f"kv_scales is {found}; give an FP32 tensor of shape {shape}")
+    if scales.shape != shape:
+        raise ManifestError(
+            f"kv_scales has shape {tuple(scales.shape)}, and the engine's KV cache {shape}; "
+            f"calibrate the model that it serves, with [layers, {len(KV_SCALE_ROWS)}, KV heads]"
+        )
+    values = scales.detach().cpu()
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        raise ManifestError("kv_scales holds what is no positive number; calibrate again")
+
+
+_connections: dict[tuple[str, str | None], EngineConnection] = {}
+
+
+def connection_to(engine: Any) -> EngineConnection:
+    """The link to an engine, the same one at each update.
+
+    Args:
+        engine: an ``sgl.Engine``, an ``http://`` address, or a client.
+
+    Raises:
+        EngineError: it is none of these.
+    """
+    if isinstance(engine, str):
+        key = os.environ.get("FP8RL_KEY")
+        if (engine, key) not in _connections:
+            _connections[engine, key] = EngineConnection(connect(engine, key))
+        return _connections[engine, key]
+    connection: EngineConnection | None = getattr(engine, "_fp8rl_connection", None)
+    if connection is None:
+        # kept by the engine, so that it ends with it
+        connection = engine._fp8rl_connection = EngineConnection(connect(engine))
+    return connection

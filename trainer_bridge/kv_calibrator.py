@@ -1,0 +1,259 @@
+"""Calibrate an FP8 KV cache on the trainer: how large K, V and Q are in its own forward.
+
+Shape suffixes: B sequences, T tokens, D head dim, H KV heads, N query heads (or H where the tensor
+is K or V), L layers, R rows (K, V, Q: ``sgl_fp8rl.kv_cache.schema.KV_SCALE_ROWS``).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS
+from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
+from trainer_bridge.attention_hooks import Watch, installed, text_config
+
+# Magnitudes are compared and counted by their FP32 bits, which as integers are in the same order,
+# Inf and NaN above all others: NaN then survives a maximum over ranks as well.
+MAGNITUDE = 0x7FFFFFFF
+INF = 0x7F800000
+UNSEEN = -1
+SHIFT = 23 - 4
+"""A bin of the histogram has an exponent and the upper 4 bits of a mantissa: 1/16 of an octave."""
+BINS = (MAGNITUDE >> SHIFT) + 1
+
+
+class KVCalibrator:
+    """Measures K, V and Q over the tokens of a step, on the device, and makes KV scales of it.
+
+    The measure is ``amax``, the largest magnitude a layer, row and KV head; Q has one for the query
+    heads that share a KV head. A forward that is computed again in the backward (activation
+    checkpointing) is not counted again.
+
+    Args:
+        layers: attention layers of the model.
+        kv_heads: KV heads of the whole model, a layer.
+        percentile: above 0, up to 100: instead of ``amax``, the least edge of 1/16 octave that this
+            share of all elements lies below (of those of all ranks and microbatches, in one
+            histogram); at most 1/16 above the element itself. It costs 32 KiB a layer, row and
+            head, and takes longer; what lies above is clipped.
+        margin: how far tokens to come may exceed the measure before they are clipped. E4M3 is a
+            float, so a margin of 2 makes no code coarser but those of what is below 2^-13.8 of the
+            measure, and a margin of 1 those below 2^-14.8: room for tokens that were not seen
+            costs next to nothing.
+        decay: share of the last step's measure that is kept where this step's is smaller, in
+            [0, 1); a larger one takes effect at once.
+        group: ranks that share the tokens of a step; default all.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        *,
+        percentile: float | None = None,
+        margin: float = 2.0,
+        decay: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not (type(layers) is int is type(kv_heads) and layers > 0 < kv_heads):
+            raise ValueError(f"layers={layers!r}, kv_heads={kv_heads!r}; give whole numbers from 1")
+        if percentile is not None and not 0 < percentile <= 100:
+            raise ValueError(f"percentile is {percentile!r}; give a number above 0, up to 100")
+        if not 0 < margin < float("inf"):
+            raise ValueError(f"margin is {margin!r}; give a number above 0, such as 2")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay!r}; give a number from 0, below 1")
+        self.layers, self.kv_heads = layers, kv_heads
+        self.percentile, self.margin, self.decay = percentile, margin, decay
+        self._group = group
+        self._statistics: torch.Tensor | None = None
+        """LRH, int32: bits of the largest magnitude; with a percentile LRHx4096, int64: counts."""
+        self._kept: torch.Tensor | None = None
+        """LRH, float64: the last step's measure."""
+
+    @classmethod
+    def of(cls, model: nn.Module, **options: Any) -> "KVCalibrator":
+        """A calibrator with the layers and heads of a transformers model.
+
+        Args:
+            options: as for ``KVCalibrator``.
+
+        Raises:
+            ValueError: the model has no configuration that tells them.
+        """
+        config = text_config(model)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(config.num_hidden_layers, heads, **options)
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Observe every forward of a transformers model in this context.
+
+        Query, key and value are those that its attention function gets, after QK-norm and RoPE,
+        whichever the attention implementation is; what it computes is not touched. Tokens at which
+        ``attention_mask`` is 0 do not count. What ``torch.compile`` made is not observed; inside
+        ``torch.compiler.set_stance("force_eager")`` it runs as it was written.
+
+        Raises:
+            ValueError: this is no transformers model; call ``observe`` in its attention instead.
+            ValueError: (in the forward) a mask that is not ``[B, T]``, or what ``observe`` refuses.
+        """
+        watch = Watch(self.observe, model)
+        with watch.masks(), installed(watch):
+            yield
+
+    @torch.no_grad()
+    def observe(
+        self,
+        layer: int,
+        q_BNTD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        mask_BT: torch.Tensor | None = None,
+    ) -> None:
+        """Take in what attention gets in one layer: Q and K after norm and RoPE, K not repeated.
+
+        Nothing is copied to the host and no step of the device is awaited.
+
+        Args:
+            mask_BT: tokens at which it is 0 (or False) do not count.
+
+        Raises:
+            ValueError: the shapes do not fit each other, the layers or the KV heads.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside a backward: this forward was observed before
+        self._check(layer, q_BNTD, k_BHTD, v_BHTD, mask_BT)
+        if self._statistics is None:
+            self._statistics = self._empty(q_BNTD.device)
+        counts = None if mask_BT is None else mask_BT.to(q_BNTD.device) != 0
+        take = self._take_amax if self.percentile is None else self._take_counts
+        for row, x in enumerate((k_BHTD, v_BHTD, q_BNTD)):
+            if x.numel():
+                take(self._statistics[layer, row], x.detach(), counts)
+
+    def scales(self) -> torch.Tensor:
+        """The KV scales of what was observed since the last call, on all ranks of the group.
+
+        A collective, one for all layers; without a process group, of this process alone. Then a
+        new step begins.
+
+        Returns:
+            FP32 ``[L, 3, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``.
+
+        Raises:
+            ValueError: a layer saw no tokens, or NaN or Inf; on every rank.
+        """
+        amax_LRH = self._measure(self._merged())
+        if self._kept is not None:
+            kept = self.decay * self._kept + (1 - self.decay) * amax_LRH
+            amax_LRH = torch.maximum(amax_LRH, kept)
+        self._kept = amax_LRH
+        return (amax_LRH.clamp(min=AMAX_FLOOR) * self.margin / FP8_MAX).float()
+
+    def _check(
+        self,
+        layer: int,
+        q_BNTD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        mask_BT: torch.Tensor | None,
+    ) -> None:
+        if not 0 <= layer < self.layers:
+            raise ValueError(
+                f"layer {layer} was observed by a calibrator of {self.layers} layers; make it with "
+                f"those of the model"
+            )
+        shapes = tuple(q_BNTD.shape), tuple(k_BHTD.shape), tuple(v_BHTD.shape)
+        if any(len(shape) != 4 or shape[1] % self.kv_heads for shape in shapes) or not (
+            shapes[1][1] == shapes[2][1] == self.kv_heads
+        ):
+            raise ValueError(
+                f"layer {layer} has q, k, v of shapes {shapes}; give [batch, heads, tokens, head "
+                f"dim], K and V with {self.kv_heads} heads, before they are repeated for Q"
+            )
+        if len({(shape[0], shape[2]) for shape in shapes}) > 1:
+            raise ValueError(
+                f"layer {layer} has q, k, v of shapes {shapes}; observe a forward of whole "
+                f"sequences, without a KV cache that holds earlier tokens"
+            )
+        if mask_BT is not None and mask_BT.shape != (shapes[0][0], shapes[0][2]):
+            raise ValueError(
+                f"layer {layer} has q of shape {shapes[0]} and a mask of shape "
+                f"{tuple(mask_BT.shape)}; give [batch, tokens], 0 where a token is padding"
+            )
+
+    def _empty(self, device: torch.device) -> torch.Tensor:
+        shape = self.layers, len(KV_SCALE_ROWS), self.kv_heads
+        with torch.inference_mode(False):  # it is written in and out of inference mode
+            if self.percentile is None:
+                return torch.full(shape, UNSEEN, dtype=torch.int32, device=device)
+            return torch.zeros((*shape, BINS), dtype=torch.int64, device=device)
+
+    def _take_amax(
+        self, bits_H: torch.Tensor, x_BNTD: torch.Tensor, counts_BT: torch.Tensor | None
+    ) -> None:
+        # a NaN may still have a sign
+        bits_BNT = x_BNTD.abs().amax(-1).float().view(torch.int32) & MAGNITUDE
+        if counts_BT is not None:
+            bits_BNT = torch.where(counts_BT[:, None], bits_BNT, UNSEEN)
+        found_H = bits_BNT.unflatten(1, (self.kv_heads, -1)).amax((0, 2, 3))
+        torch.maximum(bits_H, found_H, out=bits_H)
+
+    def _take_counts(
+        self, counts_HX: torch.Tensor, x_BNTD: torch.Tensor, counts_BT: torch.Tensor | None
+    ) -> None:
+        one = counts_HX.new_ones(())
+        # a head at a time: the indices take 8 bytes an element
+        for head, x in enumerate(x_BNTD.unflatten(1, (self.kv_heads, -1)).unbind(1)):
+            bits = x.float().contiguous().view(torch.int32) & MAGNITUDE
+            weights = one if counts_BT is None else counts_BT[:, None, :, None].to(one.dtype)
+            index = (bits >> SHIFT).long()
+            counts_HX[head].scatter_add_(0, index.view(-1), weights.expand_as(index).reshape(-1))
+
+    def _merged(self) -> torch.Tensor:
+        """What all ranks observed; a new step begins."""
+        statistics, self._statistics = self._statistics, None
+        together = dist.is_available() and dist.is_initialized()
+        if statistics is None:  # nothing was observed here, maybe on another rank
+            on_gpu = together and dist.get_backend(self._group) == "nccl"
+            statistics = self._empty(torch.device("cuda" if on_gpu else "cpu"))
+        if together:
+            by = dist.ReduceOp.MAX if self.percentile is None else dist.ReduceOp.SUM
+            dist.all_reduce(statistics, by, group=self._group)
+        return statistics
+
+    def _measure(self, statistics: torch.Tensor) -> torch.Tensor:
+        """LRH, float64."""
+        if self.percentile is None:
+            bad_LR = (statistics >= INF).any(-1)
+            unseen_L = (statistics == UNSEEN).flatten(1).any(1)
+            bits_LRH = statistics
+        else:
+            bad_LR = statistics[..., INF >> SHIFT :].sum((-2, -1)) > 0
+            below_LRHX = statistics.cumsum(-1)
+            count_LRH1 = below_LRHX[..., -1:]
+            unseen_L = (count_LRH1 == 0).flatten(1).any(1)
+            rank_LRH1 = (count_LRH1.double() * (self.percentile / 100)).ceil()
+            bins_LRH = (below_LRHX < rank_LRH1).sum(-1)
+            bits_LRH = (((bins_LRH + 1) << SHIFT).clamp(max=INF - 1)).int()
+        faults = torch.cat((unseen_L[:, None], bad_LR), 1).tolist()
+        for layer, (unseen, *bad) in enumerate(faults):
+            if unseen:
+                raise ValueError(
+                    f"layer {layer} saw no tokens since the last scales(); run a forward of the "
+                    f"whole model, not compiled, under watch(), or observe each layer"
+                )
+            if any(bad):
+                row = KV_SCALE_ROWS[bad.index(True)].upper()
+                raise ValueError(
+                    f"layer {layer} has NaN or Inf in {row}; check the trainer's weights"
+                )
+        return bits_LRH.view(torch.float32).double()

@@ -1,0 +1,174 @@
+"""Filling the bucket: parameters are copied into host memory, or quantized into device memory."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transfer_plan import Run, TransferPlan
+from trainer_bridge.transport.cuda_ipc import DeviceBucket
+from trainer_bridge.transport.host_memory import HostBucket
+
+if TYPE_CHECKING:
+    from sgl_fp8rl.ops.weight_quant_triton import Launch
+
+
+class Packer(Protocol):
+    """Lays parameters into a bucket, chunk by chunk."""
+
+    def begin(self) -> None:
+        """Get ready for another update."""
+
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+        """Lay a parameter's share of one chunk into the bucket."""
+
+    def complete(self, chunk: int) -> None:
+        """See to it that all that was put into a chunk is in the bucket, or on its way there."""
+
+    def finish(self) -> None:
+        """Hold that what was laid in is sound.
+
+        Raises:
+            EngineError: NaN or Inf.
+        """
+
+
+class CopyPacker:
+    """Copies parameters as they are; the engine quantizes."""
+
+    def __init__(self, plan: TransferPlan, bucket: HostBucket) -> None:
+        self._plan, self._bucket = plan, bucket
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+        flat, dtype = whole.view(-1), self._plan.sources[index].sent_as
+        for run in self._plan.runs[index]:
+            if run.chunk == chunk:
+                stop = run.offset + run.length * dtype.itemsize
+                target = self._bucket.content[run.offset : stop].view(dtype)
+                target.copy_(flat[run.start : run.start + run.length])
+
+    def complete(self, chunk: int) -> None:
+        """It is there."""
+
+    def finish(self) -> None:
+        """The engine looks."""
+
+
+class QuantizePacker:
+    """Writes codes and scales with the engine's own kernel: half of the bytes, the same ones.
+
+    What is resident waits until its chunk is complete, and then takes a launch for all of it. What
+    is gathered or copied first has a launch of its own, so that its memory can be given back.
+
+    Args:
+        dtype: the engine's, to which weights are rounded before they are quantized.
+    """
+
+    def __init__(self, plan: TransferPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
+        try:
+            from sgl_fp8rl.ops.weight_quant_triton import Status, compile_descriptors
+        except ImportError as error:
+            raise EngineError(
+                f"the trainer's GPU cannot quantize without Triton ({error}); pip install triton"
+            ) from error
+
+        self._names = list(plan.views)
+        tags = {name: tag for tag, name in enumerate(self._names)}
+        self._device = bucket.content.device
+        self._status = Status(self._device)
+        self._resident = plan.resident
+        self._bases: list[int] = []
+        """Addresses of what is resident and waits."""
+        address = bucket.content.data_ptr()
+
+        def descriptors(segment: int, index: int, run: Run) -> Iterator[CopyDescriptor]:
+            source, spec = plan.sources[index], plan.manifest.tensors[run.name]
+            plain = CopyDescriptor(
+                segment=segment,
+                source=run.start * source.held_as.itemsize,
+                target=address + run.offset,
+                scales=0,
+                rows=1,
+                cols=run.length,
+                source_stride=run.length,
+                target_stride=run.length,
+                scale_stride=0,
+                source_dtype=source.held_as,
+                target_dtype=source.sent_as,
+                positive=False,
+                tag=tags[run.name],
+            )
+            if run.scales < 0:
+                yield plain
+                return
+            cols = spec.shape[-1]
+            rows = spec.shape[-2] if len(spec.shape) > 2 else run.length // cols
+            for i in range(run.length // (rows * cols)):  # experts of a tensor that holds several
+                yield plain._replace(
+                    source=plain.source + i * rows * cols * source.held_as.itemsize,
+                    target=plain.target + i * rows * cols,
+                    scales=address + run.scales + 4 * i * num_blocks(rows) * num_blocks(cols),
+                    rows=rows,
+                    cols=cols,
+                    source_stride=cols,
+                    target_stride=cols,
+                    scale_stride=num_blocks(cols),
+                    target_dtype=FP8_DTYPE,
+                )
+
+        together: dict[int, list[CopyDescriptor]] = defaultdict(list)
+        alone: dict[tuple[int, int], list[CopyDescriptor]] = defaultdict(list)
+        puts: dict[int, int] = defaultdict(int)
+        for chunk, index in plan.turns:
+            runs = [run for run in plan.runs[index] if run.chunk == chunk]
+            if index in plan.resident:
+                for run in runs:
+                    together[chunk] += descriptors(puts[chunk], index, run)
+                puts[chunk] += 1
+            else:
+                for run in runs:
+                    alone[chunk, index] += descriptors(0, index, run)
+        self._together: dict[int, list[Launch]] = {
+            chunk: compile_descriptors(those, self._device, dtype)
+            for chunk, those in together.items()
+        }
+        self._alone: dict[tuple[int, int], list[Launch]] = {
+            turn: compile_descriptors(those, self._device, dtype) for turn, those in alone.items()
+        }
+
+    def begin(self) -> None:
+        self._status.reset()
+        self._bases.clear()
+
+    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+        if index in self._resident:
+            self._bases.append(whole.data_ptr())
+        else:
+            self._run(self._alone[chunk, index], [whole.data_ptr()])
+
+    def complete(self, chunk: int) -> None:
+        if self._bases:
+            self._run(self._together[chunk], self._bases)
+            self._bases.clear()
+
+    def finish(self) -> None:
+        bad, tiles = self._status.read()
+        if bad is not None:
+            raise EngineError(
+                f"{self._names[bad]} holds NaN or Inf; check the trainer's weights before the "
+                f"update"
+            )
+        if tiles != self._status.started:
+            raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")
+
+    def _run(self, launches: "list[Launch]", bases: list[int]) -> None:
+        on_device = torch.tensor(bases, dtype=torch.int64).to(self._device)
+        for launch in launches:
+            launch.run(on_device, self._status)

@@ -1,0 +1,110 @@
+"""Device memory that trainer and engine share on one host: a bucket, or parameters in place.
+
+A rank on the trainer's own GPU reads at memory speed, one on another GPU over NVLink.
+"""
+
+import hashlib
+import json
+import secrets
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.weight_update.cuda_memory import (
+    CudaMemoryError,
+    DeviceMemory,
+    Handle,
+    base_of,
+    export,
+    exportable,
+    still_there,
+)
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.rank_client import RankClients
+
+
+class DeviceBucket:
+    """Plain device memory of ``nbytes`` on the trainer's GPU.
+
+    Raises:
+        EngineError: there is not enough memory.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        try:
+            self._memory = DeviceMemory(nbytes, device.index)
+        except CudaMemoryError as error:
+            raise EngineError(f"no bucket of {nbytes} bytes could be shared: {error}") from error
+        self.close = weakref.finalize(self, self._memory.close)
+        """Free the memory."""
+        self._handle = self._memory.handle()
+        # not the handle: another process may be given the same one
+        self.name = secrets.token_hex(16)
+        self.content = self._memory.tensor
+
+    def share(self, ranks: RankClients) -> None:
+        """Have every rank open it, unless all have."""
+        if self.name not in ranks.known:
+            ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters lie: allocations of this process, and an offset in bytes for each."""
+
+    addresses: tuple[int, ...]
+    bases: tuple[int, ...]
+    handles: tuple[Handle, ...]
+    spots: tuple[tuple[int, int], ...]
+    """(index of the allocation, byte offset in it) of each parameter."""
+    seed: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Tells this process's handles from another's."""
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these tensors lie in this very memory.
+
+        A handle is unique to its allocation, also where an address is given out again (CUDA driver
+        API, cuIpcGetMemHandle).
+        """
+        return self.addresses == tuple(tensor.data_ptr() for tensor in tensors) and still_there(
+            self.bases, self.handles, tensors[0].device.index
+        )
+
+    def message(self, offsets: dict[str, tuple[int, int]]) -> dict[str, Any]:
+        """What ranks need to read in place.
+
+        Args:
+            offsets: (index of the parameter, bytes from its start) of each HF tensor.
+        """
+        places = {
+            name: [self.spots[index][0], self.spots[index][1] + start]
+            for name, (index, start) in offsets.items()
+        }
+        handles = [handle.to_json() for handle in self.handles]
+        digest = hashlib.sha256(json.dumps([self.seed, handles, places]).encode()).hexdigest()
+        return {"op": "segments", "name": digest, "handles": handles, "places": places}
+
+
+def place(tensors: list[torch.Tensor]) -> Placement | None:
+    """Where these tensors lie, or None if another process cannot open it.
+
+    Expandable segments and a memory saver's memory cannot be opened.
+    """
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    segments: dict[int, int] = {}
+    handles: list[Handle] = []
+    spots: list[tuple[int, int]] = []
+    base, stop = 0, 0
+    for address in addresses:
+        if not base <= address < stop:
+            base, size = base_of(address)
+            stop = base + size
+        if base not in segments:
+            if not exportable(base):
+                return None
+            segments[base] = len(handles)
+            handles.append(export(base))
+        spots.append((segments[base], address - base))
+    return Placement(addresses, tuple(segments), tuple(handles), tuple(spots))
