@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from transformers import PreTrainedModel
 
-from trainer_bridge import Rollout, connect, correct, rollout, update
+from trainer_bridge import Rollout, connect, correct, response_logprobs, rollout, update
 
 ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
 LEARNING_RATE = 5e-5  # of the tiny size
@@ -115,9 +115,7 @@ def learn(
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = share_of(rank, world, batch)
     advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank].to(model.device)
-    logprobs_BT = tiny_model.response_logprobs(
-        model, mine.prompt_tokens, mine.tokens, mine.temperature
-    )
+    logprobs_BT = response_logprobs(model, mine.prompt_tokens, mine.tokens, mine.temperature)
     correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
     losses_BT = policy_gradient(logprobs_BT, advantages_B, correction.weights_BT)
     tiny_model.global_mean(losses_BT, correction.mask_BT).backward()

@@ -4,7 +4,6 @@ import sys
 
 import sglang
 import torch
-from tiny_model import response_logprobs
 from transformers import AutoModelForCausalLM
 
 import trainer_bridge
@@ -17,6 +16,8 @@ if __name__ == "__main__":  # SGLang spawns its processes, which import this fil
     prompts = [[51, 43, 53, 45, 50, 61], [50, 43, 50, 61]]  # token ids
     batch = trainer_bridge.rollout(engine, prompts, {"temperature": 1.0, "max_new_tokens": 16})
     with torch.no_grad():
-        logprobs = response_logprobs(model, batch.prompt_tokens, batch.tokens, batch.temperature)
+        logprobs = trainer_bridge.response_logprobs(
+            model, batch.prompt_tokens, batch.tokens, batch.temperature
+        )
     print(batch.tokens, trainer_bridge.correct(batch, logprobs).metrics)
     engine.shutdown()

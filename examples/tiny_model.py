@@ -1,7 +1,6 @@
 """A small Qwen3 on FSDP2 ranks, and its training on the task's demonstrations.
 
-Shapes: B sequences, L tokens of the longest prompt with response, T of the longest response, V
-vocabulary.
+Shapes: B sequences, T tokens of the longest response.
 """
 
 import random
@@ -11,13 +10,14 @@ from pathlib import Path
 import arithmetic
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from trainer_bridge import response_logprobs
 
 SIZES = {
     "tiny": {
@@ -77,31 +77,6 @@ def shard(model: Qwen3ForCausalLM) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def response_logprobs(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """FP32 [B, T] on the model's device: log_softmax(logits / temperature) of each response token.
-
-    Behind the end of a response the values mean nothing.
-    """
-    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-    tokens_BL = pad_sequence(rows, batch_first=True).to(model.device)
-    # The logits that predict response token t stand one position before it. The padding is on the
-    # right, where a causal model does not look.
-    before_B = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    position_BT = before_B[:, None] + torch.arange(max(map(len, responses)))
-    position_BT = position_BT.to(model.device).clamp(max=tokens_BL.shape[1] - 2)
-    logits_BLV = model(tokens_BL, use_cache=False).logits
-    row_B1 = torch.arange(len(rows), device=model.device)[:, None]
-    logits_BTV = logits_BLV[row_B1, position_BT].float()
-    targets_BT = tokens_BL.gather(1, position_BT + 1)
-    logprobs_BTV = F.log_softmax(logits_BTV / temperature, dim=-1)
-    return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
 
 
 def mask_of(responses: list[list[int]]) -> torch.Tensor:

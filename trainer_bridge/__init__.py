@@ -4,6 +4,12 @@
 >>> rollout = trainer_bridge.rollout(engine, prompts, sampling)
 >>> correction = trainer_bridge.correct(rollout, trainer_logprobs)
 
+The trainer's logprobs, from a causal LM of transformers:
+
+>>> trainer_logprobs = trainer_bridge.response_logprobs(
+...     model, rollout.prompt_tokens, rollout.tokens, rollout.temperature
+... )
+
 For an FP8 KV cache, scales that follow the policy:
 
 >>> calibrator = trainer_bridge.KVCalibrator.of(model)
@@ -22,6 +28,7 @@ from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
 from trainer_bridge.kv_calibrator import KVCalibrator
+from trainer_bridge.logprobs import response_logprobs
 from trainer_bridge.metrics import (
     Alarm,
     TokenMismatch,
@@ -54,6 +61,7 @@ __all__ = [
     "policy_loss",
     "record_routing",
     "replay_routing",
+    "response_logprobs",
     "rollout",
     "routing_disagreement",
     "update",

@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import grpo
-import tiny_model
 import torch
 from transformers import PreTrainedModel
 
-from trainer_bridge import Correction, Rollout, correct
+from trainer_bridge import Correction, Rollout, correct, response_logprobs
 
 TOKENS_PER_PASS = 8192
 """Padded tokens of a forward with its backward."""
@@ -99,7 +98,7 @@ def parts_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[l
 def logprobs_of(learner: Learner, batch: Rollout, part: list[int]) -> torch.Tensor:
     """Logprobs [len(part), longest response of the part] by the trainer's weights."""
     prompts, responses = ([rows[i] for i in part] for rows in (batch.prompt_tokens, batch.tokens))
-    return tiny_model.response_logprobs(learner.model, prompts, responses, batch.temperature)
+    return response_logprobs(learner.model, prompts, responses, batch.temperature)
 
 
 @dataclass(frozen=True)

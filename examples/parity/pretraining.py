@@ -29,6 +29,8 @@ from parity.settings import SETTINGS, START_SEED, Settings
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from trainer_bridge import response_logprobs
+
 LINE_EVERY = 25  # steps
 EVALUATE_EVERY = 200
 PADDING = 0  # no character of the tasks
@@ -107,7 +109,7 @@ def _train(model: str, size: str, settings: Settings, device: torch.device) -> L
         total = torch.zeros((), device=device)
         for part in parts_of(prompts, responses):
             shown = [responses[index] for index in part]
-            logprobs_BT = tiny_model.response_logprobs(made, [prompts[i] for i in part], shown)
+            logprobs_BT = response_logprobs(made, [prompts[i] for i in part], shown)
             loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens
             share = sum(map(len, shown)) / tokens
             learner.backward(loss + AUX_LOSS * share * aux.pop() if aux else loss)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_bridge import Rollout
+from trainer_bridge import Rollout, response_logprobs
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
 SUM = arithmetic.Problem((3, 5, -2, 4, -1))
@@ -85,7 +85,7 @@ def test_learning_raises_the_probability_of_what_was_rewarded() -> None:
 
     def likelihoods() -> list[float]:
         with torch.no_grad():
-            logprobs_BT = tiny_model.response_logprobs(model, batch.prompt_tokens, batch.tokens)
+            logprobs_BT = response_logprobs(model, batch.prompt_tokens, batch.tokens)
         return (logprobs_BT * batch.mask_BT).sum(1).tolist()
 
     before = likelihoods()

@@ -16,7 +16,7 @@ from parity.paths import START_SETTINGS
 from parity.settings import SETTINGS
 from parity.tasks import Problem
 
-from trainer_bridge import KVCalibrator
+from trainer_bridge import KVCalibrator, response_logprobs
 
 SMALL = replace(SETTINGS["tiny"], demonstrations=3, demonstration_batch=4)
 
@@ -120,7 +120,7 @@ def test_reward_is_of_the_problems_that_a_policy_solves(
     prompts = [arithmetic.encode(problem.prompt) for problem in problems]
     responses = [arithmetic.encode(text + END) for text in shown]
     for _ in range(40):
-        logprobs_BT = tiny_model.response_logprobs(made, prompts, responses)
+        logprobs_BT = response_logprobs(made, prompts, responses)
         learner.backward(-logprobs_BT[tiny_model.mask_of(responses)].mean())
         learner.step()
     monkeypatch.setattr(rollouts, "problems_of", lambda *args, **kwargs: problems)

@@ -1,4 +1,4 @@
-"""Logprobs of padded batches, FSDP's averaging undone, and the same weights from the same seed."""
+"""Masks of padded batches, FSDP's averaging undone, and the same weights from the same seed."""
 
 from pathlib import Path
 
@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3ForCausalLM
 
-PROMPTS = [[51, 43, 53, 61], [50, 61]]
-RESPONSES = [[56, 10], [52, 44, 53, 10]]
-FP32_NOISE = 1e-5  # 1e-6 was measured, between a padded batch and single sequences
 STEPS = 6
 
 
@@ -34,19 +31,8 @@ def test_learning_rate_goes_down_with_the_width() -> None:
     assert tiny_model.learning_rate(2e-3, small) == 2e-3 / 4
 
 
-def test_response_logprobs_are_those_of_single_sequences() -> None:
-    model = tiny_model.build_model(seed=0)
-    with torch.no_grad():
-        logprobs_BT = tiny_model.response_logprobs(model, PROMPTS, RESPONSES, temperature=0.5)
-        for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-            for t, token in enumerate(response):
-                logits_V = model(torch.tensor([prompt + response[:t]])).logits[0, -1]
-                expected = (logits_V / 0.5).log_softmax(-1)[token]
-                assert abs(logprobs_BT[row, t] - expected) < FP32_NOISE
-                # The control: another temperature is far away.
-                other = logits_V.log_softmax(-1)[token]
-                assert abs(logprobs_BT[row, t] - other) > 100 * FP32_NOISE
-    assert tiny_model.mask_of(RESPONSES).sum(1).tolist() == [2, 4]
+def test_the_mask_covers_the_responses() -> None:
+    assert tiny_model.mask_of([[56, 10], [52, 44, 53, 10]]).sum(1).tolist() == [2, 4]
 
 
 @pytest.mark.usefixtures("one_rank")

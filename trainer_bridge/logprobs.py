@@ -1,0 +1,68 @@
+"""The trainer's logprobs of sampled tokens: what ``correct`` and the loss take.
+
+Shapes: B sequences, L tokens of the longest prompt with response, T of the longest response, V
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+def response_logprobs(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """``log_softmax(logits / temperature)`` of each response token, with gradient.
+
+    One forward pass over all sequences, padded on the right, where a causal model does not look.
+    With FSDP2 every rank calls, with sequences of its own.
+
+    Args:
+        model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is
+            [B, L, V], of any float dtype.
+        prompts: B lists of token ids, none empty: ``rollout.prompt_tokens``.
+        responses: B lists of token ids, which may be empty: ``rollout.tokens``.
+        temperature: ``rollout.temperature``.
+
+    Returns:
+        float32 [B, T] on the model's device, 0 behind the end of a response. Logits are converted
+        to float32 before they are divided.
+
+    Raises:
+        ValueError: there is no sequence, a prompt is empty, prompts and responses differ in number,
+            or the temperature is not positive.
+    """
+    if not prompts or len(prompts) != len(responses):
+        raise ValueError(
+            f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; give one "
+            f"response to each prompt, and at least one"
+        )
+    if not all(prompts):
+        raise ValueError(
+            f"response_logprobs: prompt {[bool(prompt) for prompt in prompts].index(False)} is "
+            f"empty; nothing predicts the first token of its response"
+        )
+    if not temperature > 0:
+        raise ValueError(
+            f"response_logprobs: temperature {temperature} is not positive; use "
+            f"rollout.temperature, which is 1 for greedy sampling"
+        )
+    device = model.device
+    rows = [torch.tensor([*p, *r]) for p, r in zip(prompts, responses, strict=True)]
+    tokens_BL = pad_sequence(rows, batch_first=True).to(device)
+    lengths_B1 = torch.tensor([[len(response)] for response in responses])
+    column_T = torch.arange(int(lengths_B1.max()))
+    mask_BT = (column_T < lengths_B1).to(device)
+    # The logits that predict response token t stand one position before it.
+    before_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
+    position_BT = torch.where(column_T < lengths_B1, before_B1 + column_T, 0).to(device)
+    logits_BLV = model(tokens_BL, use_cache=False).logits
+    row_B1 = torch.arange(len(rows), device=device)[:, None]
+    logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
+    targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)
+    return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0].masked_fill(~mask_BT, 0.0)
