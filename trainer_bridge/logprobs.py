@@ -65,4 +65,5 @@ def response_logprobs(
     row_B1 = torch.arange(len(rows), device=device)[:, None]
     logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
     targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)
-    return logprobs_BTV.gather(2, targets_BT[..., None])[..., 0].masked_fill(~mask_BT, 0.0)
+    logprobs_BT: torch.Tensor = logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
+    return logprobs_BT.masked_fill(~mask_BT, 0.0)

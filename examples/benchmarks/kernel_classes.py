@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 GEMM, NORM, ATTENTION, SILU, QK_NORM = "GEMM", "norm", "attention", "SiLU x up", "QK-norm, RoPE"
+ROUTING, EXPERTS = "routing", "experts' GEMM"
 OTHER = "other"
 CLASSES = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
@@ -22,13 +23,13 @@ CLASSES = tuple(
         ("KV scales", r"_scale_heads"),
         ("KV write", r"store_kv|_store_(rows|side)|kv_?cache|kv_buffer|reshape_and_cache"),
         (
-            "routing",
+            ROUTING,
             r"topk_?gating|moe_?(align|sum|fused_mul_sum|permute|finalize)|count_and_sort"
             r"|_(sort|sum)_rows",
         ),
         (SILU, r"silu|act_and_mul"),
         (NORM, r"rms_?norm|layer_?norm|_norm_rows"),
-        ("experts' GEMM", r"fused_moe_kernel|grouped_gemm|m_grouped"),
+        (EXPERTS, r"fused_moe_kernel|grouped_gemm|m_grouped"),
         ("quantize", r"group_quant|scale_1x128|quantize"),
         (GEMM, r"gemm|nvjet|xmma|split_?k|cutlass|fp8_matmul|_matmul|scaled_mm"),
         ("embedding", r"vectorized_gather|index_?select|embedding"),
@@ -59,20 +60,22 @@ def classes(names: Sequence[str]) -> list[str]:
     GEMM's names tell no layer, and one linear may be several kernels. So a GEMM is ``GEMM qkv`` up
     to attention, ``GEMM o`` up to the norm, ``GEMM gate_up`` up to SiLU, and ``GEMM down`` up to
     the next norm; one with a norm before it and no attention behind it is ``GEMM lm_head``. Plain
-    norms between qkv and attention are QK-norms.
+    norms between qkv and attention are QK-norms. Behind routing a GEMM is the experts': DeepGEMM's
+    grouped kernel has the name of its dense one.
     """
     found = [class_of(name) for name in names]
     role = "qkv"
     waiting: list[int] = []  # GEMMs of qkv, or of lm_head
     norms: list[int] = []  # behind them
+    routed = False  # in this layer
     for index, kind in enumerate(found):
         if kind == GEMM and role == "qkv":
             if norms:  # the norm of the next pass: the GEMMs before it were the last of theirs
                 _name(found, waiting, f"{GEMM} lm_head")
                 waiting, norms = [], []
             waiting.append(index)
-        elif kind in (GEMM, "experts' GEMM"):
-            found[index] = f"{kind} {role}"
+        elif kind in (GEMM, EXPERTS):
+            found[index] = f"{EXPERTS if routed else kind} {role}"
         elif kind == NORM and role == "qkv" and waiting:
             norms.append(index)
         if (role, kind) in _NEXT:
@@ -80,7 +83,9 @@ def classes(names: Sequence[str]) -> list[str]:
                 _name(found, waiting, f"{GEMM} qkv")
                 _name(found, norms, QK_NORM)
                 waiting, norms = [], []
+            routed = routed and role != "down"
             role = ROLES[role]
+        routed = routed or kind == ROUTING
     _name(found, waiting, f"{GEMM} lm_head")
     return found
 

@@ -138,6 +138,17 @@ def test_experts_have_classes_of_their_own() -> None:
     assert found[10:] == ["experts' GEMM down", "routing"]
 
 
+def test_deepgemm_s_grouped_kernels_are_the_experts() -> None:
+    """They have the name of a dense GEMM, so routing before them tells; a dense layer follows."""
+    dense = ["_norm_rows", DEEPGEMM, "kernel_mha", DEEPGEMM, "_norm_rows"]
+    experts = [NVJET, "count_and_sort_expert_tokens_kernel", "_sort_rows", DEEPGEMM]
+    experts += ["_silu_mul_tiles", DEEPGEMM, "_sum_rows"]
+    found = kernel_classes.classes([*dense, *experts, *dense, DEEPGEMM, "_silu_mul_tiles", NVJET])
+    gemms = [kind for kind in found if "GEMM" in kind]
+    both = ["GEMM qkv", "GEMM o", "GEMM gate_up"]
+    assert gemms == [*both, "experts' GEMM gate_up", "experts' GEMM down", *both, "GEMM down"]
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
