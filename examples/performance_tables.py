@@ -67,8 +67,8 @@ def summary(text: str) -> str:
         _table(
             ["decode step, sequences x prompt", REFERENCE, "best other stock arm", "ours"], lines
         )
-        + f"\n\n`{e['command']}`, one {e['device']} an arm, SGLang {e['sglang']}, commit "
-        f"{e['commit']}: medians, logprobs returned, random weights."
+        + f"\n\n`{e['command']}`, one {e['device']} an arm, SGLang {e['sglang']}, {e['date']}, "
+        f"commit {e['commit']}: medians, logprobs returned, random weights."
     )
 
 

@@ -22,16 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
-PRECISION = ROOT / "docs" / "precision.md"
 PARITY = ROOT / "docs" / "parity.md"
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "docs" / "kv_cache.md",
-    ROOT / "docs" / "correction.md",
-    PERFORMANCE,
-    PRECISION,
-    PARITY,
-)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+"""A block may stand on any of them, once."""
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,8 +34,9 @@ def grpo(text: str) -> str:
     first = rows[0]
     return (
         f"{_arms(rows)}\n\n`make demo`, {first['parameters'] / 1e6:.1f} M parameters, two CPU "
-        f"cores, {_versions(first)}. KL and ESS are means over {first['steps']} steps, times are "
-        f"medians. On a CPU FP8 arithmetic is emulated, so FP8 is slower there, not faster."
+        f"cores, {_versions(first)}, {first['date'][:10]}. KL and ESS are means over "
+        f"{first['steps']} steps, times are medians. "
+        f"On a CPU FP8 arithmetic is emulated, so FP8 is slower there, not faster."
     )
 
 
@@ -56,12 +50,13 @@ def grpo_gpu(text: str) -> str:
     rates = {summary["arm"]: summary["tokens_per_s"] for summary in summaries}
     slower = rates["fp8"] < rates["bf16"]
     return (
-        f"![Reward and mismatch KL over GRPO steps on the GPU](docs/grpo_gpu.png)\n\n"
+        f"![Reward and mismatch KL over GRPO steps on the GPU](grpo_gpu.png)\n\n"
         f"{_arms(rows)}\n\n`python examples/grpo.py`, trainer and engine on the same device: "
         f"{report.model_and_device(first)}, CUDA graphs {'off' if True in graphs else 'on'}, "
-        f"{_versions(first)}. From the second update on the engine reads {mapped:.0%} in the "
-        f"trainer's own memory. KL and ESS are means over {first['steps']} steps, times are "
-        f"medians." + (" At this size FP8 rollouts are slower than BF16 ones." if slower else "")
+        f"{_versions(first)}, {first['date'][:10]}. From the second update on the engine reads "
+        f"{mapped:.0%} in the trainer's own memory. KL and ESS are means over {first['steps']} "
+        f"steps, times are medians."
+        + (" At this size FP8 rollouts are slower than BF16 ones." if slower else "")
     )
 
 

@@ -19,8 +19,9 @@ def response_logprobs(
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
-    One forward pass over all sequences, padded on the right, where a causal model does not look.
-    With FSDP2 every rank calls, with sequences of its own.
+    One forward pass over all sequences, padded on the right, where a causal model does not look. It
+    holds the logits of all of them: give it slices of a large batch. With FSDP2 every rank calls,
+    with sequences of its own.
 
     Args:
         model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is

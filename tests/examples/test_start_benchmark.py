@@ -270,11 +270,6 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name another --output" in capsys.readouterr().err
 
 
-def test_the_pages_have_every_block() -> None:
-    text = "".join(page.read_text() for page in readme.PAGES)
-    assert {match[2] for match in readme.BLOCK.finditer(text)} == readme.BLOCKS.keys()
-
-
 def test_without_a_gpu_the_benchmark_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
