@@ -12,7 +12,7 @@ Without --cases all but engine-stock-bf16-kv8-xqa and engine-fp8rl-kv8-per-head 
 run in several calls: rows of the others stay where machine and commit are the same; or side by side
 on several GPUs of one host, to be joined by --merge. Ratios are between arms of one file. Logprobs
 need ``logprobs-bf16`` in the same call. Figures go to
-results/kv.json, from which examples/readme.py makes the README's table.
+results/kv.json, from which examples/readme.py makes a table of docs/performance.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@ Each start is made once, in a process of its own: ours with an empty DeepGEMM ca
 kernels that this compiled, and stock SGLang in block FP8 with the same kernels and without its
 warm-up. Other caches, FlashInfer's above all, are the user's: on a new machine run it twice. What
 crashes or hangs becomes a row with the reason. Figures go to results/start.json, from which
-examples/readme.py makes the README's table.
+examples/readme.py makes a table of docs/performance.md.
 """
 
 import argparse

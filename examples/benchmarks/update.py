@@ -2,7 +2,7 @@
 
 Trainer and engine share the GPU. Each case of each arm runs in a process of its own, one after the
 other; what crashes or hangs becomes a row with the reason. Figures go to results/update.json, from
-which examples/readme.py makes the README's table.
+which examples/readme.py makes a table of docs/performance.md.
 """
 
 import argparse

@@ -19,7 +19,7 @@ def rewards(text: str) -> str:
     lines = [
         f"![Reward, mismatch KL, ESS and clipped fraction over steps, by arm]({PICTURE})",
         "",
-        f"| arm | seeds | judged reward | last {LAST_STEPS} steps | own engine at the end "
+        f"| arm | seeds | held-out reward | last {LAST_STEPS} steps | own engine at the end "
         f"| steps with an alarm |",
         "|---|---|---|---|---|---|",
     ]
@@ -39,10 +39,10 @@ def rewards(text: str) -> str:
 
 
 def tests(text: str) -> str:
-    """Each arm less its reference."""
+    """Each arm minus its reference."""
     rows = summary.read(text)
     lines = [
-        "| arm less reference | seeds | difference | 90% interval | within reference's seeds "
+        "| arm minus reference | seeds | difference | 90% interval | within reference's seeds "
         "| no difference: t, permutation | equivalent: TOST | power: t, TOST |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -53,7 +53,7 @@ def tests(text: str) -> str:
         theirs = judged[reference].values()
         inside = min(theirs) <= fmean(judged[arm].values()) <= max(theirs)
         seeds = len(comparison.differences)
-        lines.append(f"| {arm} less {reference} | {seeds} | {_tested(comparison, inside)} |")
+        lines.append(f"| {arm} minus {reference} | {seeds} | {_tested(comparison, inside)} |")
     lines += ["", _legend(judged, found)]
     return "\n".join(lines)
 
@@ -185,7 +185,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _before(start: Row) -> str:
-    return f"The {start['model']} model begins at {start['judged']['reward']:.3f} (judged)."
+    return f"The {start['model']} model begins at {start['judged']['reward']:.3f} (held out)."
 
 
 def _how(rows: list[Row]) -> str:
@@ -200,8 +200,9 @@ def _how(rows: list[Row]) -> str:
         f"`python examples/parity/run_all.py`: {models}, {options['steps']} steps of "
         f"{options['prompts']} problems with {options['group']} responses each, {_where(e)}, "
         f"{e['date']}. Means over seeds, least and largest. "
-        f"Judged: {problems} held-out problems, one response each, by one BF16 engine for the "
-        f"arms of a seed." + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
+        f"Held-out reward: on {problems} held-out problems, one response each, by one BF16 engine "
+        f"for the arms of a seed."
+        + (f" Not finished: {', '.join(unfinished)}." if unfinished else "")
     )
 
 
@@ -247,8 +248,9 @@ def _legend(judged: dict[str, dict[int, float]], found: dict[str, Comparison]) -
         if ARMS[arm].reference is None and len(rewards) > 1
     ]
     legend = (
-        f"Judged rewards, paired by seed; margin {MARGIN} and alpha {ALPHA} were fixed before the "
-        f"runs. Standard deviation of the references' seeds: {', '.join(spreads) or 'not yet'}. "
+        f"Held-out rewards, paired by seed; margin {MARGIN} and alpha {ALPHA} were fixed before "
+        f"the runs. Standard deviation of the references' seeds: "
+        f"{', '.join(spreads) or 'not yet'}. "
         f"Power: the chance of the t test to find a difference of the margin, and of TOST to find "
         f"none, at the spread that was seen."
     )

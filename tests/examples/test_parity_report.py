@@ -106,9 +106,9 @@ def test_the_page_of_all_runs(state: Path, tmp_path: Path, monkeypatch: pytest.M
     [bf16] = [line for line in lines if line.startswith("| bf16 | 3 |")]
     assert "| 0.810 (0.800 to 0.820) |" in bf16
     assert "| 0.750 (0.750 to 0.750) | 0 of 600 |" in bf16
-    [same] = [line for line in lines if line.startswith("| fp8 less bf16 | 3 |")]
+    [same] = [line for line in lines if line.startswith("| fp8 minus bf16 | 3 |")]
     assert "| 0.000 | -0.009 to +0.009 | yes | p = 1.00, 1.00 | yes, p = 0.002 |" in same
-    [worse] = [line for line in lines if line.startswith("| fp8-uncorrected less bf16 | 3 |")]
+    [worse] = [line for line in lines if line.startswith("| fp8-uncorrected minus bf16 | 3 |")]
     assert "| -0.100 | -0.100 to -0.100 | no |" in worse
     assert "| no, p = 1.000 |" in worse
     assert f"margin {MARGIN}" in page
@@ -174,7 +174,7 @@ def test_what_is_not_there_yet_is_said(tmp_path: Path) -> None:
     assert "Not finished: fp8-kv8-1 (7 steps)." in page
     assert "| bf16 | 1 | not yet |" in page
     assert "The permutation test" not in page  # there is no pair yet
-    assert "less bf16" not in tables.tests(text).split("Judged")[0].split("|---|")[-1]
+    assert "minus bf16" not in tables.tests(text).split("Held-out")[0].split("|---|")[-1]
     picture.draw(text, tmp_path / "picture.png")
 
 
