@@ -1,4 +1,4 @@
-"""The blocks of README and docs/kv_cache.md about the FP8 KV cache, from results/kv.json."""
+"""The blocks of docs about the FP8 KV cache, from results/kv.json."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What becomes of the KV cache benchmark's cases: rows, the result file, the README's tables."""
+"""What becomes of the KV cache benchmark's cases: rows, the result file, the page's tables."""
 
 import json
 import sys

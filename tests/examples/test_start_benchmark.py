@@ -1,4 +1,4 @@
-"""The start benchmark without a GPU: what is served, the log, rows, the README's table."""
+"""The start benchmark without a GPU: what is served, the log, rows, the page's tables."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What becomes of the arms' reports and failures: rows, the result file, the README's table."""
+"""What becomes of the arms' reports and failures: rows, the result file, the page's tables."""
 
 import json
 import sys
