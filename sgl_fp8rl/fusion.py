@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat, experts
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm import experts
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.moe import FP8RLMoEMethod
 from sgl_fp8rl.ops.activation import attach, detach
@@ -35,7 +36,7 @@ def fuse(model: nn.Module) -> int:
 
     On CPUs, and where SGLang has chosen another forward than its CUDA kernels (for deterministic
     or on-policy runs), nothing is changed. To be called once, after the linears have their choices
-    of kernels (``gemm.startup``) and before CUDA graphs are captured.
+    of kernels (``startup``) and before CUDA graphs are captured.
 
     Returns:
         How many producers quantize now.

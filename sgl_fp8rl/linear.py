@@ -6,8 +6,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import dispatch
-from sgl_fp8rl.ops.reference import fp8_linear
-from sgl_fp8rl.quant_config import FP8RLConfig, ragged_linear
+from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
 
 
 class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
@@ -16,7 +15,7 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
     choices: dispatch.Choices | None = None
     """Kernels by the rows of a batch; None where SGLang's own choice stands."""
 
-    def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
+    def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
 
@@ -51,6 +50,15 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         if self.choices is not None and not torch.compiler.is_compiling():
             return dispatch.linear(self.choices, layer, x, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
+
+
+def ragged_linear(output_partition_sizes: list[int], input_size: int) -> str | None:
+    """Why a linear of these per-rank sizes cannot be block FP8, or None if it can."""
+    sizes = [*output_partition_sizes, input_size]
+    if any(size % BLOCK for size in sizes):
+        shape = f"{'+'.join(map(str, output_partition_sizes))} x {input_size}"
+        return f"size {shape} on this rank is no multiple of {BLOCK}"
+    return None
 
 
 def keep_storage(post_process: Any, layer: Any, name: str) -> None:

@@ -15,10 +15,11 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.kv_cache.scales import attach as attach_layers
-from sgl_fp8rl.plugin import NAME, wrap_attention, wrap_plans
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec

@@ -6,18 +6,17 @@ import torch
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.experts import experts, fits, takes_codes
 from sgl_fp8rl.gemm.expert_tiles import Tiles
+from sgl_fp8rl.gemm.experts import experts, fits, takes_codes
 from sgl_fp8rl.linear import keep_storage
 from sgl_fp8rl.ops.activation import detach
 from sgl_fp8rl.ops.experts import fp8_experts
-from sgl_fp8rl.quant_config import FP8RLConfig
 
 
 class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
     """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them."""
 
-    def __init__(self, quant_config: FP8RLConfig, prefix: str) -> None:
+    def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
         self.is_compiled = False

@@ -17,13 +17,11 @@ from typing import Any
 
 from server_args import Fp8RLServerArgs, env_name, parse
 from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
 
 logger = logging.getLogger(__name__)
-
-NAME = "fp8rl"
-"""The quantization's name, and the prefix of our keywords."""
 
 
 def register() -> None:
@@ -46,8 +44,7 @@ def _register() -> None:
         )
     Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
 
-    from sgl_fp8rl import cpu_platform, loader, quant_config, routed_experts
-    from sgl_fp8rl.gemm import startup
+    from sgl_fp8rl import cpu_platform, hooks, loader, quant_config, routed_experts, startup
     from sgl_fp8rl.kv_cache import calibrate, internal_requests
     from sgl_fp8rl.sampling import sampler, stream
     from sgl_fp8rl.weight_update import control, scheduler
@@ -62,7 +59,7 @@ def _register() -> None:
     compat.Engine.fp8rl_control = control.control_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
-    hooks = {
+    around: dict[str, hooks.Hook] = {
         "parse_server_args": parse_cli_args,
         "verify_quantization": loader.verify_model,
         "get_model_architecture": loader.keep_mixtral,
@@ -86,52 +83,10 @@ def _register() -> None:
         "resume_memory": scheduler.note_resumed,
         "run_http_server": control.add_route,
     }
-    around = compat.HookType.AROUND
-    for target, hook in hooks.items():
-        compat.HookRegistry.register(compat.HOOK_TARGETS[target], hook, around)
+    for name, hook in around.items():
+        hooks.register(compat.HOOK_TARGETS[name], hook)
     for target, output in compat.STOCK_UPDATES.items():
-        hook = scheduler.refuse_stock_update(output)
-        compat.HookRegistry.register(target, hook, around)
-
-
-def wrap_attention(prefill: str, decode: str, model: Any) -> None:
-    """Put our hooks around what serves an FP8 KV cache in this process: the attention backends, and
-    the model's attention modules where XQA decodes.
-
-    Raises:
-        IncompatibleSGLangError: SGLang has not what is wrapped.
-    """
-    from sgl_fp8rl.kv_cache import attention
-
-    decoding = attention.xqa_decode if decode == backends.XQA else attention.folded_decode
-    hooks: dict[str, Any] = {
-        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": attention.folded_extend,
-        f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
-    }
-    if decode == backends.XQA:
-        from sgl_fp8rl.kv_cache.decode import fused_forward, mark
-
-        hooks |= dict.fromkeys(mark(model), fused_forward)
-    _wrap(hooks)
-
-
-def wrap_plans() -> None:
-    """Put our hook around FlashInfer's planning of decode steps in this process.
-
-    Raises:
-        IncompatibleSGLangError: SGLang has it not.
-    """
-    from sgl_fp8rl.flashinfer_plans import wait_for_copy
-
-    _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
-
-
-def _wrap(hooks: Mapping[str, Any]) -> None:
-    for target, hook in hooks.items():
-        if target not in compat.HookRegistry._patched:
-            compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
-    compat.HookRegistry.apply_hooks()
-    compat.check_hooks(hooks)
+        hooks.register(target, scheduler.refuse_stock_update(output))
 
 
 def parse_cli_args(original: Any, argv: list[str]) -> Any:

@@ -12,8 +12,11 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs, matches
 from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.gemm.experts import takes_codes
+from sgl_fp8rl.linear import FP8RLLinearMethod
+from sgl_fp8rl.moe import FP8RLMoEMethod
 from sgl_fp8rl.ops.reference import BLOCK
-from sgl_fp8rl.plugin import NAME
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,6 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         return None
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        from sgl_fp8rl.linear import FP8RLLinearMethod
-        from sgl_fp8rl.moe import FP8RLMoEMethod
-
         if isinstance(layer, compat.LinearBase):
             reason = self._why_not(prefix)
             if reason is None:
@@ -109,15 +109,6 @@ def _ragged_experts(layer: Any) -> str | None:
     return None
 
 
-def ragged_linear(output_partition_sizes: list[int], input_size: int) -> str | None:
-    """Why a linear of these per-rank sizes cannot be block FP8, or None if it can."""
-    sizes = [*output_partition_sizes, input_size]
-    if any(size % BLOCK for size in sizes):
-        shape = f"{'+'.join(map(str, output_partition_sizes))} x {input_size}"
-        return f"size {shape} on this rank is no multiple of {BLOCK}"
-    return None
-
-
 def list_layers(model: nn.Module) -> list[LayerFormat]:
     """Each linear, expert group, embedding and head of the model, with its format and reason."""
     layers = []
@@ -136,8 +127,6 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
 
 
 def _top_k(module: Any) -> int | None:
-    from sgl_fp8rl.experts import takes_codes
-
     config = getattr(module, "moe_runner_config", None)
     return config.top_k if config is not None and takes_codes(module) else None
 

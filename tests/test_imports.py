@@ -1,10 +1,151 @@
-"""What an import loads, each in a fresh interpreter."""
+"""What an import loads, each in a fresh interpreter, and which file imports which."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
+
+PACKAGES = ("server_args", "sgl_fp8rl", "trainer_bridge")
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (
+    "server_args",
+    "sgl_fp8rl sgl_fp8rl.constants",
+    "sgl_fp8rl.ops",
+    # what trainer and engine share
+    "sgl_fp8rl.kv_cache.schema sgl_fp8rl.weight_update.manifest sgl_fp8rl.weight_update.chunks "
+    "sgl_fp8rl.weight_update.framing sgl_fp8rl.weight_update.cuda_driver "
+    "sgl_fp8rl.weight_update.cuda_memory",
+    # the trainer: nothing that knows SGLang is below it
+    "trainer_bridge.engine_client trainer_bridge.routed_experts trainer_bridge.hf_names "
+    "trainer_bridge.attention_hooks",
+    "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.transfer_plan "
+    "trainer_bridge.packer trainer_bridge.engine_connection",
+    "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
+    "trainer_bridge.metrics",
+    "trainer_bridge.correction",
+    "trainer_bridge.update trainer_bridge.controller",
+    "trainer_bridge",
+    # the engine
+    "sgl_fp8rl.compat",
+    "sgl_fp8rl.cpu_platform sgl_fp8rl.flashinfer_plans sgl_fp8rl.gemm sgl_fp8rl.kv_cache "
+    "sgl_fp8rl.sampling",
+    "sgl_fp8rl.routed_experts sgl_fp8rl.linear",
+    "sgl_fp8rl.moe",
+    "sgl_fp8rl.fusion sgl_fp8rl.quant_config sgl_fp8rl.hooks",
+    "sgl_fp8rl.weight_update sgl_fp8rl.startup_experts",
+    "sgl_fp8rl.loader sgl_fp8rl.startup",
+    "sgl_fp8rl.plugin",
+    # the tools
+    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor",
+    "sgl_fp8rl.cli",
+)
+"""Modules and packages, the lowest first: a file imports its own layer and those below. The longest
+name that fits a file is its layer's. A package does not stand for its files' ``__init__``, which
+Python runs first: what matters is what a file names."""
+
+Graph = dict[str, set[str]]
+"""Modules that each module imports, inside of functions as well."""
+
+
+def import_graph(root: Path) -> Graph:
+    """The imports between all files of the packages under ``root``."""
+    paths = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    files = {module_of(path.relative_to(root)): path for path in paths}
+    graph: Graph = {}
+    for module, path in files.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        names = imported(ast.parse(path.read_text()), package)
+        owners = {name if name in files else name.rpartition(".")[0] for name in names}
+        graph[module] = owners & files.keys() - {module}
+    return graph
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Full names that the code imports, but for what only a type checker sees."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node = ast.Module(node.orelse, [])
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level]
+            home = [*parents, node.module or ""] if node.level else [node.module or ""]
+            yield from (".".join(filter(None, [*home, alias.name])) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+        yield from imported(node, package)
+
+
+def cycle_in(graph: Graph) -> list[str]:
+    """The modules of a cycle, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def climbs_in(graph: Graph) -> list[str]:
+    """Imports of a higher layer."""
+    return [
+        f"{module} imports {other}"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        if layer_of(other) > layer_of(module)
+    ]
+
+
+def layer_of(module: str) -> int:
+    found = {name: index for index, names in enumerate(LAYERS) for name in names.split()}
+    while module not in found:
+        module = module.rpartition(".")[0]
+    return found[module]
+
+
+def test_imports_flow_one_way() -> None:
+    graph = import_graph(ROOT)
+    assert len(graph) > 120 and sum(map(len, graph.values())) > 300
+    assert cycle_in(graph) == []
+    assert climbs_in(graph) == []
+
+
+def test_every_layer_has_files() -> None:
+    graph = import_graph(ROOT)
+    assert {layer_of(module) for module in graph} == set(range(len(LAYERS)))
+    assert {name for names in LAYERS for name in names.split()} <= graph.keys()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "cycle", "climb"),
+    [
+        ("ops/a.py", "def f():\n    from sgl_fp8rl.ops import b", True, False),
+        ("ops/a.py", "from . import b", True, False),
+        ("ops/a.py", "if TYPE_CHECKING:\n    from sgl_fp8rl.ops.b import B", False, False),
+        ("ops/c.py", "def f():\n    from sgl_fp8rl.gemm.d import D", False, True),
+        ("ops/c.py", "import sgl_fp8rl.gemm.d", False, True),
+        ("ops/c.py", "importlib.import_module('sgl_fp8rl.gemm.d')", False, True),
+    ],
+)
+def test_a_planted_cycle_and_a_planted_climb_are_found(
+    file: str, line: str, cycle: bool, climb: bool, tmp_path: Path
+) -> None:
+    files = {"__init__.py": "", "ops/a.py": "", "ops/b.py": "import sgl_fp8rl.ops.a"}
+    files |= {"ops/__init__.py": "", "gemm/__init__.py": "", "gemm/d.py": "", file: line}
+    for name, text in files.items():
+        path = tmp_path / "sgl_fp8rl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    graph = import_graph(tmp_path)
+    assert (bool(cycle_in(graph)), bool(climbs_in(graph))) == (cycle, climb)
 
 
 def loaded_by(code: str) -> set[str]:

@@ -153,7 +153,7 @@ def _no_engine() -> Iterator[Any]:
     from sglang.srt.layers import sampler as stock
 
     from sgl_fp8rl import compat
-    from sgl_fp8rl.plugin import NAME
+    from sgl_fp8rl.constants import NAME
 
     arguments = SimpleNamespace(
         deterministic=SimpleNamespace(

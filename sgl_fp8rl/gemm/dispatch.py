@@ -1,6 +1,6 @@
 """The product of one FP8 linear layer: which kernel runs for the rows of this batch.
 
-What a layer may run is made once, at start (``gemm.startup``); a call looks M up among the bounds.
+What a layer may run is made once, at start (``startup``); a call looks M up among the bounds.
 So a captured CUDA graph and an eager call with as many rows run the same kernel.
 """
 

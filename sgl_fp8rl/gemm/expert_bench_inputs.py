@@ -9,7 +9,6 @@ Shape suffixes: M tokens, T experts a token, R = M * T rows, N x K the weight of
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.experts import expert_gemm
 from sgl_fp8rl.gemm.bench_inputs import (
     ROTATED_BYTES,
     Timer,
@@ -23,6 +22,7 @@ from sgl_fp8rl.gemm.bench_inputs import (
 )
 from sgl_fp8rl.gemm.candidates import Config
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.gemm.experts import expert_gemm
 from sgl_fp8rl.ops.activation import Quantized, quantize_tokens
 from sgl_fp8rl.ops.reference import dequantize_activation, dequantize_weight
 

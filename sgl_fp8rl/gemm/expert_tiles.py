@@ -1,7 +1,7 @@
 """Triton's tiles for experts: for each shape those of both products, by the tokens of a batch.
 
 The user's own (``sgl-fp8rl tune``) go before those that come with the package, and these before
-SGLang's. What a layer takes is read once, at start (``gemm.startup_experts``), so that a captured
+SGLang's. What a layer takes is read once, at start (``startup_experts``), so that a captured
 CUDA graph and an eager call with as many tokens run the same kernels.
 """
 

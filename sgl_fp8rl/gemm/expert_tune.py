@@ -16,8 +16,8 @@ from sgl_fp8rl.gemm.candidates import Config
 from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
 from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs, bench_input_bytes
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, stock
+from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
 from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, faults, judge
-from sgl_fp8rl.grouped_experts import ROWS_OF_EXPERT
 from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,8 @@ Shape = tuple[int, int]
 """N, K of a weight on this rank."""
 
 
-def warm_up(original: Any, runner: Any) -> None:
-    """AROUND what SGLang calls once the weights of a ``ModelRunner`` are in place."""
-    original(runner)
+def warm_up(shapes: list[Shape], runner: Any) -> None:
+    """Make SGLang's pass over products of these shapes short, once ``runner`` has its weights."""
     stock = compat.deep_gemm_warmup
     if not stock.ENABLE_JIT_DEEPGEMM or left_to_user(stock):
         return
@@ -54,7 +53,6 @@ def warm_up(original: Any, runner: Any) -> None:
         return  # other architectures choose tiles by other rules
     if compat.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled():
         return  # grouped products, of more rows than a batch has, need SGLang's own list
-    shapes = gemm_shapes(runner.model)
     if not shapes or runner.model_config.dtype != torch.bfloat16:
         return  # another quantization, another GEMM backend, or FP16, which goes to Triton
     rows = batch_sizes(largest_batch(compat.get_schedule(), max(stock._BUILTIN_M_LIST)))
@@ -89,28 +87,6 @@ def batch_sizes(largest: int) -> list[int]:
     """One M for each range of batch sizes, up to ``largest``, that share a kernel."""
     steps = -(-largest // ROW_STEP)
     return [*SMALL_BATCHES, *range(ROW_STEP, steps * ROW_STEP + 1, ROW_STEP)]
-
-
-def gemm_layers(model: Any) -> Iterator[Any]:
-    """Each of our linear layers that SGLang hands to DeepGEMM."""
-    from sgl_fp8rl.linear import FP8RLLinearMethod  # loads SGLang's linear layers
-
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if not isinstance(method, FP8RLLinearMethod):
-            continue
-        product = method.w8a8_block_fp8_linear
-        n, k = layer.weight.shape
-        # SGLang's own conditions; the rest goes to Triton
-        if getattr(product, "func", product) is compat.deep_gemm_linear and (
-            n % 64 == 0 and k % 128 == 0
-        ):
-            yield layer
-
-
-def gemm_shapes(model: Any) -> list[Shape]:
-    """The (N, K) of these layers."""
-    return sorted({(n, k) for n, k in (layer.weight.shape for layer in gemm_layers(model))})
 
 
 def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.plugin import NAME
+from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.sampling.sample import exponential_noise
 
 

@@ -17,7 +17,7 @@ import zmq
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.plugin import NAME
+from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.weight_update.manifest import (
     ABORT,
     FINISH,

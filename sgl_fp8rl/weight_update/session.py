@@ -6,6 +6,7 @@ scheduler; ``rank_server.py`` drives it.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Collection
 from enum import Enum
 
 import torch
@@ -18,7 +19,7 @@ from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
-from sgl_fp8rl.weight_update.weight_writer import WeightWriter, writer_for
+from sgl_fp8rl.weight_update.weight_writer import WeightWriter
 
 logger = logging.getLogger(__name__)
 
@@ -267,3 +268,18 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
 
 def _addresses(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def writer_for(
+    table: RouteTable,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_scales: Collection[str] = (),
+) -> WeightWriter:
+    """The writer for the device that the weights are on."""
+    if device.type == "cuda":
+        from sgl_fp8rl.weight_update.triton_writer import TritonWriter
+
+        return TritonWriter(table, manifest, dtype, device, kv_scales)
+    return WeightWriter(table, manifest, dtype, kv_scales)

@@ -93,18 +93,3 @@ class ChunkSource(Protocol):
 
     def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
         """The slice as a tensor of its rows."""
-
-
-def writer_for(
-    table: RouteTable,
-    manifest: Manifest,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_scales: Collection[str] = (),
-) -> WeightWriter:
-    """The writer for the device that the weights are on."""
-    if device.type == "cuda":
-        from sgl_fp8rl.weight_update.triton_writer import TritonWriter
-
-        return TritonWriter(table, manifest, dtype, device, kv_scales)
-    return WeightWriter(table, manifest, dtype, kv_scales)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat, experts
-from sgl_fp8rl.gemm import command, expert_bench_inputs, expert_tiles, expert_tune
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm import command, expert_bench_inputs, expert_tiles, expert_tune, experts
 from sgl_fp8rl.gemm.bench_inputs import cuda_graph_us
 from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Tiles

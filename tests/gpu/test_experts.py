@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import compat, experts, grouped_experts
-from sgl_fp8rl.gemm import expert_tiles
+from sgl_fp8rl import compat
+from sgl_fp8rl.gemm import expert_tiles, experts, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops import activation, activation_triton

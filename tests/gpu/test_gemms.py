@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_fp8rl.gemm import bench_inputs, dispatch, startup, tune
+from sgl_fp8rl.gemm import bench_inputs, dispatch, quick_tune, tune
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
 from sgl_fp8rl.gemm.dispatch import Choices
-from sgl_fp8rl.gemm.startup import find
+from sgl_fp8rl.gemm.quick_tune import find
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.gemm.tune_cache import Machine
 
@@ -73,7 +73,7 @@ def test_a_captured_graph_computes_as_an_eager_call() -> None:
 
 
 def test_a_start_without_a_table_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "QUICK_S", 200.0)  # everything may have to be compiled
+    monkeypatch.setattr(quick_tune, "QUICK_S", 200.0)  # everything may have to be compiled
     properties = torch.cuda.get_device_properties(0)
     machine = Machine.of(f"{properties.name} unheard of", properties.multi_processor_count)
     before = torch.cuda.memory_reserved()

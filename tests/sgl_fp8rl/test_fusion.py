@@ -14,8 +14,8 @@ from sglang.srt.layers import activation as sglang_activation
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from torch import nn
 
-from sgl_fp8rl import compat, experts, fusion
-from sgl_fp8rl.gemm import dispatch
+from sgl_fp8rl import compat, fusion
+from sgl_fp8rl.gemm import dispatch, experts
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.ops import activation, activation_triton
 from sgl_fp8rl.ops.activation import Quantized, attach, attached, quantize_tokens

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import expert_tiles, table
 from sgl_fp8rl.gemm.expert_tiles import FILES, ExpertShape, Pair, Tiles
+from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
 from sgl_fp8rl.gemm.tune_cache import Machine
-from sgl_fp8rl.grouped_experts import ROWS_OF_EXPERT
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 SHAPE, OTHER = ExpertShape(128, 2048, 768, 8), ExpertShape(128, 2048, 384, 8)

@@ -1,6 +1,5 @@
 """Which DeepGEMM kernels an engine compiles before it serves, and whom that leaves alone."""
 
-import functools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import compile_pool, warmup
-from sgl_fp8rl.linear import FP8RLLinearMethod
 
 STOCK_SIZES = list(range(1, 16385))
 SHAPES = [(6144, 4096), (4096, 12288)]
@@ -89,14 +87,12 @@ class Engine:
         patch.setattr(compat, "deep_gemm_warmup", self.stock, raising=False)
         patch.setattr(compat, "get_schedule", lambda: schedule, raising=False)
         patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-        patch.setattr(warmup, "gemm_shapes", lambda _model: SHAPES)
+        self.shapes = SHAPES
         patch.setattr(warmup, "compile_ahead", lambda *args: self.compiled.append(args))
 
     def start(self, runner: Any = RUNNER) -> bool:
         """Whether our sizes replaced SGLang's."""
-        calls: list[Any] = []
-        warmup.warm_up(calls.append, runner)
-        assert calls == [runner]
+        warmup.warm_up(self.shapes, runner)
         return bool(self.stock._BUILTIN_M_LIST != STOCK_SIZES)
 
 
@@ -137,7 +133,7 @@ def test_sglangs_own_compile_command_stays_whole(engine: Engine) -> None:
 
 
 def test_other_quantizations_and_backends_are_untouched(engine: Engine) -> None:
-    engine.patch.setattr(warmup, "gemm_shapes", lambda _model: [])
+    engine.shapes = []
     assert untouched(engine)
 
 
@@ -192,31 +188,6 @@ def test_sglangs_pass_runs_the_sizes_that_were_set(
     kernel = stock.DeepGemmKernelType.GEMM_NT_F8F8BF16
     with stock.deep_gemm_execution_hook(7, 4096, 1024, 1, kernel):
         assert [given["m_list"] for given in ran] == [[16, 64]]
-
-
-def layer(method_class: type, product: Any, n: int, k: int) -> nn.Module:
-    module = nn.Linear(k, n, bias=False, device="meta")
-    method: Any = object.__new__(method_class)
-    method.w8a8_block_fp8_linear = product
-    module.quant_method = method
-    return module
-
-
-def test_shapes_are_those_that_go_to_deep_gemm() -> None:
-    ours, deep_gemm = FP8RLLinearMethod, compat.deep_gemm_linear
-    model = nn.ModuleList(
-        [
-            layer(ours, deep_gemm, 256, 128),
-            layer(ours, deep_gemm, 256, 128),
-            layer(ours, functools.partial(deep_gemm), 128, 256),
-            layer(ours, lambda: None, 384, 128),  # another backend
-            layer(ours, deep_gemm, 96, 128),  # N is no multiple of 64
-            layer(ours, deep_gemm, 256, 192),  # K is no multiple of 128
-            layer(compat.Fp8LinearMethod, deep_gemm, 512, 128),  # --quantization fp8
-            nn.Linear(128, 640, device="meta"),
-        ]
-    )
-    assert warmup.gemm_shapes(model) == [(128, 256), (256, 128)]
 
 
 def test_shares_make_the_whole() -> None:

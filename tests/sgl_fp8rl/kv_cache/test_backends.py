@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat, doctor, plugin
+from sgl_fp8rl import compat, doctor, hooks, plugin
 from sgl_fp8rl.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import attention, backends
 from sgl_fp8rl.kv_cache.backends import XQA, Capability, choose
@@ -230,7 +230,7 @@ class Registry:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "hooks"),
+    ("prefill", "decode", "expected"),
     [
         (
             "flashinfer",
@@ -259,23 +259,23 @@ class Registry:
     ],
 )
 def test_what_serves_is_wrapped_once(
-    prefill: str, decode: str, hooks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    prefill: str, decode: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry().replace(monkeypatch)
     for _ in "twice":
-        plugin.wrap_attention(prefill, decode, nn.Module())
+        hooks.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
-    assert wrapped == hooks
+    assert wrapped == expected
 
 
 def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry().replace(monkeypatch)
     for _ in "twice":
-        plugin.wrap_plans()
+        hooks.wrap_plans()
     assert registry.hooks == {compat.FLASHINFER_PLAN: wait_for_copy}
 
 
 def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     Registry(applies=False).replace(monkeypatch)
     with pytest.raises(compat.IncompatibleSGLangError, match="did not let sgl-fp8rl wrap"):
-        plugin.wrap_attention("flashinfer", XQA, nn.Module())
+        hooks.wrap_attention("flashinfer", XQA, nn.Module())

@@ -20,7 +20,7 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.dispatch import quantized
 from sgl_fp8rl.gemm.expert_tiles import BLOCK_SHAPE, ExpertShape, tiles
-from sgl_fp8rl.grouped_experts import grouped_experts, is_grouped
+from sgl_fp8rl.gemm.grouped_experts import grouped_experts, is_grouped
 from sgl_fp8rl.ops.activation import Quantized, detach
 
 

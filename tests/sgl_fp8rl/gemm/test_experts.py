@@ -11,7 +11,8 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat, experts, fusion, grouped_experts
+from sgl_fp8rl import compat, fusion
+from sgl_fp8rl.gemm import experts, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
 from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton

@@ -8,8 +8,8 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl import compat
-from sgl_fp8rl.gemm import expert_tiles, startup_experts
+from sgl_fp8rl import compat, startup_experts
+from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.tune_cache import Machine
 from tests.experts_fakes import E, Experts, H, I, T

@@ -6,13 +6,14 @@ from typing import Any
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.experts import takes_codes
 from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.gemm.experts import takes_codes
+from sgl_fp8rl.gemm.grouped_experts import compile_grouped
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.gemm.warmup import largest_batch
-from sgl_fp8rl.grouped_experts import compile_grouped
+from sgl_fp8rl.moe import FP8RLMoEMethod
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,6 @@ def _shape(layer: Any) -> ExpertShape:
 
 def _layers(model: Any) -> Iterator[Any]:
     """Each of our layers of experts."""
-    from sgl_fp8rl.moe import FP8RLMoEMethod  # loads SGLang's layers
-
     for module in model.modules():
         if isinstance(getattr(module, "quant_method", None), FP8RLMoEMethod):
             yield module
