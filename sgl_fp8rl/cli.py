@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl import doctor
+from sgl_fp8rl.options import current_options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +147,7 @@ def _tune(model: str, tp_size: int) -> int:
     if not shapes and not experts:
         sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layer whose kernels can be chosen")
     try:
-        command.run(shapes, experts, Fp8RLServerArgs.from_env().tune_cache)
+        command.run(shapes, experts, current_options().tune_cache)
     except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
         sys.exit(f"sgl-fp8rl tune: {error}")
     return 0

@@ -238,7 +238,7 @@ def check_shadowing() -> Iterator[Check]:
 def check_environment() -> Iterator[Check]:
     """The ``FP8RL_*`` variables: readable, and none of them unknown."""
     server_args = importlib.import_module("server_args")
-    options = server_args.Fp8RLServerArgs.from_env()
+    options = importlib.import_module("sgl_fp8rl.options").read_options()
     known = {server_args.env_name(option.name) for option in fields(options)}
     given = {name for name in os.environ if name.startswith("FP8RL_")}
     if given - known:

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.kv_cache.scales import attach as attach_layers
+from sgl_fp8rl.options import current_options
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
@@ -54,7 +54,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
-        chunk_bytes = Fp8RLServerArgs.from_env().bucket_bytes // 2
+        chunk_bytes = current_options().bucket_bytes // 2
         self._load(engine_weights, read_manifest(files, chunk_bytes), read_tensors(files))
         load_kv_scales(kv)
         postprocess(model)
@@ -147,7 +147,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
                 f"{layer.layer_id} yet: it is no plain decoder attention; start the model without "
                 f"--kv-cache-dtype"
             )
-    group, options = compat.get_tp_group(), Fp8RLServerArgs.from_env()
+    group, options = compat.get_tp_group(), current_options()
     total = model_config.get_total_num_kv_heads()
     heads = Heads.of(total, group.rank_in_group, group.world_size)
     by_id = {layer.layer_id: layer for layer in layers}
@@ -170,7 +170,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
 
 def load_kv_scales(scales: KVScales | None) -> None:
     """Start with the scales of the option ``kv_scales``, which win over a checkpoint's."""
-    path = Fp8RLServerArgs.from_env().kv_scales
+    path = current_options().kv_scales
     if scales is not None and path is not None:
         scales.load(path)
 

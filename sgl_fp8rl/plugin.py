@@ -10,16 +10,17 @@ import multiprocessing
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from server_args import Fp8RLServerArgs, env_name, parse
+from server_args import Fp8RLServerArgs, parse
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
+from sgl_fp8rl.options import export_flags, export_keywords, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def _register() -> None:
             f"SGLang {compat.sglang_version()} has no {missing[0]}; sgl-fp8rl is tested with "
             f"{' and '.join(compat.TESTED_VERSIONS)}"
         )
-    Fp8RLServerArgs.from_env()  # a wrong FP8RL_* variable is told now, not at the first update
+    read_options()  # a wrong FP8RL_* variable is told now, not at the first update
 
     from sgl_fp8rl import cpu_platform, hooks, loader, quant_config, routed_experts, startup
     from sgl_fp8rl.kv_cache import calibrate, internal_requests
@@ -102,7 +103,7 @@ def parse_cli_args(original: Any, argv: list[str]) -> Any:
         rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
     server_args = original(rest)
     if server_args.quantization == NAME:
-        os.environ.update(options.to_env())
+        export_flags(options)
         try:
             refuse_layout(server_args)
             refuse_kv_cache(server_args, options)
@@ -157,30 +158,12 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
     unknown = options.keys() - {field.name for field in fields(Fp8RLServerArgs)}
     if unknown:
         raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is no option of sgl-fp8rl")
-    _export(replace(Fp8RLServerArgs.from_env(), **options), options)
+    current = export_keywords(options)
     server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
     if server_args.quantization == NAME:
         refuse_layout(server_args)
-        refuse_kv_cache(server_args, Fp8RLServerArgs.from_env())
+        refuse_kv_cache(server_args, current)
     return server_args
-
-
-_exported: dict[str, tuple[str, str | None]] = {}
-"""Variables that the last engine's keywords set: our value, and what was there before."""
-
-
-def _export(args: Fp8RLServerArgs, names: Iterable[str]) -> None:
-    """Hand keywords to the processes that this engine spawns, and to no later engine."""
-    for variable, (ours, before) in _exported.items():
-        if os.environ.get(variable) == ours:
-            os.environ.pop(variable)
-            if before is not None:
-                os.environ[variable] = before
-    _exported.clear()
-    values = args.to_env()
-    for variable in {env_name(name) for name in names} & values.keys():
-        _exported[variable] = (values[variable], os.environ.get(variable))
-        os.environ[variable] = values[variable]
 
 
 def refuse_layout(server_args: Any) -> None:

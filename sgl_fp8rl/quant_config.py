@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from server_args import Fp8RLServerArgs, matches
+from server_args import matches
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.moe import FP8RLMoEMethod
 from sgl_fp8rl.ops.reference import BLOCK
+from sgl_fp8rl.options import current_options
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             ignored_layers=ignored_layers,
             weight_block_size=[BLOCK, BLOCK],
         )
-        self.patterns = (*Fp8RLServerArgs.from_env().ignored_layers, *self.ignored_layers)
+        self.patterns = (*current_options().ignored_layers, *self.ignored_layers)
 
     def get_name(self) -> str:
         return NAME

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, fusion
 from sgl_fp8rl.gemm import quick_tune, warmup
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
@@ -19,6 +18,7 @@ from sgl_fp8rl.gemm.table import Shape, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.ops.activation import quantize_tokens
+from sgl_fp8rl.options import current_options
 from sgl_fp8rl.startup_experts import assign_tile_configs, compile_experts
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,6 @@ def _why_stock(runner: Any) -> str | None:
 
 
 def _here(shapes: Sequence[Shape], device: int) -> Table:
-    folder = Fp8RLServerArgs.from_env().tune_cache
+    folder = current_options().tune_cache
     may_measure = not compat.cuda_graph_fully_disabled()
     return quick_tune.find(shapes, Machine.here(device), folder, may_measure=may_measure)

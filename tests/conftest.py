@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.options import current_options
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -38,3 +39,9 @@ def _lazy_symbols() -> Iterator[None]:
     yield
     for name in set(vars(compat)) - before:
         delattr(compat, name)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_options() -> None:
+    """Let each test read the ``FP8RL_*`` variables that it sets."""
+    current_options.cache_clear()

@@ -14,7 +14,7 @@ PACKAGES = ("server_args", "sgl_fp8rl", "trainer_bridge")
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "server_args",
-    "sgl_fp8rl sgl_fp8rl.constants",
+    "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options",
     "sgl_fp8rl.ops",
     # what trainer and engine share
     "sgl_fp8rl.kv_cache.schema sgl_fp8rl.weight_update.manifest sgl_fp8rl.weight_update.chunks "

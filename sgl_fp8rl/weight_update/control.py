@@ -18,6 +18,7 @@ import zmq
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.options import current_options
 from sgl_fp8rl.weight_update.manifest import (
     ABORT,
     FINISH,
@@ -53,7 +54,7 @@ class Control:
         self._manager = tokenizer_manager
         self._rpc = rpc
         self._server_args = server_args
-        self._options = Fp8RLServerArgs.from_env()
+        self._options = current_options()
         self._lock = asyncio.Lock()
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
@@ -220,7 +221,7 @@ def _handler(control: Control) -> Any:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    options = Fp8RLServerArgs.from_env()
+    options = current_options()
 
     async def fp8rl(request: Request) -> JSONResponse:
         try:

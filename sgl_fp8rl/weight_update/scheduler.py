@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, routed_experts
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.kv_cache.internal_requests import isolate_prefix
 from sgl_fp8rl.ops.reference import FP8_DTYPE
+from sgl_fp8rl.options import current_options
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.cuda_memory import gpu_uuid
 from sgl_fp8rl.weight_update.framing import FAULTS
@@ -249,7 +249,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         if scheduler.ipc_channels.recv_from_rpc is not None:
             begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
-        silence_s = Fp8RLServerArgs.from_env().session_timeout_s
+        silence_s = current_options().session_timeout_s
         outcome, peer = serve(rank_socket, session, message["token"], silence_s)
     finally:
         rank_socket.close()

@@ -1,6 +1,5 @@
 """What the plugin does to a process before an engine starts, and the hooks around memory."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from server_args import Fp8RLServerArgs
-from sgl_fp8rl import plugin
+from sgl_fp8rl import compat, plugin
+from sgl_fp8rl.options import current_options
 
 PLAIN = {
     "tokenizer_worker_num": 1,
@@ -47,20 +46,19 @@ def test_a_layout_that_updates_cannot_reach_is_refused(field: str, value: Any) -
         plugin.refuse_layout(SimpleNamespace(**{**PLAIN, field: value}))
 
 
-def test_keywords_reach_one_engine_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8RL_KEY", "before")
-    monkeypatch.delenv("FP8RL_IGNORED_LAYERS", raising=False)
-    args = Fp8RLServerArgs(ignored_layers=("mlp",), key="mine")
-    plugin._export(args, ["ignored_layers", "key"])
-    assert (os.environ["FP8RL_IGNORED_LAYERS"], os.environ["FP8RL_KEY"]) == ("mlp", "mine")
-    plugin._export(Fp8RLServerArgs(), [])
-    assert "FP8RL_IGNORED_LAYERS" not in os.environ
-    assert os.environ["FP8RL_KEY"] == "before"
-
-
 def test_an_unknown_keyword_is_named() -> None:
     with pytest.raises(ValueError, match="fp8rl_bucket_byte, which is no option"):
         plugin.parse_engine_kwargs(fp8rl_bucket_byte=1)
+
+
+def test_a_wrong_variable_is_reported_at_registration(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    current_options()  # read while it was right
+    monkeypatch.setenv("FP8RL_BUCKET_BYTES", "much")
+    monkeypatch.setattr(compat, "check_symbols", list)
+    plugin.register()
+    assert "sgl-fp8rl is not available: FP8RL_BUCKET_BYTES" in caplog.text
 
 
 def test_released_weights_are_quarantined_until_an_update() -> None:
