@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.framing import FAULTS
 from sgl_fp8rl.weight_update.manifest import ABORT, check_in_flight, check_version
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
@@ -166,7 +165,7 @@ class _Session:
             self._packer = connection.share(self._ranks, plan, device)
             if self._packer is not None:
                 self._packer.begin()
-        except FAULTS as error:
+        except Exception as error:  # whatever it is, the engines must hear of it
             self.close(error)
             raise
 
@@ -274,7 +273,7 @@ class _Rank0:
             return None
         try:
             return action(*args)
-        except FAULTS as error:
+        except Exception as error:  # noqa: BLE001  (the other ranks wait, and are told it)
             self._error = error
             return None
 

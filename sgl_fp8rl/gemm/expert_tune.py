@@ -17,7 +17,7 @@ from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
 from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs, bench_input_bytes
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, stock
 from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
-from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, faults, judge
+from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, judge
 from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def compile_share(shape: ExpertShape, tasks: Iterable[tuple[str, Config, list[in
     inputs = ExpertBenchInputs(shape, "cuda", once)
     for kernel, config, ms in tasks:
         for m in ms:
-            with suppress(*faults()):
+            with suppress(Exception):  # whatever a compiler raises
                 inputs.time_us(kernel, config, m)
 
 

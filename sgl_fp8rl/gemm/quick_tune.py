@@ -23,7 +23,6 @@ from sgl_fp8rl.gemm.tune import (
     NOT_THE_KERNELS,
     Measurement,
     compiling_only_what_runs,
-    faults,
     list_attempts,
     measure,
     pick,
@@ -138,6 +137,6 @@ def _is_accurate(inputs: BenchInputs, entry: Entry) -> bool:
         return inputs.error(kernel, entry.m) <= ERROR_BOUND
     except NOT_THE_KERNELS:
         raise
-    except faults() as fault:
+    except Exception as fault:  # noqa: BLE001  (whatever a compiler raises)
         logger.warning("The kernel %s does not run here: %s", entry.kernel, fault)
         return False

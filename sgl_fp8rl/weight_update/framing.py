@@ -12,17 +12,6 @@ from typing import Any
 
 MAX_MESSAGE_BYTES = 256 << 20
 _LENGTH = struct.Struct("!I")
-# What a malformed chunk, torch, or SGLang's loader can raise: it ends an update, not the server.
-FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class FramingError(ConnectionError):

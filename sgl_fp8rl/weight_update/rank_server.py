@@ -109,7 +109,7 @@ def serve(
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
         reason = f"the trainer is gone: {error}"
-    except framing.FAULTS as error:
+    except Exception as error:  # whatever it is, it ends the update and not the server
         reason = f"a step of the update failed with {type(error).__name__}: {error}"
         if isinstance(error, SessionError | CudaMemoryError | ValueError):
             reason = str(error)

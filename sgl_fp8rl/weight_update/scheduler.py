@@ -20,7 +20,6 @@ from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.quant_config import list_layers
 from sgl_fp8rl.weight_update.cuda_memory import gpu_uuid
-from sgl_fp8rl.weight_update.framing import FAULTS
 from sgl_fp8rl.weight_update.manifest import (
     FINISH,
     RETRACT,
@@ -178,7 +177,7 @@ def _prepare(weights: EngineWeights, message: dict[str, Any], group: dist.Proces
             return str(message.get("fingerprint"))
         manifest = Manifest.from_json(message["manifest"])
         weights.accept(manifest)
-    except FAULTS as fault:  # whatever it is, the other ranks wait for this one's word
+    except Exception as fault:  # whatever it is, the other ranks wait for this one's word
         if not isinstance(fault, ManifestError):
             logger.exception("an update to version %d could not be planned", version)
         error = str(fault) or type(fault).__name__

@@ -332,6 +332,21 @@ def test_nan_in_a_part(trainer: Trainer) -> None:
     assert trainer.rank.outcome().dirty
 
 
+def test_an_error_of_any_class_ends_the_session(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OddError(Exception):
+        pass
+
+    def odd(_index: int) -> None:
+        raise OddError("nobody foresaw it")
+
+    trainer.open_bucket()
+    monkeypatch.setattr(trainer.session, "write", odd)
+    assert "OddError: nobody foresaw it" in trainer.chunk(0)["error"]
+    assert not trainer.rank.outcome().committed
+
+
 def test_commit_before_finish(trainer: Trainer) -> None:
     trainer.open_bucket()
     trainer.send_all()
