@@ -1,10 +1,11 @@
-"""Every SGLang symbol that we touch, looked up here and nowhere else.
+"""Every symbol of SGLang that we touch, looked up here, and every attribute that we write.
 
 ``compat.Fp8Config`` and the like resolve lazily, so importing this module loads no SGLang. A
 symbol that an SGLang version moved or dropped ends in one error that names both.
 """
 
 import importlib
+import inspect
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -179,6 +180,67 @@ METHODS = (
     f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
 )
 SYMBOLS |= {name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()}
+_MANAGERS = "sglang.srt.managers"
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{_MANAGERS}.scheduler.Scheduler": (
+        "waiting_queue",
+        "max_queued_requests",
+        "_engine_paused",
+        "_pending_chunked_abort_req",
+        "ipc_channels",
+        "token_to_kv_pool_allocator",
+        "tp_group",
+        "tp_worker",
+    ),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager": (
+        "is_pause",
+        "is_pause_cond",
+        "last_receive_tstamp",
+        "server_status",
+    ),
+    f"{_MANAGERS}.io_struct.GenerateReqInput": ("rid",),
+    f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": ("extra_key",),
+    "sglang.srt.entrypoints.engine.Engine": (
+        "server_args_class",
+        "tokenizer_manager",
+        "send_to_rpc",
+        "loop",
+    ),
+    "sglang.srt.server_args.ServerArgs": (
+        "disable_cuda_graph",
+        "device",
+        "attention_backend",
+        "sampling_backend",
+    ),
+    "sglang.srt.configs.load_config.LoadConfig": ("load_format",),
+    "sglang.srt.configs.model_config.ModelConfig": ("quantization",),
+    "sglang.srt.layers.linear.LinearBase": ("quant_method",),
+    "sglang.srt.layers.layernorm.RMSNorm": ("_forward_method",),
+    "sglang.srt.layers.activation.SiluAndMul": ("_forward_method",),
+    "sglang.srt.layers.logits_processor.LogitsProcessorOutput": (
+        "next_token_logprobs",
+        "customized_info",
+    ),
+    "sglang.srt.layers.sampler.Sampler": ("_preprocess_logits", "_sync_token_ids_across_tp"),
+    "sglang.srt.state_capturer.base.BaseHostCache": (
+        "buffer",
+        "num_tokens",
+        "num_layers",
+        "topk_size",
+        "name",
+        "_log_allocation",
+    ),
+    "sglang.srt.state_capturer.base.TopkCaptureOutput": ("topk",),
+    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend": (
+        "_reshape_paged_kv_cache",
+        "_get_layer_page_table",
+        "forward_metadata",
+        "is_xqa_impl",
+        "workspace_buffer",
+    ),
+}
+"""By class: attributes that our hooks set on the objects that they are given, and others that no
+symbol above shows. Most come to be as SGLang runs, so ``check_attributes`` looks at its code."""
 
 
 class IncompatibleSGLangError(RuntimeError):
@@ -235,6 +297,26 @@ def check_symbols() -> list[tuple[str, bool]]:
             found = hasattr(_look_up(owner_path), target.rpartition(".")[2])
         checked.append((target, found))
     return checked
+
+
+def check_attributes() -> list[tuple[str, bool]]:
+    """Look for each attribute in its class: ``(path, found)`` pairs. FlashInfer is imported."""
+    checked = []
+    for owner, names in ATTRIBUTES.items():
+        path = ":".join(owner.rsplit(".", 1))
+        known = _names_in(_look_up(path)) if _found(path) else set()
+        checked += [(f"{owner}.{name}", name in known) for name in names]
+    return checked
+
+
+def _names_in(owner: type) -> set[str]:
+    """What a class has, declares, or names in the code of its methods."""
+    known = set(dir(owner))
+    for base in owner.__mro__:
+        known |= inspect.get_annotations(base).keys()
+        for function in filter(inspect.isfunction, vars(base).values()):
+            known |= {*inspect.unwrap(function).__code__.co_names}
+    return known
 
 
 def check_hooks(targets: Collection[str] = (*HOOK_TARGETS.values(), *STOCK_UPDATES)) -> None:

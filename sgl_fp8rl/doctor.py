@@ -157,7 +157,7 @@ def check_sglang_symbols() -> Iterator[Check]:
         yield Check("sglang symbols", "skip", "sglang is not installed")
         return
     importlib.import_module("sglang")
-    symbols = compat.check_symbols()
+    symbols = [*compat.check_symbols(), *compat.check_attributes()]
     missing = [symbol for symbol, is_found in symbols if not is_found]
     if missing:
         problem = f"{len(missing)} of {len(symbols)} missing: {', '.join(missing)}"

@@ -1,4 +1,4 @@
-"""The SGLang plugin: the only place that writes into SGLang.
+"""The SGLang plugin: the only place that registers something with SGLang, but for ``hooks.py``.
 
 SGLang calls ``register`` once in each of its processes, before it parses arguments. It registers
 all or nothing: where something is missing the name ``fp8rl`` stays unknown, so a server that was

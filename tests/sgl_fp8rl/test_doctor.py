@@ -136,8 +136,9 @@ def test_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor.compat, "check_symbols", lambda: [("sglang.a", True), ("sglang.b", False)]
     )
+    monkeypatch.setattr(doctor.compat, "check_attributes", lambda: [("sglang.C.d", False)])
     check = only(doctor.check_sglang_symbols())
-    assert (check.status, check.message) == ("fail", "1 of 2 missing: sglang.b")
+    assert (check.status, check.message) == ("fail", "2 of 3 missing: sglang.b, sglang.C.d")
 
 
 class _Point(metadata.EntryPoint):

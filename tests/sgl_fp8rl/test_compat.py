@@ -1,0 +1,95 @@
+"""What we write into SGLang is named in ``compat``, and there in SGLang."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import sgl_fp8rl
+from sgl_fp8rl import compat
+from tests.test_imports import layer_of, module_of
+
+HOME = Path(str(sgl_fp8rl.__file__)).parent
+ENGINE = range(layer_of("sgl_fp8rl.compat"), layer_of("sgl_fp8rl.plugin") + 1)
+"""The layers that know SGLang."""
+
+
+def trees() -> list[ast.Module]:
+    """The code of these layers."""
+    return [
+        ast.parse(path.read_text())
+        for path in HOME.rglob("*.py")
+        if layer_of(module_of(path.relative_to(HOME.parent))) in ENGINE
+    ]
+
+
+def written(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Each attribute that is assigned."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def fields_of_ours(tree: ast.AST) -> set[str]:
+    """Attributes of our own classes."""
+    fields = {node.attr for node in written(tree) if is_of_self(node)}
+    for definition in ast.walk(tree):
+        if isinstance(definition, ast.ClassDef):
+            declared = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
+            fields |= {ast.unparse(node.target) for node in declared}
+    return fields
+
+
+def unnamed(trees: list[ast.Module]) -> set[str]:
+    """What is set on an object that is neither ours nor named in ``compat``."""
+    named = {name for names in compat.ATTRIBUTES.values() for name in names}
+    named |= {path.rpartition(".")[2] for path in compat.METHODS}
+    named = named.union(*map(fields_of_ours, trees))
+    return {
+        ast.unparse(node)
+        for tree in trees
+        for node in written(tree)
+        if not is_of_self(node)
+        and node.attr not in named
+        and not node.attr.removeprefix("_").startswith("fp8rl")
+    }
+
+
+def test_what_is_written_into_sglang_is_named() -> None:
+    assert unnamed(trees()) == set()
+
+
+def test_a_planted_write_is_found() -> None:
+    planted = ast.parse("def hook(original, scheduler):\n    scheduler.new_queue, x = [], 0")
+    assert unnamed([*trees(), planted]) == {"scheduler.new_queue"}
+
+
+def test_sglang_has_each_attribute() -> None:
+    checked = compat.check_attributes()
+    assert len(checked) > 40
+    assert [path for path, found in checked if not found] == []
+
+
+def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        in_body: int
+
+        def method(self) -> Any:
+            return self.in_method  # type: ignore[attr-defined]
+
+    class Derived(Base):
+        pass
+
+    module = SimpleNamespace(Derived=Derived)
+    monkeypatch.setattr(compat.importlib, "import_module", lambda _: module)
+    names = ("in_body", "method", "in_method", "gone")
+    monkeypatch.setattr(compat, "ATTRIBUTES", {"sglang.a.Derived": names, "sglang.a.Gone": names})
+    found = [path for path, is_found in compat.check_attributes() if is_found]
+    assert found == [f"sglang.a.Derived.{name}" for name in names[:3]]
