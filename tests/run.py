@@ -119,7 +119,8 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        command = [str(suite.python), "-m", "pytest", f"--junitxml={xml}", *suite.arguments, *extra]
+        options = [f"--junitxml={xml}", "--durations=10", *suite.arguments, *extra]
+        command = [str(suite.python), "-m", "pytest", *options]
         process = subprocess.Popen(
             command,
             cwd=ROOT,

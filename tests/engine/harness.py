@@ -29,6 +29,7 @@ from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
+"""Any reply, also of a machine that is busy with something else; longer is a hang."""
 FLUSH_TIMEOUT_S = 30.0
 """A reply is there a moment before its request has left the scheduler."""
 BUCKET_BYTES = 256 << 10

@@ -7,7 +7,6 @@ prefill, a prefix from the cache and another batch round differently, on some CP
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +19,9 @@ from typing import Any
 import pytest
 
 import trainer_bridge
-from tests.engine import forgetful_server, models
+from tests.engine import controlled_server, models
 from tests.engine.conftest import Policies
-from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.harness import CALL_TIMEOUT_S, EngineProcess, Server
 from tests.engine.serving import (
     GREEDY,
     PROMPT,
@@ -52,22 +51,8 @@ Reply = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def keep_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file exists, the server keeps its cache through a retraction."""
-    return tmp_path_factory.mktemp("control") / "keep"
-
-
-@pytest.fixture(scope="module")
-def started(
-    policies: Policies, tmp_path_factory: pytest.TempPathFactory, keep_cache: Path
-) -> Iterator[Server]:
-    with Server(
-        tmp_path_factory.mktemp("server") / "server.log",
-        [sys.executable, "-m", "tests.engine.forgetful_server"],
-        policies("qwen3")[0],
-        *("--chunked-prefill-size", str(CHUNK)),
-        environment={forgetful_server.KEEP_CACHE: str(keep_cache)},
-    ) as server:
+def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with controlled(tmp_path_factory.mktemp("server"), policies("qwen3")[0]) as server:
         yield server
 
 
@@ -92,6 +77,22 @@ def fresh(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def policy(policies: Policies) -> Path:
     return policies("qwen3")[1]
+
+
+def controlled(folder: Path, checkpoint: Path, *arguments: str, **environment: str) -> Server:
+    """A server that is controlled by files beside its log."""
+    return Server(
+        folder / "server.log",
+        controlled_server.COMMAND,
+        checkpoint,
+        *("--chunked-prefill-size", str(CHUNK)),
+        *arguments,
+        environment={controlled_server.CONTROL: str(folder), **environment},
+    )
+
+
+def control_file(server: Server, name: str) -> Path:
+    return server.log.parent / name
 
 
 def update_beside(server: Server, checkpoint: Path, in_flight: str) -> int:
@@ -152,7 +153,12 @@ def by_hand(server: Server, checkpoint: Path, version: int) -> Iterator[ByHand]:
 
 @contextmanager
 def caught(server: Server, **more: Any) -> Iterator[tuple[Future[list[Reply]], list[Reply]]]:
-    """A streaming request that has some tokens: all of its events later, and those so far."""
+    """A streaming request that has some tokens: all of its events later, and those so far.
+
+    It runs slowly until it is retracted.
+    """
+    slow = control_file(server, controlled_server.SLOW)
+    slow.touch()
     stream = server.stream({**ASK, **more})
     seen = [next(stream)]
 
@@ -161,8 +167,11 @@ def caught(server: Server, **more: Any) -> Iterator[tuple[Future[list[Reply]], l
             seen.append(event)
         return seen
 
-    with ThreadPoolExecutor() as pool:
-        yield pool.submit(read), seen
+    try:
+        with ThreadPoolExecutor() as pool:
+            yield pool.submit(read), seen
+    finally:
+        slow.unlink(missing_ok=True)
 
 
 # ---- retract -----------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ def test_retracted_request_goes_on_under_the_new_version(
     server.flush()
     with caught(server) as (events, _):
         new = update_beside(server, policy, "retract")
-        replies = events.result(60)
+        replies = events.result(CALL_TIMEOUT_S)
     assert_grows(replies)
     last = replies[-1]
     assert last["meta_info"]["num_retractions"] == 1
@@ -202,7 +211,7 @@ def test_retracted_request_goes_on_under_the_new_version(
 
 
 def test_no_entry_of_the_old_cache_is_read(
-    server: Server, policies: Policies, fresh: EngineProcess, keep_cache: Path
+    server: Server, policies: Policies, fresh: EngineProcess
 ) -> None:
     """What is retracted shares no prefix with what is asked before and after the update."""
     start, policy, *_ = policies("qwen3")
@@ -215,10 +224,11 @@ def test_no_entry_of_the_old_cache_is_read(
         assert logprobs_of(alone(server, ask)) != logprobs_of(missed)  # the policy before
         with caught(server) as (events, _):
             update_beside(server, policy, "retract")
-            assert events.result(60)[-1]["meta_info"]["num_retractions"] == 1
+            assert events.result(CALL_TIMEOUT_S)[-1]["meta_info"]["num_retractions"] == 1
         (reply,) = server.generate(ask)
         return reply
 
+    keep_cache = control_file(server, controlled_server.KEEP_CACHE)
     keep_cache.touch()
     try:
         control = after_an_update()
@@ -256,10 +266,11 @@ def test_running_queued_and_half_prefilled_requests(server: Server, policies: Po
     with ThreadPoolExecutor(len(asks)) as pool:
         answers = [pool.submit(events_of, ask) for ask in asks]
         for policy in policies("qwen3")[1:4]:
+            control_file(server, controlled_server.SLOW).touch()
             token_came.clear()
             assert token_came.wait(60)
             new = update_beside(server, policy, "retract")
-        all_events = [answer.result(60) for answer in answers]
+        all_events = [answer.result(CALL_TIMEOUT_S) for answer in answers]
     for events in all_events:
         assert_grows(events)
     replies = [events[-1] for events in all_events]
@@ -280,11 +291,11 @@ def test_an_update_that_fails_ends_what_waits_for_it(server: Server, policy: Pat
         plain = pool.submit(server.generate, ASK)
         with by_hand(server, policy, version_of(server) + 1) as trainer:
             trainer.write(*range(12))
-        reason = events.result(60)[-1]["meta_info"]["finish_reason"]
+        reason = events.result(CALL_TIMEOUT_S)[-1]["meta_info"]["finish_reason"]
         assert (reason["type"], reason["status_code"]) == ("abort", 503)
         assert "quarantined: the update to version" in reason["message"]
         with pytest.raises(EngineError, match="quarantined: the update to version") as refusal:
-            plain.result(60)
+            plain.result(CALL_TIMEOUT_S)
         assert refusal.value.status == 503
     assert_quarantined(server, "the update to version")
     assert_serves(server, policy, update(server, policy))
@@ -300,7 +311,7 @@ def test_an_update_that_wrote_nothing_changes_nothing(
         with by_hand(server, policy, version + 1):
             sleep(SETTLE_S)
             least = len(seen[-1]["output_ids"])
-        replies = events.result(60)
+        replies = events.result(CALL_TIMEOUT_S)
     assert_grows(replies)
     last = replies[-1]
     assert changes(last, version) == []
@@ -321,8 +332,8 @@ def test_a_client_that_gives_up_meanwhile(server: Server, policy: Path) -> None:
         with by_hand(server, policy, version) as trainer:
             assert server.status_of("/abort_request", b'{"rid": "given-up"}') == 200
             trainer.commit_from(0)
-        assert events.result(60)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
-        changes(others.result(60)[-1], version - 1, version)
+        assert events.result(CALL_TIMEOUT_S)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        changes(others.result(CALL_TIMEOUT_S)[-1], version - 1, version)
     assert_serves(server, policy, version)
 
 
@@ -336,7 +347,7 @@ def test_a_paused_engine(server: Server, policy: Path) -> None:
         new = update_beside(server, policy, "retract")
         assert not events.done()
         assert server.status_of("/continue_generation", b'{"torch_empty_cache": false}') == 200
-        replies = events.result(60)
+        replies = events.result(CALL_TIMEOUT_S)
     assert_grows(replies)
     changes(replies[-1], old, new)
     assert_serves(server, policy, new)
@@ -353,9 +364,9 @@ def test_requests_are_finished_first(server: Server, policy: Path) -> None:
         while versions == {old}:  # until one waits for the update
             (reply,) = server.generate({**ASK, "sampling_params": GREEDY})
             versions = set(reply["meta_info"]["policy_version"])
-        new = updated.result(60)
+        new = updated.result(CALL_TIMEOUT_S)
         assert versions == {new}
-        last = events.result(60)[-1]
+        last = events.result(CALL_TIMEOUT_S)[-1]
     assert changes(last, old) == []
     assert last["meta_info"]["num_retractions"] == 0
     assert_serves(server, policy, new)
@@ -375,7 +386,7 @@ def test_a_refused_update_disturbs_no_request(server: Server, policy: Path, in_f
         strange = {**message, "version": version + 1, "fingerprint": "never seen"}
         del strange["manifest"]
         assert server.control(strange) == {"unknown": True}
-        last = events.result(60)[-1]
+        last = events.result(CALL_TIMEOUT_S)[-1]
     assert changes(last, version) == []
     assert last["meta_info"]["num_retractions"] == 0
 
@@ -399,18 +410,14 @@ def test_an_unknown_choice(server: Server, policy: Path, in_flight: Any) -> None
 def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
     """The engine itself is the reference: an update leaves what a fresh engine holds."""
     start, policy, *_ = policies("qwen3")
-    with Server(
-        tmp_path / "server.log",
-        LAUNCH_SERVER,
-        start,
-        *("--tp-size", "2", "--chunked-prefill-size", str(CHUNK)),
-        environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    with controlled(
+        tmp_path, start, *("--tp-size", "2"), SGLANG_CPU_OMP_THREADS_BIND="0|1"
     ) as server:
         before = alone(server, ASK)
         server.flush()
         with caught(server) as (events, _):
             new = update_beside(server, policy, "retract")
-            replies = events.result(60)
+            replies = events.result(CALL_TIMEOUT_S)
         assert_grows(replies)
         update(server, policy)
         (cut,) = changes(replies[-1], -1, new)
@@ -418,7 +425,7 @@ def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
         assert replies[-1]["output_ids"][cut:] != before["output_ids"][cut:]  # the other policy
         with caught(server) as (events, _), by_hand(server, policy, new + 2) as trainer:
             trainer.write(*range(3))
-        assert events.result(60)[-1]["meta_info"]["finish_reason"]["status_code"] == 503
+        assert events.result(CALL_TIMEOUT_S)[-1]["meta_info"]["finish_reason"]["status_code"] == 503
         assert_quarantined(server, "the update to version")
         healed = update(server, policy)
         (reply,) = server.generate({**ASK, "sampling_params": GREEDY})

@@ -29,7 +29,13 @@ from sgl_fp8rl.weight_update import framing
 from sgl_fp8rl.weight_update.manifest import PROTOCOL
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, STREAMS, Server
+from tests.engine.harness import (
+    BUCKET_BYTES,
+    CALL_TIMEOUT_S,
+    LAUNCH_SERVER,
+    STREAMS,
+    Server,
+)
 from tests.engine.serving import (
     ASK,
     GREEDY,
@@ -640,9 +646,9 @@ def test_update_during_generation(server: Server, policy: Path, tensors: Tensors
 
             waiting = generate_later(pool, server)
             trainer.commit_from(0)
-        (reply,) = waiting.result(60)
+        (reply,) = waiting.result(CALL_TIMEOUT_S)
         assert reply["meta_info"]["policy_version"] == [old + 1] * GREEDY["max_new_tokens"]
-        for reply in beside.result(60):
+        for reply in beside.result(CALL_TIMEOUT_S):
             assert_one_version(reply, {old, old + 1})
     assert_serves(server, policy, old + 1)
 
@@ -696,7 +702,7 @@ def test_request_that_waits_for_a_failing_update(
             trainer.write(*range(12))
             waiting = generate_later(pool, server)
         with pytest.raises(EngineError, match="quarantined") as refusal:
-            waiting.result(60)
+            waiting.result(CALL_TIMEOUT_S)
         assert refusal.value.status == 503
     assert_serves(server, policy, update(server, policy))
 
@@ -709,7 +715,7 @@ def test_paused_server_stays_paused(server: Server, policy: Path) -> None:
         with pytest.raises(FutureTimeoutError):
             waiting.result(STILL_WAITING_S)
         assert server.status_of("/continue_generation", b"{}") == 200
-        (reply,) = waiting.result(60)
+        (reply,) = waiting.result(CALL_TIMEOUT_S)
     assert_one_version(reply, {version})
     assert_serves(server, policy, version)
 
@@ -743,7 +749,7 @@ def test_tokens_are_those_of_their_version(server: Server, policies: Policies) -
                 answers[update(server, both[n % 2])] = wanted[n % 2]
         finally:
             stop.set()
-        replies = asking.result(60)
+        replies = asking.result(CALL_TIMEOUT_S)
     complete = [r for r in replies if r["meta_info"]["finish_reason"]["type"] != "abort"]
     assert complete
     for reply in replies:

@@ -1,0 +1,57 @@
+"""``sglang.launch_server`` that a test controls by files in the folder named by ``CONTROL``.
+
+Started with ``python -m``, so that the processes which SGLang spawns import this file too. Without
+files nothing is changed.
+"""
+
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.weight_update import retraction
+
+CONTROL = "FP8RL_TEST_CONTROL"
+KEEP_CACHE = "keep_cache"
+"""A fault: a retraction resets no cache."""
+SLOW = "slow"
+"""Each step takes longer by ``STEP_S``, up to the next retraction: a request of many tokens runs
+when an update begins, however late the test's own process gets a core."""
+STEP_S = 0.02
+COMMAND = [sys.executable, "-m", "tests.engine.controlled_server"]
+_retract = retraction.retract
+
+
+def is_wanted(name: str) -> bool:
+    return (Path(os.environ[CONTROL]) / name).exists()
+
+
+def slow_step(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``Scheduler.run_batch``."""
+    if is_wanted(SLOW):
+        time.sleep(STEP_S)
+    return original(*args, **kwargs)
+
+
+def retract(scheduler: Any) -> bool:
+    (Path(os.environ[CONTROL]) / SLOW).unlink(missing_ok=True)
+    if not is_wanted(KEEP_CACHE):
+        return _retract(scheduler)
+    with mock.patch.object(scheduler, "flush_cache", return_value=True):
+        return _retract(scheduler)
+
+
+if CONTROL in os.environ:  # and not where a test reads the names above
+    retraction.retract = retract
+    compat.HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.run_batch", slow_step, compat.HookType.AROUND
+    )
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")
