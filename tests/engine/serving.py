@@ -10,7 +10,7 @@ import torch
 
 import trainer_bridge
 from sgl_fp8rl.weight_update.chunks import cut_into_chunks
-from sgl_fp8rl.weight_update.manifest import Manifest, describe
+from sgl_fp8rl.weight_update.manifest import PROTOCOL, Manifest, describe
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
@@ -37,6 +37,12 @@ def update(server: Server, checkpoint: Path, stream: str = "bf16") -> int:
     return version
 
 
+def assert_alive(server: Server) -> None:
+    """Its scheduler answers. SGLang's /health takes a second."""
+    assert server.process.poll() is None
+    assert server.control({"op": "layout"})["protocol"] == PROTOCOL
+
+
 def assert_serves(server: Server, checkpoint: Path, version: int) -> None:
     """It holds this checkpoint's bytes and samples with them as this version."""
     layout = server.control({"op": "layout"})
@@ -61,7 +67,6 @@ def assert_quarantined(server: Server, reason: str) -> None:
         server.generate(ASK)
     assert refusal.value.status == 503
     assert reason in str(refusal.value)
-    assert server.status_of("/health") == 200
 
 
 def manifest_of(tensors: Tensors, mapped: tuple[str, ...] = ()) -> Manifest:

@@ -26,6 +26,7 @@ from tests.engine.serving import (
     GREEDY,
     PROMPT,
     ByHand,
+    assert_alive,
     assert_quarantined,
     assert_serves,
     begin_message,
@@ -61,8 +62,7 @@ def server(started: Server, policies: Policies) -> Iterator[Server]:
     """The server, which serves policy 0 as an updated version when a test begins."""
     update(started, policies("qwen3")[0])
     yield started
-    assert started.process.poll() is None
-    assert started.status_of("/health") == 200
+    assert_alive(started)
 
 
 @pytest.fixture(scope="module")

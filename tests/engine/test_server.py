@@ -42,6 +42,7 @@ from tests.engine.serving import (
     PROMPT,
     ByHand,
     Tensors,
+    assert_alive,
     assert_quarantined,
     assert_serves,
     begin,
@@ -74,8 +75,7 @@ def server(started: Server, policies: Policies) -> Iterator[Server]:
     """The server, which serves policy 0 as an updated version when a test begins."""
     update(started, policies("qwen3")[0])
     yield started
-    assert started.process.poll() is None
-    assert started.status_of("/health") == 200
+    assert_alive(started)
 
 
 @pytest.fixture
@@ -457,6 +457,15 @@ def test_bad_part(server: Server, policy: Path, tensors: Tensors, fault: str) ->
     # the failed version was never committed, so it is free
     assert update(server, policy) == version + 1
     assert_serves(server, policy, version + 1)
+
+
+def test_health_in_quarantine(server: Server, policy: Path, tensors: Tensors) -> None:
+    with by_hand(server, tensors, version_of(server) + 1) as trainer:
+        trainer.write(0)
+    assert_quarantined(server, "the trainer is gone")
+    assert server.status_of("/health") == 200
+    assert_serves(server, policy, update(server, policy))
+    assert server.status_of("/health") == 200
 
 
 @pytest.mark.parametrize(("name", "value"), [(UP, float("nan")), (NORM, float("inf"))])
