@@ -1,4 +1,4 @@
-"""Activations as codes and scales, in plain torch: the twin of ``activation_triton.py``.
+"""Activations as codes and scales, in plain torch: the reference for ``activation_triton.py``.
 
 Codes and scales are the bytes that SGLang 0.5.17's ``sglang_per_token_group_quant_fp8`` makes of
 the BF16 values that are returned: one FP32 scale for each token and 128 channels, in DeepGEMM's

@@ -1,4 +1,4 @@
-"""Rows sorted by expert for a grouped product, in plain torch: the twin of
+"""Rows sorted by expert for a grouped GEMM, in plain torch: the reference for
 ``expert_rows_triton.py``.
 
 Each expert's rows stand side by side from a multiple of 128 on, which is how DeepGEMM's grouped

@@ -1,4 +1,5 @@
-"""Query heads times a factor of their KV head, in plain torch: the twin of ``heads_triton.py``.
+"""Query heads times a factor of their KV head, in plain torch: the reference for
+``heads_triton.py``.
 
 So the scales of an FP8 KV cache are folded into q and into what attention returns. Shape suffixes:
 T tokens, C channels (query heads * head dim), H KV heads of this rank.

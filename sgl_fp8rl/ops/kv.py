@@ -1,4 +1,5 @@
-"""FP8 keys and values in plain torch: the twin of ``kv_triton.py``, and what a CPU engine runs.
+"""FP8 keys and values in plain torch: the reference for ``kv_triton.py``, and what
+a CPU engine runs.
 
 A value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: the cast itself does
 not on every torch version and GPU, and one NaN in the cache spoils all tokens that attend to it.

@@ -1,5 +1,5 @@
-"""What a decode step does between the QKV projection and attention, in plain torch: the twin of
-``qk_rope_triton.py``.
+"""What a decode step does between the QKV projection and attention, in plain torch: the reference
+for ``qk_rope_triton.py``.
 
 RMSNorm over each head of q and k, rotary embedding, the store of K and V as FP8 (``kv.py``), and
 the factor of q that XQA needs. Each step rounds to BF16 where SGLang's own kernels for it do.

@@ -1,4 +1,4 @@
-"""Block FP8 in plain torch: the twin of every kernel, and the arithmetic of the CPU platform.
+"""Block FP8 in plain torch: the reference for every kernel, and the arithmetic of the CPU platform.
 
 Weights carry one FP32 scale for each 128x128 block, activations one for each token and 128
 channels (the DeepSeek-V3 scheme, arXiv 2412.19437 section 3.3). A value is ``code * scale``.

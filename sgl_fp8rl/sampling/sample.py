@@ -1,4 +1,4 @@
-"""Draw one token a row from logits, in plain torch: the twin of ``sample_triton.py``.
+"""Draw one token a row from logits, in plain torch: the reference for ``sample_triton.py``.
 
 The expressions are SGLang's own, so a CPU engine draws SGLang's tokens, bit for bit.
 

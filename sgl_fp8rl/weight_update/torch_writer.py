@@ -1,6 +1,6 @@
 """Apply one tensor, or some rows of it, through its routes: quantize, write codes and scales.
 
-In plain torch: what the CPU platform runs, and the twin of ``triton_writer.py``.
+In plain torch: what the CPU platform runs, and the reference for ``triton_writer.py``.
 """
 
 import torch
