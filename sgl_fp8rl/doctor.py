@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 Status = Literal["ok", "warn", "fail", "skip"]
 
 ENTRY_POINTS = {
-    "sglang.srt.plugins": ("fp8rl", "sgl_fp8rl.plugin:register"),
-    "sglang.srt.platforms": ("fp8rl_cpu", "sgl_fp8rl.cpu_platform:activate"),
+    "sglang.srt.plugins": ("fp8rl", "sgl_fp8rl.engine.plugin:register"),
+    "sglang.srt.platforms": ("fp8rl_cpu", "sgl_fp8rl.engine.cpu_platform:activate"),
 }
 GENERIC_NAMES = ("server_args", "trainer_bridge")
 FP8_SM = (8, 9)
@@ -200,7 +200,7 @@ def _cpu_platform() -> Check:
     if _version("sglang") is None:
         return Check("device", "ok", "no CUDA GPU: FP8 arithmetic by the torch reference")
     importlib.import_module("sglang")
-    ours = importlib.import_module("sgl_fp8rl.cpu_platform")
+    ours = importlib.import_module("sgl_fp8rl.engine.cpu_platform")
     if ours.is_active():
         return Check("device", "ok", "no CUDA GPU: SGLang runs on our CPU platform, for tests")
     if ours.activate() is None:

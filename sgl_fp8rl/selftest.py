@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.ops import reference
+from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
-from sgl_fp8rl.weight_update.manifest import describe
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 Float64 = npt.NDArray[np.float64]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.moe import FP8RLMoEMethod
+from sgl_fp8rl.engine.moe import FP8RLMoEMethod
 from sgl_fp8rl.ops.reference import (
     dequantize_activation,
     dequantize_weight,

@@ -17,9 +17,7 @@ LAYERS = (
     "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options",
     "sgl_fp8rl.ops",
     # what trainer and engine share
-    "sgl_fp8rl.kv_cache.schema sgl_fp8rl.weight_update.manifest sgl_fp8rl.weight_update.chunks "
-    "sgl_fp8rl.weight_update.framing sgl_fp8rl.weight_update.cuda_driver "
-    "sgl_fp8rl.weight_update.cuda_memory",
+    "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.engine_client trainer_bridge.routed_experts trainer_bridge.hf_names "
     "trainer_bridge.attention_hooks",
@@ -32,14 +30,18 @@ LAYERS = (
     "trainer_bridge",
     # the engine
     "sgl_fp8rl.compat",
-    "sgl_fp8rl.cpu_platform sgl_fp8rl.flashinfer_plans sgl_fp8rl.gemm sgl_fp8rl.kv_cache "
-    "sgl_fp8rl.sampling",
-    "sgl_fp8rl.routed_experts sgl_fp8rl.linear",
-    "sgl_fp8rl.moe",
-    "sgl_fp8rl.fusion sgl_fp8rl.quant_config sgl_fp8rl.hooks",
-    "sgl_fp8rl.weight_update sgl_fp8rl.startup_experts",
-    "sgl_fp8rl.loader sgl_fp8rl.startup",
-    "sgl_fp8rl.plugin",
+    "sgl_fp8rl.engine.deep_gemm",
+    "sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
+    "sgl_fp8rl.kv_cache",
+    "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
+    "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "
+    "sgl_fp8rl.engine.kv_attention sgl_fp8rl.engine.kv_decode "
+    "sgl_fp8rl.engine.kv_calibrate",
+    "sgl_fp8rl.engine.moe",
+    "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
+    "sgl_fp8rl.weight_update",
+    "sgl_fp8rl.engine.control sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
+    "sgl_fp8rl.engine",
     # the tools
     "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor",
     "sgl_fp8rl.cli",

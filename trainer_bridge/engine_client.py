@@ -24,7 +24,7 @@ class EngineClient(Protocol):
     """What the bridge needs of an engine."""
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send one control message (``sgl_fp8rl.weight_update.control``) and return its reply.
+        """Send one control message (``sgl_fp8rl.engine.control``) and return its reply.
 
         Raises:
             EngineError: the engine refused it or cannot be reached.

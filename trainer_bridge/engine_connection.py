@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS, KV_SCALES
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engine_client import EngineClient, connect
 from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker

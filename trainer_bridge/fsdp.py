@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.ops.reference import FP8_DTYPE
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -1,7 +1,7 @@
 """Calibrate an FP8 KV cache on the trainer: how large K, V and Q are in its own forward.
 
 Shape suffixes: B sequences, T tokens, D head dim, H KV heads, N query heads (or H where the tensor
-is K or V), L layers, R rows (K, V, Q: ``sgl_fp8rl.kv_cache.schema.KV_SCALE_ROWS``).
+is K or V), L layers, R rows (K, V, Q: ``sgl_fp8rl.protocol.kv_schema.KV_SCALE_ROWS``).
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 from trainer_bridge.attention_hooks import Watch, installed, text_config
 
 # Magnitudes are compared and counted by their FP32 bits, which as integers are in the same order,

@@ -8,8 +8,8 @@ import torch
 
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
-from sgl_fp8rl.weight_update.chunks import ChunkSlice, cut_into_chunks
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, WEIGHT_DTYPES, describe
+from sgl_fp8rl.protocol.chunks import ChunkSlice, cut_into_chunks
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, WEIGHT_DTYPES, describe
 from trainer_bridge.fsdp import Source
 
 Signature = tuple[

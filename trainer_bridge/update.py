@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.manifest import ABORT, check_in_flight, check_version
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ABORT, check_in_flight, check_version
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection, connection_to, gpu_of, sources_for

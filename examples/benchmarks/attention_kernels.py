@@ -1,6 +1,6 @@
 """Decode attention of one layer over a paged cache, by each kernel, as the engine's hooks call it.
 
-The hooks of ``sgl_fp8rl.kv_cache.attention`` are given a small stand-in for SGLang's backend, so
+The hooks of ``sgl_fp8rl.engine.kv_attention`` are given a small stand-in for SGLang's backend, so
 that what is measured is what the engine runs. Shape suffixes as in ``attention_inputs``.
 """
 
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from attention_inputs import DIM, GROUP, HEADS, Inputs
 
-from sgl_fp8rl.kv_cache import attention
+from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
@@ -128,7 +128,7 @@ def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
 
         return original
 
-    return lambda caches: attention.folded_decode(
+    return lambda caches: kv_attention.folded_decode(
         backend(caches), None, q, None, None, layer, None, save_kv_cache=False
     )
 
@@ -147,7 +147,7 @@ def attend_xqa(
     def attend(caches: Caches) -> torch.Tensor:
         backend.token_to_kv_pool.get_kv_buffer = lambda layer_id: caches
         with _variant(fp8_mma):
-            return attention.xqa_decode(
+            return kv_attention.xqa_decode(
                 None,
                 backend,
                 q,

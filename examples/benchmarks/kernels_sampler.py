@@ -64,7 +64,7 @@ def hold_alike(sampler: Any, rows: int, vocab: int, info: Any) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    from sgl_fp8rl.sampling import sample
+    from sgl_fp8rl.ops import sample
 
     others = 0
     for seed in range(SEEDS):
@@ -103,7 +103,7 @@ def stock_sample(sampler: Any, *batch: Any) -> torch.Tensor:
 
 def our_sample(sampler: Any, *batch: Any) -> torch.Tensor:
     """Ours, which must not leave the batch to SGLang."""
-    from sgl_fp8rl.sampling.sampler import fast_sample
+    from sgl_fp8rl.engine.sampler import fast_sample
 
     tokens_B: torch.Tensor = fast_sample(_refuse, sampler, *batch)
     return tokens_B

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.gemm import expert_tiles, expert_tune, table
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import Config
@@ -17,7 +18,6 @@ from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     PREFILL_ROWS,
     Measurement,
-    compiling_only_what_runs,
     list_attempts,
     measure,
     pick,

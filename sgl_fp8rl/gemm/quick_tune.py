@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.gemm import table
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
@@ -22,7 +23,6 @@ from sgl_fp8rl.gemm.tune import (
     ERROR_BOUND,
     NOT_THE_KERNELS,
     Measurement,
-    compiling_only_what_runs,
     list_attempts,
     measure,
     pick,

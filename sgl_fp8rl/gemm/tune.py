@@ -7,12 +7,10 @@ input itself, that launch is the same for every candidate and changes no order.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Candidate, Config
 from sgl_fp8rl.gemm.table import Entry, Shape, stock_entry
@@ -183,15 +181,3 @@ def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[En
 def beats(us: float | None, stock_us: float | None) -> bool:
     """Whether a kernel is faster than the stock choice by more than noise; None has no time."""
     return us is not None and stock_us is not None and us < stock_us * (1 - MARGIN)
-
-
-@contextmanager
-def compiling_only_what_runs() -> Iterator[None]:
-    """Keep SGLang from compiling DeepGEMM's kernels for every M at a product's first call."""
-    stock = compat.deep_gemm_warmup
-    before = stock._DO_COMPILE_ALL
-    stock._DO_COMPILE_ALL = False
-    try:
-        yield
-    finally:
-        stock._DO_COMPILE_ALL = before

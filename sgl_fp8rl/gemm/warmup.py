@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.engine import deep_gemm
 from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
 from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
@@ -56,7 +57,7 @@ def warm_up(shapes: list[Shape], runner: Any) -> None:
     if not shapes or runner.model_config.dtype != torch.bfloat16:
         return  # another quantization, another GEMM backend, or FP16, which goes to Triton
     rows = batch_sizes(largest_batch(compat.get_schedule(), max(stock._BUILTIN_M_LIST)))
-    stock._BUILTIN_M_LIST = rows
+    deep_gemm.set_batch_sizes(rows)
     if stock._IS_FIRST_RANK_ON_NODE:
         folder = Path(os.environ["DG_JIT_CACHE_DIR"])
         compile_ahead(shapes, rows, runner.gpu_id, folder)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from sgl_fp8rl.kv_cache.scales import KVScalesError
-from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS, KV_SCALES
-from sgl_fp8rl.weight_update.manifest import WEIGHT_DTYPES, Manifest, ManifestError, TensorSpec
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.protocol.manifest import WEIGHT_DTYPES, Manifest, ManifestError, TensorSpec
 
 _SINGLE = re.compile(
     r"\.(?P<layer>\d+)\.self_attn\."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 K, V, Q = range(len(KV_SCALE_ROWS))
 MAX_OCTAVES = (4, 24, 4)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.kv_cache.kernel_scales import as_kept, derive
-from sgl_fp8rl.kv_cache.schema import KV_SCALE_ROWS
 from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 ERRORS = 7
 """Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V those of squared

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from sgl_fp8rl.weight_update.manifest import Manifest
+from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.session import EngineWeights
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 

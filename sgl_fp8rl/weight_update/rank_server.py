@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.weight_update import framing
-from sgl_fp8rl.weight_update.cuda_memory import CudaMemoryError
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError
 from sgl_fp8rl.weight_update.session import Session, SessionError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE, num_blocks
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, Manifest, ManifestError
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, Manifest, ManifestError
 
 Span = tuple[int, int]
 """Start and stop along one dimension."""

@@ -14,8 +14,8 @@ from torch import nn
 
 from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory

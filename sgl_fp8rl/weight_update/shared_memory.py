@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.weight_update.chunks import ChunkSlice
-from sgl_fp8rl.weight_update.cuda_memory import Handle, Mapping
-from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec
+from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.cuda_memory import Handle, Mapping
+from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
 
 
 class SharedMemoryError(ValueError):

@@ -6,8 +6,8 @@ In plain torch: what the CPU platform runs, and the reference for ``triton_write
 import torch
 
 from sgl_fp8rl.ops.reference import FP8_DTYPE, quantize_weight
-from sgl_fp8rl.weight_update.chunks import RowRange
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX
+from sgl_fp8rl.protocol.chunks import RowRange
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX
 from sgl_fp8rl.weight_update.routes import Region, Route, RouteTable, to_blocks, view
 
 

@@ -11,9 +11,9 @@ import torch
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, compile_descriptors
-from sgl_fp8rl.weight_update.chunks import ChunkSlice
-from sgl_fp8rl.weight_update.cuda_memory import DeviceMemory
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, Manifest
+from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, Manifest
 from sgl_fp8rl.weight_update.routes import Region, RouteTable, to_blocks
 from sgl_fp8rl.weight_update.shared_memory import Segments, SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import clip_route

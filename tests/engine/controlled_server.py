@@ -15,7 +15,7 @@ from unittest import mock
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.weight_update import retraction
+from sgl_fp8rl.engine import retraction
 
 CONTROL = "FP8RL_TEST_CONTROL"
 KEEP_CACHE = "keep_cache"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update.chunks import cut_into_chunks
-from sgl_fp8rl.weight_update.manifest import PROTOCOL, Manifest, describe
+from sgl_fp8rl.protocol.chunks import cut_into_chunks
+from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, describe
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update import framing
-from sgl_fp8rl.weight_update.manifest import PROTOCOL
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.manifest import PROTOCOL
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import (

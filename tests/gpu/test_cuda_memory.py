@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update import cuda_driver
-from sgl_fp8rl.weight_update.cuda_memory import (
+from sgl_fp8rl.protocol import cuda_driver
+from sgl_fp8rl.protocol.cuda_memory import (
     CudaMemoryError,
     DeviceMemory,
     Handle,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.gemm import bench_inputs, dispatch, quick_tune, tune
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
@@ -36,7 +37,7 @@ def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_are_right_on_odd_batches(name: str, shape: tuple[int, int]) -> None:
     """On normal activations and on such with outliers."""
     made = BenchInputs(*shape, "cuda", cuda_graph_us)
-    with tune.compiling_only_what_runs():
+    with compiling_only_what_runs():
         for attempt in tune.list_attempts(shape, ODD_ROWS, {name: CANDIDATES[name]}):
             kernel = attempt.candidate.bind(attempt.config)
             error = made.error(kernel, attempt.m)
@@ -49,7 +50,7 @@ def test_the_stock_choice_is_what_sglang_runs() -> None:
     made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
     weight, scales = made.weights[0]
     x = torch.randn(65, 1024, device="cuda", dtype=torch.bfloat16)
-    with tune.compiling_only_what_runs():
+    with compiling_only_what_runs():
         want = compat.deep_gemm_linear(x, weight, [128, 128], scales)
         layer = torch.nn.Module()
         layer.weight, layer.weight_scale_inv = weight, scales
@@ -62,7 +63,7 @@ def test_a_captured_graph_computes_as_an_eager_call() -> None:
     layer.weight, layer.weight_scale_inv = made.weights[0]
     choices = Choices.of([Entry(64, "deep_gemm_split_n", {"parts": 2}, 1.0, 2.0)])
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
-    with tune.compiling_only_what_runs():
+    with compiling_only_what_runs():
         eager = dispatch.linear(choices, layer, x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_fp8rl.kv_cache.attention import _times_heads
+from sgl_fp8rl.engine.kv_attention import _times_heads
 from sgl_fp8rl.ops import kv_triton, qk_rope, qk_rope_triton
 from sgl_fp8rl.ops.qk_rope_triton import norm_rope_store
 from tests.gpu.conftest import INTERPRETED

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sgl_fp8rl.sampling import sample as twin
-from sgl_fp8rl.sampling import sample_triton
+from sgl_fp8rl.ops import sample as twin
+from sgl_fp8rl.ops import sample_triton
 from tests.gpu.conftest import INTERPRETED
 from tests.sample_oracle import check_sample
 

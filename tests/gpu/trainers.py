@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.protocol import framing
 from tests.gpu.policies import Shape, Tensors, draw
 
 ANSWER_S = 120.0

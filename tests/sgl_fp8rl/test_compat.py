@@ -13,7 +13,7 @@ from sgl_fp8rl import compat
 from tests.test_imports import layer_of, module_of
 
 HOME = Path(str(sgl_fp8rl.__file__)).parent
-ENGINE = range(layer_of("sgl_fp8rl.compat"), layer_of("sgl_fp8rl.plugin") + 1)
+ENGINE = range(layer_of("sgl_fp8rl.compat"), layer_of("sgl_fp8rl.engine.plugin") + 1)
 """The layers that know SGLang."""
 
 

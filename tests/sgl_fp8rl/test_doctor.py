@@ -154,12 +154,12 @@ class _Point(metadata.EntryPoint):
 @pytest.mark.parametrize(
     ("targets", "plugins", "expected"),
     [
-        (["sgl_fp8rl.plugin:register"], "", "ok"),
-        (["sgl_fp8rl.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
-        (["sgl_fp8rl.plugin:register"], "other", "SGLANG_PLUGINS=other leaves it out"),
+        (["sgl_fp8rl.engine.plugin:register"], "", "ok"),
+        (["sgl_fp8rl.engine.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
+        (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other leaves it out"),
         ([], "", "holds nothing under this name"),
         (["elsewhere:register"], "", "holds elsewhere:register under this name"),
-        (["sgl_fp8rl.plugin:register"] * 2, "", "reinstall"),
+        (["sgl_fp8rl.engine.plugin:register"] * 2, "", "reinstall"),
     ],
 )
 def test_entry_points(
@@ -168,7 +168,7 @@ def test_entry_points(
     points = {
         "sglang.srt.plugins": [_Point("fp8rl", t, "sglang.srt.plugins") for t in targets],
         "sglang.srt.platforms": [
-            _Point("fp8rl_cpu", "sgl_fp8rl.cpu_platform:activate", "sglang.srt.platforms")
+            _Point("fp8rl_cpu", "sgl_fp8rl.engine.cpu_platform:activate", "sglang.srt.platforms")
         ],
     }
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: points[group])
@@ -216,11 +216,11 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expe
 def test_cpu_platform(
     monkeypatch: pytest.MonkeyPatch, is_active: bool, activates: bool, expected: str
 ) -> None:
-    platform = types.ModuleType("sgl_fp8rl.cpu_platform")
+    platform = types.ModuleType("sgl_fp8rl.engine.cpu_platform")
     vars(platform).update(
         is_active=lambda: is_active, activate=lambda: "some.Platform" if activates else None
     )
-    monkeypatch.setitem(sys.modules, "sgl_fp8rl.cpu_platform", platform)
+    monkeypatch.setitem(sys.modules, "sgl_fp8rl.engine.cpu_platform", platform)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert only(doctor.check_device()).status == expected
 

@@ -63,8 +63,8 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     parser.read_string(dist_info(wheel, "entry_points.txt"))
     assert {section: dict(parser[section]) for section in parser.sections()} == {
         "console_scripts": {"sgl-fp8rl": "sgl_fp8rl.cli:main"},
-        "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.plugin:register"},
-        "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.cpu_platform:activate"},
+        "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.engine.plugin:register"},
+        "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.engine.cpu_platform:activate"},
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 
 JOIN_S = 20.0

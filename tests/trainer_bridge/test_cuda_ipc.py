@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update.cuda_memory import Handle
+from sgl_fp8rl.protocol.cuda_memory import Handle
 from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.cuda_memory import Handle
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge import engine_connection as connection_module
 from trainer_bridge.engine_client import EngineError

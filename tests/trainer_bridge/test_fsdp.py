@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import is_sharded, named_tensors, sources

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
 from trainer_bridge.engine_connection import connection_to

@@ -18,7 +18,7 @@ from hypothesis import given, reject
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
-from sgl_fp8rl.weight_update.manifest import SCALE_SUFFIX, ManifestError
+from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, ManifestError
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import QuantizePacker

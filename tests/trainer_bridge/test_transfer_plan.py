@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, reject
 
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.packer import CopyPacker
 from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped

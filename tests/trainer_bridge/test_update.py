@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import FakeEngine
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import connection_to

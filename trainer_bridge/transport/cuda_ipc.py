@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.weight_update.cuda_memory import (
+from sgl_fp8rl.protocol.cuda_memory import (
     CudaMemoryError,
     DeviceMemory,
     Handle,

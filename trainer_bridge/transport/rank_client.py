@@ -3,7 +3,7 @@
 import socket
 from typing import Any
 
-from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.protocol import framing
 from trainer_bridge.engine_client import EngineError
 
 SOCKET_TIMEOUT_S = 600.0

@@ -9,13 +9,13 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.gemm import candidates, dispatch
 from sgl_fp8rl.gemm.bench_inputs import difference
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
 from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.gemm.tune import ERROR_BOUND
-from sgl_fp8rl.linear import FP8RLLinearMethod
 from sgl_fp8rl.ops import activation_triton
 from sgl_fp8rl.ops.activation import attach, quantize_tokens
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight

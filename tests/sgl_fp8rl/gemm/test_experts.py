@@ -11,10 +11,11 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat, fusion
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import fusion
+from sgl_fp8rl.engine.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.gemm import experts, grouped_experts
 from sgl_fp8rl.gemm.expert_tiles import Pair, Tiles
-from sgl_fp8rl.moe import FP8RLMoEMethod, experts_reference
 from sgl_fp8rl.ops import activation, activation_triton, expert_rows, expert_rows_triton
 from sgl_fp8rl.ops.activation import attach, attached, quantize_tokens
 from tests import experts_fakes
@@ -257,8 +258,8 @@ def apply(layer: Experts, x: Tensor) -> str:
 def whose(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = SimpleNamespace(hidden_states="SGLang's")
     monkeypatch.setattr(compat.Fp8MoEMethod, "apply", lambda *args: stock)
-    monkeypatch.setattr("sgl_fp8rl.moe.experts", lambda *args: "ours")
-    monkeypatch.setattr("sgl_fp8rl.moe.experts_reference", lambda *args: "the CPU's")
+    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts", lambda *args: "ours")
+    monkeypatch.setattr("sgl_fp8rl.engine.moe.experts_reference", lambda *args: "the CPU's")
 
 
 @pytest.mark.usefixtures("whose")

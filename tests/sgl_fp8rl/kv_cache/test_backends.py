@@ -7,9 +7,10 @@ import pytest
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat, doctor, hooks, plugin
-from sgl_fp8rl.flashinfer_plans import wait_for_copy
-from sgl_fp8rl.kv_cache import attention, backends
+from sgl_fp8rl import compat, doctor
+from sgl_fp8rl.engine import hooks, kv_attention, plugin
+from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import XQA, Capability, choose
 
 HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
@@ -236,24 +237,24 @@ class Registry:
             "flashinfer",
             XQA,
             {
-                "FlashInferAttnBackend.forward_extend": attention.folded_extend,
-                "TRTLLMHAAttnBackend.forward_decode": attention.xqa_decode,
+                "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
+                "TRTLLMHAAttnBackend.forward_decode": kv_attention.xqa_decode,
             },
         ),
         (
             "flashinfer",
             "flashinfer",
             {
-                "FlashInferAttnBackend.forward_extend": attention.folded_extend,
-                "FlashInferAttnBackend.forward_decode": attention.folded_decode,
+                "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
+                "FlashInferAttnBackend.forward_decode": kv_attention.folded_decode,
             },
         ),
         (
             "torch_native",
             "torch_native",
             {
-                "TorchNativeAttnBackend.forward_extend": attention.folded_extend,
-                "TorchNativeAttnBackend.forward_decode": attention.folded_decode,
+                "TorchNativeAttnBackend.forward_extend": kv_attention.folded_extend,
+                "TorchNativeAttnBackend.forward_decode": kv_attention.folded_decode,
             },
         ),
     ],

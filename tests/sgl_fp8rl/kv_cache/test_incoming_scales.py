@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sgl_fp8rl.kv_cache import incoming_scales
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 
 LAYERS, HEADS = 2, 4
 SPELLINGS = ("self_attn.{0}_scale", "self_attn.attn.{0}_scale", "self_attn.{0}_proj.{0}_scale")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from sgl_fp8rl.engine.kv_attention import folded_decode, folded_extend
+from sgl_fp8rl.engine.kv_calibrate import watch_forward
 from sgl_fp8rl.kv_cache import kv_stats, quant_error
-from sgl_fp8rl.kv_cache.attention import folded_decode, folded_extend
-from sgl_fp8rl.kv_cache.calibrate import watch_forward
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
 from tests import kv_oracle, oracle
 
@@ -140,7 +140,7 @@ def test_decode_is_not_measured() -> None:
 
 
 def test_probes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_fp8rl.kv_cache.calibrate.is_internal", lambda rid: True)
+    monkeypatch.setattr("sgl_fp8rl.engine.kv_calibrate.is_internal", lambda rid: True)
     engine = Engine(0.02, 0.02)
     quant_error.start(engine.scales)
     engine.forward(tokens(4, 3.0), tokens(4, 3.0), [1, 2, 3, 4])

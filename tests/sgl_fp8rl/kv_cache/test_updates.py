@@ -8,8 +8,8 @@ import torch
 
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, attach
-from sgl_fp8rl.kv_cache.schema import KV_SCALES
-from sgl_fp8rl.weight_update.manifest import ManifestError
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.weight_update import toy

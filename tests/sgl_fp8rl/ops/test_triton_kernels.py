@@ -20,10 +20,10 @@ from sgl_fp8rl.ops import (
     heads_triton,
     kv_triton,
     qk_rope_triton,
+    sample_triton,
     weight_quant_triton,
 )
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.sampling import sample_triton
 from trainer_bridge.correction import triton_common, triton_rows, triton_tokens
 
 ROOT = Path(__file__).parents[3]

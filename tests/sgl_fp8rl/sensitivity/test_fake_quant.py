@@ -46,7 +46,7 @@ def test_a_linear(has_bias: bool) -> None:
 
 
 def test_experts_are_those_of_a_cpu_engine(load: Load) -> None:
-    from sgl_fp8rl.moe import experts_reference
+    from sgl_fp8rl.engine.moe import experts_reference
 
     model = load("qwen3_moe")
     group = next(g for g in fp8_groups(model) if g.name == "model.layers.1.mlp.experts")

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update import framing
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import rank_server as rank_server_module
-from sgl_fp8rl.weight_update.cuda_memory import Handle
-from sgl_fp8rl.weight_update.manifest import describe
 from sgl_fp8rl.weight_update.rank_server import RankSocket
+from tests.sgl_fp8rl.engine.fake_engine import TOKEN, RankThread
+from tests.sgl_fp8rl.protocol.test_framing import descriptors
 from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.fake_engine import TOKEN, RankThread
-from tests.sgl_fp8rl.weight_update.test_framing import descriptors
 
 SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
 BUCKET = 1 << 17

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_fp8rl.weight_update.manifest import Manifest, ManifestError, TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, TensorSpec
 from sgl_fp8rl.weight_update.routes import (
     Region,
     Route,

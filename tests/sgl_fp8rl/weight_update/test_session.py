@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sgl_fp8rl.weight_update.chunks import ChunkSlice
-from sgl_fp8rl.weight_update.manifest import ManifestError, TensorSpec, describe
+from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.manifest import ManifestError, TensorSpec, describe
 from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy

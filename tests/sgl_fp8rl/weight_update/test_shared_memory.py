@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
+from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
 from sgl_fp8rl.weight_update import shared_memory
-from sgl_fp8rl.weight_update.chunks import ChunkSlice
-from sgl_fp8rl.weight_update.cuda_memory import CudaMemoryError, Handle
-from sgl_fp8rl.weight_update.manifest import Manifest, TensorSpec
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemory, SharedMemoryError
-from tests.sgl_fp8rl.weight_update.test_framing import descriptors
+from tests.sgl_fp8rl.protocol.test_framing import descriptors
 from tests.sgl_fp8rl.weight_update.toy import BF16
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import session as session_module
 from sgl_fp8rl.weight_update import triton_writer
-from sgl_fp8rl.weight_update.manifest import describe
 from sgl_fp8rl.weight_update.routes import Region, view
 from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from sgl_fp8rl.weight_update.manifest import describe
+from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
 from sgl_fp8rl.weight_update.shared_memory import Bucket

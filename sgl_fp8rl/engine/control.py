@@ -1,0 +1,267 @@
+"""The control channel in the main process: one JSON message in, one JSON reply out.
+
+``sgl.Engine`` reaches it as ``engine.fp8rl_control(message)``, HTTP clients as ``POST /fp8rl``. It
+pauses generation around a session and speaks to the schedulers over SGLang's own rpc socket.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import time
+from typing import Any
+
+import zmq
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine.scheduler import RPC_METHOD
+from sgl_fp8rl.options import current_options
+from sgl_fp8rl.protocol.manifest import (
+    ABORT,
+    FINISH,
+    PROTOCOL,
+    ManifestError,
+    check_in_flight,
+)
+
+POLL_S = 0.0005
+SPIN_S = 0.005
+"""How long a reply is awaited without sleeping: most take less than a sleep would add."""
+DRAIN_TIMEOUT_S = 60.0
+"""How long requests that were aborted for an update may take to leave the scheduler."""
+FINISH_POLL_S = 0.05
+FINISH_TIMEOUT_S = 570.0
+"""How long an update waits for the end of requests: less than its trainer waits for the answer."""
+PATH = "/fp8rl"
+
+
+class ControlError(RuntimeError):
+    """A refused control message; ``status`` is its HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Control:
+    """Serves control messages for one engine; at most one update session at a time."""
+
+    def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
+        self._manager = tokenizer_manager
+        self._rpc = rpc
+        self._server_args = server_args
+        self._options = current_options()
+        self._lock = asyncio.Lock()
+        self._session: asyncio.Task[None] | None = None
+        self._ended: dict[str, Any] | None = None
+        self._status: dict[str, Any] = {}
+
+    async def handle(self, message: Any) -> dict[str, Any]:
+        """Answer one message.
+
+        Raises:
+            ControlError: the message is refused; nothing changed.
+        """
+        # inside of the loop that serves: called from elsewhere it would make a loop of its own
+        self._manager.auto_create_handle_loop()
+        op = message.get("op") if isinstance(message, dict) else None
+        if op == "end":
+            return await self._end()
+        async with self._lock:
+            if op == "layout":
+                return await self._layout()
+            if self._session is not None:
+                raise ControlError("an update is under way; wait for its end", 409)
+            if op == "begin":
+                return await self._begin(message)
+            if op in ("layers", "digest", "kv", "kv_observe", "kv_recalibrate"):
+                return await self._ask({"op": op})
+        raise ControlError(f"there is no control message {op!r}; install the same sgl-fp8rl")
+
+    async def _layout(self) -> dict[str, Any]:
+        if self._session is None:
+            self._status = await self._ask({"op": "status"})
+        else:
+            self._status["state"] = "updating"
+        return {
+            "protocol": PROTOCOL,
+            "sglang": compat.sglang_version(),
+            "tp_size": self._server_args.tp_size,
+            "bucket_bytes": self._options.bucket_bytes,
+            "logprobs": {"raw": _returns_raw_logprobs()},
+            **self._status,
+        }
+
+    async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Open a session, or answer ``unknown`` where the whole manifest must be sent."""
+        try:
+            in_flight = check_in_flight(message.get("in_flight", ABORT))
+        except ManifestError as error:
+            raise ControlError(str(error)) from None
+        was_paused = self._manager.is_pause
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True  # new requests wait at the tokenizer
+        session = False
+        try:
+            token = secrets.token_hex(16)
+            begun = await self._drain_and_begin({**message, "token": token}, in_flight)
+            session = "sockets" in begun
+        finally:
+            if not session:  # whatever it is, the engine must not stay paused
+                await self._resume(was_paused)
+        if session:
+            self._session = asyncio.create_task(self._watch(was_paused))
+            return {"token": token, **begun}
+        return begun
+
+    async def _drain_and_begin(self, message: dict[str, Any], in_flight: str) -> dict[str, Any]:
+        limit_s, poll_s = (
+            (FINISH_TIMEOUT_S, FINISH_POLL_S) if in_flight == FINISH else (DRAIN_TIMEOUT_S, POLL_S)
+        )
+        deadline = asyncio.get_running_loop().time() + limit_s
+        begun = await self._ask(message)  # refused before any request is disturbed
+        message.pop("manifest", None)
+        while begun.get("busy"):
+            if in_flight == ABORT:
+                # SGLang's own pause sleeps for a second between its looks, and its own
+                # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the
+                # new version.
+                self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
+            begun = await self._ask(message)
+            if begun.get("busy") and asyncio.get_running_loop().time() > deadline:
+                raise ControlError(
+                    f"requests were still running after {limit_s:.0f} s (in_flight is "
+                    f"{in_flight!r}); the engine keeps its version, try again",
+                    503,
+                )
+            await asyncio.sleep(poll_s)
+        return begun
+
+    async def _watch(self, was_paused: bool) -> None:
+        """Wait for the schedulers to end the session, however it ends, and generate again."""
+        try:
+            self._ended = await self._receive()
+        finally:
+            self._session = None
+            await self._resume(was_paused)
+
+    async def _resume(self, was_paused: bool) -> None:
+        if not was_paused:
+            # the scheduler was never paused, so SGLang's own continue_generation has a message less
+            async with self._manager.is_pause_cond:
+                self._manager.is_pause = False
+                self._manager.is_pause_cond.notify_all()
+
+    async def _end(self) -> dict[str, Any]:
+        """Wait until the session that is under way has ended, and tell how the last one did."""
+        if self._session is not None:
+            await asyncio.shield(self._session)
+        if self._ended is None:
+            raise ControlError("no update has begun yet", 409)
+        return self._ended
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        parameters = {"message": json.dumps(message)}
+        compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
+        reply = await self._receive()
+        if "error" in reply:
+            raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
+        return reply
+
+    async def _receive(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        soon = loop.time() + SPIN_S
+        while not self._rpc.poll(0):
+            # /health looks at it: schedulers that serve an update answer nothing else meanwhile
+            self._manager.last_receive_tstamp = time.time()
+            await asyncio.sleep(0 if loop.time() < soon else POLL_S)
+        reply = json.loads(compat.sock_recv(self._rpc).message)
+        assert isinstance(reply, dict)
+        return reply
+
+
+def _returns_raw_logprobs() -> bool:
+    """Whether SGLang reports logprobs of the logits before temperature."""
+    return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
+
+
+def add_route(
+    original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any
+) -> Any:
+    """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
+    if server_args.quantization == NAME:
+        port_args = kw["port_args"] if "port_args" in kw else args[1]
+        rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
+        control = Control(tokenizer_manager, rpc, server_args)
+        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/internal_requests.py)
+        compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+    return original(server_args, tokenizer_manager, *args, **kw)
+
+
+def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """``Engine.fp8rl_control``: the same messages for an engine in this process.
+
+    Raises:
+        ControlError: the message is refused.
+    """
+    control = getattr(engine, "_fp8rl_control", None)
+    if control is None:
+        if engine.server_args.quantization != NAME:
+            raise ControlError("this engine does not run with quantization='fp8rl'")
+        control = Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
+        engine._fp8rl_control = control
+    return engine.loop.run_until_complete(control.handle(message))  # type: ignore[no-any-return]
+
+
+def _handler(control: Control) -> Any:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    options = current_options()
+
+    async def fp8rl(request: Request) -> JSONResponse:
+        try:
+            _authorize(options, request)
+            # shielded: a client that hangs up must not leave a reply of the schedulers unread
+            reply = await asyncio.shield(control.handle(await _json(request)))
+        except ControlError as error:
+            return JSONResponse({"error": str(error)}, status_code=error.status)
+        return JSONResponse(reply)
+
+    # the module's annotations are no strings, so FastAPI sees the request parameter as it is
+    return fp8rl
+
+
+async def _json(request: Any) -> Any:
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError):
+        raise ControlError("the body is no JSON; send a control message") from None
+
+
+def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
+    host = request.client.host if request.client else ""
+    if options.listen == "loopback" and not _is_loopback(host):
+        raise ControlError(
+            "control messages are taken from this host only; start with --fp8rl-listen any and a "
+            "key to take them from others",
+            403,
+        )
+    given = request.headers.get("authorization", "")
+    if options.key is not None and not hmac.compare_digest(
+        given.encode(), f"Bearer {options.key}".encode()
+    ):
+        raise ControlError("the key is missing or wrong; set FP8RL_KEY to the server's key", 401)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

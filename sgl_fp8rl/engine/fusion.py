@@ -1,0 +1,158 @@
+"""Quantization in what produces an activation: norms and SiLU that feed our FP8 layers.
+
+A producer still returns SGLang's BF16 tensor, for whoever else reads it, such as the router of
+experts; the layer finds codes and scales attached to it (``activation.attached``). A guess about
+what feeds what that proves wrong costs time and nothing else: a layer that finds nothing quantizes
+for itself.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.moe import FP8RLMoEMethod
+from sgl_fp8rl.gemm import experts
+from sgl_fp8rl.ops.activation import attach, detach
+from sgl_fp8rl.ops.reference import BLOCK
+
+logger = logging.getLogger(__name__)
+
+_FEEDS = {
+    "input_layernorm": ("self_attn.qkv_proj",),
+    "post_attention_layernorm": ("mlp.gate_up_proj", "mlp.experts"),
+    "act_fn": ("down_proj",),
+}
+"""Producers by their names in a module, and the layers there that may take what each returns."""
+
+
+def fuse(model: nn.Module) -> int:
+    """Let producers quantize for the FP8 layers that they feed.
+
+    On CPUs, and where SGLang has chosen another forward than its CUDA kernels (for deterministic
+    or on-policy runs), nothing is changed. To be called once, after the linears have their choices
+    of kernels (``startup``) and before CUDA graphs are captured.
+
+    Returns:
+        How many producers quantize now.
+    """
+    count = 0
+    for name, module in model.named_modules():
+        for producer_name, consumer_names in _FEEDS.items():
+            producer = getattr(module, producer_name, None)
+            consumers = [path for path in consumer_names if _takes_codes(_find(module, path))]
+            if producer is None or not consumers:
+                continue
+            forward = _fused_forward(producer, by_row=consumers == ["mlp.experts"])
+            if forward is not None:
+                producer._forward_method = forward
+                logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
+                count += 1
+    logger.info("activations quantized by what produces them: %d", count)
+    return count
+
+
+def _find(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _takes_codes(layer: Any) -> bool:
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, FP8RLMoEMethod):
+        return experts.takes_codes(layer)
+    # Without choices of its own a layer runs SGLang's product, which quantizes for itself.
+    return isinstance(method, FP8RLLinearMethod) and method.choices is not None
+
+
+def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
+    """What to run in the place of the producer's CUDA kernel, or None to leave it alone."""
+    if type(producer) not in (compat.RMSNorm, compat.SiluAndMul):
+        return None  # Gemma's norms and other activations compute something else
+    # Newer versions resolve it at the first call.
+    original = producer._forward_method or producer._resolve_forward_method()
+    if original != producer.forward_cuda:
+        return None
+    if type(producer) is compat.SiluAndMul:
+        return _FusedSiluMul(original)
+    weight = producer.weight
+    plain = (
+        producer.variance_size_override is None
+        and not producer.cast_x_before_out_mul
+        and not producer.fp32_residual
+        and producer.override_orig_dtype is None
+        and weight.dtype == torch.bfloat16
+        and weight.numel() % BLOCK == 0
+    )
+    return _FusedNorm(original, producer, by_row) if plain else None
+
+
+class _FusedNorm:
+    """``RMSNorm.forward_cuda``; what is not plain goes to the original."""
+
+    def __init__(self, original: Callable[..., Any], norm: Any, by_row: bool) -> None:
+        from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
+
+        self.original = original
+        self.norm = norm
+        self.kernel = partial(rms_norm_quantize, by_row=by_row)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        extra = any(value is not None for value in (*args, *kwargs.values()))
+        if extra or not _is_plain(x) or not (residual is None or _matches(residual, x)):
+            return _unfused(self.original, x, residual, *args, **kwargs)
+        weight, eps = self.norm.weight.data, self.norm.variance_epsilon
+        y, quantized = self.kernel(x, weight, eps, residual)
+        attach(y, quantized)
+        return y if residual is None else (y, residual)
+
+
+class _FusedSiluMul:
+    """``SiluAndMul.forward_cuda``; what is not plain goes to the original."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
+
+        self.original = original
+        self.kernel = silu_mul_quantize
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not _is_plain(x) or x.shape[-1] % (2 * BLOCK):
+            return _unfused(self.original, x, *args, **kwargs)
+        y, quantized = self.kernel(x)
+        attach(y, quantized)
+        return y
+
+
+def _unfused(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        detach(x)  # the original may write into x, which torch does not count
+    return original(x, *args, **kwargs)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return (
+        # First: a compiler must not trace what follows.
+        not torch.compiler.is_compiling()
+        and x.dtype == torch.bfloat16
+        and x.dim() == 2
+        and x.numel() > 0
+        and x.is_contiguous()
+        # Without a counter of changes nothing could be attached.
+        and not x.is_inference()
+        and not torch.is_inference_mode_enabled()
+        and not compat.is_batch_invariant_mode_enabled()
+    )
+
+
+def _matches(residual: torch.Tensor, x: torch.Tensor) -> bool:
+    return residual.dtype == x.dtype and residual.shape == x.shape and residual.is_contiguous()

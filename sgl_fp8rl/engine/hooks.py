@@ -1,0 +1,52 @@
+"""Our hooks in SGLang's registry: the plugin's, and those of the backends that SGLang chose."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
+from sgl_fp8rl.engine.kv_decode import fused_forward, mark
+from sgl_fp8rl.kv_cache import backends
+
+Hook = Callable[..., Any]
+"""Called with SGLang's own function first, then with its arguments."""
+
+
+def register(target: str, hook: Hook) -> None:
+    """Put ``hook`` around SGLang's function ``target``."""
+    compat.HookRegistry.register(target, hook, compat.HookType.AROUND)
+
+
+def wrap_attention(prefill: str, decode: str, model: Any) -> None:
+    """Put our hooks around what serves an FP8 KV cache in this process: the attention backends, and
+    the model's attention modules where XQA decodes.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has not what is wrapped.
+    """
+    decoding = kv_attention.xqa_decode if decode == backends.XQA else kv_attention.folded_decode
+    hooks: dict[str, Hook] = {
+        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": kv_attention.folded_extend,
+        f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
+    }
+    if decode == backends.XQA:
+        hooks |= dict.fromkeys(mark(model), fused_forward)
+    _wrap(hooks)
+
+
+def wrap_plans() -> None:
+    """Put our hook around FlashInfer's planning of decode steps in this process.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has it not.
+    """
+    _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
+
+
+def _wrap(hooks: Mapping[str, Hook]) -> None:
+    for target, hook in hooks.items():
+        if target not in compat.HookRegistry._patched:
+            register(target, hook)
+    compat.HookRegistry.apply_hooks()
+    compat.check_hooks(hooks)

@@ -1,0 +1,194 @@
+"""Hooks on SGLang's attention backends: store K and V with our scales, attend with them.
+
+SGLang's own way keeps scales as Python floats, which a captured graph holds for ever, and stores
+without saturation. Layers that are not ours take the original way untouched. Shape suffixes: T
+tokens, H KV heads, G query heads of a KV head, D head dim.
+"""
+
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.engine.kv_calibrate import calibrate
+from sgl_fp8rl.kv_cache.quant_error import observe
+from sgl_fp8rl.kv_cache.scales import LayerKV
+from sgl_fp8rl.kv_cache.split_kv import sm_count
+
+SEMAPHORE_BYTES = 8 << 20
+"""The head of the workspace that FlashInfer's own call of XQA sets aside for semaphores."""
+
+
+def layer_kv(layer: Any) -> LayerKV | None:
+    """Our share of an attention layer, or None where its KV cache is not ours."""
+    return getattr(layer, "fp8rl_layer", None)
+
+
+def folded_decode(
+    original: Any,
+    backend: Any,
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """AROUND ``forward_decode`` of torch_native and FlashInfer: scales are folded into q and out.
+
+    The backend attends to codes: ``(q * k_scale) . c_k`` and ``(p @ c_v) * v_scale``.
+    """
+    mine = layer_kv(layer)
+    if mine is None:
+        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return out  # type: ignore[no-any-return]
+    if save_kv_cache and k is not None:
+        _store(backend, mine, k, v, layer, forward_batch, read_back=False)
+    q = _times_heads(q, mine.k_scale_h)
+    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
+    return _times_heads(out, mine.v_scale_h, out=out)
+
+
+def folded_extend(
+    original: Any,
+    backend: Any,
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """AROUND ``forward_extend`` of torch_native and FlashInfer.
+
+    FlashInfer's ragged kernel attends to the K and V that it is handed, not to the cache: it gets
+    what decode will read back there. Codes are exact in BF16.
+    """
+    mine = layer_kv(layer)
+    if mine is None:
+        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return out  # type: ignore[no-any-return]
+    if save_kv_cache and k is not None:
+        if mine.is_due:
+            calibrate(mine, q, k, v)
+        ragged = bool(getattr(backend.forward_metadata, "use_ragged", False))
+        codes = _store(backend, mine, k, v, layer, forward_batch, read_back=ragged)
+        if mine.is_observed:
+            caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+            observe(mine, k, v, forward_batch.out_cache_loc, caches)
+        if codes is not None:
+            k, v = codes
+    q = _times_heads(q, mine.k_scale_h)
+    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
+    return _times_heads(out, mine.v_scale_h, out=out)
+
+
+def xqa_decode(
+    original: Any,
+    backend: Any,
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    fp8rl_q_is_ready: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
+
+    XQA casts q to E4M3 itself, so scales are not folded into q: only powers of two are, one for a
+    head and one for q where it leaves E4M3's range.
+
+    Args:
+        fp8rl_q_is_ready: q has those factors already, and is contiguous (``decode.py``).
+
+    Raises:
+        RuntimeError: the layer needs what XQA has not, or the backend would run another kernel.
+    """
+    mine = layer_kv(layer)
+    if mine is None:
+        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return out  # type: ignore[no-any-return]
+    sinks = kwargs.get("sinks")
+    if not backend.is_xqa_impl or layer.logit_cap or sinks is not None:
+        raise RuntimeError(
+            "XQA with FP8 KV scales has neither logit caps nor attention sinks, and needs Hopper; "
+            "use --decode-attention-backend flashinfer"
+        )
+    from flashinfer.utils import get_device_sm_count
+    from flashinfer.xqa import xqa
+
+    if save_kv_cache and k is not None:
+        _store(backend, mine, k, v, layer, forward_batch, read_back=False)
+    dim = layer.head_dim
+    if not fp8rl_q_is_ready:
+        # one launch; where q is a slice of a fused projection it replaces the copy that XQA needs
+        q = _times_heads(q, mine.q_ratio_h)
+    q = q.view(-1, layer.tp_q_head_num, dim)
+    k_cache, v_cache = backend._reshape_paged_kv_cache(
+        *backend.token_to_kv_pool.get_kv_buffer(layer.layer_id), layer, dim
+    )
+    out = torch.empty_like(q)
+    workspace = backend.workspace_buffer.view(torch.uint8)
+    window = layer.sliding_window_size
+    xqa(
+        q.unsqueeze(1),
+        k_cache,
+        v_cache,
+        backend._get_layer_page_table(layer, forward_batch),
+        backend.forward_metadata.cache_seqlens_int32.unsqueeze(1),
+        out.unsqueeze(1),
+        workspace[SEMAPHORE_BYTES:],
+        workspace[:SEMAPHORE_BYTES],
+        layer.tp_k_head_num,
+        backend.page_size,
+        q_scale=mine.xqa_q_scale,
+        kv_scale=mine.xqa_kv_scale,
+        sm_count=sm_count(len(q) * layer.tp_k_head_num, get_device_sm_count(q.device)),
+        sliding_win_size=window + 1 if window >= 0 else 0,
+        kv_layout="HND",
+    )
+    out = out.view(-1, layer.tp_q_head_num * dim)
+    # with one scale a layer the ratios are 1
+    return _times_heads(out, mine.out_ratio_h, out=out) if mine.scales.per_head else out
+
+
+def _store(
+    backend: Any,
+    mine: LayerKV,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    read_back: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Write the codes into the pool's buffers, which skips SGLang's own unsaturated cast."""
+    if k.is_cuda:
+        from sgl_fp8rl.ops.kv_triton import store_kv
+    else:
+        from sgl_fp8rl.ops.kv import store_kv
+    k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    return store_kv(
+        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+        forward_batch.out_cache_loc,
+        k_cache,
+        v_cache,
+        mine.k_scale_h,
+        mine.v_scale_h,
+        mine.statistics,
+        read_back=read_back,
+    )
+
+
+def _times_heads(
+    x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x, of query heads, times a factor of their KV head: into ``out``, or new and contiguous."""
+    if x.is_cuda:
+        from sgl_fp8rl.ops.heads_triton import scale_heads
+    else:
+        from sgl_fp8rl.ops.heads import scale_heads
+    return scale_heads(x, factor_H, out)

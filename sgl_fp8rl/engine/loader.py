@@ -1,0 +1,281 @@
+"""Loading for ``--quantization fp8rl``: the first set of weights is written as an update is.
+
+Routes are recorded from the checkpoint's headers; then each tensor is read, quantized and written
+through them. The BF16 model is never whole in engine memory.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
+from sgl_fp8rl.engine.quant_config import list_layers
+from sgl_fp8rl.engine.scheduler import attach, skipped_by_all
+from sgl_fp8rl.kv_cache import backends
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales
+from sgl_fp8rl.kv_cache.scales import attach as attach_layers
+from sgl_fp8rl.options import current_options
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, TensorSpec
+from sgl_fp8rl.weight_update.checkpoint_source import write_all
+from sgl_fp8rl.weight_update.route_tracer import record_routes
+from sgl_fp8rl.weight_update.routes import shapes_of
+from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
+    """Reads a BF16 or block-FP8 safetensors checkpoint into FP8 storage."""
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        self._model_config = model_config
+        return super().load_model(  # type: ignore[no-any-return]
+            model_config=model_config, device_config=device_config
+        )
+
+    def load_weights_and_postprocess(self, model: nn.Module, _: Any, target_device: Any) -> None:
+        """Replaces the base's static method, and its reader, which holds whole shards in memory."""
+        kv = attach_kv_scales(model, self._model_config)
+        engine_weights = EngineWeights(model, self._model_config.dtype, kv)
+        attach(model, engine_weights)
+        source = self.Source.init_new(self._model_config, model)
+        _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
+        chunk_bytes = current_options().bucket_bytes // 2
+        self._load(engine_weights, read_manifest(files, chunk_bytes), read_tensors(files))
+        load_kv_scales(kv)
+        postprocess(model)
+        engine_weights.check_addresses()
+        log_layer_formats(model)
+
+    def _load(
+        self,
+        engine_weights: EngineWeights,
+        manifest: Manifest,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        kv_scales = engine_weights.kv_scales_in(manifest)
+        engine_weights.table = record_routes(engine_weights.model, shapes_of(manifest, kv_scales))
+        skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
+        engine_weights.table.skipped = frozenset(skipped)
+        if skipped:
+            logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
+        engine_weights.accept(manifest)
+        write_all(engine_weights, manifest, tensors)
+        # its tables lie in memory that the memory saver may take away, and are not needed again
+        engine_weights.forget(manifest.fingerprint)
+
+
+def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
+    """Names, dtypes and shapes from the headers of safetensors files, to be read in such parts.
+
+    Raises:
+        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+                header = opened.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    raise ManifestError(
+                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
+                        f"BF16, FP16, FP32 or block FP8"
+                    )
+                specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
+    return Manifest(CHECKPOINT_VERSION, specs, chunk_bytes)
+
+
+def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of safetensors files, mapped: only what is copied out is read from disk."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
+    """``--load-format dummy``: random weights, quarantined; the first update records the routes."""
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        model = super().load_model(model_config=model_config, device_config=device_config)
+        kv = attach_kv_scales(model, model_config)
+        load_kv_scales(kv)
+        weights = EngineWeights(model, model_config.dtype, kv)
+        weights.quarantine("the engine was started with dummy weights; send a complete update")
+        attach(model, weights)
+        log_layer_formats(model)
+        return model  # type: ignore[no-any-return]
+
+
+def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
+    """Give a model with an FP8 KV cache its scales, all 1, or return None where it is not FP8.
+
+    Raises:
+        ValueError: an attention layer that does more than our hooks know.
+    """
+    if compat.get_model_args().kv_cache_dtype != backends.FP8_KV:
+        return None
+    if model_config.is_hybrid_swa:
+        raise ValueError(
+            "quantization fp8rl cannot scale the FP8 KV cache of a model whose sliding-window "
+            "layers have a pool of their own yet; start it without --kv-cache-dtype"
+        )
+    layers = [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
+    for layer in layers:
+        if (
+            layer.attn_type != compat.AttentionType.DECODER
+            or layer.is_cross_attention
+            or layer.qk_head_dim != layer.v_head_dim
+        ):
+            raise ValueError(
+                f"quantization fp8rl cannot scale the FP8 KV cache of attention layer "
+                f"{layer.layer_id} yet: it is no plain decoder attention; start the model without "
+                f"--kv-cache-dtype"
+            )
+    group, options = compat.get_tp_group(), current_options()
+    total = model_config.get_total_num_kv_heads()
+    heads = Heads.of(total, group.rank_in_group, group.world_size)
+    by_id = {layer.layer_id: layer for layer in layers}
+    if not layers or {layer.tp_k_head_num for layer in layers} != {heads.count}:
+        raise ValueError(
+            f"quantization fp8rl expects {heads.count} KV heads on this rank in every attention "
+            f"layer to scale an FP8 KV cache; start the model without --kv-cache-dtype"
+        )
+    scales = KVScales(
+        [by_id[i].scaling * by_id[i].qk_head_dim ** 0.5 for i in sorted(by_id)],
+        heads,
+        options.kv_scheme,
+        options.kv_per_head,
+        next(model.parameters()).device,
+    )
+    scales.elements = [heads.count * by_id[i].qk_head_dim for i in sorted(by_id)]
+    attach_layers(scales, model, layers)
+    return scales
+
+
+def load_kv_scales(scales: KVScales | None) -> None:
+    """Start with the scales of the option ``kv_scales``, which win over a checkpoint's."""
+    path = current_options().kv_scales
+    if scales is not None and path is not None:
+        scales.load(path)
+
+
+def check_kv_cache(original: Any, runner: Any) -> None:
+    """AROUND ``ModelRunner.init_attention_backends``: hold and wrap what really serves the cache,
+    and FlashInfer's plans where it decodes.
+
+    Raises:
+        ValueError: a backend or a pool that our hooks do not reach.
+    """
+    original(runner)
+    if runner.model_config.quantization != NAME:
+        return
+    prefill, decode = runner.prefill_attention_backend_str, runner.decode_attention_backend_str
+    if decode == "flashinfer":
+        wrap_plans()
+    if getattr(runner.model, "fp8rl_kv", None) is None:
+        return
+    backends.check(prefill, decode, backends.capability())
+    pool = runner.token_to_kv_pool
+    if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise ValueError(
+            f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
+            f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
+        )
+    wrap_attention(prefill, decode, runner.model)
+    backends.log(prefill, decode, runner.page_size)
+
+
+def choose_loader(original: Any, load_config: Any, model_config: Any = None) -> Any:
+    """AROUND ``get_model_loader``: the quantization implies the loader.
+
+    Raises:
+        ValueError: a load format that cannot quantize on the way in, or a draft model.
+    """
+    if model_config is None or model_config.quantization != NAME:
+        return original(load_config, model_config)
+    if getattr(model_config, "is_draft_model", False):
+        raise ValueError(
+            "quantization fp8rl cannot update draft models yet; start without speculative decoding"
+        )
+    formats = compat.LoadFormat
+    if load_config.load_format == formats.DUMMY:
+        return FP8RLDummyLoader(load_config)
+    if load_config.load_format not in (formats.AUTO, formats.SAFETENSORS):
+        raise ValueError(
+            f"quantization fp8rl loads safetensors checkpoints, not load format "
+            f"{load_config.load_format}; use --load-format auto or dummy"
+        )
+    load_config.load_format = formats.SAFETENSORS
+    return FP8RLModelLoader(load_config)
+
+
+def keep_mixtral(original: Any, model_config: Any) -> Any:
+    """AROUND ``get_model_architecture``: SGLang gives Mixtral another class, without fused experts,
+    under a quantization name that it does not know."""
+    if model_config.quantization != NAME:
+        return original(model_config)
+    model_config.quantization = "fp8"
+    try:
+        return original(model_config)
+    finally:
+        model_config.quantization = NAME
+
+
+def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
+    """AROUND ``adjust_config_with_unaligned_cpu_tp``: on a CPU SGLang pads sizes that are no whole
+    blocks, for AMX kernels that we do not use; such layers stay BF16 in their own size."""
+    if model_config.quantization == NAME:
+        return model_config
+    return original(model_config, *args)
+
+
+def verify_model(original: Any, model_config: Any) -> None:
+    """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right.
+
+    Raises:
+        ValueError: the model's attention is MLA.
+    """
+    original(model_config)
+    if model_config.quantization != NAME:
+        return
+    if model_config.attention_arch == compat.AttentionArch.MLA:
+        architecture = (model_config.hf_config.architectures or ["this model"])[0]
+        raise ValueError(
+            f"quantization fp8rl cannot serve {architecture} yet: its MLA attention keeps tensors "
+            f"derived from kv_b_proj that an update would leave stale; start it without fp8rl"
+        )
+
+
+def postprocess(model: nn.Module) -> None:
+    """Run each quant method's post-processing, as SGLang's own loader does."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(module)
+
+
+def log_layer_formats(model: nn.Module) -> None:
+    """Log which layers are FP8, and why each other one is not."""
+    layers = list_layers(model)
+    fp8 = [layer for layer in layers if layer.format == "fp8"]
+    reasons = Counter(layer.reason for layer in layers if layer.format != "fp8")
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    logger.info("fp8rl: %d of %d layers are FP8; BF16: %s", len(fp8), len(layers), why or "none")
+    for layer in layers:
+        logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")

@@ -1,0 +1,70 @@
+"""The FP8 experts: SGLang's own block-FP8 method on storage whose addresses never change."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine.linear import keep_storage
+from sgl_fp8rl.gemm.expert_tiles import Tiles
+from sgl_fp8rl.gemm.experts import experts, fits, takes_codes
+from sgl_fp8rl.ops.activation import detach
+from sgl_fp8rl.ops.experts import fp8_experts
+
+
+class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
+    """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them."""
+
+    def __init__(self, quant_config: Any, prefix: str) -> None:
+        super().__init__(quant_config)
+        self.prefix = prefix
+        self.is_compiled = False
+        """Whether ``grouped_experts`` has its kernels; SGLang's Triton kernel runs without."""
+        self.tiles: Tiles | None = None
+        """Those measured for this shape, for SGLang's Triton kernel; None: it takes its own."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        keep_storage(super().process_weights_after_loading, layer, self.prefix)
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        x = dispatch_output.hidden_states
+        on_cpu = layer.w13_weight.device.type == "cpu"
+        if not on_cpu and not (fits(x) and takes_codes(layer)):
+            if not torch.compiler.is_compiling():
+                detach(x)  # SGLang may write into x, which torch does not count
+            return super().apply(layer, dispatch_output)
+        topk_weights, topk_ids, _ = dispatch_output.topk_output
+        run = experts_reference if on_cpu else experts
+        return compat.StandardCombineInput(hidden_states=run(layer, x, topk_weights, topk_ids))
+
+
+_ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
+
+
+def experts_reference(
+    layer: Any, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
+) -> torch.Tensor:
+    """The experts of an engine's layer, in the torch reference.
+
+    Returns:
+        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
+    """
+    config = layer.moe_runner_config
+    if config.activation not in _ACTIVATIONS or config.apply_router_weight_on_input:
+        raise NotImplementedError(
+            f"experts with activation {config.activation!r} and apply_router_weight_on_input="
+            f"{config.apply_router_weight_on_input} have no CPU reference; run them on a GPU"
+        )
+    out_MH = fp8_experts(
+        x_MH,
+        (layer.w13_weight, layer.w13_weight_scale_inv),
+        (layer.w2_weight, layer.w2_weight_scale_inv),
+        topk_weights_MT,
+        topk_ids_MT,
+        _ACTIVATIONS[config.activation],
+    )
+    scale = config.routed_scaling_factor
+    if scale is not None:
+        out_MH *= scale
+    return out_MH.to(x_MH.dtype)

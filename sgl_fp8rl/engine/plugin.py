@@ -1,0 +1,227 @@
+"""The SGLang plugin: the only place that registers something with SGLang, but for ``hooks.py``.
+
+SGLang calls ``register`` once in each of its processes, before it parses arguments. It registers
+all or nothing: where something is missing the name ``fp8rl`` stays unknown, so a server that was
+asked for it does not come up, and one that was not is undisturbed.
+"""
+
+import logging
+import multiprocessing
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from server_args import Fp8RLServerArgs, parse
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.kv_cache import backends
+from sgl_fp8rl.kv_cache.scales import read_file
+from sgl_fp8rl.options import export_flags, export_keywords, read_options
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``."""
+    try:
+        _refuse_shadows()
+        _leave_torchrun()
+        _register()
+    except (compat.IncompatibleSGLangError, ValueError) as error:
+        # nothing is registered: SGLang refuses the quantization by name, and serves others as ever
+        logger.error("sgl-fp8rl is not available: %s", error)
+
+
+def _register() -> None:
+    missing = [path for path, found in compat.check_symbols() if not found]
+    if missing:
+        raise compat.IncompatibleSGLangError(
+            f"SGLang {compat.sglang_version()} has no {missing[0]}; sgl-fp8rl is tested with "
+            f"{' and '.join(compat.TESTED_VERSIONS)}"
+        )
+    read_options()  # a wrong FP8RL_* variable is told now, not at the first update
+
+    from sgl_fp8rl.engine import (
+        control,
+        cpu_platform,
+        hooks,
+        internal_requests,
+        kv_calibrate,
+        loader,
+        output_stream,
+        quant_config,
+        routed_experts,
+        sampler,
+        scheduler,
+        startup,
+    )
+
+    if NAME in compat.QUANTIZATION_METHODS:
+        return
+    compat.add_quantization_method_choices([NAME])
+    compat.QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
+    compat.BASE_QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
+    # SGLang matches linear methods by class name; without this, loaders know no block scales.
+    compat.WEIGHT_LOADER_V2_SUPPORTED.append("FP8RLLinearMethod")
+    compat.Engine.fp8rl_control = control.control_engine
+    compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
+
+    around: dict[str, hooks.Hook] = {
+        "parse_server_args": parse_cli_args,
+        "verify_quantization": loader.verify_model,
+        "get_model_architecture": loader.keep_mixtral,
+        "get_model_loader": loader.choose_loader,
+        "init_model_parallel_group": cpu_platform.without_pynccl,
+        "pad_for_amx": loader.without_padding,
+        "precompile_kernels": startup.prepare,
+        "configure_kv_cache": cpu_platform.without_amx,
+        "init_attention_backends": loader.check_kv_cache,
+        "forward": kv_calibrate.watch_forward,
+        "generate_request": internal_requests.tag_warm_up,
+        "host_cache_of_experts": routed_experts.plain_host_memory,
+        "capture_of_experts": routed_experts.clone_captured_topk,
+        "sample": scheduler.stamp_version,
+        "draw": sampler.fast_sample,
+        "stream_output": output_stream.skip_empty,
+        "handle_generate_request": scheduler.refuse_generation,
+        "handle_embedding_request": scheduler.refuse_generation,
+        "handle_rpc_request": scheduler.handle_rpc,
+        "release_memory": scheduler.quarantine_released,
+        "resume_memory": scheduler.note_resumed,
+        "run_http_server": control.add_route,
+    }
+    for name, hook in around.items():
+        hooks.register(compat.HOOK_TARGETS[name], hook)
+    for target, output in compat.STOCK_UPDATES.items():
+        hooks.register(target, scheduler.refuse_stock_update(output))
+
+
+def parse_cli_args(original: Any, argv: list[str]) -> Any:
+    """AROUND ``prepare_server_args``: our flags become variables that child processes inherit."""
+    try:
+        options, rest = parse(argv)
+        given = _given(rest)
+        for name, value in _for_fp8_kv(given).items():
+            rest += [f"--{name.replace('_', '-')}", str(value)]
+    except ValueError as error:
+        sys.exit(f"sgl-fp8rl: {error}")
+    if given["quantization"] == NAME and given["load_format"] == "dummy":
+        rest.append("--skip-server-warmup")  # quarantined: its warm-up request would fail
+    server_args = original(rest)
+    if server_args.quantization == NAME:
+        export_flags(options)
+        try:
+            refuse_layout(server_args)
+            refuse_kv_cache(server_args, options)
+        except ValueError as error:
+            sys.exit(f"sgl-fp8rl: {error}")
+    return server_args
+
+
+_LOOKED_AT = ("quantization", "load_format", "kv_cache_dtype", *backends.ARGUMENTS)
+"""Arguments of SGLang that we read before it does."""
+
+
+def _given(argv: list[str]) -> dict[str, Any]:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in _LOOKED_AT:
+        kind = int if name == "page_size" else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    return vars(parser.parse_known_args(argv)[0])
+
+
+def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
+    """The arguments that an FP8 KV cache needs beside those given.
+
+    Raises:
+        ValueError: what was given cannot honour KV scales here.
+    """
+    if given.get("quantization") != NAME or not backends.check_dtype(given.get("kv_cache_dtype")):
+        return {}
+    return backends.choose(given, backends.capability())
+
+
+def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
+    """Refuse a KV cache that could not be scaled, and scales that cannot be read.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if backends.check_dtype(server_args.kv_cache_dtype):
+        backends.check_resolved(server_args)
+        if options.kv_scales is not None:
+            read_file(options.kv_scales)
+
+
+def parse_engine_kwargs(**keywords: Any) -> Any:
+    """What ``Engine(...)`` calls to make its arguments: ``fp8rl_*`` keywords are ours.
+
+    Raises:
+        ValueError: a wrong option, or a layout that cannot be updated in place yet.
+    """
+    ours = {name: keywords.pop(name) for name in list(keywords) if name.startswith(f"{NAME}_")}
+    options = {name.removeprefix(f"{NAME}_"): value for name, value in ours.items()}
+    unknown = options.keys() - {field.name for field in fields(Fp8RLServerArgs)}
+    if unknown:
+        raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is no option of sgl-fp8rl")
+    current = export_keywords(options)
+    server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
+    if server_args.quantization == NAME:
+        refuse_layout(server_args)
+        refuse_kv_cache(server_args, current)
+    return server_args
+
+
+def refuse_layout(server_args: Any) -> None:
+    """Refuse what the control channel cannot reach, before anything starts.
+
+    Raises:
+        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding,
+            disaggregation, moving experts, LoRA, a cache that outlives a flush.
+    """
+    for field, unset in (
+        ("tokenizer_worker_num", 1),
+        ("dp_size", 1),
+        ("pp_size", 1),
+        ("nnodes", 1),
+        ("speculative_algorithm", None),
+        ("disaggregation_mode", "null"),
+        ("enable_eplb", False),
+        ("enable_lora", False),
+        ("hicache_storage_backend", None),
+        ("enable_lmcache", False),
+    ):
+        value = getattr(server_args, field, unset)
+        if (value or unset) != unset:
+            raise ValueError(
+                f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
+                f"{value} yet; start it without, and run several servers for more throughput"
+            )
+
+
+def _leave_torchrun() -> None:
+    """Under torchrun, SGLang's spawned ranks would wait for ever at the launcher's own store."""
+    if multiprocessing.parent_process() is not None:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
+def _refuse_shadows() -> None:
+    """Hold that the generic package names are ours.
+
+    Raises:
+        ValueError: another file of that name comes first on the import path.
+    """
+    import server_args
+    import trainer_bridge
+
+    home = Path(__file__).resolve().parents[2]
+    for package in (server_args, trainer_bridge):
+        found = Path(str(package.__file__)).resolve()
+        if found.parent.parent != home:
+            raise ValueError(
+                f"{found} shadows the package {package.__name__} of sgl-fp8rl; rename that file"
+            )

@@ -1,0 +1,142 @@
+"""``--quantization fp8rl``: which layer gets FP8, and why each other one does not.
+
+SGLang's block-FP8 methods do the work; parameters are FP8 from their creation on, and BF16
+checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from server_args import matches
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.moe import FP8RLMoEMethod
+from sgl_fp8rl.gemm.experts import takes_codes
+from sgl_fp8rl.ops.reference import BLOCK
+from sgl_fp8rl.options import current_options
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer of the engine keeps its weights."""
+
+    name: str
+    """The layer's name inside the engine, such as ``model.layers.0.self_attn.qkv_proj``."""
+    format: str
+    """``fp8`` or ``bf16``."""
+    reason: str | None
+    """Why the layer is not FP8; None where it is."""
+    shape: tuple[int, ...]
+    """Shape on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
+    top_k: int | None = None
+    """Experts of a token, where ``experts.takes_codes``; None for all other layers."""
+
+
+class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
+    """Block FP8 (128x128 weights, 1x128 activations, FP32 scales), quantized in the engine."""
+
+    def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
+        compat.check_hooks()
+        super().__init__(
+            is_checkpoint_fp8_serialized=True,
+            activation_scheme="dynamic",
+            ignored_layers=ignored_layers,
+            weight_block_size=[BLOCK, BLOCK],
+        )
+        self.patterns = (*current_options().ignored_layers, *self.ignored_layers)
+
+    def get_name(self) -> str:
+        return NAME
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "FP8RLConfig":
+        """Read the ``quantization_config`` of a block-FP8 checkpoint.
+
+        Raises:
+            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations.
+        """
+        block = config.get("weight_block_size")
+        scheme = config.get("activation_scheme", "dynamic")
+        if config.get("quant_method") != "fp8" or block != [BLOCK, BLOCK] or scheme != "dynamic":
+            raise ValueError(
+                f"quantization fp8rl reads BF16 checkpoints and FP8 ones with 128x128 blocks and "
+                f"dynamic activations, but this checkpoint's quantization_config is {config}; "
+                f"start from the BF16 checkpoint"
+            )
+        ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
+        return cls(ignored_layers=list(ignored or ()))
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        if user_quant == NAME and (hf_quant_cfg or {}).get("quant_method") == "fp8":
+            return NAME
+        return None
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, compat.LinearBase):
+            reason = self._why_not(prefix)
+            if reason is None:
+                return FP8RLLinearMethod(self, prefix)
+            layer.fp8rl_reason = reason
+            return compat.UnquantizedLinearMethod()
+        if isinstance(layer, compat.FusedMoE):
+            reason = self._why_not(prefix) or _ragged_experts(layer)
+            if reason is None:
+                return FP8RLMoEMethod(self, prefix)
+            layer.fp8rl_reason = reason
+            return compat.UnquantizedFusedMoEMethod(
+                layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
+            )
+        return None
+
+    def _why_not(self, prefix: str) -> str | None:
+        for pattern in self.patterns:
+            if matches(pattern, prefix):
+                return f"ignored by {pattern!r}"
+        for part in ("visual", "vision", "multi_modal_projector", "mm_projector"):
+            if part in prefix:
+                return "vision tower"
+        return None
+
+
+def _ragged_experts(layer: Any) -> str | None:
+    size = layer.intermediate_size_per_partition
+    if size % BLOCK or layer.hidden_size % BLOCK:
+        return f"expert size {size} x {layer.hidden_size} on this rank is no multiple of {BLOCK}"
+    return None
+
+
+def list_layers(model: nn.Module) -> list[LayerFormat]:
+    """Each linear, expert group, embedding and head of the model, with its format and reason."""
+    layers = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight is None:
+            weight = getattr(module, "w13_weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+            continue
+        if weight.dtype == torch.float8_e4m3fn:
+            layers.append(LayerFormat(name, "fp8", None, tuple(weight.shape), _top_k(module)))
+        else:
+            reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
+            layers.append(LayerFormat(name, "bf16", reason, tuple(weight.shape)))
+    return layers
+
+
+def _top_k(module: Any) -> int | None:
+    config = getattr(module, "moe_runner_config", None)
+    return config.top_k if config is not None and takes_codes(module) else None
+
+
+def _kind_reason(name: str, module: nn.Module) -> str:
+    if isinstance(module, compat.LinearBase):
+        return "router or other layer that the model builds without quantization"
+    if "lm_head" in name:
+        return "output head stays BF16"
+    if "embed" in name:
+        return "embedding stays BF16"
+    return "not a linear layer"

@@ -1,0 +1,99 @@
+"""Around SGLang's sampler: plain sampling needs no pass over the vocabulary but the draw itself.
+
+Stock turns logits into probabilities, and those into log-probabilities of all tokens, to keep one
+number a row; that is twenty reads and writes of ``[batch, vocabulary]`` in FP32, and here three.
+The random numbers are stock's, so the same seed gives the same tokens.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.ops.sample import exponential_noise
+
+
+def fast_sample(
+    original: Any,
+    sampler: Any,
+    logits_output: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: Sequence[int],
+    token_ids_logprobs: Sequence[Any],
+    positions: torch.Tensor,
+    **more: Any,
+) -> Any:
+    """AROUND ``Sampler.forward``: draw where temperature is all that shapes the distribution.
+
+    Anything else is left to SGLang: greedy rows, top-k, top-p, min-p, deterministic or on-policy
+    sampling, sampling masks, watermarks, and log-probabilities of more than the sampled token or
+    from before the temperature. Like SGLang's own path this waits for nothing on the device.
+    """
+    logits_BV = logits_output.next_token_logits
+    wanted = return_logprob and (
+        compat.RETURN_ORIGINAL_LOGPROB
+        or any(number > 0 for number in top_logprobs_nums)
+        or any(ids is not None for ids in token_ids_logprobs)
+    )
+    if more or wanted or not (_is_plain(sampler, sampling_info) and _is_served(logits_BV)):
+        return original(
+            sampler,
+            logits_output,
+            sampling_info,
+            return_logprob,
+            top_logprobs_nums,
+            token_ids_logprobs,
+            positions,
+            **more,
+        )
+    logits_BV = sampler._preprocess_logits(logits_BV, sampling_info)
+    if logits_BV.is_cuda:
+        from sgl_fp8rl.ops.sample_triton import sample
+    else:
+        from sgl_fp8rl.ops.sample import sample
+    tokens_B, logprobs_B = sample(
+        logits_BV, sampling_info.temperatures, exponential_noise(logits_BV)
+    )
+    if _stock_asserts():
+        torch._assert_async(
+            (logprobs_B > -torch.inf).all(),
+            "probability tensor contains either `inf`, `nan` or element < 0",
+        )
+    if return_logprob:
+        logits_output.next_token_logprobs = logprobs_B
+    sampler._sync_token_ids_across_tp(tokens_B, sampling_info)
+    return tokens_B
+
+
+def _is_plain(sampler: Any, info: Any) -> bool:
+    """All requests sample from softmax(logits / T); what decides is known on the host."""
+    return (
+        compat.get_model_args().quantization == NAME
+        and type(sampler) is compat.Sampler  # another may draw in its own way
+        and sampler.rl_on_policy_target is None
+        and not sampler.enable_deterministic
+        and not sampler.use_ascend_backend
+        and info.sampling_seed is None
+        and not info.is_all_greedy
+        and not info.need_top_k_sampling
+        and not info.need_top_p_sampling
+        and not info.need_min_p_sampling
+        and not any(info.return_sampling_masks or ())
+    )
+
+
+def _is_served(logits_BV: torch.Tensor) -> bool:
+    return logits_BV.dtype == torch.float32 and logits_BV.stride(-1) == 1 and logits_BV.numel() > 0
+
+
+def _stock_asserts() -> bool:
+    """Stock draws by ``torch.multinomial``, to which a NaN is an error.
+
+    The newer ``Sampler`` has a race of its own, behind a setting, that draws token 0 then.
+    """
+    settings = getattr(sys.modules[compat.Sampler.__module__], "envs", None)
+    return settings is None or not settings.SGLANG_OPT_USE_GUMBEL_SAMPLE.get()

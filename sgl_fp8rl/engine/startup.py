@@ -1,0 +1,103 @@
+"""At start, once weights are in place: compile GEMM kernels and give each FP8 linear its choice.
+
+All ranks of the engine take the table of rank 0 (``gemm.quick_tune``), so that they compute alike.
+No KV cache is there yet: SGLang sizes it after this, by the memory that is free.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import fusion
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.startup_experts import assign_tile_configs, compile_experts
+from sgl_fp8rl.gemm import quick_tune, warmup
+from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
+from sgl_fp8rl.gemm.dispatch import Choices
+from sgl_fp8rl.gemm.table import Shape, Table
+from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.ops.activation import quantize_tokens
+from sgl_fp8rl.options import current_options
+
+logger = logging.getLogger(__name__)
+
+SWAPPED_ROWS, SWAPPED_STEP = 32, 8
+
+
+def prepare(original: Any, runner: Any) -> None:
+    """AROUND what SGLang calls once the weights of a ``ModelRunner`` are in place."""
+    original(runner)
+    layers = list(gemm_layers(runner.model))
+    shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
+    warmup.warm_up(shapes, runner)
+    assign_tile_configs(runner.model, runner.gpu_id)
+    if not layers or (why := _why_stock(runner)):
+        if layers:
+            logger.info("FP8 linear layers run SGLang's own kernels: %s", why)
+        return
+    chosen = broadcast_from_rank0(lambda: _here(shapes, runner.gpu_id))
+    choices = {shape: Choices.of(chosen.get(shape, ())) for shape in shapes}
+    for layer in layers:
+        layer.quant_method.choices = choices[tuple(layer.weight.shape)]
+    for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
+        compile_choices(layer)
+    logger.info("%d of %d FP8 weight shapes run measured kernels", len(chosen), len(shapes))
+    compile_experts(runner.model)
+    fusion.fuse(runner.model)
+
+
+def gemm_layers(model: Any) -> Iterator[Any]:
+    """Each of our linear layers that SGLang hands to DeepGEMM."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if not isinstance(method, FP8RLLinearMethod):
+            continue
+        product = method.w8a8_block_fp8_linear
+        n, k = layer.weight.shape
+        # SGLang's own conditions; the rest goes to Triton
+        if getattr(product, "func", product) is compat.deep_gemm_linear and (
+            n % 64 == 0 and k % 128 == 0
+        ):
+            yield layer
+
+
+def compile_choices(layer: Any) -> None:
+    """Run each kernel of the layer but the stock one, which SGLang compiles.
+
+    None is to compile while requests wait, or at its first call inside the capture of a CUDA graph.
+    Within ``ROW_STEP`` rows no library changes its tile, or within 8 of a batch below 32, where
+    FlashInfer swaps the operands.
+    """
+    choices = layer.quant_method.choices
+    k = layer.weight.shape[1]
+    below = 0
+    for bound, kernel in zip(choices.bounds, choices.kernels, strict=False):
+        if kernel is not choices.kernels[-1]:
+            step = warmup.ROW_STEP if below >= SWAPPED_ROWS else SWAPPED_STEP
+            for m in (*range(below + step, bound, step), bound):
+                x_MK = torch.zeros(m, k, dtype=torch.bfloat16, device=layer.weight.device)
+                kernel(*quantize_tokens(x_MK), layer.weight, layer.weight_scale_inv)
+        below = bound
+
+
+def _why_stock(runner: Any) -> str | None:
+    backend = compat.get_fp8_gemm_runner_backend()
+    if not backend.is_auto():
+        return f"--fp8-gemm-backend {backend.value} was asked for"
+    if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
+        return "the table of kernels is for Hopper"
+    if runner.model_config.dtype != torch.bfloat16:
+        return f"the model computes in {runner.model_config.dtype}"
+    deterministic = compat.get_exec().deterministic
+    if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target:
+        return "deterministic inference was asked for, and kernels that change with M are not"
+    return None
+
+
+def _here(shapes: Sequence[Shape], device: int) -> Table:
+    folder = current_options().tune_cache
+    may_measure = not compat.cuda_graph_fully_disabled()
+    return quick_tune.find(shapes, Machine.here(device), folder, may_measure=may_measure)

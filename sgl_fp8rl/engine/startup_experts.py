@@ -1,0 +1,62 @@
+"""At start, once weights are in place: tiles and kernels of the FP8 experts of a model."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine.moe import FP8RLMoEMethod
+from sgl_fp8rl.gemm import expert_tiles
+from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
+from sgl_fp8rl.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.gemm.experts import takes_codes
+from sgl_fp8rl.gemm.grouped_experts import compile_grouped
+from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.gemm.warmup import largest_batch
+from sgl_fp8rl.options import current_options
+
+logger = logging.getLogger(__name__)
+
+
+def assign_tile_configs(model: Any, device: int) -> None:
+    """Give each layer of experts on a GPU the tiles of its shape, the same on all ranks."""
+    layers = [x for x in _layers(model) if x.w13_weight.device.type == "cuda" and takes_codes(x)]
+    if not layers:
+        return
+    shapes = sorted({_shape(layer) for layer in layers})
+    folder = current_options().tune_cache
+    found = broadcast_from_rank0(lambda: expert_tiles.find(shapes, Machine.here(device), folder))
+    for layer in layers:
+        layer.quant_method.tiles = found.get(_shape(layer))
+    logger.info("%d of %d shapes of FP8 experts run measured tiles", len(found), len(shapes))
+
+
+def compile_experts(model: Any) -> None:
+    """Compile the grouped products of each shape of experts, for the batches that this engine runs.
+
+    As for linears, none is to compile while requests wait.
+    """
+    every = list(_layers(model))
+    if not every:
+        return
+    layers = [layer for layer in every if takes_codes(layer)]
+    bound = max(compat.deep_gemm_warmup._BUILTIN_M_LIST)
+    largest = largest_batch(compat.get_schedule(), bound)
+    first: dict[Any, Any] = {}
+    for layer in layers:
+        first.setdefault((layer.w13_weight.shape, layer.moe_runner_config.top_k), layer)
+        layer.quant_method.is_compiled = True
+    for (_, top_k), layer in first.items():
+        compile_grouped(layer, top_k, largest)
+    logger.info("experts of %d of %d layers run on codes of their norms", len(layers), len(every))
+
+
+def _shape(layer: Any) -> ExpertShape:
+    return ExpertShape.of(layer.w2_weight.shape, layer.moe_runner_config.top_k)
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """Each of our layers of experts."""
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), FP8RLMoEMethod):
+            yield module

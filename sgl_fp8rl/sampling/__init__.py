@@ -1,1 +1,0 @@
-"""Drawing tokens and their log-probabilities in one pass over the vocabulary."""

@@ -1,0 +1,126 @@
+"""An engine without SGLang: real sessions and real sockets, one thread for each rank.
+
+``FakeEngine`` is an ``EngineClient``; it does around a session what the scheduler hooks do.
+"""
+
+import threading
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, reply, serve
+from sgl_fp8rl.weight_update.session import EngineWeights, Session
+from trainer_bridge.engine_client import EngineError
+
+TOKEN = "the session's token"
+JOIN_S = 60.0
+
+
+class RankThread:
+    """Serves one session on one rank, as the scheduler's main thread does."""
+
+    def __init__(self, session: Session, rank: int = 0, silence_s: float = 30.0) -> None:
+        self.socket = RankSocket(rank)
+        self.path = str(self.socket.path)
+        self.peer: Any = None
+        self._session, self._silence_s = session, silence_s
+        self._outcome: Outcome | None = None
+        self.fault: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome, self.peer = serve(self.socket, self._session, TOKEN, self._silence_s)
+        except BaseException as fault:  # kept for the test: it would have ended the server
+            self.fault = fault
+            raise
+        finally:
+            self.socket.close()
+
+    def outcome(self) -> Outcome:
+        """How the session ended.
+
+        Raises:
+            AssertionError: it did not end, or let an exception through.
+        """
+        self._thread.join(JOIN_S)
+        assert not self._thread.is_alive(), "serve() hangs"
+        assert self.fault is None, f"serve() let {self.fault!r} through"
+        assert self._outcome is not None
+        return self._outcome
+
+
+class FakeEngine:
+    """Ranks of one engine, with the control messages that an update needs."""
+
+    def __init__(self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20) -> None:
+        self.ranks, self.bucket_bytes = ranks, bucket_bytes
+        self.silence_s = 30.0
+        self.ops: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self._watch: threading.Thread | None = None
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.ops.append(message["op"])
+        if message["op"] == "layout":
+            table = self.ranks[0].table
+            return {
+                "protocol": PROTOCOL,
+                "dtype": "bfloat16",
+                "bucket_bytes": self.bucket_bytes,
+                "version": self.ranks[0].version,
+                "state": self.ranks[0].state.value,
+                "gpus": [],
+                "fallback": sorted(table.fallback) if table else [],
+                "fp32": table.kept_in(torch.float32) if table else [],
+                "fp8": table.kept_in(torch.float8_e4m3fn) if table else [],
+            }
+        if message["op"] == "begin":
+            return self._begin(message)
+        assert message["op"] == "end"
+        assert self._watch is not None
+        self._watch.join(JOIN_S)
+        assert not self._watch.is_alive(), "the session does not end"
+        return {"ended": True}
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        version = message["version"]
+        try:
+            for weights in self.ranks:
+                weights.check_version(version)
+            if "manifest" in message:
+                manifest = Manifest.from_json(message["manifest"])
+                assert manifest.fingerprint == message["fingerprint"]
+                for weights in self.ranks:
+                    weights.accept(manifest)
+        except ManifestError as error:
+            raise EngineError(str(error), 400) from error
+        if not all(weights.knows(message["fingerprint"]) for weights in self.ranks):
+            return {"unknown": True}
+        threads = [
+            RankThread(weights.begin(message["fingerprint"], version), rank, self.silence_s)
+            for rank, weights in enumerate(self.ranks)
+        ]
+        self._watch = threading.Thread(target=self._end, args=(threads,), daemon=True)
+        self._watch.start()
+        return {"token": TOKEN, "sockets": [thread.path for thread in threads]}
+
+    def _end(self, threads: list[RankThread]) -> None:
+        self.outcomes = [thread.outcome() for thread in threads]
+        failed = next((o for o in self.outcomes if not o.committed), None)
+        for weights, thread in zip(self.ranks, threads, strict=True):
+            if failed is None:
+                weights.commit()
+            elif any(o.dirty for o in self.outcomes):
+                weights.quarantine(failed.reason)
+            else:
+                weights.resume()
+            reply(thread.peer, {"ok": True} if failed is None else {"error": failed.reason})

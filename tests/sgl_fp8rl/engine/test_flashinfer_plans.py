@@ -1,0 +1,93 @@
+"""A step's plan is written once the GPU has copied the last; ``tests/gpu`` has the race itself."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import loader
+from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done, in order; events have the number of their wrapper."""
+    seen: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self) -> None:
+            self.number = Event.made
+            Event.made += 1
+
+        def synchronize(self) -> None:
+            seen.append(f"wait {self.number}")
+
+        def record(self) -> None:
+            seen.append(f"record {self.number}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return seen
+
+
+def test_waits_before_and_records_after(calls: list[str]) -> None:
+    def plan(updater: Any, wrapper: Any, *args: Any, **keywords: Any) -> None:
+        calls.append(f"plan {updater} {wrapper.name} {args} {keywords}")
+
+    one, other = SimpleNamespace(name="one"), SimpleNamespace(name="other")
+    for wrapper in (one, other, one):
+        wait_for_copy(plan, "updater", wrapper, 1, spec_info=None)
+    planned = {w.name: f"plan updater {w.name} (1,) {{'spec_info': None}}" for w in (one, other)}
+    assert calls == [
+        *("wait 0", planned["one"], "record 0"),
+        *("wait 1", planned["other"], "record 1"),
+        *("wait 0", planned["one"], "record 0"),
+    ]
+
+
+def test_a_failed_plan_is_not_recorded(calls: list[str]) -> None:
+    def plan(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        wait_for_copy(plan, "updater", SimpleNamespace())
+    assert calls == ["wait 0"]
+
+
+def test_sglang_has_what_is_wrapped() -> None:
+    """By its name, and with the wrapper as its first argument."""
+    from sglang.srt.layers.attention import flashinfer_backend
+
+    path, method = compat.FLASHINFER_PLAN.rsplit(".", 1)
+    owner = getattr(flashinfer_backend, path.rsplit(".", 1)[1])
+    assert list(inspect.signature(getattr(owner, method)).parameters)[:2] == ["self", "wrapper"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "decode", "wrapped"),
+    [
+        ("fp8rl", "flashinfer", True),
+        ("fp8rl", "fa3", False),
+        ("fp8rl", "torch_native", False),
+        ("fp8", "flashinfer", False),
+        (None, "flashinfer", False),
+    ],
+)
+def test_flashinfer_is_wrapped_where_it_decodes_for_us(
+    quantization: str | None, decode: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+    monkeypatch.setattr(loader, "wrap_plans", lambda: done.append("wrap"))
+    runner = SimpleNamespace(
+        model=torch.nn.Module(),
+        model_config=SimpleNamespace(quantization=quantization),
+        prefill_attention_backend_str="flashinfer",
+        decode_attention_backend_str=decode,
+    )
+    loader.check_kv_cache(lambda _: done.append("stock"), runner)
+    assert done == ["stock", *(["wrap"] if wrapped else [])]

@@ -1,0 +1,269 @@
+"""The hooks on attention: what is stored, and that attention is that of the scaled values."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.kv_cache.split_kv import sm_count
+from sgl_fp8rl.ops.kv import kv_codes
+from tests.sgl_fp8rl.kv_cache import fakes
+from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
+
+TOKENS = 24
+# a head's K, V and Q scale; XQA takes the largest of each, and q beyond 448 has its own
+SCALES = torch.tensor([[[0.7, 0.175], [0.3, 0.6], [5.0, 3.0]]])
+ERROR = 0.015
+"""Of out, relative. Healthy: 0.005 (q, out and the fake's output are rounded to BF16); a V scale
+that is wrong by a quarter makes 0.2."""
+
+
+@pytest.fixture(params=[False, True], ids=["per layer", "per head"])
+def scaled(request: pytest.FixtureRequest) -> tuple[KVScales, Any]:
+    scales, (layer,) = fakes.scaled(per_head=request.param)
+    scales.write(SCALES)
+    return scales, layer
+
+
+def prefill(
+    backend: Backend, layer: Any, tokens: int = TOKENS, first: int = 0, seed: int = 0
+) -> Any:
+    q, k, v = qkv(tokens, seed)
+    return q, kv_attention.folded_extend(
+        Backend.forward, backend, q, k, v, layer, batch(tokens, first)
+    )
+
+
+def test_folded_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
+    scales, layer = scaled
+    backend = Backend()
+    q, out = prefill(backend, layer)
+    slots = batch(TOKENS).slots
+    wanted = fakes.reference(q, backend, slots, scales.scales[0], layer.scaling)
+    assert fakes.relative_error(out, wanted) < ERROR
+    wrong = scales.scales[0] * torch.tensor([1.0, 1.25, 1.0]).view(3, 1)
+    assert (
+        fakes.relative_error(out, fakes.reference(q, backend, slots, wrong, layer.scaling)) > ERROR
+    )
+
+
+def test_decode_reads_what_prefill_stored(scaled: tuple[KVScales, Any]) -> None:
+    scales, layer = scaled
+    backend = Backend()
+    prefill(backend, layer)
+    q, k, v = qkv(1, seed=1)
+    one = batch(1, first=TOKENS)
+    out = kv_attention.folded_decode(Backend.forward, backend, q, k, v, layer, one)
+    wanted = fakes.reference(q, backend, one.slots, scales.scales[0], layer.scaling)
+    assert fakes.relative_error(out, wanted) < ERROR
+
+
+def test_codes_are_stored_at_their_slots_and_the_backend_stores_nothing(
+    scaled: tuple[KVScales, Any],
+) -> None:
+    scales, layer = scaled
+    backend = Backend()
+    prefill(backend, layer)
+    _, k, v = qkv(TOKENS)
+    slots = batch(TOKENS).out_cache_loc
+    for cache, x, scale in zip((backend.k, backend.v), (k, v), scales.scales[0, :2], strict=True):
+        wanted = kv_codes(x, scale).view(torch.uint8)
+        assert torch.equal(cache.view(torch.uint8)[slots], wanted)
+        assert bool((cache.float()[TOKENS + 1 :] == 7.0).all())
+    assert backend.saved == [False]
+    assert int(scales.statistics[0, 0]) == TOKENS
+
+
+def test_a_ragged_kernel_is_handed_what_decode_will_read(scaled: tuple[KVScales, Any]) -> None:
+    _, layer = scaled
+    backend = Backend()
+    backend.forward_metadata = SimpleNamespace(use_ragged=True)
+    prefill(backend, layer)
+    for handed, cache in zip(backend.handed, (backend.k, backend.v), strict=True):
+        assert handed.dtype == BF16
+        assert torch.equal(handed.float(), cache[1 : TOKENS + 1].float())
+    backend.forward_metadata = SimpleNamespace(use_ragged=False)
+    prefill(backend, layer)
+    assert not torch.equal(backend.handed[0].float(), backend.k[1 : TOKENS + 1].float())
+
+
+def test_changed_scales_are_read_from_the_same_buffers() -> None:
+    scales, (layer,) = fakes.scaled()
+    backend = Backend()
+    unit = prefill(backend, layer)[1].clone()
+    scales.write(torch.full((1, 3, HEADS), 2.0**-9))  # everything is clipped
+    assert not torch.equal(prefill(backend, layer)[1], unit)
+    assert int(scales.statistics[0, 1]) > 0
+    scales.write(torch.ones(1, 3, HEADS))
+    assert torch.equal(prefill(backend, layer)[1], unit)
+
+
+def test_unit_scales_change_no_bit_of_q_and_out() -> None:
+    _, (layer,) = fakes.scaled()
+    backend = Backend()
+    q, out = prefill(backend, layer)
+    alone = backend.forward(q.contiguous(), None, None, layer, batch(TOKENS))
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "xqa_decode"])
+def test_layers_without_scales_take_the_original_way(name: str) -> None:
+    layer, calls = fakes.layer(), []
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        calls.append((args, kwargs))
+        return "out"
+
+    hook = getattr(kv_attention, name)
+    assert hook(original, "backend", "q", "k", "v", layer, "batch", False, sinks=1) == "out"
+    assert calls == [(("backend", "q", "k", "v", layer, "batch", False), {"sinks": 1})]
+
+
+# -- XQA
+
+
+SMS = 132
+
+
+def xqa_step(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, q_size: float = 1.0, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor, Backend, dict[str, Any]]:
+    """Prefill, then one decoded token by the fake kernel: q, out, backend, what the kernel saw."""
+    seen: dict[str, Any] = {}
+    module = ModuleType("flashinfer.xqa")
+    module.xqa = fakes.xqa_kernel(seen)  # type: ignore[attr-defined]
+    utils = ModuleType("flashinfer.utils")
+    utils.get_device_sm_count = lambda device: SMS  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", utils)
+    backend: Any = Backend()
+    prefill(backend, layer)
+    q, k, v = qkv(1, seed=1)
+    q = q * q_size
+    pages = fakes.SLOTS // fakes.PAGE
+    # slot 0 is SGLang's dummy; here it is the sequence's first token
+    backend.forward_metadata.cache_seqlens_int32 = torch.tensor([TOKENS + 2], dtype=torch.int32)
+    backend.workspace_buffer = torch.zeros(kv_attention.SEMAPHORE_BYTES + 64, dtype=torch.uint8)
+    backend._get_layer_page_table = lambda *_: torch.arange(pages, dtype=torch.int32).unsqueeze(0)
+    one = batch(1, first=TOKENS)
+    out = kv_attention.xqa_decode(Backend.forward, backend, q, k, v, layer, one, **kwargs)
+    return q, out, backend, seen
+
+
+def xqa_error(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    backend: Backend,
+    scales_3H: torch.Tensor,
+    q_factor_H: torch.Tensor,
+    scaling: float = DIM**-0.5,
+) -> float:
+    """Beside attention of q that was multiplied by these factors, rounded to E4M3 and divided."""
+    factor = q_factor_H.repeat_interleave(GROUP * DIM)
+    rounded = (q * factor).clamp(-448, 448).to(fakes.FP8).float() / factor
+    slots = torch.arange(TOKENS + 2)
+    wanted = fakes.reference(rounded, backend, slots, scales_3H, scaling)
+    return fakes.relative_error(out, wanted)
+
+
+def test_xqa_attention_is_that_of_the_scaled_values(
+    scaled: tuple[KVScales, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales, layer = scaled
+    # Q's largest scale is 5, so q is divided by 8; the second head's K scale is a quarter
+    factor = torch.tensor([1 / 8, 1 / 32 if scales.per_head else 1 / 8])
+    q, out, backend, seen = xqa_step(monkeypatch, layer)
+    kept = scales.scales[0]
+    assert xqa_error(q, out, backend, kept, factor) < ERROR
+    for row in (0, 1):  # controls: a wrong K or V scale
+        wrong = kept.clone()
+        wrong[row] *= 1.25
+        assert xqa_error(q, out, backend, wrong, factor) > ERROR
+    assert (len(seen["semaphores"]), len(seen["scratch"])) == (kv_attention.SEMAPHORE_BYTES, 64)
+    assert seen["page"] == fakes.PAGE
+    assert seen["sm_count"] == sm_count(layer.tp_k_head_num, SMS)  # of one sequence
+
+
+def test_xqa_reads_device_scalars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, (layer,) = fakes.scaled()
+    seen = xqa_step(monkeypatch, layer)[3]
+    before = [float(seen[name]) for name in ("q_scale", "kv_scale")]
+    assert before == [1.0, 1.0]
+    scales.write(SCALES)
+    # 0.7 * 8 / 0.6: Q's largest scale is 5, the power of two above is 8
+    assert float(seen["q_scale"]) == pytest.approx(0.7 * 8 / 0.6)
+    assert float(seen["kv_scale"]) == pytest.approx(0.6)
+
+
+def test_q_beyond_e4m3_is_divided_before_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 400.0
+    scaling = DIM**-0.5 / size  # attention is as sharp as ever
+    scales, (layer,) = fakes.scaled(scaling=scaling)
+    q_scale = float((qkv(1, seed=1)[0] * size).abs().max()) / 448
+    assert 2 < q_scale < 16
+    for scale, fits in ((q_scale, True), (1.0, False)):
+        scales.write(torch.tensor([0.7, 0.6, scale]).view(1, 3, 1).expand(1, 3, HEADS))
+        q, out, backend, seen = xqa_step(monkeypatch, layer, q_size=size)
+        assert bool((seen["q"].abs() <= 448).all()) is fits
+        exact = torch.full((HEADS,), 2.0**-10)
+        error = xqa_error(q, out.nan_to_num(nan=1e6), backend, scales.scales[0], exact, scaling)
+        assert (error < ERROR) is fits, error
+
+
+def test_xqa_runs_no_product_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Tensor] = []
+    original = kv_attention._times_heads
+
+    def counted(
+        x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        calls.append(factor_H)
+        return original(x, factor_H, out)
+
+    monkeypatch.setattr(kv_attention, "_times_heads", counted)
+    for per_head in (False, True):
+        _, (layer,) = fakes.scaled(per_head=per_head)
+        calls.clear()
+        xqa_step(monkeypatch, layer)
+        # q and out of the prefill, XQA's q, and its out where heads differ
+        assert len(calls) == 3 + per_head
+
+
+def test_xqa_takes_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (layer,) = fakes.scaled()
+    assert xqa_step(monkeypatch, layer)[3]["sliding_win_size"] == 0
+    layer.sliding_window_size = 7
+    assert xqa_step(monkeypatch, layer)[3]["sliding_win_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "kwargs"), [({"logit_cap": 30.0}, {}), ({}, {"sinks": torch.ones(4)})]
+)
+def test_what_xqa_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    _, (layer,) = fakes.scaled()
+    for name, value in change.items():
+        setattr(layer, name, value)
+    with pytest.raises(RuntimeError, match="neither logit caps nor attention sinks"):
+        xqa_step(monkeypatch, layer, **kwargs)
+
+
+def test_another_kernel_than_xqa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (layer,) = fakes.scaled()
+    monkeypatch.setattr(Backend, "is_xqa_impl", False)
+    with pytest.raises(RuntimeError, match="needs Hopper"):
+        xqa_step(monkeypatch, layer)
+
+
+def test_a_factor_goes_to_the_query_heads_of_its_kv_head() -> None:
+    q = qkv(3)[0]
+    factor = torch.tensor([2.0, 0.5])
+    product = kv_attention._times_heads(q, factor)
+    assert product.is_contiguous() and product.dtype == BF16 and product.shape == q.shape
+    assert torch.equal(product, q * factor.repeat_interleave(GROUP * DIM))

@@ -1,0 +1,335 @@
+"""Our draw beside SGLang's own sampler: the same tokens and logprobs, and whom it serves."""
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from sglang.srt.layers import sampler as stock
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import sampler
+from sgl_fp8rl.ops import sample
+
+ROWS, VOCAB = 12, 3001
+QUANTIZATION = SimpleNamespace(quantization="fp8rl")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What SGLang's sampler reads of an engine that serves fp8rl."""
+    arguments = SimpleNamespace(
+        deterministic=SimpleNamespace(
+            rl_on_policy_target=None, enable_deterministic_inference=False
+        ),
+        kernel=SimpleNamespace(sampling_backend="pytorch"),
+        features=SimpleNamespace(sampling_mask_max_tokens=8),
+    )
+    group = SimpleNamespace(device_group=None)
+    parallel = SimpleNamespace(tp_group=group, attn_cp_size=1, attn_tp_group=group)
+    monkeypatch.setattr(stock, "get_exec", lambda: arguments)
+    monkeypatch.setattr(stock, "get_tp_group", lambda: group, raising=False)
+    monkeypatch.setattr(stock, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(stock, "is_dp_attention_enabled", lambda: False)
+    monkeypatch.setattr(compat, "get_model_args", lambda: QUANTIZATION, raising=False)
+    yield
+
+
+def batch(**changes: Any) -> SamplingBatchInfo:
+    """Requests that all sample plainly, but for ``changes``."""
+    one = torch.ones(ROWS)
+    plain: dict[str, Any] = {
+        "temperatures": torch.tensor([1.0, 0.6, 1.3, 0.1]).repeat(ROWS // 4).view(-1, 1),
+        "top_ps": one,
+        "top_ks": torch.full((ROWS,), 1 << 30, dtype=torch.int32),
+        "min_ps": one * 0,
+        "is_all_greedy": False,
+        "is_any_greedy": False,
+        "need_top_p_sampling": False,
+        "need_top_k_sampling": False,
+        "need_min_p_sampling": False,
+        "vocab_size": VOCAB,
+        "return_sampling_masks": [False] * ROWS,
+        "device": "cpu",
+    }
+    return SamplingBatchInfo(**{**plain, **changes})
+
+
+def logits(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+class Step:
+    """One call of a sampler, stock's or through our hook, from one seed."""
+
+    def __init__(
+        self,
+        info: SamplingBatchInfo,
+        logits: torch.Tensor,
+        *,
+        ours: bool,
+        return_logprob: bool = True,
+        top: list[int] | None = None,
+        ids: list[Any] | None = None,
+        change: Any = None,
+        **more: Any,
+    ) -> None:
+        self.left_to_stock = False
+        self.output = LogitsProcessorOutput(next_token_logits=logits.clone())
+        made = stock.Sampler()
+        if change is not None:
+            change(made)
+        arguments = (
+            self.output,
+            info,
+            return_logprob,
+            top or [0] * ROWS,
+            ids or [None] * ROWS,
+            torch.arange(ROWS),
+        )
+        torch.manual_seed(11)
+        if ours:
+            self.tokens = sampler.fast_sample(self.forward, made, *arguments, **more)
+        else:
+            self.tokens = stock.Sampler.forward(made, *arguments, **more)
+        self.logprobs = self.output.next_token_logprobs
+        self.next_random = torch.rand(1).item()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.left_to_stock = True
+        return stock.Sampler.forward(*args, **kwargs)
+
+
+def assert_same(mine: Step, theirs: Step) -> None:
+    assert mine.tokens.dtype == theirs.tokens.dtype
+    assert torch.equal(mine.tokens, theirs.tokens)
+    assert (mine.logprobs is None) == (theirs.logprobs is None)
+    if mine.logprobs is not None and theirs.logprobs is not None:
+        assert mine.logprobs.dtype == theirs.logprobs.dtype
+        assert torch.equal(mine.logprobs, theirs.logprobs), "not bit for bit"
+    assert mine.next_random == theirs.next_random, "the next step's random numbers differ"
+
+
+@pytest.mark.parametrize("return_logprob", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("temperature", ["one", "mixed"])
+def test_the_tokens_and_logprobs_of_stock(
+    seed: int, return_logprob: bool, temperature: str
+) -> None:
+    info = batch(**({"temperatures": torch.ones(ROWS, 1)} if temperature == "one" else {}))
+    mine = Step(info, logits(seed), ours=True, return_logprob=return_logprob)
+    assert not mine.left_to_stock
+    assert_same(mine, Step(info, logits(seed), ours=False, return_logprob=return_logprob))
+    assert (mine.logprobs is not None) == return_logprob
+
+
+def test_masked_tokens_and_a_probability_of_one() -> None:
+    x = logits()
+    x[:, :2000] = -math.inf
+    x[0] = -math.inf
+    x[0, 2500] = 1.0
+    mine = Step(batch(), x, ours=True)
+    assert_same(mine, Step(batch(), x, ours=False))
+    assert mine.tokens.min() >= 2000 and mine.logprobs is not None
+    assert (mine.tokens[0].item(), mine.logprobs[0].item()) == (2500, 0.0)
+
+
+def test_a_wrong_gather_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: logprobs of other tokens than those drawn do not pass for stock's."""
+
+    def wrong(x: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> Any:
+        tokens, logprobs = right(x, t, noise)
+        return tokens, logprobs.roll(1)
+
+    right = sample.sample
+    monkeypatch.setattr(sample, "sample", wrong)
+    with pytest.raises(AssertionError, match="not bit for bit"):
+        assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
+
+
+def test_other_noise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "exponential_noise", lambda x: -torch.rand_like(x).log())
+    with pytest.raises(AssertionError):
+        assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["own-race", "multinomial"])
+def test_both_of_stocks_draws(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest SGLang has two ways to draw; tokens are the same, and only one asserts."""
+    monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", str(newer))
+    assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
+    spoilt = logits()
+    spoilt[3, 7] = math.nan
+    if newer and hasattr(stock, "envs"):  # the oldest SGLang has the setting for other ends
+        mine = Step(batch(), spoilt, ours=True)
+        theirs = Step(batch(), spoilt, ours=False)
+        assert torch.equal(mine.tokens, theirs.tokens) and mine.tokens[3].item() == 0
+        torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=0, atol=0, equal_nan=True)
+        assert mine.logprobs is not None and math.isnan(mine.logprobs[3].item())
+        return
+    for ours in (True, False):
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            Step(batch(), spoilt, ours=ours)
+
+
+def test_nan_is_sanitized_as_in_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "true")
+    spoilt = logits()
+    spoilt[3, 7], spoilt[4, 8], spoilt[5] = math.nan, math.inf, -math.inf
+    mine = Step(batch(), spoilt, ours=True)
+    assert not mine.left_to_stock and mine.tokens[4].item() == 8
+    assert_same(mine, Step(batch(), spoilt, ours=False))
+
+
+def test_custom_processors_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_42(x: torch.Tensor, info: Any) -> None:
+        x[:, :42] = x[:, 43:] = -math.inf
+
+    monkeypatch.setattr(stock, "apply_custom_logit_processor", only_42)
+    info = batch(has_custom_logit_processor=True)
+    mine = Step(info, logits(), ours=True)
+    assert not mine.left_to_stock and mine.tokens.tolist() == [42] * ROWS
+    assert_same(mine, Step(info, logits(), ours=False))
+
+
+def test_tokens_are_synchronised_across_ranks_where_stock_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    reduce = SimpleNamespace(MIN="min")
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tokens, op, group: seen.append((tokens, op, group))
+    )
+    monkeypatch.setattr(stock.dist, "ReduceOp", reduce)
+    Step(batch(), logits(), ours=True)
+    assert not seen
+    step = Step(batch(grammars=[object()]), logits(), ours=True)
+    assert not step.left_to_stock
+    assert seen == [(step.tokens, "min", None)]
+
+
+def second(value: Any, rest: Any) -> list[Any]:
+    return [rest, value, *[rest] * (ROWS - 2)]
+
+
+TOP_P = {"need_top_p_sampling": True, "top_ps": torch.full((ROWS,), 0.9)}
+TOP_K = {
+    "need_top_k_sampling": True,
+    "is_any_greedy": True,
+    "top_ks": torch.tensor(second(1, 1 << 30), dtype=torch.int32),
+}
+MIN_P = {"need_min_p_sampling": True, "min_ps": torch.full((ROWS,), 0.1)}
+
+
+@pytest.mark.parametrize(
+    ("info", "call"),
+    [
+        ({"is_all_greedy": True}, {}),
+        (TOP_P, {}),
+        (TOP_K, {}),
+        (MIN_P, {}),
+        ({"sampling_seed": torch.arange(ROWS)}, {}),
+        ({}, {"top": second(3, 0)}),
+        ({}, {"ids": second([5, 6], None)}),
+        ({}, {"change": lambda made: setattr(made, "enable_deterministic", True)}),
+    ],
+    ids=["greedy", "top-p", "one-greedy", "min-p", "seeds", "top-logprobs", "ids", "deterministic"],
+)
+def test_what_is_left_to_stock(info: Any, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simple(logprobs: torch.Tensor, seed: Any, positions: Any) -> torch.Tensor:
+        return logprobs.argmax(-1, keepdim=True)  # stock's is compiled: seconds
+
+    monkeypatch.setattr(stock, "multinomial_with_seed", simple)
+    mine = Step(batch(**info), logits(), ours=True, **call)
+    assert mine.left_to_stock
+    theirs = Step(batch(**info), logits(), ours=False, **call)
+    assert_same(mine, theirs)
+    for name in ("next_token_top_logprobs_idx", "next_token_token_ids_logprobs_idx"):
+        assert str(getattr(mine.output, name)) == str(getattr(theirs.output, name))
+
+
+def left(made: Any = None, info: Any = None, x: torch.Tensor | None = None, **more: Any) -> bool:
+    """Whether stock is called; what it would do is not looked at."""
+    called: list[Any] = []
+    x = logits() if x is None else x
+    arguments = (
+        stock.Sampler() if made is None else made,
+        LogitsProcessorOutput(next_token_logits=x),
+        info or batch(),
+        True,
+        [0] * ROWS,
+        [None] * ROWS,
+        torch.arange(ROWS),
+    )
+
+    def original(*args: Any, **kwargs: Any) -> torch.Tensor:
+        assert args == arguments and kwargs == more
+        called.append(kwargs)
+        return torch.zeros(ROWS, dtype=torch.int32)
+
+    sampler.fast_sample(original, *arguments, **more)
+    return bool(called)
+
+
+def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(stock.Sampler):
+        """A sampling backend that someone registered."""
+
+    on_policy, ascend = stock.Sampler(), stock.Sampler()
+    on_policy.rl_on_policy_target = "fsdp"
+    ascend.use_ascend_backend = True
+    assert not left()
+    assert left(Other())
+    assert left(on_policy)
+    assert left(ascend)
+    assert left(info=batch(return_sampling_masks=second(True, False)))
+    assert left(logprob_logits=logits())
+    assert left(x=logits().bfloat16())
+    assert left(x=logits().T.contiguous().T)
+    assert left(x=logits()[:0])
+    monkeypatch.setattr(stock, "SGLANG_RETURN_ORIGINAL_LOGPROB", True)
+    assert left()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_other_engines_are_undisturbed(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QUANTIZATION, "quantization", quantization)
+    assert left()
+
+
+def test_a_hooked_class_samples_through_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the hook registry puts it: on the class, under ``nn.Module``'s call."""
+    original = stock.Sampler.forward
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return sampler.fast_sample(original, *args, **kwargs)
+
+    theirs = Step(batch(), logits(), ours=False)
+    monkeypatch.setattr(stock.Sampler, "forward", hooked)
+    monkeypatch.setattr(torch, "multinomial", None)
+    output = LogitsProcessorOutput(next_token_logits=logits())
+    torch.manual_seed(11)
+    tokens = stock.Sampler()(output, batch(), True, [0] * ROWS, [None] * ROWS, torch.arange(ROWS))
+    assert torch.equal(tokens, theirs.tokens)
+    assert torch.equal(output.next_token_logprobs, theirs.logprobs)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """Chi-square of the twin, which the kernels are held to."""
+    draws, vocab = 20_000, 12
+    x = torch.linspace(-2, 2, vocab).expand(draws, vocab).contiguous()
+    torch.manual_seed(3)
+    tokens, _ = sample.sample(x, torch.full((draws, 1), 0.8), sample.exponential_noise(x))
+    want = torch.softmax(x[0] / 0.8, -1) * draws
+    statistic = ((torch.bincount(tokens.long(), minlength=vocab) - want) ** 2 / want).sum().item()
+    # 99.9th percentile of chi-square with 11 degrees of freedom: 31.3. Measured: below 20.
+    assert statistic < 31.3
+    flat = torch.softmax(x[0], -1) * draws  # a control: the distribution at T = 1
+    assert ((torch.bincount(tokens.long(), minlength=vocab) - flat) ** 2 / flat).sum() > 300

@@ -1,0 +1,491 @@
+"""How the ranks of an engine agree: what may begin, what is refused on all, and how it ends.
+
+Each rank is a thread that runs the scheduler's hook; the trainer's side is raw sockets.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, TensorSpec, describe
+from sgl_fp8rl.weight_update.session import EngineWeights, State
+from tests.sgl_fp8rl.weight_update import toy
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import RankClients
+
+TP = 2
+TOKEN = "the session's token"
+TIMEOUT_S = 30.0
+
+
+class Group:
+    """One rank's end of a tensor-parallel group; ranks that do not all gather are found out."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self._barrier, self._values = rank, barrier, values
+        self.gathered = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.gathered += 1
+        self._values[self.rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+class FakeScheduler:
+    """What ``_begin`` asks of SGLang's scheduler."""
+
+    def __init__(self, group: Group, rpc: "queue.Queue[Any] | None") -> None:
+        self.tp_group = SimpleNamespace(cpu_group=group)
+        self.sent: list[Any] = []
+        tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
+        self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc, send_to_tokenizer=tokenizer)
+        self.idle = self.flushes = self.retracts = True
+        self.asked = self.retracted = 0
+        self.waiting_queue: list[Any] = []
+        self._engine_paused = False
+
+    def is_fully_idle(self) -> bool:
+        self.asked += 1
+        return self.idle
+
+    def flush_cache(self, empty_cache: bool) -> bool:
+        assert not empty_cache
+        return self.flushes
+
+    def abort_request(self, request: Any) -> None:
+        assert request.abort_all
+        self.waiting_queue.clear()
+
+
+class Engine:
+    """The ranks of one engine."""
+
+    def __init__(self, module: Any, models: list[toy.Model], shapes: toy.Shapes | None) -> None:
+        self.module = module
+        barrier = threading.Barrier(TP, timeout=TIMEOUT_S)
+        values: list[Any] = [None] * TP
+        self.groups = [Group(rank, barrier, values) for rank in range(TP)]
+        self.rpc: queue.Queue[Any] = queue.Queue()
+        self.schedulers = [FakeScheduler(g, None if g.rank else self.rpc) for g in self.groups]
+        self.ranks = [
+            toy.engine(model, shapes) if shapes else EngineWeights(model, toy.BF16)
+            for model in models
+        ]
+        self._pool = ThreadPoolExecutor(TP)
+
+    def on_ranks(self, call: Callable[[int], Any]) -> list[Future[Any]]:
+        return [self._pool.submit(call, rank) for rank in range(TP)]
+
+    def prepare(self, message: dict[str, Any]) -> list[str]:
+        """Fingerprints.
+
+        Raises:
+            ManifestError: the same on every rank.
+        """
+        futures = self.on_ranks(
+            lambda rank: self.module._prepare(self.ranks[rank], message, self.groups[rank])
+        )
+        errors = [future.exception(TIMEOUT_S) for future in futures]
+        assert len({str(error) for error in errors}) == 1
+        assert self.groups[0].gathered == self.groups[1].gathered
+        return [future.result() for future in futures]
+
+    def begin(self, message: dict[str, Any]) -> list[Future[Any]]:
+        message = {"op": "begin", "token": TOKEN, **message}
+        return self.on_ranks(
+            lambda rank: self.module._begin(self.schedulers[rank], self.ranks[rank], message)
+        )
+
+    def answer(self, message: dict[str, Any]) -> Any:
+        """What the ranks reply to a ``begin`` that opens no session."""
+        replies = [json.loads(f.result(TIMEOUT_S).message) for f in self.begin(message)]
+        assert replies[0] == replies[1]
+        assert self.rpc.empty()
+        return replies[0]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The scheduler's hooks, with threads in the place of a process group."""
+    import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+
+    from sgl_fp8rl.engine import scheduler
+
+    monkeypatch.setattr(scheduler, "gather", lambda value, group: group.gather(value))
+    monkeypatch.setattr(scheduler.dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
+
+    def retract(rank: FakeScheduler) -> bool:
+        rank.retracted += 1
+        return rank.retracts
+
+    monkeypatch.setattr(scheduler, "retract", retract)
+    return scheduler
+
+
+@pytest.fixture
+def engine(module: Any) -> Iterator[Engine]:
+    made = Engine(module, [toy.toy(rank, TP) for rank in range(TP)], toy.SHAPES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def dummy(module: Any) -> Iterator[Engine]:
+    """An engine with dummy weights: its first update records the routes."""
+    made = Engine(module, [toy.toy(rank, TP) for rank in range(TP)], None)
+    yield made
+    made.close()
+
+
+def manifest_of(tensors: toy.Tensors, version: int = 0) -> Manifest:
+    return describe(tensors.items(), version, 1 << 18)
+
+
+def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
+    """A message with the whole manifest."""
+    return {"version": version, "manifest": json.loads(json.dumps(manifest.to_json()))}
+
+
+# -- what may begin
+
+
+def test_a_manifest_is_sent_once(engine: Engine) -> None:
+    manifest = manifest_of(toy.checkpoint())
+    assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+    assert all(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+    short = {"version": 7, "fingerprint": manifest.fingerprint}
+    assert engine.prepare(short) == [manifest.fingerprint] * TP
+
+
+@pytest.mark.parametrize("version", [-1, None, "1", True, 1.5, 2**63])
+def test_a_version_is_looked_at_first(engine: Engine, version: Any) -> None:
+    manifest = manifest_of(toy.checkpoint())
+    for message in (whole(manifest, version), {"version": version, "fingerprint": "f"}):
+        with pytest.raises(ManifestError, match=r"version is .* whole number"):
+            engine.prepare(message)
+    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+
+
+def test_a_version_that_does_not_grow_is_refused_before_anything(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(toy.checkpoint())
+    for weights in engine.ranks:
+        weights.version = 4
+    monkeypatch.setattr(EngineWeights, "accept", None)  # it would be called
+    for message in (whole(manifest, 4), {"version": 4, "fingerprint": manifest.fingerprint}):
+        with pytest.raises(ManifestError, match="version 4 is not newer"):
+            engine.prepare(message)
+        assert "version 4 is not newer" in engine.answer(message)["error"]
+    assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
+    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+
+
+def test_a_refusal_of_one_rank_is_that_of_all(engine: Engine) -> None:
+    """A rank that wants another shape; the others take back what they accepted."""
+    manifest = manifest_of(toy.checkpoint())
+    table = engine.ranks[1].table
+    assert table is not None
+    table.sources = {**table.sources, "norm.weight": (64,)}
+    with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
+        engine.prepare(whole(manifest))
+    assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+    assert all(weights.table is not None for weights in engine.ranks)
+    assert engine.answer({"version": 0, "fingerprint": manifest.fingerprint}) == {"unknown": True}
+
+
+def test_a_first_manifest_that_one_rank_refuses_leaves_no_routes(dummy: Engine) -> None:
+    tensors = toy.checkpoint()
+    original = dummy.ranks[1].model.loader
+
+    def stops(model: toy.Model, weights: toy.Weights) -> None:
+        original(model, (pair for pair in weights if pair[0] != "attn.k.weight"))
+
+    dummy.ranks[1].model.loader = stops  # type: ignore[assignment]
+    with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
+        dummy.prepare(whole(manifest_of(tensors)))
+    assert [weights.table for weights in dummy.ranks] == [None, None]
+    dummy.ranks[1].model.loader = original  # type: ignore[assignment]
+    assert dummy.prepare(whole(manifest_of(tensors))) == [manifest_of(tensors).fingerprint] * TP
+
+
+def test_names_that_no_rank_keeps(dummy: Engine) -> None:
+    """In a first update they are a mistake; of a checkpoint, they are known."""
+    tensors = {**toy.checkpoint(), "head.weight": torch.zeros(4, 4)}
+    for weights in dummy.ranks:
+        original = weights.model.loader
+
+        def skips(model: toy.Model, named: toy.Weights, original: Any = original) -> None:
+            original(model, (pair for pair in named if pair[0] != "head.weight"))
+
+        weights.model.loader = skips  # type: ignore[assignment]
+    manifest = manifest_of(tensors)
+    with pytest.raises(ManifestError, match=r"the engine keeps nothing of head\.weight"):
+        dummy.prepare(whole(manifest))
+    assert [weights.table for weights in dummy.ranks] == [None, None]
+    assert not any(weights.knows(manifest.fingerprint) for weights in dummy.ranks)
+    for weights in dummy.ranks:
+        weights.table = toy.record_routes(
+            weights.model, {n: tuple(t.shape) for n, t in tensors.items()}
+        )
+        weights.table.skipped = frozenset({"head.weight"})
+    assert dummy.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+
+
+def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
+    """Experts are spread over ranks."""
+
+    def model(rank: int) -> toy.Model:
+        def load(model: toy.Model, weights: toy.Weights) -> None:
+            for name, weight in weights:
+                if name == f"expert.{rank}":
+                    model.data("w").copy_(weight)
+
+        return toy.Model(toy.fp8_storage("w", 128, 128), load)
+
+    engine = Engine(module, [model(rank) for rank in range(TP)], None)
+    spec = TensorSpec(toy.BF16, (128, 128))
+    manifest = Manifest(0, {"expert.0": spec, "expert.1": spec}, 1 << 16)
+    assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
+    unused = Manifest(0, {**manifest.tensors, "expert.2": spec}, 1 << 16)
+    with pytest.raises(ManifestError, match=r"unknown: expert\.2"):
+        engine.prepare(whole(unused))
+    engine.close()
+
+
+# -- what a rank answers
+
+
+def test_an_unknown_manifest_is_asked_for(engine: Engine) -> None:
+    assert engine.answer({"version": 0, "fingerprint": "never seen"}) == {"unknown": True}
+    assert engine.answer({"version": 0}) == {"unknown": True}
+    engine.ranks[0].accept(manifest_of(toy.checkpoint()))  # and rank 1 has forgotten it
+    short = {"version": 0, "fingerprint": manifest_of(toy.checkpoint()).fingerprint}
+    assert engine.answer(short) == {"unknown": True}
+    assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
+    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+
+
+@pytest.mark.parametrize("busy", ["idle", "flushes"])
+def test_a_rank_that_is_busy_keeps_all_waiting(engine: Engine, busy: str) -> None:
+    setattr(engine.schedulers[1], busy, False)
+    assert engine.answer(whole(manifest_of(toy.checkpoint()))) == {"busy": True}
+    assert [weights.session for weights in engine.ranks] == [None, None]
+    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+
+
+def test_a_rank_without_a_socket_is_told(
+    engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = module.RankSocket
+
+    def broken(rank: int) -> Any:
+        if rank:
+            raise OSError("no space")
+        return original(rank)
+
+    monkeypatch.setattr(module, "RankSocket", broken)
+    answer = engine.answer(whole(manifest_of(toy.checkpoint())))
+    assert "cannot open a socket" in answer["error"]
+    assert "no space; set TMPDIR" in answer["error"]
+    assert [weights.session for weights in engine.ranks] == [None, None]
+
+
+# -- requests in flight
+
+RETRACT = {"in_flight": "retract"}
+
+
+def test_nothing_is_retracted_for_what_does_not_begin(
+    engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(toy.checkpoint())
+    assert "version is -1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
+    assert engine.answer({"version": 0, "fingerprint": "never seen", **RETRACT}) == {
+        "unknown": True
+    }
+
+    def broken(rank: int) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(module, "RankSocket", broken)
+    assert "cannot open a socket" in engine.answer(whole(manifest) | RETRACT)["error"]
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+
+
+def test_only_who_chose_it_retracts(engine: Engine) -> None:
+    for scheduler in engine.schedulers:
+        scheduler.idle = False
+    for in_flight in ("abort", "finish"):
+        message = whole(manifest_of(toy.checkpoint())) | {"in_flight": in_flight}
+        assert engine.answer(message) == {"busy": True}
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+
+
+def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
+    message = whole(manifest_of(toy.checkpoint())) | {"in_flight": "finish"}
+    for scheduler in engine.schedulers:
+        scheduler.idle, scheduler._engine_paused = False, True
+    assert "generation is paused" in engine.answer(message)["error"]
+    for scheduler in engine.schedulers:
+        scheduler._engine_paused = False
+    assert engine.answer(message) == {"busy": True}
+
+
+def test_a_rank_whose_cache_is_not_reset_keeps_all_waiting(engine: Engine) -> None:
+    engine.schedulers[1].retracts = False
+    message = whole(manifest_of(toy.checkpoint())) | RETRACT
+    assert engine.answer(message) == {"busy": True}
+    assert [weights.session for weights in engine.ranks] == [None, None]
+    assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+
+
+@pytest.mark.parametrize("end", ["commit", "nothing written", "failure"])
+def test_what_waits_for_an_update_ends_only_with_a_quarantine(engine: Engine, end: str) -> None:
+    for scheduler in engine.schedulers:
+        scheduler.idle = False
+        scheduler.waiting_queue = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
+    trainer = Trainer(engine, toy.checkpoint(), **RETRACT)
+    if end != "nothing written":
+        trainer.write()
+    if end == "commit":
+        trainer.ranks.ask({"op": "finish"})
+        trainer.ranks.ask({"op": "commit"})
+    trainer.ended()
+    for scheduler in engine.schedulers:
+        assert scheduler.retracted == 1
+        if end == "failure":
+            assert scheduler.waiting_queue == []
+            assert [refusal.rid for refusal in scheduler.sent] == ["a", "b"]
+            reason = scheduler.sent[0].finished_reason
+            assert (reason["type"], reason["status_code"]) == ("abort", 503)
+            assert "quarantined: the update to version 0 failed" in reason["message"]
+        else:
+            assert (len(scheduler.waiting_queue), scheduler.sent) == (2, [])
+
+
+# -- whole sessions
+
+
+class Trainer:
+    """Speaks to both ranks of a session that has begun."""
+
+    def __init__(self, engine: Engine, tensors: toy.Tensors, version: int = 0, **more: str) -> None:
+        self.engine, self.tensors = engine, tensors
+        self.futures = engine.begin(whole(manifest_of(tensors), version) | more)
+        begun = json.loads(engine.rpc.get(timeout=TIMEOUT_S).message)
+        self.ranks = RankClients(begun["sockets"], TOKEN)
+
+    def write(self) -> None:
+        bucket = HostBucket(1 << 19)
+        bucket.share(self.ranks)
+        session = self.engine.ranks[0].session
+        assert session is not None
+        for index, chunk in enumerate(session.writer.chunks):
+            for chunk_slice in chunk:
+                spec = session.writer.manifest.tensors[chunk_slice.name]
+                rows = self.tensors[chunk_slice.name][slice(*chunk_slice.rows)].contiguous()
+                raw = rows.flatten().view(torch.uint8)
+                assert raw.numel() <= spec.nbytes
+                bucket.content[chunk_slice.offset :][: raw.numel()] = raw
+            self.ranks.ask({"op": "part", "index": index})
+
+    def ended(self) -> dict[str, Any]:
+        """What both ranks tell of the end."""
+        self.ranks.close()
+        first, second = (json.loads(f.result(TIMEOUT_S).message) for f in self.futures)
+        assert first == second
+        assert [weights.session for weights in self.engine.ranks] == [None, None]
+        assert isinstance(first, dict)
+        return first
+
+
+def test_ranks_commit_together(engine: Engine) -> None:
+    for version in (0, 3):
+        tensors = toy.checkpoint(version)
+        trainer = Trainer(engine, tensors, version)
+        trainer.write()
+        trainer.ranks.ask({"op": "finish"})
+        assert trainer.ranks.ask({"op": "commit"}) == [{"ok": True}] * TP
+        end = trainer.ended()
+        assert (end["ended"], end["failure"], end["version"]) == (True, None, version)
+        assert (end["state"], end["reason"]) == ("serving", "")
+        for rank, weights in enumerate(engine.ranks):
+            assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, TP))
+
+
+def test_nan_on_one_rank_quarantines_all(engine: Engine) -> None:
+    tensors = toy.checkpoint()
+    tensors["attn.v.weight"][-1, -1] = float("nan")  # in the rows of rank 1 alone
+    trainer = Trainer(engine, tensors)
+    with pytest.raises(EngineError, match=r"attn\.v\.weight"):
+        trainer.write()
+    end = trainer.ended()
+    assert (end["ended"], end["state"], end["version"]) == (False, "quarantined", -1)
+    assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+    assert "the update to version 0 failed" in end["reason"]
+    assert [weights.memory.known() for weights in engine.ranks] == [[], []]
+    test_ranks_commit_together(engine)  # a complete update heals it
+
+
+def test_an_update_that_wrote_nothing_changes_nothing(engine: Engine) -> None:
+    trainer = Trainer(engine, toy.checkpoint())
+    with pytest.raises(EngineError, match="no room in the trainer"):
+        trainer.ranks.ask({"op": "abort", "reason": "no room in the trainer"})
+    end = trainer.ended()
+    assert (end["ended"], end["failure"]) == (False, "no room in the trainer")
+    assert (end["state"], end["reason"], end["version"]) == ("serving", "", -1)
+
+
+def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
+    trainer = Trainer(engine, toy.checkpoint())
+    trainer.write()
+    end = trainer.ended()
+    assert end["failure"].startswith("the trainer is gone")
+    assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+
+
+def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
+    """Half of the ranks hold the old version, the others no version at all."""
+    for rank in range(TP):
+        trainer = Trainer(engine, toy.checkpoint(), rank)
+        HostBucket(1 << 19).share(trainer.ranks)
+        framing.send(trainer.ranks._sockets[rank], {"op": "part", "index": 0})
+        assert framing.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
+        assert trainer.ended()["state"] == "quarantined"
+        assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+        for weights in engine.ranks:
+            weights.state = State.SERVING
+
+
+# ---- what a released engine is asked
+
+
+@pytest.mark.parametrize("op", ["digest", "kv", "kv_observe", "kv_recalibrate"])
+def test_released_memory_is_not_read(
+    engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = engine.ranks[0]
+    monkeypatch.setattr(engine.module, "_scheduler_weights", lambda scheduler: weights)
+    message = {"message": json.dumps({"op": op})}
+    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
+    weights.released = True
+    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
+    assert not answer.success
+    assert "resume_memory_occupation first" in answer.message

@@ -1,0 +1,219 @@
+"""What each FP8 linear is given at start, and who is left with SGLang's own kernels."""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from torch import nn
+
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import startup
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.gemm import candidates, quick_tune, warmup
+from sgl_fp8rl.gemm.candidates import STOCK, Candidate
+from sgl_fp8rl.gemm.dispatch import Choices
+from sgl_fp8rl.gemm.table import Entry, Table
+from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.ops.reference import quantize_weight
+from tests.sgl_fp8rl.gemm import fakes
+
+MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
+BIG, SMALL = (512, 256), (256, 128)
+FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
+SPLIT = [Entry(64, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)]
+
+
+class Rank:
+    """One rank of an engine on a Hopper GPU, with two layers of one shape and one of another."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, rank: int = 0, world_size: int = 1) -> None:
+        self.patch = patch
+        self.found: list[Any] = []
+        self.broadcast: list[Any] = []
+        self.group = SimpleNamespace(
+            rank_in_group=rank, world_size=world_size, ranks=[0, 1], cpu_group="gloo"
+        )
+        self.layers = [self._layer(*shape) for shape in (BIG, SMALL, BIG)]
+        self.runner = SimpleNamespace(
+            gpu_id=0,
+            model=nn.Module(),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+        )
+        backend = SimpleNamespace(is_auto=lambda: True, value="auto")
+        properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+        patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
+        self.deterministic = SimpleNamespace(
+            enable_deterministic_inference=False, rl_on_policy_target=None
+        )
+        resolved = SimpleNamespace(deterministic=self.deterministic)
+        patch.setattr(compat, "get_exec", lambda: resolved, raising=False)
+        patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
+        patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
+        patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
+        patch.setattr(compat, "cuda_graph_fully_disabled", lambda: False, raising=False)
+        self.set_backend(backend)
+        patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+        patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
+        patch.setattr(quick_tune, "find", self._find)
+        self.compiled: list[Any] = []
+        patch.setattr(startup, "compile_choices", self.compiled.append)
+
+    def set_backend(self, backend: Any) -> None:
+        self.patch.setattr(compat, "get_fp8_gemm_runner_backend", lambda: backend, raising=False)
+
+    def _layer(self, n: int, k: int) -> nn.Module:
+        layer = nn.Linear(k, n, bias=False, device="meta")
+        layer.quant_method = object.__new__(FP8RLLinearMethod)  # type: ignore[assignment]
+        return layer
+
+    def _find(self, shapes: Any, machine: Machine, folder: str, may_measure: bool) -> Table:
+        self.found.append((shapes, machine.card, machine.sms, folder, may_measure))
+        return {BIG: SPLIT}
+
+    def _broadcast(self, objects: list[Any], src: int, group: str) -> None:
+        assert (src, group) == (0, "gloo")
+        self.broadcast.append(list(objects))
+        if self.group.rank_in_group:
+            objects[:] = [{BIG: SPLIT}]
+
+    def start(self) -> list[tuple[int, ...] | None]:
+        """The bounds of each layer's choices."""
+        calls: list[Any] = []
+        startup.prepare(calls.append, self.runner)
+        assert calls == [self.runner]
+        methods: list[Any] = [layer.quant_method for layer in self.layers]
+        return [m.choices and m.choices.bounds for m in methods]
+
+
+def test_each_layer_gets_the_choices_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    assert rank.start() == [(64,), (), (64,)]
+    assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
+    assert rank.broadcast == []
+    assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
+
+
+def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each every 64 rows; the stock choice is left to SGLang's own warm-up."""
+    ran: list[Any] = []
+
+    def bind(name: str) -> Any:
+        def kernel(codes: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            ran.append((name, codes.shape[0]))
+            return fakes.exact(codes, *rest)
+
+        return lambda _config: kernel
+
+    for name in (STOCK, "triton", "deep_gemm_split_n"):
+        fake = Candidate(name, lambda *_: None, bind(name))
+        monkeypatch.setitem(candidates.CANDIDATES, name, fake)
+    bounds = {8: "triton", 64: STOCK, 192: "deep_gemm_split_n", 300: "triton"}
+    choices = Choices.of([Entry(m, name, {}, 1.0, 2.0) for m, name in bounds.items()])
+    weight, scales = quantize_weight(torch.ones(*BIG))
+    startup.compile_choices(
+        SimpleNamespace(
+            weight=weight, weight_scale_inv=scales, quant_method=SimpleNamespace(choices=choices)
+        )
+    )
+    parts, triton = (
+        [("deep_gemm_split_n", m) for m in (128, 192)],
+        [("triton", m) for m in (256, 300)],
+    )
+    assert ran == [("triton", 8), *parts, *triton]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_take_the_table_of_the_first(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    rank = Rank(monkeypatch, number, world_size=2)
+    assert rank.start() == [(64,), (), (64,)]
+    assert len(rank.found) == 1 - number
+    assert rank.broadcast == [[{BIG: SPLIT}] if number == 0 else [None]]
+
+
+def test_engines_without_cuda_graphs_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    monkeypatch.setattr(compat, "cuda_graph_fully_disabled", lambda: True, raising=False)
+    rank.start()
+    assert rank.found[0][-1] is False
+
+
+def chosen_by_user(rank: Rank) -> None:
+    rank.set_backend(SimpleNamespace(is_auto=lambda: False, value="flashinfer_deepgemm"))
+
+
+def on_blackwell(rank: Rank) -> None:
+    rank.patch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
+
+
+def in_fp16(rank: Rank) -> None:
+    rank.runner.model_config.dtype = torch.float16
+
+
+def deterministic(rank: Rank) -> None:
+    rank.deterministic.enable_deterministic_inference = True
+
+
+def on_policy(rank: Rank) -> None:
+    rank.deterministic.rl_on_policy_target = "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (chosen_by_user, "--fp8-gemm-backend flashinfer_deepgemm was asked for"),
+        (on_blackwell, "for Hopper"),
+        (in_fp16, "the model computes in torch.float16"),
+        (deterministic, "deterministic inference"),
+        (on_policy, "deterministic inference"),
+    ],
+)
+def test_sglangs_own_kernels_stay(
+    change: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(monkeypatch)
+    change(rank)
+    with caplog.at_level("INFO"):
+        assert rank.start() == [None] * 3
+    assert rank.found == []
+    assert sentence in caplog.text
+
+
+def test_a_model_without_fp8_is_not_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.layers.clear()
+    chosen_by_user(rank)
+    with caplog.at_level("INFO"):
+        assert rank.start() == []
+    assert caplog.records == []
+
+
+def linear(method_class: type, product: Any, n: int, k: int) -> nn.Module:
+    module = nn.Linear(k, n, bias=False, device="meta")
+    method: Any = object.__new__(method_class)
+    method.w8a8_block_fp8_linear = product
+    module.quant_method = method
+    return module
+
+
+def test_layers_are_those_that_go_to_deep_gemm() -> None:
+    ours, deep_gemm = FP8RLLinearMethod, compat.deep_gemm_linear
+    model = nn.ModuleList(
+        [
+            linear(ours, deep_gemm, 256, 128),
+            linear(ours, deep_gemm, 256, 128),
+            linear(ours, functools.partial(deep_gemm), 128, 256),
+            linear(ours, lambda: None, 384, 128),  # another backend
+            linear(ours, deep_gemm, 96, 128),  # N is no multiple of 64
+            linear(ours, deep_gemm, 256, 192),  # K is no multiple of 128
+            linear(compat.Fp8LinearMethod, deep_gemm, 512, 128),  # --quantization fp8
+            nn.Linear(128, 640, device="meta"),
+        ]
+    )
+    shapes = [tuple(layer.weight.shape) for layer in startup.gemm_layers(model)]
+    assert shapes == [(256, 128), (256, 128), (128, 256)]

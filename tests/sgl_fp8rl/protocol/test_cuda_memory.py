@@ -1,0 +1,391 @@
+"""Handles as they travel, and every way the driver can refuse; the memory itself is tests/gpu's."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_fp8rl.protocol import cuda_driver, cuda_memory
+from sgl_fp8rl.protocol.cuda_memory import (
+    CudaMemoryError,
+    DeviceMemory,
+    Handle,
+    Mapping,
+    base_of,
+    export,
+    exportable,
+    gpu_uuid,
+)
+
+UUID = bytes(range(0xA0, 0xB0))
+GPU = "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"
+IPC = bytes(range(64))
+BASE, SIZE = 0x7F00_0000_0000, 4 << 20
+ERRORS = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 201: b"CUDA_ERROR_INVALID_CONTEXT"}
+
+handles = st.builds(
+    Handle,
+    ipc=st.binary(min_size=64, max_size=64).map(bytes.hex),
+    nbytes=st.integers(1, (1 << 63) - 1),
+    gpu=st.uuids().map(lambda uuid: f"GPU-{uuid}"),
+)
+
+
+class FakeDriver:
+    """Functions of libcuda with fixed answers: one allocation, on GPU 0. ``refuse`` sets errors."""
+
+    def __init__(self) -> None:
+        self.refuse: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.depth = 0  # contexts pushed in this thread
+        self.attributes = (2, 0, 0, 1)  # device memory, not managed, GPU 0, exportable
+        self.opened = b""
+        for name in cuda_driver.SIGNATURES:
+            setattr(self, name, self._function(name))
+
+    def _function(self, name: str) -> Callable[..., int]:
+        # A plain function: it takes argtypes and restype as a ctypes function does.
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name in self.refuse:
+                return self.refuse[name]
+            answer = getattr(self, "_" + name, None)
+            return answer(*arguments) or 0 if answer else 0
+
+        return call
+
+    def _cuGetErrorName(self, status: int, name: Any) -> int:
+        if status not in ERRORS:
+            return 1
+        name._obj.value = ERRORS[status]
+        return 0
+
+    def _cuDeviceGet(self, ordinal: Any, device: int) -> None:
+        ordinal._obj.value = device
+
+    def _cuDeviceGetUuid_v2(self, uuid: Any, ordinal: int) -> None:
+        uuid[:] = UUID
+
+    def _cuDevicePrimaryCtxRetain(self, context: Any, ordinal: int) -> None:
+        context._obj.value = 0xC0
+
+    def _cuCtxPushCurrent_v2(self, context: int) -> None:
+        assert context == 0xC0
+        self.depth += 1
+
+    def _cuCtxPopCurrent_v2(self, context: Any) -> None:
+        self.depth -= 1
+
+    def _cuMemAlloc_v2(self, address: Any, nbytes: int) -> None:
+        assert self.depth
+        address._obj.value = BASE
+
+    def _cuMemGetAddressRange_v2(self, base: Any, size: Any, address: int) -> None:
+        base._obj.value, size._obj.value = BASE, SIZE
+
+    def _cuPointerGetAttributes(self, count: int, which: Any, fields: Any, address: int) -> None:
+        assert list(which) == [2, 8, 9, 10]
+        for field, value in zip(fields, self.attributes, strict=True):
+            ctypes.c_int.from_address(field).value = value
+
+    def _cuIpcGetMemHandle(self, handle: Any, base: int) -> None:
+        assert self.depth
+        handle._obj.reserved[:] = IPC
+
+    def _cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: int) -> None:
+        assert self.depth and flags == 1
+        self.opened = bytes(handle)
+        address._obj.value = BASE
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    caches = (
+        cuda_driver.driver,
+        cuda_driver.library,
+        cuda_driver.primary_context,
+        cuda_memory.gpu_uuid,
+    )
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, fresh: None) -> FakeDriver:
+    fake = FakeDriver()
+
+    def load(name: str) -> FakeDriver:
+        assert name == "libcuda.so.1"
+        return fake
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    return fake
+
+
+@given(handles)
+def test_a_handle_survives_json(handle: Handle) -> None:
+    assert Handle.from_json(json.loads(json.dumps(handle.to_json()))) == handle
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(anything)
+def test_what_is_no_handle_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match="must have the fields ipc, nbytes and gpu alone"):
+        Handle.from_json(data)
+
+
+@given(handles, st.sampled_from(["ipc", "nbytes", "gpu"]))
+def test_a_handle_without_a_field_or_with_one_more_is_refused(handle: Handle, field: str) -> None:
+    data = handle.to_json()
+    with pytest.raises(ValueError, match="fields"):
+        Handle.from_json(data | {"flags": 1})
+    del data[field]
+    with pytest.raises(ValueError, match="fields"):
+        Handle.from_json(data)
+
+
+MALFORMED = {
+    "ipc": st.binary(max_size=200).filter(lambda raw: len(raw) != 64).map(bytes.hex) | anything,
+    "nbytes": st.integers(max_value=0)
+    | st.integers(min_value=1 << 63)
+    | anything.filter(lambda value: type(value) is not int),
+    "gpu": st.uuids().map(str) | st.uuids().map(lambda uuid: f"GPU-{uuid.hex}") | anything,
+}
+
+
+@pytest.mark.parametrize("field", MALFORMED)
+@given(data=st.data())
+def test_a_malformed_field_is_refused_by_name(field: str, data: st.DataObject) -> None:
+    good = data.draw(handles).to_json()
+    with pytest.raises(ValueError, match=f"a memory handle's {field} must be"):
+        Handle.from_json(good | {field: data.draw(MALFORMED[field])})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ipc", "g" * 128),
+        ("ipc", "A" * 128),
+        ("ipc", "0" * 126 + " 0"),
+        ("ipc", "0" * 128 + "\n"),
+        ("ipc", "\u0660" * 128),
+        ("nbytes", True),
+        ("nbytes", 1.0),
+        ("nbytes", "1"),
+        ("gpu", f"{GPU}\n"),
+        ("gpu", f"{GPU}0"),
+        ("gpu", GPU.upper()),
+    ],
+)
+def test_what_almost_fits_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"a memory handle's {field} must be"):
+        Handle.from_json(handle().to_json() | {field: value})
+
+
+def test_a_view_is_of_the_gpu_that_holds_the_memory(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another GPU maps it too; torch copies what is said to lie elsewhere."""
+    driver.attributes = (2, 0, 3, 1)
+
+    def as_tensor(holder: Any, device: torch.device) -> Any:
+        address, _ = holder.__cuda_array_interface__["data"]
+        is_view = device == torch.device("cuda", 3)
+        return SimpleNamespace(data_ptr=lambda: address if is_view else address + 1)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    assert Mapping(handle(), 0).tensor.data_ptr() == BASE
+    driver.attributes = (2, 0, 2, 1)
+    with pytest.raises(CudaMemoryError, match=r"copied the memory .* of cuda:2"):
+        _ = Mapping(handle(), 0).tensor
+
+
+def test_sizes_are_those_of_the_header() -> None:
+    assert ctypes.sizeof(cuda_driver.IpcHandle) == 64  # CU_IPC_HANDLE_SIZE
+    assert ctypes.sizeof(cuda_driver.ADDRESS) == 8  # CUdeviceptr_v2
+    assert ctypes.sizeof(cuda_driver.SIZE) == ctypes.sizeof(ctypes.c_void_p)
+
+
+def test_nothing_is_loaded_at_import() -> None:
+    program = (
+        "import ctypes, torch\n"
+        "def refuse(*arguments, **options): raise AssertionError(arguments)\n"
+        "ctypes.CDLL.__init__ = refuse\n"
+        "import sgl_fp8rl.protocol.cuda_memory\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def handle(nbytes: int = SIZE) -> Handle:
+    return Handle(IPC.hex(), nbytes, GPU)
+
+
+USES: dict[str, Callable[[], Any]] = {
+    "DeviceMemory": lambda: DeviceMemory(1, 0),
+    "Mapping": lambda: Mapping(handle(), 0),
+    "base_of": lambda: base_of(BASE),
+    "exportable": lambda: exportable(BASE),
+    "export": lambda: export(BASE),
+    "gpu_uuid": lambda: gpu_uuid(0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_without_a_driver_each_use_says_so(
+    use: str, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(CudaMemoryError, match=r"library cannot be used \(libcuda.so.1.*install"):
+        USES[use]()
+
+
+def test_a_driver_too_old_is_named_as_such(driver: FakeDriver) -> None:
+    del driver.cuDeviceGetUuid_v2  # type: ignore[attr-defined]
+    with pytest.raises(CudaMemoryError, match=r"cuDeviceGetUuid_v2.*install a driver"):
+        gpu_uuid(0)
+
+
+REFUSALS = [
+    ("cuInit", "gpu_uuid", "did not start"),
+    ("cuDeviceGet", "gpu_uuid", "this process sees no GPU 0.*CUDA_VISIBLE_DEVICES"),
+    ("cuDeviceGetUuid_v2", "gpu_uuid", "did not tell its UUID"),
+    ("cuDevicePrimaryCtxRetain", "DeviceMemory", "GPU 0 gave no context"),
+    ("cuCtxPushCurrent_v2", "DeviceMemory", "could not be made current"),
+    ("cuCtxPopCurrent_v2", "DeviceMemory", "could not be made current"),
+    ("cuMemAlloc_v2", "DeviceMemory", "1 bytes could not be allocated on GPU 0.*bucket smaller"),
+    ("cuMemGetAddressRange_v2", "base_of", f"no allocation holds {BASE:#x}"),
+    ("cuMemGetAddressRange_v2", "Mapping", f"no allocation holds {BASE:#x}"),
+    ("cuPointerGetAttributes", "exportable", f"did not tell what lies at {BASE:#x}"),
+    ("cuIpcGetMemHandle", "export", f"{BASE:#x} of GPU 0 could not be exported"),
+    ("cuIpcOpenMemHandle_v2", "Mapping", f"{SIZE} bytes of {GPU} could not be mapped on GPU 0"),
+]
+
+
+@pytest.mark.parametrize(("function", "use", "sentence"), REFUSALS)
+@pytest.mark.parametrize(
+    ("code", "name"), [(2, "CUDA_ERROR_OUT_OF_MEMORY"), (777, "CUDA error 777")]
+)
+def test_each_refusal_is_a_sentence_with_the_drivers_name_for_it(
+    driver: FakeDriver, function: str, use: str, sentence: str, code: int, name: str
+) -> None:
+    USES[use]()  # nothing is refused yet
+    cuda_driver.driver.cache_clear()
+    cuda_driver.primary_context.cache_clear()
+    cuda_memory.gpu_uuid.cache_clear()
+    driver.refuse[function] = code
+    with pytest.raises(CudaMemoryError, match=sentence) as raised:
+        USES[use]()
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)
+    if function != "cuCtxPopCurrent_v2":
+        assert driver.depth == 0
+
+
+@pytest.mark.parametrize("function", ["cuCtxSynchronize", "cuMemFree_v2", "cuIpcCloseMemHandle"])
+def test_a_failed_close_is_told_once(driver: FakeDriver, function: str) -> None:
+    opened: list[DeviceMemory | Mapping] = [DeviceMemory(1, 0), Mapping(handle(), 0)]
+    driver.refuse[function] = 2
+    failed = 0
+    for memory in opened:
+        try:
+            memory.close()
+        except CudaMemoryError as error:
+            assert "could not be let go (CUDA_ERROR_OUT_OF_MEMORY)" in str(error)
+            failed += 1
+        memory.close()
+    assert failed == (2 if function == "cuCtxSynchronize" else 1)
+    assert driver.depth == 0
+
+
+def test_memory_is_freed_once_and_after_the_device_is_done(driver: FakeDriver) -> None:
+    memory = DeviceMemory(1, 0)
+    assert (memory.address, memory.nbytes) == (BASE, 1)
+    memory.close()
+    memory.close()
+    ended = [call for call in driver.calls if call in ("cuCtxSynchronize", "cuMemFree_v2")]
+    assert ended == ["cuCtxSynchronize", "cuMemFree_v2"]
+    with pytest.raises(CudaMemoryError, match="is closed"):
+        _ = memory.tensor
+
+
+def test_a_mapping_is_closed_not_freed(driver: FakeDriver) -> None:
+    mapping = Mapping(handle(), 0)
+    assert (mapping.address, mapping.nbytes) == (BASE, SIZE)
+    assert driver.opened == IPC
+    mapping.close()
+    mapping.close()
+    assert driver.calls.count("cuIpcCloseMemHandle") == 1
+    assert "cuMemFree_v2" not in driver.calls
+
+
+def test_a_handle_that_claims_more_than_there_is_leaves_no_mapping(driver: FakeDriver) -> None:
+    Mapping(handle(SIZE), 0).close()
+    with pytest.raises(CudaMemoryError, match=f"claims {SIZE + 1} bytes .* has {SIZE}"):
+        Mapping(handle(SIZE + 1), 0)
+    assert driver.calls.count("cuIpcOpenMemHandle_v2") == 2
+    assert driver.calls.count("cuIpcCloseMemHandle") == 2
+    driver.refuse["cuMemGetAddressRange_v2"] = 2
+    with pytest.raises(CudaMemoryError, match="no allocation holds"):
+        Mapping(handle(SIZE), 0)
+    assert driver.calls.count("cuIpcCloseMemHandle") == 3
+
+
+def test_export_names_the_allocation(driver: FakeDriver) -> None:
+    assert export(BASE) == handle(SIZE)
+    assert DeviceMemory(5, 0).handle() == handle(5)
+    with pytest.raises(CudaMemoryError, match=f"lies 64 bytes into .* export {BASE:#x}"):
+        export(BASE + 64)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [(2, 0, 0, 0), (2, 1, 0, 1), (1, 0, 0, 1), (0, 0, 0, 0)],
+    ids=["mapped by hand", "managed", "host", "unknown"],
+)
+def test_memory_that_is_not_plain_is_not_exported(
+    driver: FakeDriver, attributes: tuple[int, int, int, int]
+) -> None:
+    assert exportable(BASE)
+    driver.attributes = attributes
+    assert not exportable(BASE)
+    with pytest.raises(CudaMemoryError, match=r"expandable_segments:False.*torch_memory_saver"):
+        export(BASE)
+    assert "cuIpcGetMemHandle" not in driver.calls
+
+
+def test_a_thread_without_a_context_borrows_one(driver: FakeDriver) -> None:
+    found = driver._cuMemGetAddressRange_v2
+
+    def needs_context(base: Any, size: Any, address: int) -> int:
+        if not driver.depth:
+            return 201
+        found(base, size, address)
+        return 0
+
+    driver._cuMemGetAddressRange_v2 = needs_context  # type: ignore[assignment,method-assign]
+    assert base_of(BASE + 5) == (BASE, SIZE)
+    assert driver.depth == 0

@@ -1,0 +1,105 @@
+"""Messages on a socket: what is framed, what is refused, and that no descriptor is left."""
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_fp8rl.protocol import framing
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with a, b:
+        a.settimeout(10)
+        b.settimeout(10)
+        yield a, b
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@given(st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.integers())))
+def test_a_message_arrives_as_it_was_sent(message: dict[str, Any]) -> None:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with a, b:
+        framing.send(a, message)
+        framing.send(a, {"next": 1})
+        assert framing.receive(b) == (message, [])
+        assert framing.receive(b) == ({"next": 1}, [])
+
+
+def test_a_message_larger_than_any_buffer(pair: tuple[socket.socket, socket.socket]) -> None:
+    message = {"names": ["x" * 100] * 50_000}
+    sender = threading.Thread(target=framing.send, args=(pair[0], message))
+    sender.start()
+    assert framing.receive(pair[1])[0] == message
+    sender.join(10)
+
+
+def test_descriptors_travel_with_their_message(pair: tuple[socket.socket, socket.socket]) -> None:
+    with (Path("/proc/self/stat")).open() as one:
+        framing.send(pair[0], {"op": "bucket"}, (one.fileno(), one.fileno()))
+        message, fds = framing.receive(pair[1])
+        assert message == {"op": "bucket"}
+        assert len(fds) == 2
+        assert {os.fstat(fd).st_ino for fd in fds} == {os.fstat(one.fileno()).st_ino}
+    for fd in fds:
+        os.close(fd)
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("!I", len(body)) + body
+
+
+BAD = {
+    "nothing": b"",
+    "half a length": b"\0\0",
+    "half a body": struct.pack("!I", 100) + b"{}",
+    "a huge length": struct.pack("!I", framing.MAX_MESSAGE_BYTES + 1),
+    "no JSON": framed(b"hello"),
+    "no text": framed(b"\xff\xfe"),
+    "a list": framed(b"[1]"),
+    "null": framed(b"null"),
+    "an empty body": framed(b""),
+    "nested without end": framed(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+def test_what_is_no_message_is_refused(
+    pair: tuple[socket.socket, socket.socket], data: bytes
+) -> None:
+    before = descriptors()
+    if data:
+        with Path("/proc/self/stat").open() as carried:
+            socket.send_fds(pair[0], [data], [carried.fileno()])
+    pair[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(framing.FramingError, match=r"the connection ended|the peer is no bridge"):
+        framing.receive(pair[1])
+    assert descriptors() == before
+
+
+def test_silence_is_a_timeout_and_keeps_no_descriptor(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    before = descriptors()
+    with Path("/proc/self/stat").open() as carried:
+        socket.send_fds(pair[0], [b"\0\0\0\5"], [carried.fileno()])
+    pair[1].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        framing.receive(pair[1])
+    assert descriptors() == before
+
+
+def test_the_peer_is_known_by_its_user(pair: tuple[socket.socket, socket.socket]) -> None:
+    assert framing.peer_uid(pair[0]) == os.getuid()

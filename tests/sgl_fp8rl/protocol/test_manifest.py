@@ -1,0 +1,228 @@
+"""The manifest: what it refuses before anything is written, and that it survives the wire."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_fp8rl.protocol.manifest import (
+    PROTOCOL,
+    WEIGHT_DTYPES,
+    Manifest,
+    ManifestError,
+    TensorSpec,
+    describe,
+)
+
+FP8 = torch.float8_e4m3fn
+GOOD: dict[str, Any] = {
+    "protocol": PROTOCOL,
+    "version": 3,
+    "tensors": {"a.weight": ["bfloat16", [4, 8]], "a.bias": ["float32", [4]]},
+    "part_bytes": 512,
+    "mapped": ["a.bias"],
+}
+
+
+def test_a_good_manifest_is_read() -> None:
+    manifest = Manifest.from_json(GOOD)
+    assert manifest.version == 3
+    assert manifest.tensors["a.weight"] == TensorSpec(torch.bfloat16, (4, 8))
+    assert manifest.nbytes == 4 * 8 * 2 + 4 * 4
+    assert (manifest.chunk_bytes, manifest.mapped) == (512, {"a.bias"})
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])
+def test_another_protocol_is_refused(protocol: Any) -> None:
+    with pytest.raises(ManifestError, match=r"speaks protocol .* install the same sgl-fp8rl"):
+        Manifest.from_json({**GOOD, "protocol": protocol})
+
+
+@pytest.mark.parametrize("data", [None, [], "manifest", 1])
+def test_what_is_no_object_is_refused(data: Any) -> None:
+    with pytest.raises(ManifestError, match=type(data).__name__):
+        Manifest.from_json(data)
+
+
+@pytest.mark.parametrize("version", [-1, True, 1.0, "1", None, [1]])
+def test_a_version_is_a_whole_number_from_0(version: Any) -> None:
+    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
+        Manifest.from_json({**GOOD, "version": version})
+    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
+        describe([], version)
+
+
+@pytest.mark.parametrize("tensors", [None, {}, [], "a"])
+def test_an_update_names_tensors(tensors: Any) -> None:
+    with pytest.raises(ManifestError, match="names no tensors"):
+        Manifest.from_json({**GOOD, "tensors": tensors})
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        {},
+        "bfloat16",
+        ["bfloat16"],
+        ["bfloat16", 4],
+        ["bfloat16", [4], 1],
+        ["float64", [4]],
+        ["torch.bfloat16", [4]],
+        [["bfloat16"], [4]],
+        [None, [4]],
+        [{}, [4]],
+        ["bfloat16", [0]],
+        ["bfloat16", [-1, 4]],
+        ["bfloat16", [True]],
+        ["bfloat16", [4.0]],
+        ["bfloat16", ["4"]],
+        ["bfloat16", [None]],
+        ["bfloat16", [2**40]],
+    ],
+)
+def test_a_malformed_tensor_is_refused_by_name(entry: Any) -> None:
+    with pytest.raises(ManifestError, match=r"^a\.weight (is described|has (dtype|shape))"):
+        Manifest.from_json({**GOOD, "tensors": {"a.weight": entry}, "mapped": []})
+
+
+@pytest.mark.parametrize("size", [None, "512", True, 512.0, 0, -512, 128, 513, 2**40])
+def test_a_part_is_whole_lines_of_memory(size: Any) -> None:
+    with pytest.raises(ManifestError, match=r"part_bytes is .* positive multiple of 256"):
+        Manifest.from_json({**GOOD, "part_bytes": size})
+
+
+@pytest.mark.parametrize(
+    "mapped", [None, "a.bias", {"a.bias": 1}, ["b"], [None], [["a.bias"]], [{}], ["a.bias", 1]]
+)
+def test_only_what_is_announced_is_mapped(mapped: Any) -> None:
+    with pytest.raises(ManifestError, match="mapped names what is no tensor of the manifest"):
+        Manifest.from_json({**GOOD, "mapped": mapped})
+
+
+SCALE = TensorSpec(torch.float32, (2, 3))
+CODES = TensorSpec(FP8, (200, 300))
+
+
+def test_codes_come_with_their_scales() -> None:
+    manifest = Manifest(0, {"w": CODES, "w_scale_inv": SCALE, "n": TensorSpec(torch.float16, (4,))})
+    assert [name for name in manifest.tensors if manifest.is_scale(name)] == ["w_scale_inv"]
+    assert [name for name, _ in manifest.weights()] == ["w", "n"]
+
+
+def test_experts_have_scales_each() -> None:
+    scale = TensorSpec(torch.float32, (4, 2, 3))
+    Manifest(0, {"w": TensorSpec(FP8, (4, 200, 300)), "w_scale_inv": scale})
+
+
+def test_a_name_that_only_sounds_like_scales_is_a_weight() -> None:
+    manifest = Manifest(0, {"w_scale_inv": SCALE})
+    assert not manifest.is_scale("w_scale_inv")
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "fault"),
+    [
+        (CODES, None, "without w_scale_inv"),
+        (CODES, TensorSpec(torch.bfloat16, (2, 3)), "is bfloat16"),
+        (CODES, TensorSpec(FP8, (2, 3)), "scale_inv"),
+        (CODES, TensorSpec(torch.float32, (3, 2)), r"send FP32 of shape \(2, 3\)"),
+        (CODES, TensorSpec(torch.float32, (2,)), r"send FP32 of shape \(2, 3\)"),
+        (TensorSpec(FP8, (128,)), TensorSpec(torch.float32, (1,)), "only matrices can be FP8"),
+        (TensorSpec(torch.bfloat16, (200, 300)), SCALE, "comes with w in bfloat16"),
+        (TensorSpec(torch.float32, (200, 300)), SCALE, "comes with w in float32"),
+    ],
+)
+def test_codes_and_scales_that_do_not_belong_together(
+    codes: TensorSpec, scale: TensorSpec | None, fault: str
+) -> None:
+    tensors = {"w": codes} | ({"w_scale_inv": scale} if scale else {})
+    with pytest.raises(ManifestError, match=fault):
+        Manifest(0, tensors)
+
+
+def test_describe_reads_names_dtypes_and_shapes() -> None:
+    pairs = [("w", torch.zeros(2, 3, dtype=torch.float16)), ("s", torch.tensor(1.0))]
+    specs = {"w": TensorSpec(torch.float16, (2, 3)), "s": TensorSpec(torch.float32, ())}
+    assert describe(pairs, 7) == Manifest(7, specs)
+    described = describe(pairs, 7, 1024, ["s"])
+    assert described == Manifest(7, specs, chunk_bytes=1024, mapped=frozenset({"s"}))
+
+
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])
+def test_describe_refuses_empty_tensors(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ManifestError, match=r"^w has shape .*; send no empty tensors"):
+        describe([("w", torch.ones(shape))], 0)
+    assert describe([("w", torch.ones(()))], 0).tensors["w"].shape == ()
+
+
+def test_describe_refuses_a_name_that_comes_twice() -> None:
+    with pytest.raises(ManifestError, match="w comes twice"):
+        describe([("w", torch.zeros(2)), ("w", torch.zeros(2))], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool, torch.float8_e5m2])
+def test_describe_refuses_a_dtype_that_no_weight_has(dtype: torch.dtype) -> None:
+    with pytest.raises(ManifestError, match=f"w has dtype {dtype}"):
+        describe([("w", torch.zeros(2, dtype=dtype))], 0)
+
+
+shapes = st.lists(st.integers(1, 2**40 - 1), max_size=4).map(tuple)
+plain = st.dictionaries(
+    st.text(max_size=8), st.builds(TensorSpec, st.sampled_from(WEIGHT_DTYPES), shapes), min_size=1
+)
+
+
+@given(
+    plain,
+    st.integers(0, 2**60),
+    st.integers(1, 500),
+    st.integers(1, 500),
+    st.booleans(),
+    st.integers(1, 2**30),
+    st.randoms(use_true_random=False),
+)
+def test_json_round_trip(
+    tensors: dict[str, TensorSpec],
+    version: int,
+    rows: int,
+    cols: int,
+    fp8: bool,
+    lines: int,
+    random: Random,
+) -> None:
+    tensors = {n: s for n, s in tensors.items() if not n.endswith("_scale_inv")}
+    if fp8 or not tensors:
+        tensors["codes"] = TensorSpec(FP8, (rows, cols))
+        blocks = (-(-rows // 128), -(-cols // 128))
+        tensors["codes_scale_inv"] = TensorSpec(torch.float32, blocks)
+    mapped = frozenset(name for name in tensors if random.random() < 0.5)
+    manifest = Manifest(version, tensors, 256 * lines, mapped)
+    assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+
+
+@given(json_values, json_values, json_values)
+def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None:
+    for data in (
+        a,
+        {**GOOD, "version": a, "tensors": b},
+        {**GOOD, "tensors": {"w": [b, [c]]}, "mapped": []},
+        {**GOOD, "part_bytes": a},
+        {**GOOD, "mapped": b},
+        {**GOOD, "mapped": [c]},
+    ):
+        try:
+            assert isinstance(Manifest.from_json(data), Manifest)
+        except ManifestError as error:
+            assert len(str(error)) > 20
