@@ -16,6 +16,7 @@ LAYERS = (
     "server_args",
     "sgl_fp8rl sgl_fp8rl.constants sgl_fp8rl.options",
     "sgl_fp8rl.ops",
+    "sgl_fp8rl.formats",
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it

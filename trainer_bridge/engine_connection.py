@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engine_client import EngineClient, connect
@@ -83,7 +84,7 @@ class EngineConnection:
     def plan(self, named: Named, family: str | None, device: torch.device | None) -> TransferPlan:
         """The plan for these tensors, made anew where anything but values changed.
 
-        With a GPU at hand, what the engine keeps in FP8 is quantized before it is sent.
+        With a GPU at hand, what the engine quantizes is sent in its format.
 
         Args:
             family: see ``fsdp.sources``.
@@ -107,7 +108,8 @@ class EngineConnection:
         if kept is not None and kept[0] == signature:
             return kept[1]
         try:
-            quantized = set(self.layout()["fp8"]) if device is not None else set()
+            formats = self.layout()["formats"] if device is not None else {}
+            quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
             chunk_bytes = self.layout()["bucket_bytes"] // 2
             plan = TransferPlan(
                 sources_for(named, family, self.layout()),

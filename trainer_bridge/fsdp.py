@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.ops.reference import FP8_DTYPE
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX
+from sgl_fp8rl.formats import DTYPES, format_of, split_name
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -54,7 +54,9 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
     if isinstance(model_or_named_tensors, Mapping):
         model_or_named_tensors = model_or_named_tensors.items()
-    return _scales_behind([(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors])
+    return _companions_behind(
+        [(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors]
+    )
 
 
 def sources(
@@ -73,8 +75,8 @@ def sources(
         family: ``model_type`` of the module that they are parameters of; None where the names are
             those of an HF checkpoint already.
     """
-    scales = {name + SCALE_SUFFIX for name, tensor in named if tensor.dtype == FP8_DTYPE}
-    kept = {*scales, *as_they_are}
+    companions = {name + suffix for name, t in named for suffix in _suffixes(t)}
+    kept = {*companions, *as_they_are}
     return [
         Source(
             tensor.shape,
@@ -105,15 +107,14 @@ def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
-def _scales_behind(named: Named) -> Named:
+def _companions_behind(named: Named) -> Named:
     """Each weight's scales behind it, so that no weight waits for scales that come much later."""
     first = {name: index for index, (name, _) in enumerate(named)}
 
     def place(entry: tuple[int, tuple[str, torch.Tensor]]) -> tuple[int, bool]:
         index, (name, _) = entry
-        weight = name.removesuffix(SCALE_SUFFIX)
-        is_scale = weight != name and weight in first
-        return (first[weight], True) if is_scale else (index, False)
+        weight, suffix = split_name(name)
+        return (first[weight], True) if suffix and weight in first else (index, False)
 
     return [entry for _, entry in sorted(enumerate(named), key=place)]
 
@@ -125,8 +126,11 @@ def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    wide = tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return dtype if wide and tensor.dim() > 1 else tensor.dtype
+    return dtype if tensor.dtype in WEIGHT_DTYPES and tensor.dim() > 1 else tensor.dtype
+
+
+def _suffixes(tensor: torch.Tensor) -> tuple[str, ...]:
+    return format_of(tensor.dtype).suffixes if tensor.dtype in DTYPES.values() else ()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

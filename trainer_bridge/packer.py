@@ -1,13 +1,15 @@
 """Filling the bucket: parameters are copied into host memory, or quantized into device memory."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
+from sgl_fp8rl.ops.regions import strides_of, whole
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transfer_plan import Run, TransferPlan
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
@@ -89,39 +91,26 @@ class QuantizePacker:
         address = bucket.content.data_ptr()
 
         def descriptors(segment: int, index: int, run: Run) -> Iterator[CopyDescriptor]:
-            source, spec = plan.sources[index], plan.manifest.tensors[run.name]
-            plain = CopyDescriptor(
+            source = plan.sources[index]
+            shape: tuple[int, ...] = (run.length,)
+            scales, target = None, source.sent_as
+            if run.scales >= 0:
+                format_ = plan.manifest.format_of(run.name)
+                row = plan.manifest.tensors[run.name].shape[1:]
+                shape = (run.length // math.prod(row), *row)
+                target = plan.manifest.tensors[run.name].dtype
+                (spec,) = format_.companions(shape).values()
+                placed = Placed(address + run.scales, spec.dtype, strides_of(spec.shape))
+                scales = Scales(placed, whole(spec.shape))
+            return describe_copy(
+                Placed(run.start * source.held_as.itemsize, source.held_as, strides_of(shape)),
+                whole(shape),
+                Placed(address + run.offset, target, strides_of(shape)),
+                whole(shape),
+                scales,
                 segment=segment,
-                source=run.start * source.held_as.itemsize,
-                target=address + run.offset,
-                scales=0,
-                rows=1,
-                cols=run.length,
-                source_stride=run.length,
-                target_stride=run.length,
-                scale_stride=0,
-                source_dtype=source.held_as,
-                target_dtype=source.sent_as,
-                positive=False,
                 tag=tags[run.name],
             )
-            if run.scales < 0:
-                yield plain
-                return
-            cols = spec.shape[-1]
-            rows = spec.shape[-2] if len(spec.shape) > 2 else run.length // cols
-            for i in range(run.length // (rows * cols)):  # experts of a tensor that holds several
-                yield plain._replace(
-                    source=plain.source + i * rows * cols * source.held_as.itemsize,
-                    target=plain.target + i * rows * cols,
-                    scales=address + run.scales + 4 * i * num_blocks(rows) * num_blocks(cols),
-                    rows=rows,
-                    cols=cols,
-                    source_stride=cols,
-                    target_stride=cols,
-                    scale_stride=num_blocks(cols),
-                    target_dtype=FP8_DTYPE,
-                )
 
         together: dict[int, list[CopyDescriptor]] = defaultdict(list)
         alone: dict[tuple[int, int], list[CopyDescriptor]] = defaultdict(list)

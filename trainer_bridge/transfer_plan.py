@@ -1,15 +1,16 @@
 """What a trainer sends: worked out once from names, shapes and dtypes, replayed at each update."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from sgl_fp8rl.formats import DTYPES
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
-from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
 from sgl_fp8rl.protocol.chunks import ChunkSlice, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, WEIGHT_DTYPES, describe
+from sgl_fp8rl.protocol.manifest import describe
 from trainer_bridge.fsdp import Source
 
 Signature = tuple[
@@ -41,7 +42,7 @@ class TransferPlan:
 
     Args:
         mapped: which sources the engine reads in place.
-        quantized: HF tensors that are quantized on the way into the bucket.
+        quantized: HF tensors that are quantized on the way into the bucket, and their format.
         resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
 
     Raises:
@@ -54,7 +55,7 @@ class TransferPlan:
         sources: list[Source],
         mapped: list[bool],
         chunk_bytes: int,
-        quantized: Collection[str] = (),
+        quantized: Mapping[str, WeightFormat] | None = None,
         resident: Collection[int] = (),
     ) -> None:
         self.sources = sources
@@ -72,8 +73,8 @@ class TransferPlan:
                 self.views[name] = index, view
                 if mapped[index]:
                     self.offsets[name] = index, int(view.storage_offset()) * dtype.itemsize
-                elif name in quantized and dtype in WEIGHT_DTYPES:
-                    announced += _as_codes(name, view)
+                elif quantized and name in quantized and dtype in WEIGHT_DTYPES:
+                    announced += _encoded(name, view, quantized[name])
                     continue
                 announced.append((name, view))
         self.manifest = describe(announced, 0, chunk_bytes, self.offsets)
@@ -85,8 +86,8 @@ class TransferPlan:
             scales_behind = (*chunk[1:], None)
             for chunk_slice, behind in zip(chunk, scales_behind, strict=True):
                 if chunk_slice.offset >= 0 and chunk_slice.name in self.views:
-                    spec = self.manifest.tensors[chunk_slice.name]
-                    made_here = spec.dtype == FP8_DTYPE != self.views[chunk_slice.name][1].dtype
+                    held = self.views[chunk_slice.name][1].dtype
+                    made_here = held not in self.manifest.format_of(chunk_slice.name).dtypes
                     scales = behind.offset if made_here and behind is not None else -1
                     self._add_run(number, chunk_slice, scales)
                     turns[number, self.views[chunk_slice.name][0]] = None
@@ -116,21 +117,22 @@ class TransferPlan:
         runs.append(Run(chunk, chunk_slice.name, start, length, chunk_slice.offset, scales))
 
 
-def _as_codes(name: str, view: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The codes and scales that a weight is sent as."""
-    *lead, rows, cols = view.shape
-    blocks = (*lead, num_blocks(rows), num_blocks(cols))
+def _encoded(
+    name: str, view: torch.Tensor, format_: WeightFormat
+) -> list[tuple[str, torch.Tensor]]:
+    """The codes and companions that a weight is sent as, as meta tensors."""
+    specs = {"": TensorSpec(format_.dtypes[0], tuple(view.shape))}
+    specs |= format_.companions(tuple(view.shape))
     return [
-        (name, torch.empty(view.shape, dtype=FP8_DTYPE, device="meta")),
-        (name + SCALE_SUFFIX, torch.empty(blocks, dtype=torch.float32, device="meta")),
+        (name + suffix, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        for suffix, spec in specs.items()
     ]
 
 
 def can_be_mapped(tensor: torch.Tensor) -> bool:
     """Whether an engine on the same host could read this tensor in place."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    known = tensor.dtype in WEIGHT_DTYPES or tensor.dtype == FP8_DTYPE
-    return plain and known and tensor.is_cuda and tensor.is_contiguous()
+    return plain and tensor.dtype in DTYPES.values() and tensor.is_cuda and tensor.is_contiguous()
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

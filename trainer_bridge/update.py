@@ -247,7 +247,7 @@ class _Session:
             self._wait_chunk()  # the other half must be free before it is filled
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()  # the half is filled
-        self._ranks.send({"op": "part", "index": self._chunk})
+        self._ranks.send({"op": "chunk", "index": self._chunk})
         self._chunk += 1
         self._in_flight += 1
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.gemm import dispatch
-from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
+from sgl_fp8rl.ops.reference import fp8_linear
 
 
 class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
@@ -27,7 +28,7 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        reason = ragged_linear(output_partition_sizes, input_size_per_partition)
+        reason = BLOCK_FP8.refusal(output_partition_sizes, input_size_per_partition)
         method: Any = super()
         if reason is not None:
             # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
@@ -50,15 +51,6 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         if self.choices is not None and not torch.compiler.is_compiling():
             return dispatch.linear(self.choices, layer, x, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
-
-
-def ragged_linear(output_partition_sizes: list[int], input_size: int) -> str | None:
-    """Why a linear of these per-rank sizes cannot be block FP8, or None if it can."""
-    sizes = [*output_partition_sizes, input_size]
-    if any(size % BLOCK for size in sizes):
-        shape = f"{'+'.join(map(str, output_partition_sizes))} x {input_size}"
-        return f"size {shape} on this rank is no multiple of {BLOCK}"
-    return None
 
 
 def keep_storage(post_process: Any, layer: Any, name: str) -> None:

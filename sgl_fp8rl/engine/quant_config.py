@@ -15,8 +15,8 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.moe import FP8RLMoEMethod
+from sgl_fp8rl.formats import BLOCK_FP8, UNQUANTIZED, format_of
 from sgl_fp8rl.gemm.experts import takes_codes
-from sgl_fp8rl.ops.reference import BLOCK
 from sgl_fp8rl.options import current_options
 
 
@@ -45,7 +45,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             is_checkpoint_fp8_serialized=True,
             activation_scheme="dynamic",
             ignored_layers=ignored_layers,
-            weight_block_size=[BLOCK, BLOCK],
+            weight_block_size=list(BLOCK_FP8.block),
         )
         self.patterns = (*current_options().ignored_layers, *self.ignored_layers)
 
@@ -61,7 +61,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         """
         block = config.get("weight_block_size")
         scheme = config.get("activation_scheme", "dynamic")
-        if config.get("quant_method") != "fp8" or block != [BLOCK, BLOCK] or scheme != "dynamic":
+        is_fp8 = config.get("quant_method") == "fp8"
+        if not is_fp8 or block != list(BLOCK_FP8.block) or scheme != "dynamic":
             raise ValueError(
                 f"quantization fp8rl reads BF16 checkpoints and FP8 ones with 128x128 blocks and "
                 f"dynamic activations, but this checkpoint's quantization_config is {config}; "
@@ -104,10 +105,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
 
 
 def _ragged_experts(layer: Any) -> str | None:
-    size = layer.intermediate_size_per_partition
-    if size % BLOCK or layer.hidden_size % BLOCK:
-        return f"expert size {size} x {layer.hidden_size} on this rank is no multiple of {BLOCK}"
-    return None
+    reason = BLOCK_FP8.refusal([layer.intermediate_size_per_partition], layer.hidden_size)
+    return reason and f"expert {reason}"
 
 
 def list_layers(model: nn.Module) -> list[LayerFormat]:
@@ -119,11 +118,12 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
             weight = getattr(module, "w13_weight", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
             continue
-        if weight.dtype == torch.float8_e4m3fn:
-            layers.append(LayerFormat(name, "fp8", None, tuple(weight.shape), _top_k(module)))
-        else:
+        format_, shape = format_of(weight.dtype), tuple(weight.shape)
+        if format_ is UNQUANTIZED:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
-            layers.append(LayerFormat(name, "bf16", reason, tuple(weight.shape)))
+            layers.append(LayerFormat(name, format_.name, reason, shape))
+        else:
+            layers.append(LayerFormat(name, format_.name, None, shape, _top_k(module)))
     return layers
 
 

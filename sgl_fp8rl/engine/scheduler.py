@@ -19,7 +19,6 @@ from sgl_fp8rl.engine.internal_requests import isolate_prefix
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.retraction import refuse, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.ops.reference import FP8_DTYPE
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
 from sgl_fp8rl.protocol.manifest import (
@@ -114,7 +113,7 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
         "dtype": str(weights.dtype).removeprefix("torch."),
         "fallback": sorted(weights.table.fallback) if weights.table else [],
         "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
-        "fp8": weights.table.kept_in(FP8_DTYPE) if weights.table else [],
+        "formats": weights.table.by_format() if weights.table else {},
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),
         "routed_experts": routed_experts.layout(weights.model),

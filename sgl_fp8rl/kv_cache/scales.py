@@ -236,19 +236,3 @@ def read_file(path: str | Path) -> list[Any]:
             f"the control message kv returns as JSON"
         ) from error
     return scales  # type: ignore[no-any-return]
-
-
-def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Register the buffers with the model, and give each attention layer its share.
-
-    Args:
-        layers: in the order of their indices; layers of one ``layer_id`` share one.
-    """
-    model.fp8rl_kv = scales
-    indices = {layer_id: index for index, layer_id in enumerate(sorted({_id(la) for la in layers}))}
-    for layer in layers:
-        layer.fp8rl_layer = LayerKV(scales, indices[_id(layer)])  # type: ignore[assignment]
-
-
-def _id(layer: nn.Module) -> int:
-    return int(layer.layer_id)  # type: ignore[arg-type]

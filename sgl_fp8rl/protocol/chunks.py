@@ -6,11 +6,15 @@ and nothing of what lies where.
 
 from typing import NamedTuple
 
-from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, Manifest, ManifestError
+from sgl_fp8rl.formats import FORMATS, split_name
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 
 ALIGNMENT = 64
 """Bytes; every slice starts at a multiple of it, so that kernels read 16 bytes at a time."""
+
+ROW_STEP = max(format_.block[0] for format_ in FORMATS.values())
+"""Rows at whose multiples a matrix is cut: its format in the engine may have larger blocks than the
+one that it is sent in."""
 
 RowRange = tuple[int, int]
 """Start and stop along a tensor's first dimension."""
@@ -28,8 +32,8 @@ class ChunkSlice(NamedTuple):
 def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
     """The chunks of an update in the order in which they are written.
 
-    Chunk ``i`` lies in half ``i % 2`` of the bucket. Codes travel with their scales: rows of both
-    are in one chunk, the scales right behind. What is mapped makes one more chunk, the last.
+    Chunk ``i`` lies in half ``i % 2`` of the bucket. Codes travel with their companions: rows of
+    both are in one chunk, the companions right behind. Mapped tensors make one last chunk.
 
     Raises:
         ManifestError: a row block of some tensor is larger than half of the bucket.
@@ -37,14 +41,17 @@ def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
     chunks: list[list[ChunkSlice]] = [[]]
     fill = 0
     for name, spec in manifest.tensors.items():
-        codes = name.removesuffix(SCALE_SUFFIX)
-        if name in manifest.mapped or (manifest.is_scale(name) and codes not in manifest.mapped):
+        follows = manifest.is_companion(name) and split_name(name)[0] not in manifest.mapped
+        if name in manifest.mapped or follows:
             continue
+        format_ = manifest.format_of(name)
+        per_row = format_.block[0] if len(spec.shape) == 2 else 1
         columns = [_column(manifest, name)]
-        if spec.dtype == FP8_DTYPE and name + SCALE_SUFFIX not in manifest.mapped:
-            columns.append(_column(manifest, name + SCALE_SUFFIX, len(spec.shape) == 2))
+        for companion in (name + suffix for suffix in format_.suffixes):
+            if companion not in manifest.mapped:
+                columns.append(_column(manifest, companion, per_row))
         start, length = 0, spec.shape[0] if spec.shape else 1
-        step = BLOCK if len(spec.shape) == 2 else 1
+        step = ROW_STEP if len(spec.shape) == 2 else 1
         while start < length:
             free = manifest.chunk_bytes - fill
             stop = length
@@ -79,7 +86,7 @@ def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
 
 
 class _Column(NamedTuple):
-    """One of the tensors that are cut at the same rows: weights, or codes and their scales."""
+    """One of the tensors that are cut at the same rows: codes or a companion."""
 
     name: str
     row_bytes: int
@@ -97,10 +104,10 @@ class _Column(NamedTuple):
         return -(-(last - first) * self.row_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _column(manifest: Manifest, name: str, in_blocks: bool = False) -> _Column:
+def _column(manifest: Manifest, name: str, per_row: int = 1) -> _Column:
     spec = manifest.tensors[name]
     length = spec.shape[0] if spec.shape else 1
-    return _Column(name, spec.nbytes // length, BLOCK if in_blocks else 1)
+    return _Column(name, spec.nbytes // length, per_row)
 
 
 def _whole(manifest: Manifest, name: str) -> ChunkSlice:

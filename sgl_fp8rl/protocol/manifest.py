@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +9,11 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks
+from sgl_fp8rl.formats import DTYPES, SUFFIXES, format_of, split_name
+from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 
-PROTOCOL = 3
-SCALE_SUFFIX = "_scale_inv"
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*WEIGHT_DTYPES, FP8_DTYPE)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+PROTOCOL = 4
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
 
@@ -32,23 +29,12 @@ class ManifestError(ValueError):
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """Dtype and shape of one HF tensor, whole, as the trainer holds it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Manifest:
     """One update: its policy version and every tensor by its HF checkpoint name.
 
-    A weight is BF16, FP16 or FP32; or float8_e4m3fn codes, then ``<name>_scale_inv`` holds its
-    FP32 scales, one for each 128x128 block. Tensors travel in this order (``chunks.py``).
+    The dtype of a weight says which format it is sent in (``formats/``): BF16, FP16 and FP32 as it
+    is, float8_e4m3fn as codes, with ``<name>_scale_inv``. Tensors travel in this order
+    (``chunks.py``).
     """
 
     version: int
@@ -60,14 +46,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
-            scale = self.tensors.get(name + SCALE_SUFFIX)
-            if spec.dtype == FP8_DTYPE:
-                _check_scale(name, spec, scale)
-            elif scale is not None:
-                raise ManifestError(
-                    f"{name + SCALE_SUFFIX} comes with {name} in {_NAMES[spec.dtype]}; send FP8 "
-                    f"codes with their scales, or the weight alone"
-                )
+            _check_companions(self.tensors, name, spec)
 
     @cached_property
     def nbytes(self) -> int:
@@ -80,21 +59,25 @@ class Manifest:
         data = {**self.to_json(), "version": None}
         return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
-    def is_scale(self, name: str) -> bool:
-        """Whether ``name`` holds the scales of FP8 codes in this manifest."""
-        base = self.tensors.get(name.removesuffix(SCALE_SUFFIX))
-        return name.endswith(SCALE_SUFFIX) and base is not None and base.dtype == FP8_DTYPE
+    def format_of(self, name: str) -> WeightFormat:
+        """The format that a weight is sent in."""
+        return format_of(self.tensors[name].dtype)
+
+    def is_companion(self, name: str) -> bool:
+        """Whether ``name`` belongs to the codes of another tensor, as scales do."""
+        weight, suffix = split_name(name)
+        return weight in self.tensors and suffix in self.format_of(weight).suffixes
 
     def weights(self) -> Iterable[tuple[str, TensorSpec]]:
-        """Every tensor but the scales."""
-        return ((name, spec) for name, spec in self.tensors.items() if not self.is_scale(name))
+        """Every tensor but the companions."""
+        return ((name, spec) for name, spec in self.tensors.items() if not self.is_companion(name))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL,
             "version": self.version,
             "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
-            "part_bytes": self.chunk_bytes,
+            "chunk_bytes": self.chunk_bytes,
             "mapped": sorted(self.mapped),
         }
 
@@ -114,13 +97,13 @@ class Manifest:
         version, tensors = check_version(data.get("version")), data.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
-        size, mapped = data.get("part_bytes"), data.get("mapped")
+        size, mapped = data.get("chunk_bytes"), data.get("mapped")
         if type(size) is not int or not 0 < size < 2**40 or size % CHUNK_ALIGNMENT:
             raise ManifestError(
-                f"part_bytes is {size!r}; give a positive multiple of {CHUNK_ALIGNMENT}"
+                f"chunk_bytes is {size!r}; give a positive multiple of {CHUNK_ALIGNMENT}"
             )
         if not isinstance(mapped, list) or not all(type(n) is str and n in tensors for n in mapped):
-            raise ManifestError("mapped names what is no tensor of the manifest; send it there too")
+            raise ManifestError("mapped names a tensor that the manifest lacks; list it there too")
         specs = {name: _parse_spec(name, entry) for name, entry in tensors.items()}
         return cls(version, specs, size, frozenset(mapped))
 
@@ -179,21 +162,31 @@ def _parse_spec(name: str, entry: Any) -> TensorSpec:
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
         raise ManifestError(f"{name} is described by {entry!r}; describe it as [dtype, shape]")
     dtype, shape = entry
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ManifestError(f"{name} has dtype {dtype!r}; send one of {', '.join(_DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ManifestError(f"{name} has dtype {dtype!r}; send one of {', '.join(DTYPES)}")
     if not all(type(size) is int and 0 < size < 2**40 for size in shape):
         raise ManifestError(f"{name} has shape {shape!r}; sizes are whole numbers above 0")
-    return TensorSpec(_DTYPES[dtype], tuple(shape))
+    return TensorSpec(DTYPES[dtype], tuple(shape))
 
 
-def _check_scale(name: str, spec: TensorSpec, scale: TensorSpec | None) -> None:
-    if len(spec.shape) < 2:
-        raise ManifestError(f"{name} is FP8 with shape {spec.shape}; only matrices can be FP8")
-    if scale is None:
-        raise ManifestError(f"{name} is FP8 without {name + SCALE_SUFFIX}; send codes with scales")
-    expected = (*spec.shape[:-2], num_blocks(spec.shape[-2]), num_blocks(spec.shape[-1]))
-    if scale.dtype != torch.float32 or scale.shape != expected:
-        raise ManifestError(
-            f"{name + SCALE_SUFFIX} is {_NAMES[scale.dtype]} of shape {scale.shape}; send FP32 of "
-            f"shape {expected}, one scale for each 128x128 block"
-        )
+def _check_companions(tensors: Mapping[str, TensorSpec], name: str, spec: TensorSpec) -> None:
+    dtype = _NAMES[spec.dtype]
+    try:
+        expected = format_of(spec.dtype).companions(spec.shape)
+    except ValueError as error:
+        raise ManifestError(f"{name} is {error}") from error
+    for companion, suffix in ((name + suffix, suffix) for suffix in SUFFIXES):
+        found = tensors.get(companion)
+        if suffix not in expected and found is not None:
+            raise ManifestError(
+                f"{companion} comes with {name} in {dtype}; send codes with their scales, or the "
+                f"weight alone"
+            )
+        if suffix in expected and found is None:
+            raise ManifestError(f"{name} is {dtype} without {companion}; send both")
+        if suffix in expected and found != expected[suffix]:
+            assert found is not None
+            raise ManifestError(
+                f"{companion} is {_NAMES[found.dtype]} of shape {found.shape}; send "
+                f"{_NAMES[expected[suffix].dtype]} of shape {expected[suffix].shape}"
+            )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.ops.reference import BLOCK, num_blocks
+from sgl_fp8rl.formats import BLOCK_FP8
 
-BF16_BYTES, SCALE_BYTES = 2, 4
+BF16_BYTES = 2
 _STACKED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -50,13 +50,15 @@ class Group:
     @property
     def fp8_bytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(weight.numel() + SCALE_BYTES * _blocks(weight) for weight in self.weights)
+        companions = (BLOCK_FP8.companions(tuple(w.shape)) for w in self.weights)
+        scales = sum(spec.nbytes for specs in companions for spec in specs.values())
+        return scales + sum(weight.numel() for weight in self.weights)
 
 
 def fp8_groups(model: nn.Module) -> list[Group]:
     """The layers that an engine of one rank keeps in FP8, in the order of the model.
 
-    A layer with a side that is no multiple of 128 stays BF16 there and is left out.
+    A layer with a side that is not a multiple of 128 stays BF16 there and is left out.
 
     Args:
         model: a causal language model of transformers 5.
@@ -74,12 +76,13 @@ def fp8_groups(model: nn.Module) -> list[Group]:
     groups = [
         Group(name, _layer_of(name), tuple(modules))
         for name, modules in found.items()
-        if not any(size % BLOCK for size in _sizes(name, modules, config))
+        for cols, *rows in (_sizes(name, modules, config),)
+        if BLOCK_FP8.refusal(rows, cols) is None
     ]
     if not groups:
         raise ValueError(
             f"no layer of this model would run in FP8: none of {len(found)} linears has sides that "
-            f"are all multiples of {BLOCK}"
+            f"are all multiples of {BLOCK_FP8.block[0]}"
         )
     return sorted(groups, key=lambda group: group.layer)
 
@@ -140,8 +143,3 @@ def _sizes(name: str, modules: list[nn.Module], config: Any) -> Iterator[int]:
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         yield config.num_key_value_heads * head_dim
-
-
-def _blocks(weight: torch.Tensor) -> int:
-    *experts, rows, cols = weight.shape
-    return torch.Size(experts).numel() * num_blocks(rows) * num_blocks(cols)

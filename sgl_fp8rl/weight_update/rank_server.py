@@ -135,7 +135,7 @@ def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
 
 
 def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) -> dict[str, Any]:
-    if op == "part":
+    if op == "chunk":
         session.write(message["index"])
     elif op == "finish":
         return {"gpu_seconds": session.finish()}

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_fp8rl.ops.reference import FP8_DTYPE
-from sgl_fp8rl.weight_update.routes import Region, Route, RouteError, RouteTable, as_region
+from sgl_fp8rl.ops.regions import Region, as_region
+from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten

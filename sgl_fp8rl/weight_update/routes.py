@@ -4,21 +4,16 @@ SGLang's ``model.load_weights`` knows every architecture. It runs once with prob
 tensors (``route_tracer.py``); each copy that it makes becomes a route, replayed at every update.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
-from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE, num_blocks
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, Manifest, ManifestError
-
-Span = tuple[int, int]
-"""Start and stop along one dimension."""
-Region = tuple[Span, ...]
-"""A box inside a tensor: one span for each dimension."""
+from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats.weight_format import WeightFormat
+from sgl_fp8rl.ops.regions import Region, numel, overlap
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 
 
 class RouteError(RuntimeError):
@@ -38,53 +33,6 @@ class Route:
     dst: Region
 
 
-def sizes(region: Region) -> tuple[int, ...]:
-    """Length along each dimension."""
-    return tuple(stop - start for start, stop in region)
-
-
-def numel(region: Region) -> int:
-    """Elements in the box."""
-    return math.prod(sizes(region))
-
-
-def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The box as a view."""
-    return tensor[tuple(slice(start, stop) for start, stop in region)]
-
-
-def as_region(
-    shape: tuple[int, ...], offset: int, sizes_: tuple[int, ...], strides: tuple[int, ...]
-) -> Region | None:
-    """The box that a strided view covers in a contiguous tensor, or None if it is no box.
-
-    Args:
-        shape: the contiguous tensor's shape.
-        offset, sizes_, strides: the view, in elements.
-    """
-    kept = [(s, st) for s, st in zip(sizes_, strides, strict=True) if s != 1]
-    if len(kept) == 1 and kept[0] == (math.prod(shape), 1) and offset == 0:
-        return tuple((0, s) for s in shape)  # the whole tensor, flattened
-    region: list[Span] = []
-    step = math.prod(shape)
-    for size in shape:
-        step //= size
-        start, offset = divmod(offset, step)
-        length = 1
-        if kept and kept[0][1] == step and size != 1:
-            length = kept.pop(0)[0]
-        if start + length > size:
-            return None
-        region.append((start, start + length))
-    return None if kept or offset else tuple(region)
-
-
-def to_blocks(region: Region) -> Region:
-    """The region of the scales that belongs to a region of codes."""
-    *lead, rows, cols = region
-    return (*lead, *((start // BLOCK, num_blocks(stop)) for start, stop in (rows, cols)))
-
-
 @dataclass
 class RouteTable:
     """Everything that updates of one model on one rank need to know."""
@@ -100,15 +48,19 @@ class RouteTable:
     constants: list[tuple[str, Region]] = field(default_factory=list)
     """Boxes that the loader filled with a constant, such as vocabulary padding."""
     by_loader: set[str] = field(default_factory=set)
-    """Parameters that only ``load_weights`` writes; each session holds that it did."""
+    """Parameters that only ``load_weights`` writes; each session checks that it did."""
     skipped: frozenset[str] = frozenset()
     """Tensors that no rank's loader keeps, such as the head of a tied model; an update may omit
     them."""
 
-    def is_fp8(self, source: str) -> bool:
-        """Whether the engine keeps this HF tensor as codes and scales."""
+    def format_of(self, route: Route) -> WeightFormat:
+        """The format of the storage that a route leads to."""
+        return format_of(self.parameters[route.parameter].dtype)
+
+    def is_quantized(self, source: str) -> bool:
+        """Whether the engine quantizes this HF tensor."""
         routes = self.routes.get(source, ())
-        return any(self.parameters[route.parameter].dtype == FP8_DTYPE for route in routes)
+        return any(self.format_of(route) is not UNQUANTIZED for route in routes)
 
     def kept_in(self, dtype: torch.dtype) -> list[str]:
         """The HF tensors that the engine keeps in this dtype."""
@@ -118,56 +70,64 @@ class RouteTable:
             if any(self.parameters[route.parameter].dtype == dtype for route in routes)
         ]
 
+    def by_format(self) -> dict[str, list[str]]:
+        """The HF tensors that the engine quantizes, by the name of the format."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for source, routes in self.routes.items():
+            for name in {self.format_of(route).name for route in routes} - {UNQUANTIZED.name}:
+                found[name].append(source)
+        return dict(found)
+
     def check(self) -> None:
-        """Hold what must be true before anything is written through these routes.
+        """Check what must be true before anything is written through these routes.
 
         Raises:
-            RouteError: a parameter is not covered exactly once, an FP8 box does not fall on block
-                borders or has no scales, or one tensor goes to FP8 and to other storage.
+            RouteError: a parameter is not covered exactly once, a quantized box does not fall on
+                block borders or has no scales, or one tensor goes to storage of two formats.
         """
         covered: dict[str, list[Region]] = defaultdict(list)
         for name, region in self.constants:
             covered[name].append(region)
         for source, routes in self.routes.items():
-            if len({self.parameters[r.parameter].dtype == FP8_DTYPE for r in routes}) > 1:
+            if len({self.format_of(route).name for route in routes}) > 1:
                 raise RouteError(
-                    f"{source} goes to FP8 storage and to other storage at once; leave its layers "
-                    f"BF16 with --fp8rl-ignored-layers"
+                    f"{source} goes to storage of two formats at once; leave its layers BF16 with "
+                    f"--fp8rl-ignored-layers"
                 )
             for route in routes:
                 covered[route.parameter].append(route.dst)
-                if self.is_fp8(source):
-                    self._check_blocks(route)
+                self._check_format(route)
         for name, tensor in self.parameters.items():
-            if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self.parameters:
-                continue  # derived from the codes' routes, block by block
+            weight, suffix = split_name(name)
+            codes = self.parameters.get(weight) if suffix else None
+            if codes is not None and suffix in format_of(codes.dtype).suffixes:
+                continue  # derived from the codes' routes
             self._check_cover(name, tensor, covered[name])
 
-    def _check_blocks(self, route: Route) -> None:
-        parameter = self.parameters[route.parameter]
-        scale = self.parameters.get(route.parameter + SCALE_SUFFIX)
-        for region, shape in (
-            (route.src, self.sources[route.source]),
-            (route.dst, parameter.shape),
-        ):
-            for (start, stop), size in zip(region[-2:], shape[-2:], strict=True):
-                if start % BLOCK or (stop % BLOCK and stop != size):
-                    raise RouteError(
-                        f"{route.source} -> {route.parameter} cuts a 128x128 block at "
-                        f"{start}:{stop} of {size}; leave it BF16 with --fp8rl-ignored-layers"
-                    )
-        n, k = (num_blocks(size) for size in parameter.shape[-2:])
-        if scale is None or tuple(scale.shape) != (*parameter.shape[:-2], n, k):
+    def _check_format(self, route: Route) -> None:
+        parameter, format_ = self.parameters[route.parameter], self.format_of(route)
+        try:
+            format_.check_cut(route.src, self.sources[route.source])
+            format_.check_cut(route.dst, tuple(parameter.shape))
+        except ValueError as error:
             raise RouteError(
-                f"{route.parameter} is FP8 but {route.parameter + SCALE_SUFFIX} is "
-                f"{'missing' if scale is None else tuple(scale.shape)}; report this model family"
-            )
+                f"{route.source} -> {route.parameter} {error}; leave it BF16 with "
+                f"--fp8rl-ignored-layers"
+            ) from error
+        for suffix, spec in format_.companions(tuple(parameter.shape)).items():
+            companion = self.parameters.get(route.parameter + suffix)
+            if companion is None or tuple(companion.shape) != spec.shape:
+                raise RouteError(
+                    f"{route.parameter} is {format_.name} but {route.parameter + suffix} is "
+                    f"{'missing' if companion is None else tuple(companion.shape)}; report this "
+                    f"model family"
+                )
 
     def _check_cover(self, name: str, tensor: torch.Tensor, regions: list[Region]) -> None:
         total = sum(numel(region) for region in regions)
-        if total == tensor.numel() and not _overlap(regions):
+        if total == tensor.numel() and not overlap(regions):
             return
-        if self.fallback and tensor.dtype != FP8_DTYPE and total == 0:
+        if self.fallback and format_of(tensor.dtype) is UNQUANTIZED and total == 0:
             self.by_loader.add(name)
             return
         raise RouteError(
@@ -177,10 +137,10 @@ class RouteTable:
         )
 
     def match(self, manifest: Manifest, kv_scales: Collection[str] = ()) -> None:
-        """Hold a manifest against what this model needs.
+        """Check a manifest against what this model needs.
 
         Args:
-            kv_scales: names of the manifest that are no weights.
+            kv_scales: names of the manifest that are not weights.
 
         Raises:
             ManifestError: an unknown or missing name, a wrong shape, FP8 for a BF16 layer.
@@ -198,19 +158,21 @@ class RouteTable:
                 )
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
             kept = self.routes.get(name) or name in self.fallback
-            if spec.dtype == FP8_DTYPE and kept and not self.is_fp8(name):
+            sent = manifest.format_of(name)
+            if sent is not UNQUANTIZED and kept and not self.is_quantized(name):
                 raise ManifestError(
-                    f"{name} is FP8, but the engine keeps this tensor in BF16; send it in BF16"
+                    f"{name} is {sent.name}, but the engine keeps it in BF16; send it in BF16"
                 )
 
     def routes_for(self, name: str, manifest: Manifest) -> list[Route]:
-        """The routes of a tensor of this manifest; those of scales follow from their codes'."""
-        if not manifest.is_scale(name):
+        """The routes of a tensor of this manifest; a companion's follow from its codes'."""
+        if not manifest.is_companion(name):
             return self.routes[name]
-        codes = self.routes[name.removesuffix(SCALE_SUFFIX)]
+        weight, suffix = split_name(name)
+        region = manifest.format_of(weight).companion_region
         return [
-            Route(name, to_blocks(r.src), r.parameter + SCALE_SUFFIX, to_blocks(r.dst))
-            for r in codes
+            Route(name, region(suffix, r.src), r.parameter + suffix, region(suffix, r.dst))
+            for r in self.routes[weight]
         ]
 
 
@@ -222,27 +184,6 @@ def _name_mismatch(unknown: list[str], missing: list[str]) -> str:
     facts = [f"unknown: {first(unknown)}"] if unknown else []
     facts += [f"missing: {first(missing)}"] if missing else []
     return f"the names are not this model's ({'; '.join(facts)}); use those of the HF checkpoint"
-
-
-def _overlap(regions: list[Region]) -> bool:
-    def pairs(group: list[Region]) -> Iterator[tuple[Region, Region]]:
-        return ((a, b) for i, a in enumerate(group) for b in group[i + 1 :])
-
-    if len(regions) < 2:
-        return False
-    if not regions[0]:
-        return True  # a scalar, written twice
-    by_first: dict[Span, list[Region]] = defaultdict(list)
-    for region in regions:
-        by_first[region[0]].append(region)
-    apart = all(a[1] <= b[0] for a, b in pairwise(sorted(by_first)))
-    # boxes that are apart along the first dimension, such as experts, need no look at each pair
-    groups = list(by_first.values()) if apart else [regions]
-    return any(
-        all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
-        for group in groups
-        for one, other in pairs(group)
-    )
 
 
 def shapes_of(manifest: Manifest, kv_scales: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

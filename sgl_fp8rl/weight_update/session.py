@@ -205,7 +205,7 @@ class Session:
             ValueError: NaN or Inf, or the memory is not what was announced.
         """
         if index not in self._due:
-            raise SessionError(f"part {index!r} is not awaited; write each part once")
+            raise SessionError(f"chunk {index!r} is not awaited; write each chunk once")
         source = self.writer.chunk_source(index, self.weights.memory)
         self.dirty = True
         for chunk_slice in self.writer.deferred[index]:
@@ -231,8 +231,8 @@ class Session:
         if self._due:
             missing = self.writer.chunks[min(self._due)][0].name
             raise SessionError(
-                f"{len(self._due)} of {len(self.writer.chunks)} parts are missing, with {missing}; "
-                f"send every part of the manifest before commit"
+                f"{len(self._due)} of {len(self.writer.chunks)} chunks are missing, {missing} "
+                f"among them; send every chunk of the manifest before commit"
             )
         seconds = self.writer.finish()
         kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}

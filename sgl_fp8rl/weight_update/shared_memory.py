@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.cuda_memory import Handle, Mapping
-from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest
 
 
 class SharedMemoryError(ValueError):
@@ -132,10 +133,10 @@ class SharedMemory:
     def bucket_for(self, manifest: Manifest) -> Bucket:
         """The bucket, large enough for two chunks of this manifest."""
         if self.bucket is None:
-            raise SharedMemoryError("a part came before the bucket; open the bucket first")
+            raise SharedMemoryError("a chunk came before the bucket; open the bucket first")
         if self.bucket.content.numel() < 2 * manifest.chunk_bytes:
             raise SharedMemoryError(
-                f"the bucket holds {self.bucket.content.numel()} bytes, two parts need "
+                f"the bucket holds {self.bucket.content.numel()} bytes, two chunks need "
                 f"{2 * manifest.chunk_bytes}"
             )
         return self.bucket
@@ -143,7 +144,7 @@ class SharedMemory:
     def mapped(self) -> Segments:
         """The segments that hold mapped tensors."""
         if self.segments is None:
-            raise SharedMemoryError("a mapped part came before its memory; open the segments first")
+            raise SharedMemoryError("a mapped chunk came before its segments; open them first")
         return self.segments
 
     def close_segments(self) -> None:

@@ -1,14 +1,14 @@
-"""Apply one tensor, or some rows of it, through its routes: quantize, write codes and scales.
+"""Write one tensor, or some rows of it, through its routes, in the format of the storage.
 
 In plain torch: what the CPU platform runs, and the reference for ``triton_writer.py``.
 """
 
 import torch
 
-from sgl_fp8rl.ops.reference import FP8_DTYPE, quantize_weight
+from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.chunks import RowRange
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX
-from sgl_fp8rl.weight_update.routes import Region, Route, RouteTable, to_blocks, view
+from sgl_fp8rl.weight_update.routes import Route, RouteTable
 
 
 def write_tensor(
@@ -16,7 +16,7 @@ def write_tensor(
 ) -> None:
     """Write ``tensor``, the given rows of its source, wherever its routes lead.
 
-    Weights bound for FP8 storage are first cast to the model's dtype, so that a BF16 checkpoint
+    Weights that are quantized are first cast to the model's dtype, so that a BF16 checkpoint
     and an FP32 master copy of the same weights make the same codes.
 
     Args:
@@ -34,19 +34,21 @@ def write_tensor(
         src, dst = clipped
         target = table.parameters[route.parameter]
         values = view(tensor, src)
-        if target.dtype != FP8_DTYPE or values.dtype == FP8_DTYPE:
-            # before the check: a narrower dtype can overflow to Inf
-            values = values.to(target.dtype)
-            _check_finite(values, route)
-            _copy(view(target, dst), values)
-        else:
-            try:
-                codes, scale_inv = quantize_weight(values.to(target.device, dtype))
-            except ValueError as error:
-                raise ValueError(f"{route.source}: {error}") from error
-            scales = table.parameters[route.parameter + SCALE_SUFFIX]
-            _copy(view(target, dst), codes)
-            _copy(view(scales, to_blocks(dst)), scale_inv)
+        format_ = table.format_of(route)
+        try:
+            if format_ is UNQUANTIZED or values.dtype == target.dtype:
+                # before the check: a narrower dtype can overflow to Inf
+                values = values.to(target.dtype)
+                _check_values(table, route, values)
+                _copy(view(target, dst), values)
+                continue
+            encoded = format_.encode(values.to(target.device, dtype))
+        except ValueError as error:
+            raise ValueError(f"{route.source} {error}") from error
+        _copy(view(target, dst), encoded.pop(""))
+        for suffix, companion in encoded.items():
+            region = format_.companion_region(suffix, dst)
+            _copy(view(table.parameters[route.parameter + suffix], region), companion)
 
 
 def clip_route(route: Route, rows: RowRange) -> tuple[Region, Region] | None:
@@ -72,18 +74,10 @@ def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values.reshape(target.shape))
 
 
-def _check_finite(values: torch.Tensor, route: Route) -> None:
-    # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign.
-    if values.dtype == FP8_DTYPE:
-        bad = bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any())
+def _check_values(table: RouteTable, route: Route, values: torch.Tensor) -> None:
+    weight, suffix = split_name(route.parameter)
+    codes = table.parameters.get(weight) if suffix else None
+    if codes is not None and suffix in format_of(codes.dtype).suffixes:
+        format_of(codes.dtype).check_values(suffix, values)
     else:
-        bad = not bool(torch.isfinite(values).all())
-        if route.parameter.endswith(SCALE_SUFFIX) and not bad and bool((values <= 0).any()):
-            raise ValueError(
-                f"{route.source} holds a scale that is not positive; send amax / 448, and a "
-                f"positive number for a block of zeros"
-            )
-    if bad:
-        raise ValueError(
-            f"{route.source} holds NaN or Inf; check the trainer's weights before the update"
-        )
+        table.format_of(route).check_values("", values)

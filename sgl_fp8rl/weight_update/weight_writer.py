@@ -5,8 +5,9 @@ from typing import Protocol
 
 import torch
 
+from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import write_tensor

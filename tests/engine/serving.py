@@ -114,7 +114,7 @@ class ByHand:
             for chunk_slice in self.chunks[index]:
                 rows = self._tensors[chunk_slice.name][slice(*chunk_slice.rows)]
                 bucket.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name]).copy_(rows)
-            self.ranks.ask({"op": "part", "index": index})
+            self.ranks.ask({"op": "chunk", "index": index})
 
     def write_from(self, first: int) -> None:
         """Send this chunk and all that follow."""

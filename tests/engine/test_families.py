@@ -35,7 +35,7 @@ REQUEST: dict[str, Any] = {
 EMBEDDING = "embedding stays BF16"
 HEAD = "output head stays BF16"
 ROUTER = "router"
-RAGGED = "no multiple of 128"
+RAGGED = "not a multiple of 128"
 
 # Layer -> why it is BF16; None: it is FP8. The layers of a block repeat in both blocks.
 Why = dict[str, str | None]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import trainer_bridge
-from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import SGLANG_SERVE, Server

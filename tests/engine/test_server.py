@@ -189,10 +189,10 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "entry": (with_entry("bfloat16"), f"{UP} is described by"),
     "negative size": (with_entry(["bfloat16", [-512, 256]]), f"{UP} has shape"),
     "size of a terabyte": (with_entry(["bfloat16", [2**40, 256]]), f"{UP} has shape"),
-    "no half": (with_field("part_bytes", 0), "part_bytes is 0"),
-    "an odd half": (with_field("part_bytes", 1000), "part_bytes is 1000"),
-    "a half that is no number": (with_field("part_bytes", True), "part_bytes is True"),
-    "a half without room": (with_field("part_bytes", 4096), "larger --fp8rl-bucket-bytes"),
+    "no half": (with_field("chunk_bytes", 0), "chunk_bytes is 0"),
+    "an odd half": (with_field("chunk_bytes", 1000), "chunk_bytes is 1000"),
+    "a half that is no number": (with_field("chunk_bytes", True), "chunk_bytes is True"),
+    "a half without room": (with_field("chunk_bytes", 4096), "larger --fp8rl-bucket-bytes"),
     "mapped stranger": (with_field("mapped", ["model.stranger.weight"]), "mapped names what is no"),
     "mapped is no list": (with_field("mapped", None), "mapped names what is no"),
 }
@@ -282,8 +282,8 @@ def test_unknown_fingerprint(server: Server, policies: Policies) -> None:
 # ---- bad steps before the first write: what was served before is served again -------------------
 
 
-def part_before_the_bucket(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "part", "index": 0})
+def chunk_before_the_bucket(trainer: ByHand) -> None:
+    trainer.ranks.ask({"op": "chunk", "index": 0})
 
 
 def bucket_without_memory(trainer: ByHand) -> None:
@@ -307,7 +307,7 @@ def bucket_without_a_name(trainer: ByHand) -> None:
 def bucket_that_is_too_small(trainer: ByHand, index: int = 0) -> None:
     message = {"op": "bucket", "name": "small", "bytes": BUCKET_BYTES - 256}
     trainer.ranks.ask(message, (trainer.bucket._fd,))
-    trainer.ranks.ask({"op": "part", "index": index})
+    trainer.ranks.ask({"op": "chunk", "index": index})
 
 
 HANDLE = {"ipc": "0" * 128, "nbytes": BUCKET_BYTES, "gpu": f"GPU-{uuid.UUID(int=0)}"}
@@ -326,21 +326,21 @@ def unknown_step_first(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "reboot"})
 
 
-def finish_before_any_part(trainer: ByHand) -> None:
+def finish_before_any_chunk(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "finish"})
 
 
 BAD_STARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
-    "part before the bucket": (part_before_the_bucket, "a part came before the bucket"),
+    "chunk before the bucket": (chunk_before_the_bucket, "a chunk came before the bucket"),
     "bucket without memory": (bucket_without_memory, "the bucket is 0 bytes"),
     "bucket in two": (bucket_in_two, "the bucket is 0 bytes"),
     "bucket that is shorter": (bucket_that_is_shorter, f"announced as {BUCKET_BYTES + 1}"),
     "bucket without a name": (bucket_without_a_name, "KeyError"),
-    "bucket that is too small": (bucket_that_is_too_small, f"two parts need {BUCKET_BYTES}"),
+    "bucket that is too small": (bucket_that_is_too_small, f"two chunks need {BUCKET_BYTES}"),
     "bucket on a GPU": (bucket_on_a_gpu, "this engine runs on a CPU"),
     "segments on a GPU": (segments_on_a_gpu, "this engine runs on a CPU"),
     "unknown step": (unknown_step_first, "no step 'reboot'"),
-    "finish before any part": (finish_before_any_part, "parts are missing"),
+    "finish before any chunk": (finish_before_any_chunk, "chunks are missing"),
 }
 
 
@@ -365,8 +365,8 @@ def test_mapped_tensors_of_a_cpu_engine(
     manifest = manifest_of(tensors, mapped=tuple(name for name, _ in tensors))
     begun = server.control(begin_message(manifest, version + 1))
     ranks = RankClients(begun["sockets"], begun["token"])
-    with pytest.raises(EngineError, match="a mapped part came before its memory"):
-        ranks.ask({"op": "part", "index": 0})
+    with pytest.raises(EngineError, match="a mapped chunk came before its segments"):
+        ranks.ask({"op": "chunk", "index": 0})
     ranks.close()
     assert not server.control({"op": "end"})["ended"]
     assert_serves(server, policies("qwen3")[0], version)
@@ -390,18 +390,18 @@ def second_missing(trainer: ByHand) -> None:
 
 
 def after_the_last(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "part", "index": len(trainer.chunks)})
+    trainer.ranks.ask({"op": "chunk", "index": len(trainer.chunks)})
 
 
 def with_number(index: Any) -> Callable[[ByHand], None]:
     def send(trainer: ByHand) -> None:
-        trainer.ranks.ask({"op": "part", "index": index})
+        trainer.ranks.ask({"op": "chunk", "index": index})
 
     return send
 
 
 def malformed_step(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "part", "tensors": []})
+    trainer.ranks.ask({"op": "chunk", "tensors": []})
 
 
 def unknown_step(trainer: ByHand) -> None:
@@ -427,13 +427,13 @@ def give_up(trainer: ByHand) -> None:
 
 
 BAD_PARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
-    "twice": (twice, "part 1 is not awaited"),
-    "last missing": (last_missing, "send every part of the manifest"),
-    "second missing": (second_missing, "send every part of the manifest"),
+    "twice": (twice, "chunk 1 is not awaited"),
+    "last missing": (last_missing, "send every chunk of the manifest"),
+    "second missing": (second_missing, "send every chunk of the manifest"),
     "after the last": (after_the_last, "is not awaited"),
-    "negative number": (with_number(-1), "part -1 is not awaited"),
-    "no number": (with_number("1"), "part '1' is not awaited"),
-    "null": (with_number(None), "part None is not awaited"),
+    "negative number": (with_number(-1), "chunk -1 is not awaited"),
+    "no number": (with_number("1"), "chunk '1' is not awaited"),
+    "null": (with_number(None), "chunk None is not awaited"),
     "list": (with_number([1]), "TypeError"),
     "malformed step": (malformed_step, "KeyError"),
     "unknown step": (unknown_step, "no step 'reboot'"),

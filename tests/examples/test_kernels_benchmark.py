@@ -292,17 +292,17 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def fake_job(script: Path, job: Any, limit_s: float, environ: Any) -> processes.Outcome:
     """What a part's process may report."""
     assert script.exists() and environ["SGLANG_PLUGINS"] == "none"
-    function = job["part"][1]
+    function = job["chunk"][1]
     if function == "store":
         return processes.Outcome(None, "exit status 1: RuntimeError: V: 3 | 9", "")
     pairs = {
         "qk_rope": [a_pair("QK-norm", "1", 10, 2), a_pair("QK-norm", "128", 14, 2.8)],
         "factors": [a_pair("heads", "128", 200, 100), a_pair("heads", "16384", 1000, 400)],
     }.get(function, [])
-    if "xqa" in job["part"][0]:
+    if "xqa" in job["chunk"][0]:
         pairs = [a_pair("XQA decode", "64x8192", 307, 263)]
     elif not pairs:
-        pairs = [a_pair(job["part"][0], "16", 4, 8)]
+        pairs = [a_pair(job["chunk"][0], "16", 4, 8)]
     return processes.Outcome({"reports": kernels_pair.reports(pairs, 4.0)}, None, "")
 
 

@@ -82,7 +82,7 @@ def stop_at_part(
 
     def send_some(peer: Any, message: dict[str, Any], *rest: Any) -> None:
         nonlocal sent
-        if message.get("op") == "part":
+        if message.get("op") == "chunk":
             if sent == chunk:
                 connection.send(None)
                 threading.Event().wait()

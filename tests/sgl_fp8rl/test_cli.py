@@ -213,7 +213,7 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     assert (down["format"], down["reason"], down["shape"]) == ("fp8", None, [256, 512])
     output = layers["model.layers.1.self_attn.o_proj"]
     assert output["format"] == "bf16"
-    assert "no multiple of 128" in output["reason"]
+    assert "not a multiple of 128" in output["reason"]
     assert layers["lm_head"]["format"] == "bf16"
     assert len(layers) == 2 * 4 + 2
 

@@ -1,6 +1,7 @@
-"""What we write into SGLang is named in ``compat``, and there in SGLang."""
+"""What we write into SGLang is in ``engine/``, is named in ``compat``, and is there in SGLang."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,13 @@ ENGINE = range(layer_of("sgl_fp8rl.compat"), layer_of("sgl_fp8rl.engine.plugin")
 """The layers that know SGLang."""
 
 
-def trees() -> list[ast.Module]:
+def trees() -> dict[Path, ast.Module]:
     """The code of these layers."""
-    return [
-        ast.parse(path.read_text())
+    return {
+        path: ast.parse(path.read_text())
         for path in HOME.rglob("*.py")
         if layer_of(module_of(path.relative_to(HOME.parent))) in ENGINE
-    ]
+    }
 
 
 def written(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -47,28 +48,67 @@ def fields_of_ours(tree: ast.AST) -> set[str]:
     return fields
 
 
-def unnamed(trees: list[ast.Module]) -> set[str]:
-    """What is set on an object that is neither ours nor named in ``compat``."""
+def foreign(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, ast.Attribute]]:
+    """Each attribute that is set on an object of none of our classes."""
+    ours = set().union(*map(fields_of_ours, trees.values()))
+    for path, tree in trees.items():
+        for node in written(tree):
+            if not is_of_self(node) and node.attr not in ours:
+                yield path, node
+
+
+def unnamed(trees: dict[Path, ast.Module]) -> set[str]:
+    """What is set in SGLang and not named in ``compat``."""
     named = {name for names in compat.ATTRIBUTES.values() for name in names}
     named |= {path.rpartition(".")[2] for path in compat.METHODS}
-    named = named.union(*map(fields_of_ours, trees))
     return {
         ast.unparse(node)
-        for tree in trees
-        for node in written(tree)
-        if not is_of_self(node)
-        and node.attr not in named
-        and not node.attr.removeprefix("_").startswith("fp8rl")
+        for _, node in foreign(trees)
+        if node.attr not in named and not node.attr.removeprefix("_").startswith("fp8rl")
     }
+
+
+def elsewhere(trees: dict[Path, ast.Module]) -> set[str]:
+    """What is set in SGLang outside of ``engine/``: by name, by ``setattr``, or as a hook."""
+    outside = {path: tree for path, tree in trees.items() if path.parent != HOME / "engine"}
+    calls = {
+        ast.unparse(node.func)
+        for tree in outside.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and re.search(r"(setattr|delattr|HookRegistry\.\w+)$", ast.unparse(node.func))
+    }
+    both = {path: tree for path, tree in foreign(trees) if path in outside}
+    return calls | {ast.unparse(node) for node in both.values()}
 
 
 def test_what_is_written_into_sglang_is_named() -> None:
     assert unnamed(trees()) == set()
 
 
-def test_a_planted_write_is_found() -> None:
-    planted = ast.parse("def hook(original, scheduler):\n    scheduler.new_queue, x = [], 0")
-    assert unnamed([*trees(), planted]) == {"scheduler.new_queue"}
+def test_sglang_is_written_into_in_one_folder() -> None:
+    assert elsewhere(trees()) == set()
+
+
+HOOK = "def hook(original, scheduler):\n    scheduler.{}, x = [], 0"
+
+
+@pytest.mark.parametrize(
+    ("folder", "code", "new", "out_of_place"),
+    [
+        ("engine", HOOK.format("new_queue"), {"scheduler.new_queue"}, set()),
+        ("engine", HOOK.format("waiting_queue"), set(), set()),
+        ("kv_cache", HOOK.format("waiting_queue"), set(), {"scheduler.waiting_queue"}),
+        ("kv_cache", "setattr(layer, name, 1)", set(), {"setattr"}),
+        ("gemm", "compat.HookRegistry.register(a, b)", set(), {"compat.HookRegistry.register"}),
+    ],
+)
+def test_a_planted_write_is_found(
+    folder: str, code: str, new: set[str], out_of_place: set[str]
+) -> None:
+    planted = {**trees(), HOME / folder / "planted.py": ast.parse(code)}
+    assert unnamed(planted) == new
+    assert elsewhere(planted) == out_of_place
 
 
 def test_sglang_has_each_attribute() -> None:

@@ -69,7 +69,7 @@ class Rank:
                 self.memory.open_bucket(message, fds)
             for fd in fds:
                 os.close(fd)
-            if message.get("op") == "part":
+            if message.get("op") == "chunk":
                 self.chunks.append(self.read())
             if reply is None:
                 return

@@ -162,7 +162,7 @@ class Broken:
                 "bucket_bytes": 1 << 20,
                 "state": "serving",
                 "fp32": [],
-                "fp8": [],
+                "formats": {},
                 "gpus": [],
             }
         raise self.fault

@@ -32,7 +32,7 @@ def session(bucket: HostBucket, ranks: list[Rank]) -> None:
     """One session of a trainer that shares its bucket and sends a chunk."""
     connected = connect(ranks)
     bucket.share(connected)
-    connected.ask({"op": "part"})
+    connected.ask({"op": "chunk"})
     connected.close()
 
 
@@ -52,7 +52,7 @@ def test_every_rank_reads_what_is_filled_in(tmp_path: Path, bucket: HostBucket) 
     for rank in ranks:
         rank.join()
         assert rank.chunks == [bucket.content.numpy().tobytes()]
-        assert rank.ops() == ["hello", "bucket", "part"]
+        assert rank.ops() == ["hello", "bucket", "chunk"]
 
 
 def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, bucket: HostBucket) -> None:
@@ -62,7 +62,7 @@ def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, bucket: HostBu
         session(bucket, [rank])
     rank.join()
     assert rank.chunks == [bytes([value]) * NBYTES for value in (1, 2, 3)]
-    assert rank.ops() == ["hello", "bucket", "part", *["hello", "part"] * 2]
+    assert rank.ops() == ["hello", "bucket", "chunk", *["hello", "chunk"] * 2]
 
 
 def test_it_is_shared_again_with_a_rank_that_does_not_have_it(
@@ -76,7 +76,7 @@ def test_it_is_shared_again_with_a_rank_that_does_not_have_it(
     session(bucket, [stays, anew])
     for rank in (stays, anew):
         rank.join()
-        assert rank.ops() == ["hello", "bucket", "part"] * 2
+        assert rank.ops() == ["hello", "bucket", "chunk"] * 2
         assert rank.chunks[1] == bytes([7]) * NBYTES
 
 
@@ -88,7 +88,7 @@ def test_another_bucket_takes_its_place(tmp_path: Path, bucket: HostBucket) -> N
     session(bucket, [rank])
     session(other, [rank])
     rank.join()
-    assert rank.ops() == ["hello", "bucket", "part"] * 2
+    assert rank.ops() == ["hello", "bucket", "chunk"] * 2
     assert rank.memory.known() == [other.name]
     assert rank.chunks[1] == bytes([9]) * 2 * NBYTES
     other.close()

@@ -33,7 +33,7 @@ class Engine:
             "bucket_bytes": 4096,
             "state": "serving",
             "fp32": [],
-            "fp8": [],
+            "formats": {},
             "gpus": [],
             **layout,
         }

@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given, reject
 
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.block_fp8 import SCALES as SCALE_SUFFIX
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
-from sgl_fp8rl.protocol.manifest import SCALE_SUFFIX, ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import QuantizePacker
@@ -182,7 +184,8 @@ def test_codes_and_scales_are_those_of_the_reference(
     named, family, quantized, resident = trainer
     made = sources(named, family, BF16)
     try:
-        plan = TransferPlan(made, [False] * len(named), 256 * units, quantized, resident)
+        encoded = dict.fromkeys(quantized, BLOCK_FP8)
+        plan = TransferPlan(made, [False] * len(named), 256 * units, encoded, resident)
     except ManifestError:
         reject()
     found = replay(plan, named)
@@ -202,7 +205,8 @@ def plan_of(
     named: Named, quantized: set[str], chunk_bytes: int = 1 << 16, resident: tuple[int, ...] = ()
 ) -> TransferPlan:
     unmapped = [False] * len(named)
-    return TransferPlan(sources(named, None, BF16), unmapped, chunk_bytes, quantized, resident)
+    encoded = dict.fromkeys(quantized, BLOCK_FP8)
+    return TransferPlan(sources(named, None, BF16), unmapped, chunk_bytes, encoded, resident)
 
 
 def test_half_of_the_bytes_are_sent() -> None:
@@ -277,7 +281,7 @@ def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.Mo
 
 def test_what_is_mapped_is_quantized_by_the_engine() -> None:
     named = [("w", torch.ones(128, 128, dtype=BF16))]
-    plan = TransferPlan(sources(named, None, BF16), [True], 1 << 16, {"w"})
+    plan = TransferPlan(sources(named, None, BF16), [True], 1 << 16, {"w": BLOCK_FP8})
     assert {n: spec.dtype for n, spec in plan.manifest.tensors.items()} == {"w": BF16}
     assert plan.turns == []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
@@ -168,7 +169,7 @@ def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.Monk
 def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
     """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
     named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
-    plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w"})
+    plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w": BLOCK_FP8})
     assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
     assert _facts(plan) == (2, 5 * 4 + 128 * 256 + 2 * 4, 0)
 
@@ -200,7 +201,13 @@ class Sockets:
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         self.ops.append(message["op"])
         if message["op"] == "layout":
-            layout = {"dtype": "bfloat16", "state": "serving", "fp32": [], "fp8": [], "gpus": []}
+            layout = {
+                "dtype": "bfloat16",
+                "state": "serving",
+                "fp32": [],
+                "formats": {},
+                "gpus": [],
+            }
             return {**layout, "bucket_bytes": 512}
         if message["op"] == "begin":
             return {"sockets": [rank.path for rank in self.ranks], "token": TOKEN}
@@ -236,8 +243,8 @@ def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> No
     for rank in sockets.ranks:
         rank.join()
         assert first_of_each_part(rank) == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert rank.ops() == ["hello", "bucket", *["part"] * 5, "finish", "commit"]
-        assert [m["index"] for m in rank.messages if m.get("op") == "part"] == [0, 1, 2, 3, 4]
+        assert rank.ops() == ["hello", "bucket", *["chunk"] * 5, "finish", "commit"]
+        assert [m["index"] for m in rank.messages if m.get("op") == "chunk"] == [0, 1, 2, 3, 4]
     assert sockets.ops == ["layout", "begin", "end"]
 
 
@@ -246,7 +253,7 @@ def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) ->
     slow = threading.Event()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
-        if message.get("op") == "part":
+        if message.get("op") == "chunk":
             slow.wait(20)
         return DONE
 
@@ -271,7 +278,7 @@ def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:
     assert update(vectors(1), sockets, version=0).gpu_seconds == 0.5
 
 
-@pytest.mark.parametrize("op", ["bucket", "part", "finish", "commit"])
+@pytest.mark.parametrize("op", ["bucket", "chunk", "finish", "commit"])
 @pytest.mark.parametrize(
     ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended the update")]
 )

@@ -75,7 +75,7 @@ class FakeEngine:
                 "gpus": [],
                 "fallback": sorted(table.fallback) if table else [],
                 "fp32": table.kept_in(torch.float32) if table else [],
-                "fp8": table.kept_in(torch.float8_e4m3fn) if table else [],
+                "formats": table.by_format() if table else {},
             }
         if message["op"] == "begin":
             return self._begin(message)

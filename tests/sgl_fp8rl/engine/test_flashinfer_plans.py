@@ -9,7 +9,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import loader
+from sgl_fp8rl.engine import kv_setup
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 
 
@@ -82,12 +82,12 @@ def test_flashinfer_is_wrapped_where_it_decodes_for_us(
     quantization: str | None, decode: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
-    monkeypatch.setattr(loader, "wrap_plans", lambda: done.append("wrap"))
+    monkeypatch.setattr(kv_setup, "wrap_plans", lambda: done.append("wrap"))
     runner = SimpleNamespace(
         model=torch.nn.Module(),
         model_config=SimpleNamespace(quantization=quantization),
         prefill_attention_backend_str="flashinfer",
         decode_attention_backend_str=decode,
     )
-    loader.check_kv_cache(lambda _: done.append("stock"), runner)
+    kv_setup.check_kv_cache(lambda _: done.append("stock"), runner)
     assert done == ["stock", *(["wrap"] if wrapped else [])]

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, TensorSpec, describe
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
@@ -404,7 +405,7 @@ class Trainer:
                 raw = rows.flatten().view(torch.uint8)
                 assert raw.numel() <= spec.nbytes
                 bucket.content[chunk_slice.offset :][: raw.numel()] = raw
-            self.ranks.ask({"op": "part", "index": index})
+            self.ranks.ask({"op": "chunk", "index": index})
 
     def ended(self) -> dict[str, Any]:
         """What both ranks tell of the end."""
@@ -466,7 +467,7 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
     for rank in range(TP):
         trainer = Trainer(engine, toy.checkpoint(), rank)
         HostBucket(1 << 19).share(trainer.ranks)
-        framing.send(trainer.ranks._sockets[rank], {"op": "part", "index": 0})
+        framing.send(trainer.ranks._sockets[rank], {"op": "chunk", "index": 0})
         assert framing.receive(trainer.ranks._sockets[rank])[0] == {"ok": True}
         assert trainer.ended()["state"] == "quarantined"
         assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, attach
+from sgl_fp8rl.engine.kv_setup import attach
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from tests import oracle
 
 HEADS, GROUP, DIM, SLOTS, PAGE = 2, 2, 64, 64, 16

@@ -129,7 +129,7 @@ def test_everything_is_written_in_place() -> None:
 
 
 def test_buffers_belong_to_the_model_and_layers_of_one_id_share_a_row() -> None:
-    from sgl_fp8rl.kv_cache.scales import attach
+    from sgl_fp8rl.engine.kv_setup import attach
 
     model, layers = nn.Module(), [fakes.layer(i) for i in (7, 3, 7)]
     scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.engine.kv_setup import attach
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, attach
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.weight_update.session import EngineWeights, State

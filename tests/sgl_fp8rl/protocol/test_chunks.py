@@ -12,14 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
 from sgl_fp8rl.protocol.chunks import ALIGNMENT, ChunkSlice, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import (
-    CHUNK_ALIGNMENT,
-    WEIGHT_DTYPES,
-    Manifest,
-    ManifestError,
-    TensorSpec,
-)
+from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, Manifest, ManifestError
 from tests.sgl_fp8rl.weight_update.toy import BF16, FP8
 
 sizes = st.integers(1, 300)
@@ -115,7 +110,7 @@ def test_blocks_stay_whole(manifest: Manifest) -> None:
 def codes_of(manifest: Manifest, name: str) -> str | None:
     """The codes that these scales travel with."""
     codes = name.removesuffix("_scale_inv")
-    return codes if manifest.is_scale(name) and codes not in manifest.mapped else None
+    return codes if manifest.is_companion(name) and codes not in manifest.mapped else None
 
 
 def scale_rows(manifest: Manifest, codes: str, rows: tuple[int, int]) -> tuple[int, int]:
@@ -170,7 +165,7 @@ def block_bytes(manifest: Manifest, name: str, rows: int) -> int:
 
 
 @given(manifests(LARGE))
-def test_what_is_mapped_is_the_last_part_and_whole(manifest: Manifest) -> None:
+def test_what_is_mapped_is_the_last_chunk_and_whole(manifest: Manifest) -> None:
     chunks = cut_into_chunks(manifest)
     whole = [
         ChunkSlice(name, (0, rows_of(spec)), -1)

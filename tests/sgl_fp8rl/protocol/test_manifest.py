@@ -9,21 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_fp8rl.protocol.manifest import (
-    PROTOCOL,
-    WEIGHT_DTYPES,
-    Manifest,
-    ManifestError,
-    TensorSpec,
-    describe,
-)
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
+from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError, describe
 
 FP8 = torch.float8_e4m3fn
 GOOD: dict[str, Any] = {
     "protocol": PROTOCOL,
     "version": 3,
     "tensors": {"a.weight": ["bfloat16", [4, 8]], "a.bias": ["float32", [4]]},
-    "part_bytes": 512,
+    "chunk_bytes": 512,
     "mapped": ["a.bias"],
 }
 
@@ -91,16 +85,16 @@ def test_a_malformed_tensor_is_refused_by_name(entry: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [None, "512", True, 512.0, 0, -512, 128, 513, 2**40])
-def test_a_part_is_whole_lines_of_memory(size: Any) -> None:
-    with pytest.raises(ManifestError, match=r"part_bytes is .* positive multiple of 256"):
-        Manifest.from_json({**GOOD, "part_bytes": size})
+def test_a_chunk_is_whole_lines_of_memory(size: Any) -> None:
+    with pytest.raises(ManifestError, match=r"chunk_bytes is .* positive multiple of 256"):
+        Manifest.from_json({**GOOD, "chunk_bytes": size})
 
 
 @pytest.mark.parametrize(
     "mapped", [None, "a.bias", {"a.bias": 1}, ["b"], [None], [["a.bias"]], [{}], ["a.bias", 1]]
 )
 def test_only_what_is_announced_is_mapped(mapped: Any) -> None:
-    with pytest.raises(ManifestError, match="mapped names what is no tensor of the manifest"):
+    with pytest.raises(ManifestError, match="mapped names a tensor that the manifest lacks"):
         Manifest.from_json({**GOOD, "mapped": mapped})
 
 
@@ -110,7 +104,7 @@ CODES = TensorSpec(FP8, (200, 300))
 
 def test_codes_come_with_their_scales() -> None:
     manifest = Manifest(0, {"w": CODES, "w_scale_inv": SCALE, "n": TensorSpec(torch.float16, (4,))})
-    assert [name for name in manifest.tensors if manifest.is_scale(name)] == ["w_scale_inv"]
+    assert [name for name in manifest.tensors if manifest.is_companion(name)] == ["w_scale_inv"]
     assert [name for name, _ in manifest.weights()] == ["w", "n"]
 
 
@@ -121,7 +115,7 @@ def test_experts_have_scales_each() -> None:
 
 def test_a_name_that_only_sounds_like_scales_is_a_weight() -> None:
     manifest = Manifest(0, {"w_scale_inv": SCALE})
-    assert not manifest.is_scale("w_scale_inv")
+    assert not manifest.is_companion("w_scale_inv")
 
 
 @pytest.mark.parametrize(
@@ -130,8 +124,8 @@ def test_a_name_that_only_sounds_like_scales_is_a_weight() -> None:
         (CODES, None, "without w_scale_inv"),
         (CODES, TensorSpec(torch.bfloat16, (2, 3)), "is bfloat16"),
         (CODES, TensorSpec(FP8, (2, 3)), "scale_inv"),
-        (CODES, TensorSpec(torch.float32, (3, 2)), r"send FP32 of shape \(2, 3\)"),
-        (CODES, TensorSpec(torch.float32, (2,)), r"send FP32 of shape \(2, 3\)"),
+        (CODES, TensorSpec(torch.float32, (3, 2)), r"send float32 of shape \(2, 3\)"),
+        (CODES, TensorSpec(torch.float32, (2,)), r"send float32 of shape \(2, 3\)"),
         (TensorSpec(FP8, (128,)), TensorSpec(torch.float32, (1,)), "only matrices can be FP8"),
         (TensorSpec(torch.bfloat16, (200, 300)), SCALE, "comes with w in bfloat16"),
         (TensorSpec(torch.float32, (200, 300)), SCALE, "comes with w in float32"),
@@ -218,7 +212,7 @@ def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None
         a,
         {**GOOD, "version": a, "tensors": b},
         {**GOOD, "tensors": {"w": [b, [c]]}, "mapped": []},
-        {**GOOD, "part_bytes": a},
+        {**GOOD, "chunk_bytes": a},
         {**GOOD, "mapped": b},
         {**GOOD, "mapped": [c]},
     ):

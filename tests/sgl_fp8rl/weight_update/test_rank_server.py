@@ -71,7 +71,7 @@ class Trainer:
         os.close(fd)
 
     def chunk(self, index: Any) -> dict[str, Any]:
-        return self.ask({"op": "part", "index": index})
+        return self.ask({"op": "chunk", "index": index})
 
     def send_all(self) -> None:
         for index in range(len(SHAPES)):
@@ -276,23 +276,23 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "parameters in place": (lambda t: t.ask({**SEGMENTS, "handles": [HANDLE]}), "runs on a CPU"),
     "no handles": (with_descriptor(SEGMENTS), "KeyError: 'handles'"),
     "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "TypeError"),
-    "a part first": (chunk(0), "open the bucket first"),
-    "too small for two parts": (
+    "a chunk first": (chunk(0), "open the bucket first"),
+    "too small for two chunks": (
         lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.chunk(0),
-        "the bucket holds 131071 bytes, two parts need 131072",
+        "the bucket holds 131071 bytes, two chunks need 131072",
     ),
     "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
     "no step": (with_descriptor({}), "no step None"),
-    "a list as a step": (lambda t: t.ask({"op": ["part"]}), "no step"),
-    "no number of a part": (with_descriptor({"op": "part"}), "KeyError: 'index'"),
-    "a part that there is not": (opened(chunk(2)), "part 2 is not awaited"),
-    "a part below": (opened(chunk(-1)), "part -1 is not awaited"),
-    "a part beyond 64 bits": (opened(chunk(2**70)), "is not awaited"),
-    "a part as text": (opened(chunk("0")), "part '0' is not awaited"),
-    "a part between": (opened(chunk(0.5)), "part 0.5 is not awaited"),
-    "a part is null": (opened(chunk(None)), "part None is not awaited"),
-    "a part is a list": (opened(chunk([0])), "TypeError"),
-    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 parts are missing, with w"),
+    "a list as a step": (lambda t: t.ask({"op": ["chunk"]}), "no step"),
+    "no number of a part": (with_descriptor({"op": "chunk"}), "KeyError: 'index'"),
+    "a chunk that there is not": (opened(chunk(2)), "chunk 2 is not awaited"),
+    "a chunk below": (opened(chunk(-1)), "chunk -1 is not awaited"),
+    "a chunk beyond 64 bits": (opened(chunk(2**70)), "is not awaited"),
+    "a chunk as text": (opened(chunk("0")), "chunk '0' is not awaited"),
+    "a chunk between": (opened(chunk(0.5)), "chunk 0.5 is not awaited"),
+    "a chunk is null": (opened(chunk(None)), "chunk None is not awaited"),
+    "a chunk is a list": (opened(chunk([0])), "TypeError"),
+    "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 chunks are missing, w among them"),
 }
 
 
@@ -318,17 +318,17 @@ def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> No
     assert "the trainer is gone: " in outcome.reason
 
 
-def test_a_part_twice(trainer: Trainer) -> None:
+def test_a_chunk_twice(trainer: Trainer) -> None:
     trainer.open_bucket()
     trainer.chunk(0)
-    assert "part 0 is not awaited; write each part once" in trainer.chunk(0)["error"]
+    assert "chunk 0 is not awaited; write each chunk once" in trainer.chunk(0)["error"]
     assert trainer.rank.outcome().dirty
 
 
 def test_nan_in_a_part(trainer: Trainer) -> None:
     trainer.tensors["w"][200, 100] = float("nan")
     trainer.open_bucket()
-    assert "w: FP8 quantization met NaN or Inf" in trainer.chunk(0)["error"]
+    assert "w holds NaN or Inf" in trainer.chunk(0)["error"]
     assert trainer.rank.outcome().dirty
 
 

@@ -66,8 +66,8 @@ def test_the_toy_model_is_recorded_whole(tp: int) -> None:
                 ((1, 2), (rows, 2 * rows), (0, 128)),
             )
         ]
-        assert table.is_fp8("attn.o.weight")
-        assert not table.is_fp8("mlp.router.weight")
+        assert table.is_quantized("attn.o.weight")
+        assert not table.is_quantized("mlp.router.weight")
 
 
 def test_recording_leaves_live_values_and_addresses_alone() -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
-from sgl_fp8rl.protocol.manifest import ManifestError, TensorSpec, describe
+from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy
@@ -164,7 +165,7 @@ class FakeSegments:
         self.closed = True
 
 
-def test_mapped_tensors_make_the_last_part() -> None:
+def test_mapped_tensors_make_the_last_chunk() -> None:
     """What is routed and what falls back, each once in the bucket and once in place."""
     shapes: toy.Shapes = {"norm": (128,), "w": (256, 128), "v": (256, 128)}
     gemma = Gemma(shapes)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
-from sgl_fp8rl.protocol.manifest import Manifest, TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update import shared_memory
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemory, SharedMemoryError
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
@@ -84,13 +85,13 @@ def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = ()) -> Manifest:
     return Manifest(0, tensors, chunk_bytes, frozenset(mapped))
 
 
-def test_a_part_needs_a_bucket_of_two_halves(memfd: int) -> None:
+def test_a_chunk_needs_a_bucket_of_two_halves(memfd: int) -> None:
     shared = SharedMemory(CPU)
     with pytest.raises(SharedMemoryError, match="open the bucket first"):
         shared.bucket_for(manifest())
     shared.open_bucket({"name": "b", "bytes": 8192}, [memfd])
     assert shared.bucket_for(manifest()) is shared.bucket
-    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, two parts need 8704"):
+    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, two chunks need 8704"):
         shared.bucket_for(manifest(4352))
 
 
@@ -239,7 +240,7 @@ def test_if_one_segment_cannot_be_mapped_the_others_are_let_go(
 
 def test_segments_are_asked_for_before_they_are_read(mappings: list[FakeMapping]) -> None:
     shared = SharedMemory(GPU)
-    with pytest.raises(SharedMemoryError, match="open the segments first"):
+    with pytest.raises(SharedMemoryError, match="segments; open them first"):
         shared.mapped()
     message = {"handles": [handle_of(512).to_json()], "places": {"w": [0, 0], "n": [0, 256]}}
     shared.open_segments({"name": "s", **message})

@@ -139,21 +139,21 @@ def begin_split(weights: EngineWeights, tensors: toy.Tensors) -> Session:
 
 
 @pytest.mark.parametrize("index", [-1, 5, 2**70, 0.5, "0", None])
-def test_a_part_that_there_is_not_is_refused_before_anything_is_written(index: int) -> None:
+def test_a_chunk_that_there_is_not_is_refused_before_anything_is_written(index: int) -> None:
     weights = ragged()
     before = toy.contents(weights.model)
     session = begin_split(weights, toy.checkpoint(shapes=BIG))
-    with pytest.raises(SessionError, match=f"part {index!r} is not awaited"):
+    with pytest.raises(SessionError, match=f"chunk {index!r} is not awaited"):
         session.write(index)
     assert not session.dirty
     assert toy.same(before, toy.contents(weights.model))
 
 
-def test_a_part_that_comes_twice_is_refused() -> None:
+def test_a_chunk_that_comes_twice_is_refused() -> None:
     weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
     session = begin_split(weights, tensors)
     session.write(1)
-    with pytest.raises(SessionError, match="part 1 is not awaited; write each part once"):
+    with pytest.raises(SessionError, match="chunk 1 is not awaited; write each chunk once"):
         session.write(1)
     for index in (0, 2, 3, 4):
         toy.fill(session, tensors, index)
@@ -161,7 +161,7 @@ def test_a_part_that_comes_twice_is_refused() -> None:
     session.finish()
 
 
-def test_a_part_without_a_bucket_is_refused_before_anything_is_written() -> None:
+def test_a_chunk_without_a_bucket_is_refused_before_anything_is_written() -> None:
     weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
     before = toy.contents(weights.model)
     session = begin_split(weights, tensors)
@@ -170,7 +170,7 @@ def test_a_part_without_a_bucket_is_refused_before_anything_is_written() -> None
         session.write(0)
     assert bucket is not None
     weights.memory.bucket = Bucket("short", bucket.content[: 2 * 128 * 200 * 2 - 1])
-    with pytest.raises(ValueError, match="holds 102399 bytes, two parts need 102400"):
+    with pytest.raises(ValueError, match="holds 102399 bytes, two chunks need 102400"):
         session.write(0)
     assert not session.dirty
     assert toy.same(before, toy.contents(weights.model))
@@ -186,7 +186,7 @@ def test_what_is_missing_is_named(left_out: int, missing: str) -> None:
     for index in {*range(5)} - {left_out}:
         toy.fill(session, tensors, index)
         session.write(index)
-    with pytest.raises(SessionError, match=f"1 of 5 parts are missing, with {missing}"):
+    with pytest.raises(SessionError, match=f"1 of 5 chunks are missing, {missing} among them"):
         session.finish()
     assert not session.finished
     toy.fill(session, tensors, left_out)
@@ -200,7 +200,7 @@ def test_nothing_is_written_after_finish() -> None:
     session = begin_split(ragged(), tensors)
     toy.write(session, tensors)
     session.finish()
-    with pytest.raises(SessionError, match="part 0 is not awaited"):
+    with pytest.raises(SessionError, match="chunk 0 is not awaited"):
         session.write(0)
 
 

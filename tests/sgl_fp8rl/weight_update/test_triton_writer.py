@@ -16,15 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.block_fp8 import SCALES
+from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import session as session_module
 from sgl_fp8rl.weight_update import triton_writer
-from sgl_fp8rl.weight_update.routes import Region, view
 from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError
-from sgl_fp8rl.weight_update.triton_writer import TritonWriter, _descriptors_of_box, strides_of
+from sgl_fp8rl.weight_update.triton_writer import TritonWriter
 from tests import oracle
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, FP8, Model, Weights
@@ -409,12 +412,14 @@ def test_a_box_of_any_form_is_copied(
     target = torch.full(dst_shape, -1.0, dtype=dtype)
     expected = target.clone()
     view(expected, dst).copy_(view(source, src).reshape(view(expected, dst).shape))
-    descriptor = CopyDescriptor(0, 0, target.data_ptr(), 0, 0, 0, 0, 0, 0, dtype, dtype, False, 0)
-    descriptors = list(
-        _descriptors_of_box(descriptor, src, dst, strides_of(src_shape), target.stride(), ())
-    )
+    placed = Placed(0, dtype, strides_of(tuple(src_shape))), placed_at(target)
+    descriptors = list(describe_copy(placed[0], src, placed[1], dst))
     assert carry_out(descriptors, source, [target], dtype) == (None, True)
     assert torch.equal(target, expected)
+
+
+def placed_at(tensor: torch.Tensor) -> Placed:
+    return Placed(tensor.data_ptr(), tensor.dtype, tensor.stride())
 
 
 def carry_out(
@@ -460,23 +465,9 @@ def test_a_box_of_whole_blocks_is_quantized(data: Any) -> None:
     expected[1 : 1 + n, down:, right:] = found.view(np.uint8)
     expected_scales[1 : 1 + n, down // 128 :, right // 128 :] = found_scales
 
-    descriptor = CopyDescriptor(
-        segment=0,
-        source=0,
-        target=codes.data_ptr(),
-        scales=scales.data_ptr(),
-        rows=0,
-        cols=0,
-        source_stride=0,
-        target_stride=0,
-        scale_stride=scales.shape[-1],
-        source_dtype=BF16,
-        target_dtype=FP8,
-        positive=False,
-        tag=0,
-    )
-    strides = source.stride(), codes.stride(), scales.stride()
-    descriptors = list(_descriptors_of_box(descriptor, src, dst, *strides))
+    target = Placed(codes.data_ptr(), FP8, codes.stride())
+    scale_box = Scales(placed_at(scales), BLOCK_FP8.companion_region(SCALES, dst))
+    descriptors = list(describe_copy(Placed(0, BF16, source.stride()), src, target, dst, scale_box))
     assert len(descriptors) == n
     assert carry_out(descriptors, source, [codes, scales], BF16) == (None, True)
     assert np.array_equal(codes.numpy(), expected)
@@ -486,11 +477,9 @@ def test_a_box_of_whole_blocks_is_quantized(data: Any) -> None:
 def test_a_table_is_small_where_memory_is_contiguous() -> None:
     """A whole tensor into a whole parameter is one copy, whatever its dimensions."""
     source, target = torch.zeros(3, 5, 7, 8), torch.zeros(3, 5, 7, 8)
-    descriptor = CopyDescriptor(
-        0, 0, target.data_ptr(), 0, 0, 0, 0, 0, 0, torch.float32, torch.float32, False, 0
-    )
-    whole = tuple((0, n) for n in source.shape)
-    (only,) = _descriptors_of_box(descriptor, whole, whole, source.stride(), target.stride(), ())
+    box = whole(tuple(source.shape))
+    placed = Placed(0, torch.float32, source.stride())
+    (only,) = describe_copy(placed, box, placed_at(target), box)
     assert only.rows * only.cols == source.numel()
 
 

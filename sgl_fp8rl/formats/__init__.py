@@ -1,0 +1,38 @@
+"""The formats that an engine keeps weights in, one file each.
+
+To add one: its file, a line in ``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and
+the layer that computes with it in ``engine/``.
+"""
+
+import torch
+
+from sgl_fp8rl.formats.block_fp8 import BlockFP8
+from sgl_fp8rl.formats.unquantized import Unquantized
+from sgl_fp8rl.formats.weight_format import WeightFormat
+
+BLOCK_FP8 = BlockFP8()
+UNQUANTIZED = Unquantized()
+FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
+DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
+"""What an update can carry, by the names of the manifest."""
+SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
+
+
+def format_of(dtype: torch.dtype) -> WeightFormat:
+    """The format whose codes have this dtype.
+
+    Raises:
+        KeyError: none has.
+    """
+    for format_ in FORMATS.values():
+        if dtype in format_.dtypes:
+            return format_
+    raise KeyError(f"no weight format stores {dtype}")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """A tensor's name as (the weight that it may be a companion of, suffix or ``""``)."""
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    return name, ""

@@ -1,0 +1,72 @@
+"""Block FP8: E4M3 codes, and one FP32 scale for each 128x128 block (``ops/reference.py``)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from sgl_fp8rl.formats.weight_format import NOT_FINITE, Encoded, TensorSpec, WeightFormat
+from sgl_fp8rl.ops.reference import (
+    BLOCK,
+    FP8_DTYPE,
+    dequantize_weight,
+    num_blocks,
+    quantize_weight,
+)
+from sgl_fp8rl.ops.regions import Region
+
+SCALES = "_scale_inv"
+"""As published block-FP8 checkpoints call them: a value is ``code * scale``."""
+
+
+class BlockFP8(WeightFormat):
+    """What DeepSeek-V3 and SGLang call block FP8."""
+
+    name = "fp8"
+    dtypes = (FP8_DTYPE,)
+    suffixes = (SCALES,)
+    block = (BLOCK, BLOCK)
+
+    def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        if len(shape) < 2:
+            raise ValueError(f"FP8 with shape {shape}; only matrices can be FP8")
+        *lead, rows, cols = shape
+        return {SCALES: TensorSpec(torch.float32, (*lead, num_blocks(rows), num_blocks(cols)))}
+
+    def companion_region(self, suffix: str, region: Region) -> Region:
+        *lead, rows, cols = region
+        return (*lead, *((start // BLOCK, num_blocks(stop)) for start, stop in (rows, cols)))
+
+    def refusal(self, rows: Sequence[int], cols: int) -> str | None:
+        if any(size % BLOCK for size in (*rows, cols)):
+            stacked = "+".join(map(str, rows))
+            return f"size {stacked} x {cols} on this rank is not a multiple of {BLOCK}"
+        return None
+
+    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
+        for (start, stop), size in zip(region[-2:], shape[-2:], strict=True):
+            if start % BLOCK or (stop % BLOCK and stop != size):
+                raise ValueError(f"cuts a {BLOCK}x{BLOCK} block at {start}:{stop} of {size}")
+
+    def encode(self, weight: torch.Tensor) -> Encoded:
+        try:
+            codes_NK, scale_inv_nk = quantize_weight(weight)
+        except ValueError as error:
+            raise ValueError(NOT_FINITE) from error
+        return {"": codes_NK, SCALES: scale_inv_nk}
+
+    def decode(self, encoded: Encoded) -> torch.Tensor:
+        return dequantize_weight(encoded[""], encoded[SCALES])
+
+    def check_values(self, suffix: str, values: torch.Tensor) -> None:
+        if suffix == SCALES:
+            finite = torch.isfinite(values)
+        else:
+            # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign
+            finite = (values.view(torch.uint8) & 0x7F) != 0x7F
+        if not bool(finite.all()):
+            raise ValueError(NOT_FINITE)
+        if suffix == SCALES and bool((values <= 0).any()):
+            raise ValueError(
+                "holds a scale that is not positive; send amax / 448, and a positive number for a "
+                "block of zeros"
+            )

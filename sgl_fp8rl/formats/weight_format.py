@@ -1,0 +1,96 @@
+"""What a weight format is: how an engine stores a weight, and what travels with an update."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sgl_fp8rl.ops.regions import Region
+
+NOT_FINITE = "holds NaN or Inf; check the trainer's weights before the update"
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What a trainer holds weights in; each can be encoded in any format."""
+Encoded = dict[str, torch.Tensor]
+"""A weight in a format: its codes under the suffix ``""``, its companions under theirs."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Dtype and shape of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightFormat(ABC):
+    """A weight is stored as codes under its own name. Companions, such as scales, lie beside it
+    under that name and a suffix; codes and companions are cut at the same rows.
+
+    ``tests/sgl_fp8rl/formats/test_conformance.py`` is what every format must pass.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    """Dtypes that codes can have."""
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of the companions."""
+    block: ClassVar[tuple[int, int]] = (1, 1)
+    """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
+
+    @abstractmethod
+    def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """The companions of codes of this shape, by suffix.
+
+        Raises:
+            ValueError: a tensor of this shape cannot be in the format.
+        """
+
+    @abstractmethod
+    def companion_region(self, suffix: str, region: Region) -> Region:
+        """The box of a companion that belongs to a box of the codes."""
+
+    @abstractmethod
+    def refusal(self, rows: Sequence[int], cols: int) -> str | None:
+        """Why no layer can compute in the format, or None if one can.
+
+        Args:
+            rows: of each matrix that is stacked into the layer, on this rank.
+        """
+
+    @abstractmethod
+    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
+        """Check that a box of a tensor can be encoded by itself.
+
+        Raises:
+            ValueError: it cuts what shares a companion's element.
+        """
+
+    @abstractmethod
+    def encode(self, weight: torch.Tensor) -> Encoded:
+        """The reference implementation of the kernel: the weight's codes and companions.
+
+        Args:
+            weight: in one of ``WEIGHT_DTYPES``, ``[..., N, K]``.
+
+        Raises:
+            ValueError: it holds NaN or Inf.
+        """
+
+    @abstractmethod
+    def decode(self, encoded: Encoded) -> torch.Tensor:
+        """The weight that an engine computes with, FP32."""
+
+    @abstractmethod
+    def check_values(self, suffix: str, values: torch.Tensor) -> None:
+        """Check codes (suffix ``""``) or a companion that a trainer sent.
+
+        Raises:
+            ValueError: a value that none of ``encode``'s results has.
+        """

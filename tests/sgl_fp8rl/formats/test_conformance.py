@@ -1,0 +1,182 @@
+"""What every weight format must pass. ``tests/gpu/test_formats.py`` adds its kernel."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.formats import FORMATS, UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
+from sgl_fp8rl.ops.regions import Region, view, whole
+from sgl_fp8rl.protocol.chunks import cut_into_chunks
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
+from sgl_fp8rl.weight_update.torch_writer import write_tensor
+
+BF16 = torch.bfloat16
+SHAPES = [(256, 384), (300, 200), (3, 130, 64), (1, 1)]
+NEAR = 1 / 20
+"""Largest error of a weight as a share of its largest value. Measured: block FP8 0.029, BF16 0."""
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+def weight(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same(found: Encoded, expected: Encoded) -> None:
+    assert found.keys() == expected.keys()
+    for suffix, tensor in expected.items():
+        assert found[suffix].dtype == tensor.dtype and torch.equal(
+            bits(found[suffix]), bits(tensor)
+        )
+
+
+def cut(fmt: WeightFormat, encoded: Encoded, region: Region) -> Encoded:
+    """The same box of codes and companions."""
+    boxes = {s: fmt.companion_region(s, region) if s else region for s in encoded}
+    return {suffix: view(tensor, boxes[suffix]) for suffix, tensor in encoded.items()}
+
+
+@every_format
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_encode_gives_what_is_announced(
+    fmt: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    original = weight(*shape, dtype=dtype)
+    encoded = fmt.encode(original)
+    codes = encoded[""]
+    assert codes.shape == shape and codes.dtype in fmt.dtypes and format_of(codes.dtype) is fmt
+    companions = {s: TensorSpec(t.dtype, tuple(t.shape)) for s, t in encoded.items() if s}
+    assert companions == fmt.companions(shape) and set(companions) == set(fmt.suffixes)
+    assert all(split_name(f"w{suffix}") == ("w", suffix) for suffix in companions)
+    for suffix, tensor in encoded.items():
+        fmt.check_values(suffix, tensor)
+    error = (fmt.decode(encoded) - original.float()).abs().max() / original.abs().max()
+    assert error < NEAR
+    for suffix in companions:  # the control: a companion that is an eighth too large
+        wrong = fmt.decode({**encoded, suffix: encoded[suffix] * 1.125})
+        assert (wrong - original.float()).abs().max() / original.abs().max() > NEAR
+
+
+@every_format
+def test_whatever_is_not_finite_is_refused(fmt: WeightFormat) -> None:
+    for value in (float("nan"), float("inf"), -float("inf")):
+        spoiled = weight(128, 128)
+        spoiled[7, 70] = value
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            fmt.encode(spoiled)
+    encoded = fmt.encode(weight(128, 128))
+    for suffix, tensor in encoded.items():
+        tensor.view(-1)[-1] = float("nan")
+        with pytest.raises(ValueError, match="NaN or Inf"):
+            fmt.check_values(suffix, tensor)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(256, 384), (300, 200), (2, 256, 256)])
+def test_rows_may_be_encoded_apart(fmt: WeightFormat, shape: tuple[int, ...]) -> None:
+    """So a matrix may be cut where a chunk ends, and a stack at any of its matrices."""
+    original = weight(*shape)
+    encoded, step = fmt.encode(original), fmt.block[0] if len(shape) == 2 else 1
+    for border in range(step, shape[0], step):
+        for rows in ((0, border), (border, shape[0])):
+            region = (rows, *whole(shape[1:]))
+            fmt.check_cut(region, shape)
+            assert_same(fmt.encode(view(original, region)), cut(fmt, encoded, region))
+
+
+@every_format
+def test_a_cut_inside_of_a_block_is_refused(fmt: WeightFormat) -> None:
+    blocks_of_one = fmt.block == (1, 1)
+    for region in (((1, 256), (0, 256)), ((0, 255), (0, 256))):
+        if blocks_of_one:
+            original = weight(256, 256)
+            fmt.check_cut(region, (256, 256))
+            expected = cut(fmt, fmt.encode(original), region)
+            assert_same(fmt.encode(view(original, region)), expected)
+        else:
+            with pytest.raises(ValueError, match="cuts a"):
+                fmt.check_cut(region, (256, 256))
+
+
+def stored(fmt: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype) -> RouteTable:
+    """An engine that keeps ``w`` in the format, and nothing written yet."""
+    code = dtype if fmt is UNQUANTIZED else fmt.dtypes[0]
+    specs = {"w": TensorSpec(code, shape)}
+    specs |= {f"w{suffix}": spec for suffix, spec in fmt.companions(shape).items()}
+    parameters = {name: torch.ones(spec.shape).to(spec.dtype) for name, spec in specs.items()}
+    table = RouteTable(
+        {"w": shape}, {"w": [Route("w", whole(shape), "w", whole(shape))]}, parameters
+    )
+    table.check()
+    return table
+
+
+def sent(table: RouteTable, tensors: dict[str, torch.Tensor], chunk_bytes: int) -> Manifest:
+    """Send tensors in chunks and write each; returns what was announced."""
+    manifest = Manifest.from_json(describe(tensors.items(), 0, chunk_bytes).to_json())
+    table.match(manifest)
+    for chunk in cut_into_chunks(manifest):
+        for piece in chunk:
+            routes = table.routes_for(piece.name, manifest)
+            rows = tensors[piece.name][slice(*piece.rows)]
+            write_tensor(table, routes, rows, piece.rows, BF16)
+    return manifest
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(384, 256), (300, 200), (3, 256, 128)])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+def test_a_weight_arrives_encoded_or_not(
+    fmt: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """What a trainer encodes and what the engine encodes are the same bytes, also over chunks."""
+    original, table = weight(*shape, dtype=dtype), stored(fmt, shape, BF16)
+    expected = fmt.encode(original.to(BF16))
+    for tensors in ({"w": original}, {f"w{s}": t for s, t in expected.items()}):
+        for parameter in table.parameters.values():
+            parameter.zero_()
+        sent(table, tensors, 1 << 17)
+        found = {name.removeprefix("w"): t for name, t in table.parameters.items()}
+        assert_same(found, expected)
+
+
+@every_format
+def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) -> None:
+    encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(256, 256)).items()}
+    for suffix in fmt.suffixes:
+        alone = {name: t for name, t in encoded.items() if name != f"w{suffix}"}
+        with pytest.raises(ManifestError, match=f"w{suffix}"):
+            describe(alone.items(), 0)
+        short = {**encoded, f"w{suffix}": encoded[f"w{suffix}"][:1]}
+        with pytest.raises(ManifestError, match=f"w{suffix}"):
+            describe(short.items(), 0)
+    manifest = describe(encoded.items(), 0)
+    assert [name for name, _ in manifest.weights()] == ["w"]
+    assert [n for n in encoded if manifest.is_companion(n)] == [f"w{s}" for s in fmt.suffixes]
+
+
+@every_format
+def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
+    table = stored(fmt, (256, 256), BF16)
+    for suffix in fmt.suffixes:
+        parameters: dict[str, Any] = {
+            n: t for n, t in table.parameters.items() if n != f"w{suffix}"
+        }
+        with pytest.raises(RouteError, match=f"w{suffix} is missing"):
+            RouteTable(table.sources, table.routes, parameters).check()
+
+
+@every_format
+def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) -> None:
+    assert fmt.refusal([256, 128], 512) is None
+    refused = fmt.refusal([1000, 128], 77)
+    assert refused is None if fmt is UNQUANTIZED else "1000+128 x 77" in str(refused)
