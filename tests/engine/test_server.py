@@ -176,7 +176,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "unknown": (with_stranger, "unknown: model.stranger.weight"),
     "shape": (with_shape, f"{UP} has shape (512, 128)"),
     "no dtype of a weight": (with_dtype(UP, "int8"), f"{UP} has dtype 'int8'"),
-    "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"{UP} is FP8 without"),
+    "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"without {UP}"),
     "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
     "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "keeps this tensor in BF16"),
     "negative version": (with_version(-3), "version is -3"),

@@ -3,7 +3,7 @@
     python -m tests.gpu.record run part1.json tests/gpu/test_gemms.py ...
     python -m tests.gpu.record join part1.json part2.json > tests/GPU.md
 
-``join`` fails where a file of ``tests/gpu`` is missing, a test failed, or the parts are of different
+``join`` fails where a file of ``tests/gpu`` is missing, a test failed, or the parts are of several
 commits. The commit of a copy without a repository is taken from ``FP8RL_COMMIT``.
 """
 

@@ -3,22 +3,18 @@
 Shapes: B sequences, T tokens of the longest response.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from trainer_bridge.correction import rejection, torch_impl, weights
+from trainer_bridge.correction import rejection, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
-from trainer_bridge.correction.torch_impl import Corrected
+from trainer_bridge.correction.correct_rows import correct_rows
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
 from trainer_bridge.metrics.batch_metrics import check_values, checked_groups, read_mismatch
 from trainer_bridge.metrics.reducer import Reducer
 from trainer_bridge.rollout import Rollout
-
-HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ def correct_logprobs(
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("correct", *given, versions_BT, group)
     reducer = Reducer()
-    corrected = _way_of(mask_BT)(reducer, *given, groups, config)
+    corrected = correct_rows(reducer, *given, groups, config)
     weights_BT = corrected.weights_BT
     if config.applies_weights and config.rollout_is_batch_normalize:
         weights_BT /= weights.batch_mean(reducer, group)
@@ -124,15 +120,6 @@ def correct_logprobs(
     return Correction(
         weights_BT, corrected.mask_BT, corrected.old_logprobs_BT, loss_type, metrics, alarms
     )
-
-
-def _way_of(mask_BT: torch.Tensor) -> Callable[..., Corrected]:
-    """Kernels on a GPU, else op by op; both are called as ``torch_impl.correct_rows``."""
-    if mask_BT.is_cuda and mask_BT.numel() and HAS_TRITON:
-        from trainer_bridge.correction import triton_impl  # imports Triton
-
-        return triton_impl.correct_rows
-    return torch_impl.correct_rows
 
 
 def _config(config: str | CorrectionConfig) -> CorrectionConfig:

@@ -1,5 +1,4 @@
-"""Correction of a batch op by op, in blocks of rows: what a CPU runs, and ``triton_impl.py``'s
-twin.
+"""The weights and the mask of a batch, computed in blocks of rows that bound the memory.
 
 Shapes: B sequences, T tokens of the longest response.
 """
