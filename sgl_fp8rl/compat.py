@@ -71,7 +71,7 @@ SYMBOLS = {
     "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
     "Sampler": "sglang.srt.layers.sampler:Sampler",
     "RETURN_ORIGINAL_LOGPROB": "sglang.srt.layers.sampler:SGLANG_RETURN_ORIGINAL_LOGPROB",
-    # products and what feeds them
+    # GEMMs and what feeds them
     "deep_gemm_nt": "sglang.srt.layers.deep_gemm_wrapper.entrypoint:gemm_nt_f8f8bf16",
     "triton_block_fp8_matmul": "sglang.srt.layers.quantization.fp8_utils"
     ":w8a8_block_fp8_matmul_triton",
@@ -320,7 +320,7 @@ def _names_in(owner: type) -> set[str]:
 
 
 def check_hooks(targets: Collection[str] = (*HOOK_TARGETS.values(), *STOCK_UPDATES)) -> None:
-    """Hold that every hook is in place: SGLang logs and forgets one that it cannot apply.
+    """Check that every hook is in place: SGLang logs and forgets one that it cannot apply.
 
     Raises:
         IncompatibleSGLangError: a hook is not.

@@ -57,7 +57,7 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
     if hasattr(engine, "fp8rl_control"):
         return InProcessEngine(engine)
     raise EngineError(
-        f"{type(engine).__name__} is no engine that sgl-fp8rl knows; pass an sgl.Engine started "
+        f"{type(engine).__name__} is not an engine; pass an sgl.Engine started "
         f"with quantization='fp8rl', or an http:// address"
     )
 
@@ -111,7 +111,7 @@ class HTTPEngine:
 
     def __init__(self, address: str, key: str | None) -> None:
         if not address.startswith(("http://", "https://")):
-            raise EngineError(f"{address!r} is no address; write it as http://host:port")
+            raise EngineError(f"{address!r} is not an address; write it as http://host:port")
         self.address = address.rstrip("/")
         self._key = key
 

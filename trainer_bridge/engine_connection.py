@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineClient, connect
 from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
@@ -52,7 +53,7 @@ class EngineConnection:
     def committed(self) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
-        if self.layout()["state"] != "serving":
+        if self.layout()["state"] != State.SERVING.value:
             self.invalidate_layout()
 
     def invalidate_layout(self) -> None:
@@ -82,7 +83,7 @@ class EngineConnection:
         return kept.copy_(scales.detach())
 
     def plan(self, named: Named, family: str | None, device: torch.device | None) -> TransferPlan:
-        """The plan for these tensors, made anew where anything but values changed.
+        """The plan for these tensors, made again where anything but values changed.
 
         With a GPU at hand, what the engine quantizes is sent in its format.
 
@@ -232,7 +233,9 @@ def _check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
         )
     values = scales.detach().cpu()
     if not bool((torch.isfinite(values) & (values > 0)).all()):
-        raise ManifestError("kv_scales holds what is no positive number; calibrate again")
+        raise ManifestError(
+            "kv_scales holds a value that is not a positive number; calibrate again"
+        )
 
 
 _connections: dict[tuple[str, str | None], EngineConnection] = {}

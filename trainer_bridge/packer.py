@@ -32,7 +32,7 @@ class Packer(Protocol):
         """See to it that all that was put into a chunk is in the bucket, or on its way there."""
 
     def finish(self) -> None:
-        """Hold that what was laid in is sound.
+        """Check all that was laid in.
 
         Raises:
             EngineError: NaN or Inf.

@@ -1,4 +1,4 @@
-"""What a trainer sends: worked out once from names, shapes and dtypes, replayed at each update."""
+"""What a trainer sends: planned once from names, shapes and dtypes, replayed at each update."""
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -46,7 +46,7 @@ class TransferPlan:
         resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
 
     Raises:
-        ManifestError: a name comes twice, a dtype is none that an update carries, or the bucket is
+        ManifestError: a name comes twice, an update cannot carry a dtype, or the bucket is
             too small.
     """
 
@@ -69,7 +69,7 @@ class TransferPlan:
         for index, source in enumerate(sources):
             dtype = source.held_as if mapped[index] else source.sent_as
             for name, view in source.announce(dtype):
-                assert view.is_contiguous(), f"{name} is no contiguous part of its parameter"
+                assert view.is_contiguous(), f"{name} is not a contiguous part of its parameter"
                 self.views[name] = index, view
                 if mapped[index]:
                     self.offsets[name] = index, int(view.storage_offset()) * dtype.itemsize

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ABORT, check_in_flight, check_version
+from sgl_fp8rl.protocol.manifest import check_in_flight, check_version
+from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge import hf_names
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection, connection_to, gpu_of, sources_for
@@ -64,7 +65,7 @@ def update(
         engine: an ``sgl.Engine`` or an ``http://`` address. With FSDP2 every rank calls, and only
             rank 0's engine is used; the others pass None.
         version: a whole number, greater than the engine's version.
-        in_flight: what becomes of requests in flight. ``"abort"``: they come back with what they
+        in_flight: what happens to running requests. ``"abort"``: they come back with what they
             have. ``"finish"``: the update begins at their end; it is refused where that takes
             longer than 570 s. ``"retract"``: they wait with what they have
             and go on under the new version, whose weights prefill prompt and tokens again; each
@@ -165,7 +166,7 @@ class _Session:
             self._packer = connection.share(self._ranks, plan, device)
             if self._packer is not None:
                 self._packer.begin()
-        except Exception as error:  # whatever it is, the engines must hear of it
+        except Exception as error:  # whatever it is, the engines must be told
             self.close(error)
             raise
 
@@ -201,7 +202,7 @@ class _Session:
                 del self._read[source]
 
     def finish(self) -> float | None:
-        """Send what is left, and have every rank hold that nothing is missing.
+        """Send what is left, and have every rank check that nothing is missing.
 
         Returns:
             seconds that the slowest GPU took to write, or None on a CPU.
@@ -228,7 +229,7 @@ class _Session:
         self._connection.committed()
 
     def close(self, error: BaseException) -> None:
-        """Abort the session unless it is committed; the engine's quarantine tells why."""
+        """Abort the session unless it is committed; the engine's quarantine says why."""
         if not self._open:
             return
         self._open = False

@@ -21,12 +21,11 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import (
-    ABORT,
-    FINISH,
     PROTOCOL,
     ManifestError,
     check_in_flight,
 )
+from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -80,13 +79,13 @@ class Control:
                 return await self._begin(message)
             if op in ("layers", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
-        raise ControlError(f"there is no control message {op!r}; install the same sgl-fp8rl")
+        raise ControlError(f"control message {op!r} is unknown; install the same sgl-fp8rl")
 
     async def _layout(self) -> dict[str, Any]:
         if self._session is None:
             self._status = await self._ask({"op": "status"})
         else:
-            self._status["state"] = "updating"
+            self._status["state"] = State.UPDATING.value
         return {
             "protocol": PROTOCOL,
             "sglang": compat.sglang_version(),
@@ -157,7 +156,7 @@ class Control:
                 self._manager.is_pause_cond.notify_all()
 
     async def _end(self) -> dict[str, Any]:
-        """Wait until the session that is under way has ended, and tell how the last one did."""
+        """Wait until the session that is under way has ended, and report how the last one did."""
         if self._session is not None:
             await asyncio.shield(self._session)
         if self._ended is None:
@@ -240,7 +239,7 @@ async def _json(request: Any) -> Any:
     try:
         return json.loads(await request.body())
     except (ValueError, RecursionError):
-        raise ControlError("the body is no JSON; send a control message") from None
+        raise ControlError("the body is not JSON; send a control message") from None
 
 
 def _authorize(options: Fp8RLServerArgs, request: Any) -> None:

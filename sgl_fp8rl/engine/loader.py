@@ -21,10 +21,11 @@ from sgl_fp8rl.engine.scheduler import attach, skipped_by_all
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
-from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights
+from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
 

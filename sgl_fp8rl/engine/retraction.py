@@ -17,7 +17,7 @@ TOO_LONG = (
 def retract(scheduler: Any) -> bool:
     """Take all requests off the batch, to wait before all others, and reset the KV cache.
 
-    They keep their tokens; when they run again, prompt and tokens are prefilled anew.
+    They keep their tokens; when they run again, prompt and tokens are prefilled again.
 
     Returns:
         whether the cache was reset: no entry of it is left, and no request runs.

@@ -22,14 +22,13 @@ from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
 from sgl_fp8rl.protocol.manifest import (
-    FINISH,
-    RETRACT,
     Manifest,
     ManifestError,
     check_version,
 )
+from sgl_fp8rl.protocol.states import FINISH, RETRACT, State
 from sgl_fp8rl.weight_update.rank_server import RankSocket, reply, serve
-from sgl_fp8rl.weight_update.session import EngineWeights, State
+from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
 def _recalibrate(
     scheduler: Any, weights: EngineWeights, group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Let the next prefill measure the KV scales anew: nothing stored under the old ones stays."""
+    """Let the next prefill measure the KV scales again: nothing stored under the old ones stays."""
     if weights.kv is None:
         return {"error": kv_stats.NO_FP8_KV}
     idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
@@ -161,7 +160,7 @@ class _Ready:
 
 
 def _prepare(weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup) -> str:
-    """Hold an update against this engine and return the fingerprint of its manifest.
+    """Check an update against this engine and return the fingerprint of its manifest.
 
     Every rank takes the same way through here, since ranks know the same manifests.
 
@@ -284,7 +283,7 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
 
 
 def _refusal(weights: EngineWeights) -> tuple[str, int]:
-    """Why no policy generates, and the HTTP status that tells of it."""
+    """Why no policy generates, and the HTTP status that says so."""
     return f"engine weights are quarantined: {weights.reason}", HTTPStatus.SERVICE_UNAVAILABLE
 
 

@@ -1,4 +1,4 @@
-"""Copies: what becomes of the boxes of a chunk, as tables that the kernel walks.
+"""Copies: where the boxes of a chunk go, as tables that the kernel walks.
 
 Thousands of boxes become a few NumPy tables; nothing here knows of Triton or of a device.
 """
@@ -19,7 +19,7 @@ ACCESS = 16
 
 
 class CopyDescriptor(NamedTuple):
-    """One box of ``rows`` x ``cols`` elements, and what becomes of it.
+    """One box of ``rows`` x ``cols`` elements, and where it goes.
 
     It is quantized where the target is FP8 and the source is not; a box is then whole blocks, but
     for the ragged end of its tensor. Anything else is cast, or copied as it is.

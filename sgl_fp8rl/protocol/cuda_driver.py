@@ -1,4 +1,4 @@
-"""The CUDA driver's library through ctypes: the few calls that torch has no name for.
+"""The CUDA driver's library through ctypes: the few calls that torch does not offer.
 
 Nothing is loaded at import; ``libcuda`` is opened at the first use.
 """
@@ -14,7 +14,7 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class CudaMemoryError(RuntimeError):
-    """Device memory cannot be had, exported or mapped: what, where, and what to do about it."""
+    """Device memory cannot be allocated, exported or mapped."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -66,7 +66,7 @@ def primary_context(device: int) -> int | None:
     """A device's context, retained until the process ends, as torch retains it."""
     context = ctypes.c_void_p()
     status = driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal(device))
-    check(status, f"GPU {device} gave no context", "free memory on it, or check nvidia-smi")
+    check(status, f"GPU {device} has no context", "free memory on it, or check nvidia-smi")
     return context.value
 
 
@@ -79,10 +79,10 @@ def ordinal(device: int) -> int:
 
 
 def check(status: int, what: str, advice: str) -> None:
-    """Hold that a call went well.
+    """Check the result of a call.
 
     Raises:
-        CudaMemoryError: it did not.
+        CudaMemoryError: the call failed.
     """
     if status:
         name = ctypes.c_char_p()

@@ -109,7 +109,7 @@ class _Memory:
         view = torch.as_tensor(holder, device=holds)
         if view.data_ptr() != self.address:
             raise CudaMemoryError(
-                f"torch copied the memory at {self.address:#x} of {holds} and gave no view of it; "
+                f"torch copied the memory at {self.address:#x} of {holds} instead of viewing it; "
                 "report this"
             )
         return view
@@ -137,7 +137,7 @@ class DeviceMemory(_Memory):
     """``nbytes`` of plain device memory, from the driver and not from torch's allocator.
 
     Raises:
-        CudaMemoryError: the device has not that much left, or there is no such device.
+        CudaMemoryError: the device has too little memory left, or does not exist.
     """
 
     def __init__(self, nbytes: int, device: int) -> None:
@@ -265,7 +265,7 @@ def gpu_uuid(device: int) -> str:
     """
     raw = (ctypes.c_ubyte * 16)()
     status = driver().cuDeviceGetUuid_v2(raw, ordinal(device))
-    check(status, f"GPU {device} did not tell its UUID", "check nvidia-smi")
+    check(status, f"GPU {device} did not report its UUID", "check nvidia-smi")
     return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
 
 
@@ -287,5 +287,5 @@ def _attributes(address: int) -> list[int]:
     start = ctypes.addressof(values)
     fields = (ctypes.c_void_p * 4)(*(start + 8 * i for i in range(4)))
     status = driver().cuPointerGetAttributes(4, _ATTRIBUTES, fields, address)
-    check(status, f"CUDA did not tell what lies at {address:#x}", "give a CUDA tensor's address")
+    check(status, f"CUDA cannot say what lies at {address:#x}", "give a CUDA tensor's address")
     return list(values)

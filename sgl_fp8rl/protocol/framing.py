@@ -33,7 +33,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive one message and the file descriptors that came with it.
 
     Raises:
-        FramingError: the connection ended, or the message is no JSON object of a sane size.
+        FramingError: the connection ended, or the message is not a JSON object of a sane size.
         TimeoutError: the socket's timeout ran out.
     """
     header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 4)
@@ -41,7 +41,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         header += _exactly(sock, _LENGTH.size - len(header))
         (length,) = _LENGTH.unpack(header)
         if length > MAX_MESSAGE_BYTES:
-            raise FramingError(f"a message of {length} bytes was announced; the peer is no bridge")
+            raise FramingError(f"a message of {length} bytes came; the peer is not a bridge")
         message = _parse(_exactly(sock, length))
     except BaseException:
         for fd in fds:
@@ -61,9 +61,9 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise FramingError(f"a message is no JSON ({error}); the peer is no bridge") from error
+        raise FramingError(f"a message is not JSON ({error}); the peer is not a bridge") from error
     if not isinstance(message, dict):
-        raise FramingError("a message is no JSON object; the peer is no bridge")
+        raise FramingError("a message is not a JSON object; the peer is not a bridge")
     return message
 
 

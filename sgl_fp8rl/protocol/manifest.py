@@ -11,17 +11,12 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, SUFFIXES, format_of, split_name
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
+from sgl_fp8rl.protocol.states import IN_FLIGHT
 
 PROTOCOL = 4
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
-
-
-ABORT, FINISH, RETRACT = "abort", "finish", "retract"
-IN_FLIGHT = (ABORT, FINISH, RETRACT)
-"""What becomes of requests in flight. Abort: they come back with what they have. Finish: the update
-waits for their end. Retract: they wait for its end, and go on under the new version."""
 
 
 class ManifestError(ValueError):
@@ -117,8 +112,8 @@ def describe(
     """The manifest of tensors in memory.
 
     Raises:
-        ManifestError: a name comes twice, a dtype is none that an update carries, or the version
-            is no whole number.
+        ManifestError: a name comes twice, an update cannot carry a dtype, or the version
+            is not a whole number.
     """
     check_version(version)
     tensors: dict[str, TensorSpec] = {}
@@ -139,7 +134,7 @@ def check_version(version: Any) -> int:
     """A policy version.
 
     Raises:
-        ManifestError: it is no whole number from 0 up.
+        ManifestError: it is not a whole number from 0 up.
     """
     # replies carry it as a 64-bit integer
     if type(version) is not int or not 0 <= version < 2**63:

@@ -55,7 +55,7 @@ class RankSocket:
         """Wait for the trainer that holds the session's token; others are turned away.
 
         Args:
-            known: names of the shared memory that is open already, which the trainer is told.
+            known: names of the shared memory that is open already, reported to the trainer.
 
         Raises:
             TimeoutError: it did not come.
@@ -114,7 +114,7 @@ def serve(
         if isinstance(error, SessionError | CudaMemoryError | ValueError):
             reason = str(error)
         logger.exception("update to version %d failed", session.version)
-        # now, not after the ranks agreed: the others wait for the trainer to hear of it
+        # now, not after the ranks agreed: the others wait until the trainer knows
         reply(peer, {"error": reason})
         return Outcome(False, reason, session.dirty), None
     if peer is not None:
@@ -123,7 +123,7 @@ def serve(
 
 
 def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
-    """Tell the trainer how the session ended, if it is still there, and hang up."""
+    """Report to the trainer how the session ended, if it is still there, and close."""
     if peer is None:
         return
     try:

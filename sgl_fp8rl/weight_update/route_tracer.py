@@ -35,7 +35,7 @@ _REINTERPRETS = {aten.view.dtype, aten.as_strided.default}
 
 
 class UnrecordableError(RuntimeError):
-    """The loader did something to these tensors that is no copy of a box."""
+    """The loader did something to these tensors that is not a copy of a box."""
 
     def __init__(self, sources: set[str], reason: str) -> None:
         super().__init__(reason)
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, Probe) for leaf in _flatten((args, kwargs))):
-            return result  # the probe has told
+            return result  # the probe has recorded it
         for written in written_by(func, args, kwargs or {}):
             storage = written.untyped_storage().data_ptr()
             if storage in self.names and func in (aten.fill_.Scalar, aten.zero_.default):

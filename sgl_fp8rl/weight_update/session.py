@@ -7,7 +7,6 @@ scheduler; ``rank_server.py`` drives it.
 import logging
 from collections import OrderedDict
 from collections.abc import Collection
-from enum import Enum
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION, State
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
@@ -23,18 +23,8 @@ from sgl_fp8rl.weight_update.weight_writer import WeightWriter
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINT_VERSION = -1
-"""The policy version of the weights that an engine starts with; updates count from 0."""
 WRITERS_KEPT = 4
 """Writers that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
-
-
-class State(Enum):
-    """Whether the engine may generate."""
-
-    SERVING = "serving"
-    UPDATING = "updating"
-    QUARANTINED = "quarantined"
 
 
 class SessionError(RuntimeError):
@@ -69,7 +59,7 @@ class EngineWeights:
         return fingerprint in self._writers
 
     def check_version(self, version: int) -> None:
-        """Hold that an update to this version may begin now.
+        """Check that an update to this version may begin now.
 
         Raises:
             ManifestError: an update is under way, or the version does not grow.
@@ -90,7 +80,7 @@ class EngineWeights:
             )
 
     def accept(self, manifest: Manifest) -> None:
-        """Hold a manifest against the model and work out how it is written.
+        """Check a manifest against the model and plan how it is written.
 
         Raises:
             ManifestError: the names, shapes or dtypes are not this model's.
@@ -163,7 +153,7 @@ class EngineWeights:
         self.memory.close()
 
     def check_addresses(self) -> None:
-        """Hold that no parameter moved since the model was built.
+        """Check that no parameter moved since the model was built.
 
         Raises:
             SessionError: one did; captured CUDA graphs would read freed memory.
@@ -219,7 +209,7 @@ class Session:
         self._due.remove(index)
 
     def finish(self) -> float | None:
-        """Hold that every chunk came, and refresh what is derived from them.
+        """Check that every chunk came, and refresh what is derived from them.
 
         Returns:
             seconds that the GPU took to write the update, or None on a CPU.

@@ -70,7 +70,7 @@ class Segments:
             raise
 
     def check(self, manifest: Manifest) -> None:
-        """Hold that every tensor that the manifest calls mapped lies inside of its segment.
+        """Check that every tensor that the manifest calls mapped lies inside its segment.
 
         Raises:
             SharedMemoryError: one does not.

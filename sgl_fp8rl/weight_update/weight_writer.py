@@ -1,4 +1,4 @@
-"""Writers: how a manifest is written on one rank, worked out once and replayed at each update."""
+"""Writers: how a manifest is written on one rank, planned once and replayed at each update."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -78,7 +78,7 @@ class WeightWriter:
                 write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
 
     def finish(self) -> float | None:
-        """Hold that all that was written is sound.
+        """Check all that was written.
 
         Returns:
             seconds that the GPU took to write the update, or None on a CPU.

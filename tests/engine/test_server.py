@@ -178,7 +178,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "no dtype of a weight": (with_dtype(UP, "int8"), f"{UP} has dtype 'int8'"),
     "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"without {UP}"),
     "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
-    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "keeps this tensor in BF16"),
+    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "the engine keeps it in BF16"),
     "negative version": (with_version(-3), "version is -3"),
     "version of 64 bits": (with_version(2**63), "whole number from 0 up"),
     "version is no number": (with_version("7"), "version is '7'"),
@@ -193,8 +193,8 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "an odd half": (with_field("chunk_bytes", 1000), "chunk_bytes is 1000"),
     "a half that is no number": (with_field("chunk_bytes", True), "chunk_bytes is True"),
     "a half without room": (with_field("chunk_bytes", 4096), "larger --fp8rl-bucket-bytes"),
-    "mapped stranger": (with_field("mapped", ["model.stranger.weight"]), "mapped names what is no"),
-    "mapped is no list": (with_field("mapped", None), "mapped names what is no"),
+    "mapped stranger": (with_field("mapped", ["model.stranger.weight"]), "the manifest lacks"),
+    "mapped is no list": (with_field("mapped", None), "the manifest lacks"),
 }
 
 
@@ -426,7 +426,7 @@ def give_up(trainer: ByHand) -> None:
     trainer.ranks.ask({"op": "abort", "reason": "the trainer thought better of it"})
 
 
-BAD_PARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
+BAD_CHUNKS: dict[str, tuple[Callable[[ByHand], None], str]] = {
     "twice": (twice, "chunk 1 is not awaited"),
     "last missing": (last_missing, "send every chunk of the manifest"),
     "second missing": (second_missing, "send every chunk of the manifest"),
@@ -437,17 +437,17 @@ BAD_PARTS: dict[str, tuple[Callable[[ByHand], None], str]] = {
     "list": (with_number([1]), "TypeError"),
     "malformed step": (malformed_step, "KeyError"),
     "unknown step": (unknown_step, "no step 'reboot'"),
-    "smaller bucket midway": (smaller_bucket_midway, "two parts need"),
+    "smaller bucket midway": (smaller_bucket_midway, "two chunks need"),
     "commit before finish": (commit_before_finish, "commit came before finish"),
     "not JSON": (not_json, "the trainer is gone"),
     "given up": (give_up, "the trainer thought better of it"),
 }
 
 
-@pytest.mark.parametrize("fault", BAD_PARTS)
-def test_bad_part(server: Server, policy: Path, tensors: Tensors, fault: str) -> None:
+@pytest.mark.parametrize("fault", BAD_CHUNKS)
+def test_bad_chunk(server: Server, policy: Path, tensors: Tensors, fault: str) -> None:
     version = version_of(server)
-    send, reason = BAD_PARTS[fault]
+    send, reason = BAD_CHUNKS[fault]
     with by_hand(server, tensors, version + 1) as trainer:
         trainer.write(0)
         with pytest.raises(EngineError):
@@ -562,7 +562,7 @@ def trainer_that_stops(
 
 
 @pytest.mark.parametrize("sent", [1, 12, 25])
-def test_trainer_is_killed_between_parts(server: Server, policy: Path, sent: int) -> None:
+def test_trainer_is_killed_between_chunks(server: Server, policy: Path, sent: int) -> None:
     version = version_of(server)
     with trainer_that_stops(server.address, policy, version + 1, sent) as pid:
         assert server.control({"op": "layout"})["state"] == "updating"

@@ -55,7 +55,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.mark.parametrize("engine", [None, 3, object(), [], {"control": 1}])
 def test_connect_refuses_what_is_no_engine(engine: Any) -> None:
-    with pytest.raises(EngineError, match=f"{type(engine).__name__} is no engine"):
+    with pytest.raises(EngineError, match=f"{type(engine).__name__} is not an engine"):
         connect(engine)
 
 
@@ -63,7 +63,7 @@ def test_connect_refuses_an_engine_without_the_plugin() -> None:
     class Stock:
         def generate(self) -> None: ...
 
-    with pytest.raises(EngineError, match=r"Stock is no engine .* quantization='fp8rl'"):
+    with pytest.raises(EngineError, match=r"Stock is not an engine.*quantization='fp8rl'"):
         connect(Stock())
 
 

@@ -437,7 +437,7 @@ def test_scales_that_are_not_for_this_engine() -> None:
         ("float64", good.double()),
         ("bfloat16", good.bfloat16()),
         ("list", good.tolist()),
-        *(("no positive number", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
+        *(("not a positive number", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
     ]
     client = kv_client()
     connection = EngineConnection(client)
@@ -626,7 +626,7 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
 @pytest.mark.parametrize("engine", [None, object(), "host:1", 3])
 def test_what_is_no_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_connections", {})
-    with pytest.raises(EngineError, match=r"is no engine|is no address"):
+    with pytest.raises(EngineError, match=r"is not an engine|is not an address"):
         connection_to(engine)
     assert connection_module._connections == {}
 

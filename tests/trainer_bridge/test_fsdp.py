@@ -127,8 +127,8 @@ def update_toy(rank: int, folder: Path) -> None:
     partial = {n: t for n, t in named.items() if n != "norm.weight"}
     assert "missing: norm.weight" in failure(lambda: update(partial, engine, version=2))[1]
     assert failure(lambda: update(model, engine, version=-1))[0] == ManifestError.__name__
-    assert "is no engine" in failure(lambda: update(model, object(), version=2))[1]
-    assert "is no address" in failure(lambda: update(model, "host:1", version=2))[1]
+    assert "is not an engine" in failure(lambda: update(model, object(), version=2))[1]
+    assert "is not an address" in failure(lambda: update(model, "host:1", version=2))[1]
     assert engine is None or holds(engine, other)
     for broken in (KeyError("op"), ValueError("unknown"), EngineError("gone", 502)):
         found = failure(lambda fault=broken: update(model, Broken(fault), version=2))  # type: ignore[misc]

@@ -13,7 +13,8 @@ from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.weight_update.session import EngineWeights, State
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
@@ -346,7 +347,7 @@ def test_names_and_shapes_that_are_not_the_models() -> None:
 
 
 def test_what_is_no_engine() -> None:
-    with pytest.raises(EngineError, match="NoneType is no engine"):
+    with pytest.raises(EngineError, match="NoneType is not an engine"):
         update(toy.checkpoint(), None, version=0)
 
 

@@ -35,7 +35,7 @@ class HostBucket:
             os.close(self._fd)
             raise EngineError(f"no bucket of {nbytes} bytes could be shared ({error})") from error
         self.close = weakref.finalize(self, os.close, self._fd)
-        """Let go of the memory; ranks that have it open keep it until they are told of another."""
+        """Let go of the memory; ranks that have it open keep it until they are given another."""
 
     def share(self, ranks: RankClients) -> None:
         """Have every rank open it, unless all have."""

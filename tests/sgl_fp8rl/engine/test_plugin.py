@@ -67,7 +67,8 @@ def test_released_weights_are_quarantined_until_an_update() -> None:
 
     from sgl_fp8rl.engine.scheduler import attach, note_resumed, quarantine_released
     from sgl_fp8rl.protocol.manifest import ManifestError
-    from sgl_fp8rl.weight_update.session import EngineWeights, State
+    from sgl_fp8rl.protocol.states import State
+    from sgl_fp8rl.weight_update.session import EngineWeights
 
     model = nn.Linear(2, 2)
     weights = EngineWeights(model, torch.bfloat16)

@@ -17,7 +17,8 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
-from sgl_fp8rl.weight_update.session import EngineWeights, State
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket

@@ -272,14 +272,14 @@ def test_a_driver_too_old_is_named_as_such(driver: FakeDriver) -> None:
 REFUSALS = [
     ("cuInit", "gpu_uuid", "did not start"),
     ("cuDeviceGet", "gpu_uuid", "this process sees no GPU 0.*CUDA_VISIBLE_DEVICES"),
-    ("cuDeviceGetUuid_v2", "gpu_uuid", "did not tell its UUID"),
-    ("cuDevicePrimaryCtxRetain", "DeviceMemory", "GPU 0 gave no context"),
+    ("cuDeviceGetUuid_v2", "gpu_uuid", "did not report its UUID"),
+    ("cuDevicePrimaryCtxRetain", "DeviceMemory", "GPU 0 has no context"),
     ("cuCtxPushCurrent_v2", "DeviceMemory", "could not be made current"),
     ("cuCtxPopCurrent_v2", "DeviceMemory", "could not be made current"),
     ("cuMemAlloc_v2", "DeviceMemory", "1 bytes could not be allocated on GPU 0.*bucket smaller"),
     ("cuMemGetAddressRange_v2", "base_of", f"no allocation holds {BASE:#x}"),
     ("cuMemGetAddressRange_v2", "Mapping", f"no allocation holds {BASE:#x}"),
-    ("cuPointerGetAttributes", "exportable", f"did not tell what lies at {BASE:#x}"),
+    ("cuPointerGetAttributes", "exportable", f"cannot say what lies at {BASE:#x}"),
     ("cuIpcGetMemHandle", "export", f"{BASE:#x} of GPU 0 could not be exported"),
     ("cuIpcOpenMemHandle_v2", "Mapping", f"{SIZE} bytes of {GPU} could not be mapped on GPU 0"),
 ]

@@ -84,7 +84,9 @@ def test_what_is_no_message_is_refused(
         with Path("/proc/self/stat").open() as carried:
             socket.send_fds(pair[0], [data], [carried.fileno()])
     pair[0].shutdown(socket.SHUT_WR)
-    with pytest.raises(framing.FramingError, match=r"the connection ended|the peer is no bridge"):
+    with pytest.raises(
+        framing.FramingError, match=r"the connection ended|the peer is not a bridge"
+    ):
         framing.receive(pair[1])
     assert descriptors() == before
 

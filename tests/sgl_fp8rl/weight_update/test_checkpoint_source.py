@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.manifest import Manifest, describe
+from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION, State
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
-from sgl_fp8rl.weight_update.session import CHECKPOINT_VERSION, EngineWeights, State
+from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, Model, Weights
 

@@ -6,7 +6,8 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
-from sgl_fp8rl.weight_update.session import EngineWeights, SessionError, State
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.session import EngineWeights, SessionError
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, Model, Weights, begin, ragged, update
@@ -177,7 +178,7 @@ def test_mapped_tensors_make_the_last_chunk() -> None:
         weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
         session = weights.begin(manifest.fingerprint, version)
         last = len(session.writer.chunks) - 1
-        with pytest.raises(SharedMemoryError, match="open the segments first"):
+        with pytest.raises(SharedMemoryError, match="segments; open them first"):
             session.write(last)
         in_place = FakeSegments({name: tensors[name] for name in mapped})
         weights.memory.segments = in_place  # type: ignore[assignment]

@@ -23,9 +23,10 @@ from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
 from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update import session as session_module
 from sgl_fp8rl.weight_update import triton_writer
-from sgl_fp8rl.weight_update.session import EngineWeights, Session, State
+from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError
 from sgl_fp8rl.weight_update.triton_writer import TritonWriter
 from tests import oracle
