@@ -213,10 +213,10 @@ def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, faul
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"not JSON", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"[]", "no control message"),
-        (b'{"op": "reboot"}', "no control message 'reboot'"),
+        (b"not JSON", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "control message None is unknown"),
+        (b'{"op": "reboot"}', "'reboot' is unknown"),
         (b'{"op": "begin"}', "version is None"),
         (b'{"op": "begin", "version": 1000000, "manifest": 3}', "protocol"),
     ],
