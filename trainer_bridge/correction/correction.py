@@ -25,7 +25,7 @@ HAS_TRITON = find_spec("triton") is not None
 class Correction:
     """What the loss needs: multiply each token's loss by its weight, average where mask is True.
 
-    ``policy_loss`` does the first. Nothing here carries a gradient.
+    ``policy_loss`` does the multiplication. No tensor here requires a gradient.
     """
 
     weights_BT: torch.Tensor
@@ -34,12 +34,14 @@ class Correction:
     """Bool [B, T]: the tokens to train on."""
     old_logprobs_BT: torch.Tensor
     """Float32 [B, T], pi_old of PPO's ratio: the trainer's logprobs, in bypass mode the rollout's;
-    0 outside the mask that was given."""
+    0 outside the mask of the rollout."""
     loss_type: LossType
+    """The loss that ``policy_loss`` computes."""
     metrics: dict[str, float]
+    """As ``correct_logprobs`` lists them; the same on every rank."""
     alarms: tuple[Alarm, ...]
-    """What is no longer FP8's noise, see ``check_alarms``; the same on every rank. The first of a
-    metric is logged as a warning (by the first rank)."""
+    """Metrics beyond FP8's noise, see ``check_alarms``; the same on every rank. The first rank logs
+    a metric's first alarm as a warning."""
 
 
 def correct(
@@ -52,8 +54,18 @@ def correct(
     """Correct one rollout; see ``correct_logprobs``.
 
     Args:
-        trainer_logprobs_BT: log_softmax(logits / rollout.temperature) of rollout.tokens_BT;
-            positions outside rollout.mask_BT may hold anything.
+        rollout: B sequences, the longest of T tokens.
+        trainer_logprobs_BT: log_softmax(logits / rollout.temperature) of rollout.tokens_BT, any
+            float dtype; positions outside rollout.mask_BT may hold anything.
+        config: the name of a preset in PRESETS, or a CorrectionConfig.
+        group: normalize and average over these ranks; every rank must call.
+
+    Returns:
+        Weights, mask, metrics and alarms, on the device of the trainer's logprobs.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, a logprob is NaN or infinite, there are no tokens,
+            or the preset is unknown.
     """
     device = trainer_logprobs_BT.device
     return correct_logprobs(
@@ -79,27 +91,29 @@ def correct_logprobs(
 
     Args:
         trainer_logprobs_BT: of the policy before the update, in bypass mode of the current one. Any
-            float dtype, without padding to look at; the result is on its device.
+            float dtype; padding may hold anything. The result is on its device.
+        rollout_logprobs_BT: the engine's logprobs, any float dtype, same device.
+        mask_BT: bool, same device.
         config: the name of a preset (verl's, in PRESETS), or a CorrectionConfig.
-        versions_BT: int64, on any device: metrics by policy version too.
-        group: batch normalisation and metrics go over these ranks; every rank must call.
+        versions_BT: int64, on any device: adds metrics by policy version.
+        group: batch normalization and metrics go over these ranks; every rank must call.
 
     Returns:
-        weights, mask, alarms, and the metrics of ``mismatch_metrics`` joined by
+        Weights, mask, alarms, and the metrics of ``mismatch_metrics`` plus
 
-        weight_mean, _min, _max, _ess   of the bounded weights, before the batch is normalised, over
-                                        all tokens; _ess is the effective sample size, 1 is best
-        clipped_fraction                of tokens whose ratio is above C, or outside the band
-        weight_batch_mean               what weights were divided by
-        masked_fraction                 of tokens that were rejected
-        masked_sequence_fraction        of sequences with a rejected token
-        <option>/..., veto/...          see rejection.read_rejections
+            weight_mean, _min, _max, _ess   of the bounded weights, before batch normalization, over
+                                            all tokens; _ess: effective sample size, 1 is best
+            clipped_fraction                tokens whose ratio is above C, or outside the band
+            weight_batch_mean               the divisor of batch normalization
+            masked_fraction                 rejected tokens
+            masked_sequence_fraction        sequences with a rejected token
+            <option>/..., veto/...          see rejection.read_rejections
 
-        The first group is there if the config weighs, weight_batch_mean if it normalises, the rest
-        if it rejects. Means over tokens come by policy version and by position as well.
+        The first two exist if the config weighs, weight_batch_mean if it normalizes, the rest if it
+        rejects. Means over tokens also exist by policy version and by position.
 
     Raises:
-        ValueError: as ``mismatch_metrics``, and for a name that is no preset's.
+        ValueError: as ``mismatch_metrics``, and for an unknown preset.
     """
     config = _config(config)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
@@ -127,7 +141,7 @@ def correct_logprobs(
 
 
 def _way_of(mask_BT: torch.Tensor) -> Callable[..., Corrected]:
-    """Kernels on a GPU, else op by op; both are called as ``torch_impl.correct_rows``."""
+    """Triton kernels on a GPU, else torch ops; both have the signature of ``torch_impl``'s."""
     if mask_BT.is_cuda and mask_BT.numel() and HAS_TRITON:
         from trainer_bridge.correction import triton_impl  # imports Triton
 

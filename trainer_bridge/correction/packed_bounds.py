@@ -1,19 +1,19 @@
-"""All bounds of a ``CorrectionConfig`` as a row of numbers, which the kernels read."""
+"""All bounds of a ``CorrectionConfig`` as one row of numbers, for the kernels."""
 
 import math
 
 from trainer_bridge.correction.config import REJECTIONS, CorrectionConfig
 
 OPTIONS = len(REJECTIONS)
-"""Rejections, in their order; bounds of those not asked for are infinite."""
+"""Rejections in the order of REJECTIONS; those not in use have infinite bounds."""
 LOWEST, HIGHEST = 0, OPTIONS
 VETO = 2 * OPTIONS
-"""The log of the veto's threshold."""
+"""The log of the veto threshold."""
 WEIGHT_LOWEST, WEIGHT_HIGHEST = VETO + 1, VETO + 2
 
 
 def pack_bounds(config: CorrectionConfig) -> list[float]:
-    """Where each stands is said above."""
+    """The row, with each bound at its index above."""
     bounds = config.rejection_bounds
     pairs = [bounds.get(option, (-math.inf, math.inf)) for option in REJECTIONS]
     veto = -math.inf if config.veto_threshold is None else math.log(config.veto_threshold)

@@ -1,4 +1,4 @@
-"""What both kernels of a correction compute of a token: the twin is ``metrics.mismatch``."""
+"""Per-token functions of both correction kernels; the reference is ``metrics.mismatch``."""
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
 
@@ -22,7 +22,7 @@ def logprobs_of(
     at: tl.tensor,
     T: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The mask, and both logprobs, 0 outside of it."""
+    """The mask, and both logprobs, which are 0 outside it."""
     place = row * T + at
     here = tl.load(mask + place, mask=at < T, other=0) != 0
     t = tl.load(trainer + place, mask=here, other=0.0).to(tl.float64)
@@ -32,13 +32,13 @@ def logprobs_of(
 
 @triton.jit
 def bounded(log_ratio: tl.tensor) -> tl.tensor:
-    """Within the bounds before exp."""
+    """The log ratio clamped to the bounds before exp."""
     return tl.minimum(tl.maximum(log_ratio, -_BOUND), _BOUND)
 
 
 @triton.jit
 def expm1(v: tl.tensor) -> tl.tensor:
-    """exp(v) - 1 to a few roundings, also where v is small: W. Kahan's way, in N. Higham, Accuracy
+    """exp(v) - 1 to a few roundings, also for small v: W. Kahan's formula, in N. Higham, Accuracy
     and Stability of Numerical Algorithms, 2002, section 1.14.1."""
     u = tl.exp(v)
     return tl.where(u == 1.0, v, (u - 1.0) * v / tl.log(u))
@@ -46,7 +46,7 @@ def expm1(v: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def allowed(statistic: tl.tensor, limits: tl.tensor, option: tl.constexpr) -> tl.tensor:
-    """Whether a rejection lets it pass."""
+    """Whether the statistic passes a rejection."""
     lowest, highest = tl.load(limits + _LOWEST + option), tl.load(limits + _HIGHEST + option)
     return (statistic >= lowest) & (statistic <= highest)
 

@@ -1,4 +1,4 @@
-"""Correction of a batch by two kernels; ``torch_impl.py`` is its twin, op by op.
+"""Correct a batch with two Triton kernels; ``torch_impl.py`` is the reference implementation.
 
 Shapes: B sequences, T tokens of the longest response, G groups of tokens, R programs, K terms.
 """
@@ -15,11 +15,11 @@ from trainer_bridge.metrics.groups import POSITIONS, Groups
 from trainer_bridge.metrics.histogram import BINS
 from trainer_bridge.metrics.reducer import Reducer
 
-BLOCK = 512  # tokens at once; shorter for shorter rows
+BLOCK = 512  # tokens per iteration; fewer for shorter rows
 ROW_WARPS, TOKEN_WARPS = 16, 4
 COPIES = 16
-"""Of the histogram: tokens whose policies agree fall into few bins, which would be waited for."""
-END = 2**31 - 1  # of the last group of positions
+"""Of the histogram: tokens on which the policies agree hit few bins, and atomics would contend."""
+END = 2**31 - 1  # end of the last group of positions
 
 
 def correct_rows(
@@ -30,7 +30,7 @@ def correct_rows(
     groups: Groups,
     config: CorrectionConfig,
 ) -> Corrected:
-    """``torch_impl.correct_rows`` on the current stream, of a batch that has an element."""
+    """``torch_impl.correct_rows`` on the current stream, for a non-empty batch."""
     trainer_BT, rollout_BT, mask_BT = (
         tensor.detach().contiguous() for tensor in (trainer_BT, rollout_BT, mask_BT)
     )
@@ -54,11 +54,11 @@ def correct_rows(
     sums_RGK = doubles(B * blocks, G, triton_tokens.TERMS).zero_()
     counts_CGN = torch.zeros(COPIES, G, BINS, dtype=torch.int32, device=device)
     starts = _starts(device)
-    # all that is copied to the GPU comes before the kernels, which a copy would wait for
+    # copies to the GPU come before the kernels, which a later copy would wait for
     unread = states_BS.view(torch.int64)
     known_V = groups.versions_V if shown else unread
     versions_BT = unread if versions_BT is None else versions_BT.contiguous()
-    with torch.cuda.device_of(mask_BT):  # a kernel starts on the current device
+    with torch.cuda.device_of(mask_BT):  # Triton launches on the current device
         triton_rows.count_rows[(B,)](
             *given,
             bounds,
@@ -100,7 +100,7 @@ def correct_rows(
 
 
 def warps_of(most: int, block: int) -> int:
-    """Of a kernel whose programs have ``block`` tokens at once."""
+    """Warps of a kernel whose programs process ``block`` tokens per iteration."""
     return min(most, block // 32)
 
 
@@ -111,12 +111,12 @@ def _bounds(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _starts(device: torch.device) -> torch.Tensor:
-    """Where groups of positions begin, and where the last ends."""
+    """Starts of the groups of positions, and the end of the last."""
     return torch.tensor([*POSITIONS, END], dtype=torch.int32, device=device)
 
 
 def _chosen_terms(sums_GK: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
-    """Those that the twin has: of the mismatch, then of ``config.means``."""
+    """The terms that ``torch_impl`` has: of the mismatch, then of ``config.means``."""
     mismatch = triton_tokens.TERMS - 3
     if config.rollout_is is not None:
         return sums_GK if config.rejects else sums_GK[:, : mismatch + 2]
@@ -127,7 +127,7 @@ def _chosen_terms(sums_GK: torch.Tensor, config: CorrectionConfig) -> torch.Tens
 
 def _with_whole(parts_RGK: torch.Tensor, all_groups: int) -> torch.Tensor:
     """Float64 [all_groups, K], summed over R: the sum over all positions, then the groups, then
-    zeros for versions that this rank does not know, but others do."""
+    zeros for versions that only other ranks have."""
     G, K = parts_RGK.shape[1:]
     found = torch.empty(all_groups, K, dtype=torch.float64, device=parts_RGK.device)
     torch.sum(parts_RGK, 0, dtype=torch.float64, out=found[1 : 1 + G])
@@ -139,7 +139,7 @@ def _with_whole(parts_RGK: torch.Tensor, all_groups: int) -> torch.Tensor:
 def _add_rows(
     reducer: Reducer, sums: torch.Tensor, maxima: torch.Tensor, config: CorrectionConfig
 ) -> None:
-    """What the twin counts of rows, under its names."""
+    """Add the row sums under the names that ``torch_impl`` uses."""
 
     def two(values: torch.Tensor, at: int) -> torch.Tensor:
         return values[at : at + 2]

@@ -1,6 +1,6 @@
-"""The first kernel of a correction: what each row adds up to, and whether it passes.
+"""The first kernel of a correction: the sums of each row, and whether it passes.
 
-A program has a row. All of it is float64, and what ``torch_impl.py`` computes op by op.
+One program per row, all in float64; the reference is ``torch_impl.py``.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -12,18 +12,18 @@ from trainer_bridge.correction.packed_bounds import OPTIONS, VETO
 from trainer_bridge.correction.triton_common import allowed, bounded, expm1, logprobs_of, weighed
 from trainer_bridge.metrics.mismatch import NEVER_LARGEST
 
-# What ``sums`` has of a row: the terms of sequences of ``batch_metrics.add_mismatch`` first; then
-# rejected tokens, and 1 if there is one, by all rejections, by the veto, and by each option.
+# A row of ``sums``: first the sequence terms of ``batch_metrics.add_mismatch``; then rejected
+# tokens, and 1 if there is one, of all rejections, of the veto, and of each option.
 TERMS = 9
 BROKEN, WEIGHT_BATCH, WEIGHT_SQUARE, ALL, VETOED, OPTION_SUM = 9, 10, 12, 13, 15, 17
 REJECTED = OPTION_SUM + OPTIONS
 SUMS = REJECTED + 2 * OPTIONS
-# What ``maxima`` has of it: ``mismatch.ends`` of log ratios, gaps, weights, and of each option.
+# A row of ``maxima``: ``mismatch.ends`` of log ratios, gaps, weights, and of each option.
 ENDS, GAP_ENDS, WEIGHT_ENDS, OPTION_ENDS = 0, 2, 4, 6
 MAXIMA = OPTION_ENDS + 2 * OPTIONS
 KEPT, WEIGHT, CLIPPED, STATES = 0, 1, 2, 3
-"""What the second kernel needs of a row: whether it passes; where all its tokens weigh the same,
-that weight, and 1.0 if it is out of bounds."""
+"""What the second kernel needs of a row: whether it passes; if all its tokens have one weight, that
+weight, and 1.0 if it is out of bounds."""
 
 _NEVER, _VETO = tl.constexpr(-NEVER_LARGEST), tl.constexpr(VETO)
 _BROKEN, _WEIGHT_BATCH = tl.constexpr(BROKEN), tl.constexpr(WEIGHT_BATCH)
@@ -42,7 +42,7 @@ _OPTION_ENDS, _MAXIMA, _STATES = (
 _KEPT, _WEIGHT, _CLIPPED = tl.constexpr(KEPT), tl.constexpr(WEIGHT), tl.constexpr(CLIPPED)
 
 
-# T changes from step to step, which must not compile anew.
+# T changes from step to step and must not trigger a compilation.
 @triton.jit(do_not_specialize=["T"])
 def count_rows(
     trainer: tl.tensor,
@@ -170,7 +170,7 @@ def _store_ends(target: tl.tensor, low: tl.tensor, high: tl.tensor) -> None:
 
 @triton.jit
 def _store_ends_of_row(target: tl.tensor, statistic: tl.tensor, L: tl.tensor) -> None:
-    """Of a row that has a token."""
+    """The same for one value per row, if the row has tokens."""
     there = L > 0
     low, high = tl.where(there, -statistic, _NEVER), tl.where(there, statistic, _NEVER)
     _store_ends(target, low, high)
@@ -178,7 +178,7 @@ def _store_ends_of_row(target: tl.tensor, statistic: tl.tensor, L: tl.tensor) ->
 
 @triton.jit
 def _store_count(target: tl.tensor, rejected: tl.tensor) -> None:
-    """Rejected tokens, and whether there is one."""
+    """Store the number of rejected tokens, and whether there is one."""
     tl.store(target, rejected)
     tl.store(target + 1, (rejected > 0).to(tl.float64))
 
@@ -200,7 +200,7 @@ def _of_row(
     statistic: tl.tensor,
     L: tl.tensor,
 ) -> tl.tensor:
-    """Count an option that bounds a whole row; returns whether the row passes."""
+    """Count an option that bounds a whole row; return whether the row passes."""
     passes = allowed(statistic, limits, option)
     _store_ends_of_row(top + _OPTION_ENDS + 2 * option, statistic, L)
     _store_option(mine, option, statistic, tl.where(passes, 0.0, L))

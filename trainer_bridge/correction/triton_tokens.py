@@ -1,7 +1,7 @@
 """The second kernel of a correction: weights, mask and old logprobs, and sums over tokens by group.
 
-A program has a block of a row. All of it is float64, but for the histogram's bins, and what
-``torch_impl.py`` computes op by op.
+One program per block of a row, all in float64 except the histogram's bins; the reference is
+``torch_impl.py``.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -14,7 +14,7 @@ from trainer_bridge.correction.triton_rows import CLIPPED, KEPT, STATES, WEIGHT
 from trainer_bridge.metrics.histogram import BINS, DENSITY, LINEAR, MAGNITUDES
 
 TERMS = 11
-"""Those of tokens of ``batch_metrics.add_mismatch``, then weight, clipped, masked."""
+"""The token terms of ``batch_metrics.add_mismatch``, then weight, clipped, masked."""
 
 _TERMS, _BINS, _DENSITY = tl.constexpr(TERMS), tl.constexpr(BINS), tl.constexpr(float(DENSITY))
 _GROWTH, _MIDDLE = tl.constexpr(1 / LINEAR), tl.constexpr(MAGNITUDES + 0.5)
@@ -22,7 +22,7 @@ _STATES, _KEPT = tl.constexpr(STATES), tl.constexpr(KEPT)
 _WEIGHT, _CLIPPED = tl.constexpr(WEIGHT), tl.constexpr(CLIPPED)
 
 
-# T and the number of versions change from step to step, which must not compile anew.
+# T and the number of versions change from step to step and must not trigger a compilation.
 @triton.jit(do_not_specialize=["T", "known"])
 def count_tokens(
     trainer: tl.tensor,
@@ -48,11 +48,11 @@ def count_tokens(
     KEEPS_ROLLOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Weights, mask and old logprobs of a block of a row; its terms into ``sums`` [program, groups,
-    TERMS] and its tokens into a copy of ``histogram`` [COPIES, groups, BINS], both zeros.
+    """Weights, mask and old logprobs of a block of a row. Its terms go into ``sums`` [program,
+    groups, TERMS], its tokens into a copy of ``histogram`` [COPIES, groups, BINS]; both start as 0.
 
-    Groups are of positions, which begin at ``starts`` and end where the next begins, and of the
-    ``known`` first of ``known_versions``.
+    The groups are those of positions, each from its entry of ``starts`` to the next, then the
+    first ``known`` of ``known_versions``.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -79,7 +79,7 @@ def count_tokens(
     tl.store(kept + place, stays.to(tl.uint8), mask=inside)
     tl.store(old + place, (r if KEEPS_ROLLOUT else t).to(tl.float32), mask=inside)
 
-    # In float32, as histogram.bins_of. A NaN is refused later, and must find a bin until then.
+    # In float32, as histogram.bins_of. A NaN is refused later, and needs a bin until then.
     small = tl.where(v == v, v, 0.0).to(tl.float32)
     magnitude = tl.log(1.0 + tl.abs(small) * _GROWTH) * _DENSITY
     bins = (tl.where(small < 0, -magnitude, magnitude) + _MIDDLE).to(tl.int32)
