@@ -24,7 +24,7 @@ LISTEN_SCOPES = ("loopback", "any")
 
 
 def _option(help_: str, parse: Callable[[str], object] = str) -> dict[str, object]:
-    """Metadata of a field: its line of ``--help``, and how its text form is read."""
+    """Metadata of a field: its ``--help`` text, and the parser of its text form."""
     return {"help": help_, "parse": parse}
 
 
@@ -43,7 +43,7 @@ class Fp8RLServerArgs:
     """Options of an SGLang engine that runs with ``--quantization fp8rl``.
 
     Raises:
-        ValueError: a value is out of its range; one sentence names the option and the remedy.
+        ValueError: a value is out of range; one sentence names the option and the remedy.
     """
 
     bucket_bytes: int = field(
@@ -52,8 +52,8 @@ class Fp8RLServerArgs:
     )
     """Bytes of shared memory for weights in flight, both halves together; default 1 GiB.
 
-    One half is filled while the other is applied. Smaller saves memory that the KV cache could use,
-    larger saves round trips; a multiple of 512.
+    One half is filled while the other is applied. A smaller bucket leaves more memory to the KV
+    cache, a larger one saves round trips; a multiple of 512.
     """
     ignored_layers: tuple[str, ...] = field(
         default=(),
@@ -61,31 +61,31 @@ class Fp8RLServerArgs:
     )
     """Patterns of layers that stay BF16; default none. See :func:`server_args.matches`.
 
-    In text form they are separated by spaces, since a regex may hold commas.
+    In text form they are separated by spaces, since a regex may contain commas.
     """
     kv_scheme: str = field(
         default="engine",
-        metadata=_option(f"FP8 KV scales of an update without: {', '.join(KV_SCHEMES)}"),
+        metadata=_option(f"FP8 KV scales if an update has none: {', '.join(KV_SCHEMES)}"),
     )
-    """Where the scales of an FP8 KV cache come from when an update brings none.
+    """Where the scales of an FP8 KV cache come from if an update has none.
 
     Default ``"engine"``: measured on the first prefill after it. ``"trainer"``: such an update is
-    refused. ``"unit"``: every scale is 1. What an update does bring is used under each.
+    refused. ``"unit"``: every scale is 1. Scales in an update are used under every scheme.
     """
     kv_per_head: bool = field(
         default=False,
         metadata=_option("a scale for each KV head, not one for each layer", _parse_bool),
     )
-    """Whether a head has a scale of its own: its layer's, times a power of two up to 1."""
+    """Whether each head has its own scale: its layer's, times a power of two up to 1."""
     kv_scales: str | None = field(
         default=None, metadata=_option("JSON file of FP8 KV scales to start with")
     )
-    """JSON file with the scales to start with, as the control message ``kv`` returns them."""
+    """JSON file with the initial scales, as the control message ``kv`` returns them."""
     tune_cache: str = field(
         default="~/.cache/sgl-fp8rl",
         metadata=_option("folder of measured kernel choices"),
     )
-    """Folder that keeps which kernel was fastest for which shape; ``~`` is the home folder."""
+    """Folder with the fastest kernel of each shape; ``~`` is the home folder."""
     key: str | None = field(
         default=None,
         repr=False,
@@ -93,24 +93,25 @@ class Fp8RLServerArgs:
     )
     """Shared secret that a control request must carry as ``Authorization: Bearer KEY``.
 
-    Default none; needed when ``listen`` is ``"any"``. Never printed by ``repr``.
+    Default none; required if ``listen`` is ``"any"``. ``repr`` never shows it.
     """
     listen: str = field(
         default="loopback",
         metadata=_option(f"who may send control requests: {', '.join(LISTEN_SCOPES)}"),
     )
-    """Addresses that ``POST /fp8rl`` answers; default ``"loopback"``: this host only.
+    """Peers that may use ``POST /fp8rl``; default ``"loopback"``: this host only.
 
     The route is on SGLang's own HTTP server, which may itself listen on every address. ``"any"``
-    answers every peer that has the key.
+    accepts every peer that has the key.
     """
     session_timeout_s: float = field(
         default=300.0,
-        metadata=_option("seconds of silence after which an update is given up", float),
+        metadata=_option("seconds of silence after which an update is abandoned", float),
     )
     """Seconds without a message after which an update is abandoned; default 300.
 
-    A trainer that died must not hold the engine for ever; a slow gather of a large model must fit.
+    Short enough that a dead trainer does not block the engine forever, long enough for a slow
+    gather of a large model.
     """
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class Fp8RLServerArgs:
         if not self.tune_cache.strip():
             raise _invalid("tune_cache", "must name a folder")
         if self.key is not None and not _is_header_safe(self.key):
-            raise _invalid("key", "must be printable ASCII without spaces, as an HTTP header is")
+            raise _invalid("key", "must be printable ASCII without spaces, for an HTTP header")
         if self.listen == "any" and self.key is None:
             raise _invalid("listen", "'any' needs a key; set FP8RL_KEY or listen on loopback")
         if not (math.isfinite(self.session_timeout_s) and self.session_timeout_s > 0):
@@ -146,15 +147,25 @@ class Fp8RLServerArgs:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Fp8RLServerArgs":
-        """Read the ``FP8RL_*`` variables; one that is absent or empty keeps its default.
+        """Read the ``FP8RL_*`` variables; missing or empty ones keep their defaults.
+
+        Args:
+            environ: the environment to read.
+
+        Returns:
+            The options.
 
         Raises:
-            ValueError: a value cannot be read or is out of its range.
+            ValueError: a value cannot be parsed or is out of range.
         """
         return cls(**_values_of_env(environ))
 
     def to_env(self) -> dict[str, str]:
-        """The variables from which :meth:`from_env` makes an equal object."""
+        """The variables from which :meth:`from_env` makes an equal object.
+
+        Returns:
+            Name and text of each option that is not None.
+        """
         return {
             env_name(option.name): _text_of(value)
             for option in fields(self)
@@ -163,10 +174,14 @@ class Fp8RLServerArgs:
 
     @classmethod
     def add_arguments(cls, parser: ArgumentParser) -> None:
-        """Add one ``--fp8rl-*`` flag for each field; a flag not given leaves no attribute."""
+        """Add one ``--fp8rl-*`` flag for each field; a missing flag leaves no attribute.
+
+        Args:
+            parser: the parser to extend.
+        """
         group = parser.add_argument_group("FP8 rollouts (sgl-fp8rl)")
         for option in fields(cls):
-            # a switch may stand alone
+            # a boolean flag may have no value
             alone = {"nargs": "?", "const": "true"} if option.type is bool else {}
             group.add_argument(
                 flag_name(option.name),
@@ -181,10 +196,17 @@ class Fp8RLServerArgs:
     def from_namespace(
         cls, namespace: Namespace, environ: Mapping[str, str] = os.environ
     ) -> "Fp8RLServerArgs":
-        """Options of parsed flags; a flag that was not given is read from the environment.
+        """Options from parsed flags, else from the environment.
+
+        Args:
+            namespace: what a parser with these arguments returned.
+            environ: the environment to read missing flags from.
+
+        Returns:
+            The options.
 
         Raises:
-            ValueError: a value cannot be read or is out of its range.
+            ValueError: a value cannot be parsed or is out of range.
         """
         values = _values_of_env(environ)
         for option in fields(cls):
@@ -195,12 +217,26 @@ class Fp8RLServerArgs:
 
 
 def env_name(option: str) -> str:
-    """``bucket_bytes`` -> ``FP8RL_BUCKET_BYTES``."""
+    """The environment variable of an option.
+
+    Args:
+        option: a field of ``Fp8RLServerArgs``, such as ``bucket_bytes``.
+
+    Returns:
+        Its variable, such as ``FP8RL_BUCKET_BYTES``.
+    """
     return ENV_PREFIX + option.upper()
 
 
 def flag_name(option: str) -> str:
-    """``bucket_bytes`` -> ``--fp8rl-bucket-bytes``."""
+    """The command line flag of an option.
+
+    Args:
+        option: a field of ``Fp8RLServerArgs``, such as ``bucket_bytes``.
+
+    Returns:
+        Its flag, such as ``--fp8rl-bucket-bytes``.
+    """
     return FLAG_PREFIX + option.replace("_", "-")
 
 
@@ -238,7 +274,7 @@ def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _check_integer(option: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _invalid(option, f"must be a whole number, not {value!r}")
+        raise _invalid(option, f"must be an integer, not {value!r}")
 
 
 def _is_header_safe(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""How a pattern of ``ignored_layers`` names a layer."""
+"""Patterns of ``ignored_layers``: how they match a layer's name."""
 
 import re
 
@@ -6,11 +6,15 @@ REGEX_PREFIX = "re:"
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names the layer ``name``, such as ``model.layers.3.mlp.down_proj``.
+    """Whether ``pattern`` matches a layer.
 
-    A plain pattern matches as a substring (``layers.1`` also matches ``layers.10``; write
-    ``layers.1.``); a pattern that starts with ``re:`` is a regular expression searched for
-    anywhere in the name.
+    Args:
+        pattern: a substring (``layers.1`` also matches ``layers.10``; write ``layers.1.``), or
+            ``re:`` and a regular expression to search for anywhere in the name.
+        name: the layer's name, such as ``model.layers.3.mlp.down_proj``.
+
+    Returns:
+        True if it matches.
     """
     if pattern.startswith(REGEX_PREFIX):
         return re.search(pattern.removeprefix(REGEX_PREFIX), name) is not None
@@ -21,17 +25,19 @@ def check_pattern(pattern: str) -> str:
     """Return ``pattern`` unchanged.
 
     Raises:
-        ValueError: it is empty, holds a space, separates names by commas, or is no valid regex.
+        ValueError: it is empty, contains a space or a comma, or is not a valid regex.
     """
     if not pattern or pattern == REGEX_PREFIX:
         raise ValueError("is empty and would match every layer; remove it")
     if re.search(r"\s", pattern):
-        raise ValueError(rf"{pattern!r} holds a space; patterns are separated by spaces, write \s")
+        raise ValueError(
+            rf"{pattern!r} contains a space, which separates patterns; write \s instead"
+        )
     if pattern.startswith(REGEX_PREFIX):
         try:
             re.compile(pattern.removeprefix(REGEX_PREFIX))
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no valid regular expression: {error}") from None
+            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}") from None
     elif "," in pattern:
-        raise ValueError(f"{pattern!r} holds a comma; separate patterns by spaces")
+        raise ValueError(f"{pattern!r} contains a comma; separate patterns with spaces")
     return pattern

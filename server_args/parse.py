@@ -1,4 +1,4 @@
-"""Take the ``--fp8rl-*`` flags out of a command line that is meant for SGLang."""
+"""Extract the ``--fp8rl-*`` flags from a command line for SGLang."""
 
 import difflib
 import os
@@ -10,7 +10,7 @@ from typing import NoReturn
 from server_args.args import Fp8RLServerArgs, flag_name
 
 OUR_PREFIX = "--fp8rl"
-"""No flag of SGLang begins with it, so what is left over and does is a mistake."""
+"""No flag of SGLang begins with it, so any other argument that does is a mistake."""
 
 
 class _RaisingParser(ArgumentParser):
@@ -21,13 +21,20 @@ class _RaisingParser(ArgumentParser):
 def parse(
     argv: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> tuple[Fp8RLServerArgs, list[str]]:
-    """Split ``argv`` into our options and the rest, which keeps its order.
+    """Split a command line into our options and the rest.
 
-    A flag wins over its ``FP8RL_*`` variable, which wins over the default.
+    A flag overrides its ``FP8RL_*`` variable, which overrides the default.
+
+    Args:
+        argv: the arguments, without the program's name.
+        environ: the environment to read missing flags from.
+
+    Returns:
+        Our options, and the other arguments in their order.
 
     Raises:
-        ValueError: a value is wrong, or an argument before ``--`` begins with ``--fp8rl`` and is no
-            flag of ours.
+        ValueError: a value is wrong, or an argument before ``--`` begins with ``--fp8rl`` and is
+            not one of our flags.
     """
     parser = _RaisingParser(add_help=False, allow_abbrev=False)
     Fp8RLServerArgs.add_arguments(parser)

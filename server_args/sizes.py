@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Parse sizes in bytes."""
 
 import re
 
@@ -9,9 +9,9 @@ def parse_size(text: str) -> int:
     """``"512MiB"``, ``"1GiB"`` or ``"1048576"`` as a number of bytes.
 
     Raises:
-        ValueError: the text is no whole number with one of these units.
+        ValueError: the text is not an integer with one of these units.
     """
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in UNITS:
-        raise ValueError(f"{text!r} is no size; write bytes, or a number with KiB, MiB or GiB")
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB or GiB")
     return int(match[1]) * UNITS[match[2]]

@@ -1,8 +1,8 @@
 """FP8 rollouts for LLM reinforcement learning on SGLang.
 
-The public calls live in ``trainer_bridge`` and ``server_args``; this package offers the same
-objects under a name that nothing else has. They are imported on first use, so that
-``import sgl_fp8rl``, which SGLang does in each of its processes, loads neither torch nor sglang.
+The public calls are in ``trainer_bridge`` and ``server_args``; this package re-exports them under a
+unique name. They are imported on first use, so that ``import sgl_fp8rl``, which SGLang runs in each
+of its processes, loads neither torch nor sglang.
 """
 
 import importlib

@@ -43,54 +43,54 @@ def _parser() -> argparse.ArgumentParser:
     layers.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
     layers.add_argument("--json", action="store_true", help="print the list as JSON")
 
-    tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this card")
+    tune = commands.add_parser("tune", help="measure which FP8 kernel is fastest on this GPU")
     tune.add_argument("model", help="folder of the model; its weights are not read")
     tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
 
     precision = commands.add_parser(
-        "precision", help="rank layers by what their FP8 does to logprobs; make an ignore list"
+        "precision", help="rank layers by how FP8 changes logprobs; make an ignore list"
     )
     precision.add_argument("model", help="folder or hub name of the model, in BF16")
     precision.add_argument(
         "--budget-kl",
         type=float,
         metavar="NATS",
-        help="KL that the rest of the layers may cost a token (default: half of all layers')",
+        help="KL per token that the FP8 layers may cost (default: half of all layers')",
     )
     precision.add_argument(
         "--prompts",
         metavar="FILE.jsonl",
         type=Path,
-        help='lines {"prompt": ..., "response": ...}; a response that is absent is sampled',
+        help='lines {"prompt": ..., "response": ...}; missing responses are sampled',
     )
-    precision.add_argument("--tokens", type=int, help="to measure on (default 4096, CPU 1024)")
-    precision.add_argument("--seed", type=int, default=0, help="of the sampled tokens (default 0)")
+    precision.add_argument("--tokens", type=int, help="tokens to measure (default 4096, CPU 1024)")
+    precision.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     precision.add_argument(
         "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
     )
-    precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if there is")
+    precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if present")
     precision.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],
         default="float32",
-        help="of the arithmetic (default float32); bfloat16 takes half the memory, and hides what "
-        "single layers do",
+        help="dtype of the arithmetic (default float32); bfloat16 halves the memory and hides the "
+        "effect of single layers",
     )
     precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
 
-    report = commands.add_parser("kv-report", help="tell what the scales of an FP8 KV cache do")
-    report.add_argument("source", help="an engine's http:// address, or a file of --json")
-    report.add_argument("--json", metavar="FILE", type=Path, help="save the answer and the report")
+    report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
+    report.add_argument("source", help="an engine's http:// address, or a file from --json")
+    report.add_argument("--json", metavar="FILE", type=Path, help="save the reply and the report")
     report.add_argument("--picture", metavar="FILE.png", type=Path, help="draw it")
     report.add_argument(
         "--observe",
         action="store_true",
-        help="no report yet: let the engine measure the error of what it prefills next",
+        help="print no report; have the engine measure the error of its next prefills",
     )
     plot = commands.add_parser("plot", help="draw the metrics of runs side by side")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="JSONL file, or its folder")
     plot.add_argument("--out", metavar="FILE.png", type=Path, default=Path("runs.png"))
-    plot.add_argument("--metrics", nargs="+", metavar="NAME", default=[], help="default: the main")
+    plot.add_argument("--metrics", nargs="+", metavar="NAME", default=[], help="metrics to draw")
     return parser
 
 
@@ -116,7 +116,7 @@ def _kv_report(arguments: argparse.Namespace) -> int:
     try:
         if arguments.observe:
             tokens = kv_report.observe(arguments.source)
-            print(f"the next {tokens} prefilled tokens are measured; ask for a report after them")
+            print(f"the next {tokens} prefilled tokens are measured; run kv-report after them")
             return 0
         reply = kv_report.read(arguments.source)
         lines = kv_report.lines_of(reply)
@@ -134,7 +134,7 @@ def _tune(model: str, tp_size: int) -> int:
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("sgl-fp8rl tune: there is no Hopper GPU here; other cards run SGLang's kernels")
+        sys.exit("sgl-fp8rl tune: no Hopper GPU found; other GPUs run SGLang's kernels")
     layers = [layer for layer in read_layers(model, tp_size) if _is_fp8(layer)]
 
     from sgl_fp8rl import compat
@@ -145,7 +145,7 @@ def _tune(model: str, tp_size: int) -> int:
     stacks = [(*layer["shape"], layer["top_k"]) for layer in layers if layer["top_k"]]
     experts = sorted({ExpertShape(E, H, rows // 2, T) for E, rows, H, T in stacks})
     if not shapes and not experts:
-        sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layer whose kernels can be chosen")
+        sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layers with a choice of kernels")
     try:
         command.run(shapes, experts, current_options().tune_cache)
     except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
@@ -183,7 +183,7 @@ def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
 
 
 def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
-    """Ask a real engine with dummy weights, since only SGLang knows a model's layers.
+    """Start an engine with dummy weights, since only SGLang knows a model's layers.
 
     Returns:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.

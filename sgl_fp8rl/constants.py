@@ -1,4 +1,4 @@
 """Names that several files share."""
 
 NAME = "fp8rl"
-"""The quantization's name, and the prefix of our keywords."""
+"""The name of the quantization, and the prefix of our keywords."""

@@ -1,8 +1,8 @@
-"""``sgl-fp8rl doctor``: what is installed, whether it fits together, and whether it computes.
+"""``sgl-fp8rl doctor``: what is installed, whether it is compatible, and whether it computes.
 
-Every check answers on its own, so that a broken installation still gets a whole report. The
-numeric checks compare with values computed here, not with the code under test, and each must also
-fail on a planted fault.
+Checks are independent, so that a broken installation still gets a complete report. The numeric
+checks compare with values computed here, not with the code under test, and each must also fail on
+a planted fault.
 """
 
 import importlib
@@ -31,7 +31,7 @@ ENTRY_POINTS = {
 }
 GENERIC_NAMES = ("server_args", "trainer_bridge")
 FP8_SM = (8, 9)
-"""First compute capability with FP8 tensor cores (Ada); Hopper, 9.0, is what is tested."""
+"""First compute capability with FP8 tensor cores (Ada); only Hopper, 9.0, is tested."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Check:
     """One finding."""
 
     name: str
-    """What was looked at, such as ``sglang``."""
+    """What was checked, such as ``sglang``."""
     status: Status
-    """``fail`` makes the exit code 1; ``skip`` could not be looked at here."""
+    """``fail`` makes the exit code 1; ``skip``: could not be checked here."""
     message: str
-    """One sentence: what was found and, unless it is well, what to do."""
+    """One sentence: the finding and, unless it is ok, what to do."""
     detail: str = ""
     """More lines, such as a traceback; only ``--json`` prints them all."""
 
@@ -64,7 +64,7 @@ def run_checks() -> list[Check]:
     for name, probe in PROBES.items():
         try:
             found.extend(probe())
-        except (Exception, SystemExit) as error:  # our plugin exits where it must not serve
+        except (Exception, SystemExit) as error:  # our plugin exits if it must not serve
             problem = f"{type(error).__name__}: {error}"
             found.append(Check(name, "fail", problem, traceback.format_exc()))
     return found
@@ -98,7 +98,7 @@ def _sglang_version(version: str | None) -> Check:
     tested = compat.GPU_TESTED_VERSIONS if has_gpu else compat.TESTED_VERSIONS
     if version in tested:
         return Check("sglang", "ok", version)
-    # Whether an untested version works is for the symbol check to say.
+    # The symbol check determines whether an untested version works.
     where = "on a GPU" if has_gpu else "on a CPU"
     remedy = f"install {tested[-1]}, the newest tested {where}"
     return Check("sglang", "warn", f"{version} is untested {where}; {remedy}")
@@ -122,7 +122,7 @@ def check_entry_points() -> Iterator[Check]:
         label = f"entry point {name}"
         if [point.value for point in found] != [target]:
             values = ", ".join(point.value for point in found) or "nothing"
-            problem = f"{group} holds {values} under this name, not {target}; reinstall sgl-fp8rl"
+            problem = f"{group} has {values} under this name, not {target}; reinstall sgl-fp8rl"
             yield Check(label, "fail", problem)
         elif chosen and name not in [part.strip() for part in chosen.split(",")]:
             yield Check(label, "fail", f"SGLANG_PLUGINS={chosen} leaves it out; add {name}")
@@ -140,7 +140,7 @@ def _loaded(label: str, point: metadata.EntryPoint) -> Check:
 
 
 def check_registration() -> Iterator[Check]:
-    """Whether SGLang itself, asked for the quantization ``fp8rl``, answers with ours."""
+    """Whether SGLang resolves the quantization ``fp8rl`` to ours."""
     if _version("sglang") is None:
         yield Check("quantization fp8rl", "skip", "sglang is not installed")
         return
@@ -205,7 +205,7 @@ def _cpu_platform() -> Check:
         return Check("device", "ok", "no CUDA GPU: SGLang runs on our CPU platform, for tests")
     if ours.activate() is None:
         remedy = "unset SGLANG_USE_CPU_ENGINE, or set SGLANG_PLATFORM=fp8rl_cpu"
-        return Check("device", "warn", f"no CUDA GPU, and our CPU platform stands back; {remedy}")
+        return Check("device", "warn", f"no CUDA GPU, and our CPU platform is inactive; {remedy}")
     return Check("device", "fail", "no CUDA GPU, and SGLang failed to load our CPU platform")
 
 
@@ -219,7 +219,7 @@ def _driver_version() -> str:
 
 
 def check_shadowing() -> Iterator[Check]:
-    """Whether something else answers to our two generic top-level names."""
+    """Whether another module shadows our two generic top-level names."""
     home = Path(__file__).resolve().parent.parent
     for name in GENERIC_NAMES:
         label = f"package {name}"
@@ -236,7 +236,7 @@ def check_shadowing() -> Iterator[Check]:
 
 
 def check_environment() -> Iterator[Check]:
-    """The ``FP8RL_*`` variables: readable, and none of them unknown."""
+    """Whether all ``FP8RL_*`` variables are known and readable."""
     server_args = importlib.import_module("server_args")
     options = importlib.import_module("sgl_fp8rl.options").read_options()
     known = {server_args.env_name(option.name) for option in fields(options)}
@@ -266,7 +266,7 @@ def _verdict(name: str, readings: "list[Float64]") -> Check:
         return Check(name, "fail", f"{wrong} of {total} values are not what E4M3 gives")
     if not all(map(selftest.sees_faults, readings)):
         return Check(name, "fail", "the comparison missed a planted fault; report this as a bug")
-    return Check(name, "ok", f"{total} of {total} values exact; planted faults are seen")
+    return Check(name, "ok", f"{total} of {total} values exact; planted faults are detected")
 
 
 PROBES: dict[str, Callable[[], Iterator[Check]]] = {

@@ -1,7 +1,7 @@
-"""This process's options: the one place that reads the ``FP8RL_*`` variables, and that sets them.
+"""This process's options: the only module that reads and sets the ``FP8RL_*`` variables.
 
-SGLang spawns its processes, which inherit nothing but the environment: flags and keywords become
-variables here before it does.
+SGLang's spawned processes inherit only the environment: flags and keywords become variables here
+before that.
 """
 
 import os
@@ -15,16 +15,22 @@ from server_args import Fp8RLServerArgs, env_name
 
 @cache
 def current_options() -> Fp8RLServerArgs:
-    """The options as they were when they were first asked for, or last read.
+    """The options as of the first call, or of the last ``read_options``.
+
+    Returns:
+        The same object until the environment is read again.
 
     Raises:
-        ValueError: a variable cannot be read or is out of its range.
+        ValueError: a variable cannot be parsed or is out of range.
     """
     return Fp8RLServerArgs.from_env()
 
 
 def read_options() -> Fp8RLServerArgs:
     """Read the environment again.
+
+    Returns:
+        The new options.
 
     Raises:
         ValueError: as ``current_options``.
@@ -34,20 +40,30 @@ def read_options() -> Fp8RLServerArgs:
 
 
 def export_flags(options: Fp8RLServerArgs) -> None:
-    """Hand the options of a command line to the processes that it starts."""
+    """Pass the options of a command line to child processes.
+
+    Args:
+        options: written to the environment of this process.
+    """
     os.environ.update(options.to_env())
     read_options()
 
 
 _exported: dict[str, tuple[str, str | None]] = {}
-"""Variables that the last engine's keywords set: our value, and what was there before."""
+"""Variables that the last engine's keywords set: our value, and the previous one."""
 
 
 def export_keywords(keywords: Mapping[str, Any]) -> Fp8RLServerArgs:
-    """Hand keywords to the processes that this engine spawns, and to no later engine.
+    """Pass keywords to the processes that this engine spawns, but not to later engines.
+
+    Args:
+        keywords: fields of ``Fp8RLServerArgs`` that override the environment.
+
+    Returns:
+        The options of this engine.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
     values = replace(read_options(), **keywords).to_env()
     for variable, (ours, before) in _exported.items():

@@ -1,8 +1,8 @@
-"""A weight whose FP8 codes are known exactly, and what our code makes of it, for ``doctor``.
+"""A weight whose FP8 codes are known exactly, and the codes that we compute, for ``doctor``.
 
-The expected values come from the definition of E4M3 (OCP 8-bit floating point, revision 1.0,
-section 5: 4 exponent bits with bias 7, 3 mantissa bits, largest 448) in float64, and share nothing
-with the code under test.
+The expected values follow from the definition of E4M3 (OCP 8-bit floating point, revision 1.0,
+section 5: 4 exponent bits with bias 7, 3 mantissa bits, largest 448) in float64, without the code
+under test.
 
 Shape suffixes: N output and K input features, both 256: two blocks of 128 each way.
 """
@@ -27,14 +27,14 @@ E4M3_MIN_EXPONENT = -6
 E4M3_MAX_EXPONENT = 8
 E4M3_MANTISSA_BITS = 3
 SCALES = ((2.0**-12, 2.0**-3), (1.0, 0.0))
-"""Scale of each block. With powers of two no rounding but the cast to E4M3 takes place, so that
-the result is exact; the last block is all zeros, whose scale may be any positive number."""
+"""Scale of each block. With powers of two only the cast to E4M3 rounds, so the result is exact; the
+last block is all zeros, whose scale may be any positive number."""
 
 
 def known_weight() -> Float64:
     """A weight ``[256, 256]``, exact in BF16, whose blocks have the amax ``448 * SCALES``."""
     side = len(SCALES) * BLOCK
-    # 11 and 3 are prime to 255: every value of -127..127 occurs in every block.
+    # 11 and 3 are coprime to 255: every value of -127..127 occurs in every block.
     rows, columns = np.indices((side, side))
     steps = (rows * 11 + columns * 3) % 255 - 127
     weight_NK: Float64 = steps.astype(np.float64) * 2.0
@@ -44,7 +44,7 @@ def known_weight() -> Float64:
 
 
 def expected_after_fp8() -> Float64:
-    """What :func:`known_weight` is after quantize and dequantize, exactly."""
+    """The exact result of quantizing and dequantizing :func:`known_weight`."""
     scales_NK = _scales_of_elements()
     scaled_NK = known_weight() / np.where(scales_NK == 0.0, 1.0, scales_NK)
     return nearest_e4m3(scaled_NK) * scales_NK
@@ -60,7 +60,7 @@ def nearest_e4m3(value: Float64) -> Float64:
 
 
 def count_wrong(read_NK: Float64) -> int:
-    """How many values are not exactly as expected; NaN counts as wrong."""
+    """The number of values that differ from the expected ones; NaN counts as wrong."""
     return int(np.count_nonzero(read_NK != expected_after_fp8()))
 
 
@@ -73,16 +73,16 @@ def sees_faults(read_NK: Float64) -> bool:
 
 
 def quantize_and_read(device: str) -> list[Float64]:
-    """Our quantizer and back: one reading of :func:`known_weight`."""
+    """Quantize and dequantize :func:`known_weight` with our code."""
     weight_NK = torch.from_numpy(known_weight()).to(device, torch.bfloat16)
     return [_to_float64(*reference.quantize_weight(weight_NK))]
 
 
 def update_and_read(device: str) -> list[Float64]:
-    """A whole update session of a model with two stacked projections, and back.
+    """Run a whole update session of a model with two stacked projections, and dequantize.
 
-    The second projection gets the negative weight, and its reading is negated again: two readings
-    of :func:`known_weight`, both wrong if the halves are swapped.
+    The second projection gets the negated weight, and its result is negated again: two copies of
+    :func:`known_weight`, both wrong if the halves are swapped.
     """
     weight_NK = torch.from_numpy(known_weight()).to(device, torch.bfloat16)
     model = _Stacked(device)

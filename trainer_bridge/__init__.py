@@ -17,7 +17,7 @@ For an FP8 KV cache, scales that follow the policy:
 ...     logits = model(tokens).logits
 >>> trainer_bridge.update(model, engine, version=step, kv_scales=calibrator.scales())
 
-For an MoE model, the experts that the engine took:
+For an MoE model, the experts that the engine chose:
 
 >>> rollout = trainer_bridge.rollout(engine, prompts, sampling, routed_experts=True)
 >>> with trainer_bridge.replay_routing(model, rollout.routed_experts, attention_mask=mask_BS):

@@ -1,4 +1,4 @@
-"""Watch what the attention functions of a transformers model are given, without touching it."""
+"""Observe the inputs of the attention functions of a transformers model, without changing them."""
 
 import functools
 import inspect
@@ -18,16 +18,16 @@ Observe = Callable[
 
 
 class Watch:
-    """One model: which modules are its attention, and the mask of its batch.
+    """The attention modules of one model, and the mask of its current batch.
 
     Raises:
-        ValueError: it is no transformers model.
+        ValueError: it is not a transformers model.
     """
 
     def __init__(self, observe: Observe, model: nn.Module) -> None:
         config = text_config(model)
         self._observe = observe
-        # a vision tower's layers have a configuration of another kind
+        # a vision tower's layers have a config of another type
         self._layers = {
             module: int(module.layer_idx)  # type: ignore[arg-type]
             for module in model.modules()
@@ -41,17 +41,17 @@ class Watch:
     def see(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Observe a call of the attention function, where it is one of this model."""
+        """Observe a call of the attention function if ``module`` belongs to this model."""
         if module in self._layers:
             self._observe(self._layers[module], query, key, value, self._mask)
 
     @contextmanager
     def masks(self) -> Iterator[None]:
-        """Keep the mask of each batch for the time of its forward."""
+        """Keep the mask of each batch during its forward pass."""
         hooks = []
         for module in self._model.modules():
             signature = inspect.signature(module.forward)
-            # a model or its decoder, whichever is called; a layer is given other masks
+            # a model or its decoder, whichever is called; layers get other masks
             if {"input_ids", "attention_mask"} <= signature.parameters.keys():
                 before = functools.partial(self._enter, signature)
                 hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -76,8 +76,8 @@ class Watch:
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             what = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise ValueError(
-                f"attention_mask is {what}, which does not tell padding; under watch() give "
-                f"[batch, tokens], 0 where a token is padding, or none"
+                f"attention_mask is {what}, which does not mark padding; under watch() pass "
+                f"[batch, tokens], 0 where a token is padding, or None"
             )
         self._mask = mask
 
@@ -92,13 +92,13 @@ _lock = threading.Lock()
 
 @contextmanager
 def installed(watch: Watch) -> Iterator[None]:
-    """Have transformers' attention functions report to ``watch``.
+    """Make transformers' attention functions report to ``watch``.
 
-    Every attention layer of transformers asks ``get_interface`` for its function at each forward,
-    for its own eager one too, and calls it with itself, query, key and value.
+    Every attention layer of transformers gets its function, also the eager one, from
+    ``get_interface`` in each forward, and calls it with itself, query, key and value.
 
     Raises:
-        ValueError: transformers is older than that.
+        ValueError: this transformers is too old to have ``get_interface``.
     """
     from transformers.modeling_utils import AttentionInterface
 
@@ -135,7 +135,7 @@ def _reporting(get_interface: Callable[..., Any]) -> Callable[..., Any]:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            # a graph would keep reporting after the context, or never begin to
+            # a compiled graph would keep reporting after the context, or never start
             if not torch.compiler.is_compiling():
                 for watch in tuple(_watches):
                     watch.see(module, query, key, value)
@@ -147,7 +147,7 @@ def _reporting(get_interface: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of a transformers model's decoder, also inside a wrapper.
+    """The config of a transformers model's decoder, also inside a wrapper.
 
     Raises:
         ValueError: there is none.
@@ -157,6 +157,6 @@ def text_config(model: nn.Module) -> Any:
         if hasattr(config, "get_text_config"):
             return config.get_text_config(decoder=True)
     raise ValueError(
-        f"{type(model).__name__} is no transformers model; make KVCalibrator(layers=..., "
+        f"{type(model).__name__} is not a transformers model; make KVCalibrator(layers=..., "
         f"kv_heads=...) and call observe() in its attention"
     )

@@ -1,18 +1,18 @@
 """Hold a run within a budget of mismatch: correct more strictly, then ask for more precision.
 
-What a lever can do decides when it is pulled.
+Each mitigation is used for what it can do.
 
 - No correction lowers the mismatch KL, which is a property of the two policies. Truncation at C
   bounds the second moment of the weights, E[w^2] <= C E[r] = C, and with it the gradient's
-  variance; the price is the mass that it cuts off, E[r] - E[w], a bias. What it wins shows in the
-  effective sample size of the weights, E[w]^2 / E[w^2]. So C is tightened where that is too small,
-  as long as little is cut. Where much is, the tail is no noise but disagreement: masking (MIS)
-  keeps it out of the gradient.
-- Precision, of the KV cache and then of the worst layers, lowers the KL. It takes a restart of the
-  engine, so it is only asked for.
+  variance; the price is a bias, the truncated mass E[r] - E[w]. The gain shows in the effective
+  sample size of the weights, E[w]^2 / E[w^2]. So C is tightened while that is too small and little
+  mass is truncated. If much is, the tail is disagreement and not noise: masking (MIS) keeps it out
+  of the gradient.
+- Higher precision, of the KV cache and then of the worst layers, lowers the KL. It takes a restart
+  of the engine, so the controller only requests it.
 
 Both share one budget: log ratios near a normal distribution have ESS = exp(-2 KL). So a budget of B
-nats a token goes with an ESS of exp(-2 B), and one below it within the budget is a heavy tail.
+nats per token implies an ESS of exp(-2 B); a lower ESS with the KL within budget is a heavy tail.
 """
 
 import math
@@ -27,22 +27,22 @@ from trainer_bridge.metrics.alarms import check_alarms
 TIGHTEN = 0.85  # C of one step of tightening to the next
 TIGHTEST = 1.5  # published runs use C from 1.5 to 5
 MOST_CUT = 0.05  # of the ratios' mass, which is 1
-HYSTERESIS = 0.5  # of the budget, below which a correction is loosened again
+HYSTERESIS = 0.5  # share of the budget below which a correction is loosened again
 _READ = ("mismatch_kl_k3", "ess", "weight_ess", "ratio_mean", "weight_mean", "ratio_max")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the engine must be started with, as only a restart changes it."""
+    """An option that the engine must be restarted with."""
 
     kind: Literal["kv_cache_dtype", "ignored_layers"]
     value: str
-    """All of it: "bf16", or the names of all layers so far, separated by spaces."""
+    """The whole value: "bf16", or the names of all layers so far, separated by spaces."""
     reason: str
 
     @property
     def flag(self) -> str:
-        """For the command line of the engine."""
+        """The engine's command line flag, quoted for a shell."""
         if self.kind == "kv_cache_dtype":
             return f"--kv-cache-dtype {self.value}"
         return f"--fp8rl-ignored-layers {shlex.quote(self.value)}"
@@ -50,22 +50,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """What holds from the next step on."""
+    """What to use from the next step on."""
 
     config: CorrectionConfig
     requests: tuple[Request, ...]
-    """All that are open or fulfilled: what the engine should run with, beside its own options."""
+    """All requests, open or fulfilled: what the engine should run with beside its own options."""
     reasons: tuple[str, ...]
-    """A sentence with figures for what changed in this step, or for why nothing may; else empty."""
+    """One sentence on what changed in this step, or why nothing may change; else empty."""
 
 
 class Controller:
-    """One lever at a time, each judged on ``patience`` steps since the last.
+    """Keeps a run within a budget of mismatch, with one change per ``patience`` steps.
 
-    A function of the metrics alone, so all ranks that pass ``Correction.metrics``, which are
-    global, decide the same.
+    Decisions depend on the metrics alone. ``Correction.metrics`` are global, so all ranks that pass
+    them decide the same.
 
-    Requests are not taken back: that the mismatch is low then is their doing.
+    Requests are never withdrawn: the mismatch is low because of them.
     """
 
     def __init__(
@@ -78,28 +78,30 @@ class Controller:
         layers_at_once: int = 4,
         patience: int = 5,
     ) -> None:
-        """Make a controller, which pulls no lever yet.
+        """Make a controller that starts with ``config`` and no requests.
 
         Args:
-            budget_kl: mismatch_kl_k3 to stay below, nats a token; two or three times what a healthy
-                run of this model shows, or what ``sgl-fp8rl precision`` foretells.
-            config: the loosest correction, by token.
-            fp8_kv: whether the engine's KV cache is FP8, so that BF16 can be asked for.
-            layers: which to ask BF16 for, the worst first: the names under "layers" in the JSON of
+            budget_kl: upper bound of mismatch_kl_k3, in nats per token; two or three times that of
+                a healthy run of this model, or of the prediction of ``sgl-fp8rl precision``.
+            config: the loosest correction; its weights must be per token.
+            fp8_kv: whether the engine's KV cache is FP8, so that BF16 can be requested.
+            layers: layers to request in BF16, worst first: the names under "layers" in the JSON of
                 ``sgl-fp8rl precision``.
+            layers_at_once: layers per request.
+            patience: steps to average over before each change.
 
         Raises:
-            ValueError: the budget is not positive, or the config does not weigh by token.
+            ValueError: a number is not positive, or the config does not weigh by token.
         """
         if not 0 < budget_kl < math.inf or patience < 1 or layers_at_once < 1:
             raise ValueError(
                 f"Controller: budget_kl {budget_kl}, patience {patience} and layers_at_once "
-                f"{layers_at_once} must all be above zero"
+                f"{layers_at_once} must all be positive"
             )
         if config.rollout_is != "token":
             raise ValueError(
-                f"Controller: rollout_is is {config.rollout_is!r}; only weights by token have a "
-                f"second moment that goes with a KL, so give a config with 'token'"
+                f"Controller: rollout_is is {config.rollout_is!r}; only token weights have a "
+                f"second moment that follows from a KL, so pass a config with 'token'"
             )
         self.budget_kl, self.patience = budget_kl, patience
         self._config, self._thresholds = config, _ladder(config.rollout_is_threshold)
@@ -110,20 +112,26 @@ class Controller:
         self._window: list[list[float]] = []
 
     def observe(self, metrics: Mapping[str, float]) -> Decision:
-        """Take in one step's ``Correction.metrics``, which the last decision's config made.
+        """Process the metrics of one step and decide on the next one.
+
+        Args:
+            metrics: ``Correction.metrics``, computed with the last decision's config.
+
+        Returns:
+            The config from now on, all requests, and the reason if something changed.
 
         Raises:
-            ValueError: a metric is absent.
+            ValueError: a metric is missing.
         """
         if missing := [name for name in _READ if name not in metrics]:
             raise ValueError(
-                f"Controller: the metrics lack {', '.join(missing)}; pass Correction.metrics of "
-                f"the config that was decided"
+                f"Controller: the metrics lack {', '.join(missing)}; pass the Correction.metrics "
+                f"that the last decision's config produced"
             )
         reasons = [alarm.message for alarm in check_alarms(metrics) if alarm.name == "ratio_mean"]
-        if reasons:  # no lever helps against logprobs that are wrong
+        if reasons:  # no mitigation helps against wrong logprobs
             self._window.clear()
-            return self._decision(f"nothing is changed: {reasons[0]}")
+            return self._decision(f"nothing changes: {reasons[0]}")
         self._window.append([metrics[name] for name in _READ])
         if len(self._window) < self.patience:
             return self._decision()
@@ -134,12 +142,16 @@ class Controller:
         return self._decision(reason)
 
     def restarted(self) -> None:
-        """Tell that the engine runs with all requests, which may not be enough yet."""
+        """Report that the engine was restarted with all requests; more may follow."""
         self._waiting = False
         self._window.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain types."""
+        """The state as plain types, for a checkpoint.
+
+        Returns:
+            What ``load_state_dict`` takes.
+        """
         return {
             "rung": self._rung,
             "requests": [[r.kind, r.value, r.reason] for r in self._requests],
@@ -148,7 +160,11 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a controller with the same arguments was."""
+        """Restore the state of a controller that was made with the same arguments.
+
+        Args:
+            state: a return value of ``state_dict``.
+        """
         self._rung, self._waiting = state["rung"], state["waiting"]
         self._requests = [Request(*request) for request in state["requests"]]
         self._window = [list(row) for row in state["window"]]
@@ -156,36 +172,36 @@ class Controller:
     def _decide(
         self, kl: float, ess: float, weight_ess: float, cut: float, ratio_max: float
     ) -> str | None:
-        """Pull at most one lever, and say why."""
+        """Change at most one thing, and return the reason."""
         rungs, least = self._thresholds, math.exp(-2 * self.budget_kl)
         too_few = (
             f"weight_ess is {weight_ess:.4f}, below exp(-2 x {self.budget_kl:g}) = {least:.4f}, "
-            f"with {cut:.2%} of the ratios' mass cut"
+            f"with {cut:.2%} of the ratios' mass truncated"
         )
         if weight_ess < least and self._rung + 1 < len(rungs):
             rung = len(rungs) - 1 if cut > MOST_CUT else self._rung + 1
-            if ratio_max > _upper(rungs[rung]):  # else it would cut nothing more
+            if ratio_max > _upper(rungs[rung]):  # else it would truncate nothing more
                 self._rung, before = rung, self._rung
-                return f"{too_few}: {_told(rungs[before])} becomes {_told(rungs[rung])}"
+                return f"{too_few}: {_describe(rungs[before])} becomes {_describe(rungs[rung])}"
         if kl > self.budget_kl:
             return self._ask(
                 f"mismatch_kl_k3 is {kl:.2g} nats a token, above the budget of {self.budget_kl:g}, "
                 f"and no correction lowers it"
             )
         if weight_ess < least:
-            return self._ask(f"{too_few}, so correction has done what it can")
+            return self._ask(f"{too_few}, and correction cannot do more")
         enough = math.exp(-2 * HYSTERESIS * self.budget_kl)
         if self._rung and kl <= HYSTERESIS * self.budget_kl and ess >= enough:
             self._rung -= 1
             return (
                 f"ess, of the ratios themselves, is {ess:.4f}, above {enough:.4f}, and "
-                f"mismatch_kl_k3 {kl:.2g}: {_told(rungs[self._rung + 1])} becomes "
-                f"{_told(rungs[self._rung])} again"
+                f"mismatch_kl_k3 {kl:.2g}: {_describe(rungs[self._rung + 1])} becomes "
+                f"{_describe(rungs[self._rung])} again"
             )
         return None
 
     def _ask(self, why: str) -> str | None:
-        """The next request, unless one waits for a restart or none is left."""
+        """Add the next request, unless one awaits a restart or none is left."""
         if self._waiting:
             return None
         named = sum(len(r.value.split()) for r in self._requests if r.kind == "ignored_layers")
@@ -195,7 +211,7 @@ class Controller:
             names = " ".join(self._layers[: named + self._at_once])
             request = Request("ignored_layers", names, why)
         else:
-            return f"{why}; no lever is left, so raise the budget or find the fault"
+            return f"{why}; no request is left, so raise the budget or find the fault"
         self._requests = [r for r in self._requests if r.kind != request.kind] + [request]
         self._waiting = True
         return f"{why}: start the engine with {request.flag}"
@@ -206,7 +222,7 @@ class Controller:
 
 
 def _ladder(threshold: Threshold) -> list[Threshold]:
-    """From loose to strict: C, smaller ones, then a band whose upper end is the first C."""
+    """From loose to strict: C, smaller values of C, then a band up to the first C."""
     if isinstance(threshold, tuple) or threshold <= 1:
         return [threshold]
     ladder = [threshold]
@@ -219,7 +235,7 @@ def _upper(threshold: Threshold) -> float:
     return threshold[1] if isinstance(threshold, tuple) else threshold
 
 
-def _told(threshold: Threshold) -> str:
+def _describe(threshold: Threshold) -> str:
     if isinstance(threshold, tuple):
         return f"MIS within {threshold[0]:g} to {threshold[1]:g}"
     return f"TIS at C = {threshold:.3g}"

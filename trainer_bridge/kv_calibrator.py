@@ -1,4 +1,4 @@
-"""Calibrate an FP8 KV cache on the trainer: how large K, V and Q are in its own forward.
+"""Calibrate an FP8 KV cache on the trainer: measure K, V and Q in its own forward.
 
 Shape suffixes: B sequences, T tokens, D head dim, H KV heads, N query heads (or H where the tensor
 is K or V), L layers, R rows (K, V, Q: ``sgl_fp8rl.protocol.kv_schema.KV_SCALE_ROWS``).
@@ -16,40 +16,38 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 from trainer_bridge.attention_hooks import Watch, installed, text_config
 
-# Magnitudes are compared and counted by their FP32 bits, which as integers are in the same order,
-# Inf and NaN above all others: NaN then survives a maximum over ranks as well.
+# Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,
+# with Inf and NaN on top, so NaN also survives a maximum over ranks.
 MAGNITUDE = 0x7FFFFFFF
 INF = 0x7F800000
 UNSEEN = -1
 SHIFT = 23 - 4
-"""A bin of the histogram has an exponent and the upper 4 bits of a mantissa: 1/16 of an octave."""
+"""A histogram bin holds one exponent and the upper 4 mantissa bits: 1/16 of an octave."""
 BINS = (MAGNITUDE >> SHIFT) + 1
 
 
 class KVCalibrator:
-    """Measures K, V and Q over the tokens of a step, on the device, and makes KV scales of it.
+    """Measures K, V and Q over the tokens of a step, on the device, and computes KV scales.
 
-    The measure is ``amax``, the largest magnitude a layer, row and KV head; Q has one for the query
-    heads that share a KV head. A forward that is computed again in the backward (activation
-    checkpointing) is not counted again.
+    The measure is ``amax``, the largest magnitude per layer, row (K, V, Q) and KV head; the query
+    heads that share a KV head share one. A forward that activation checkpointing recomputes in the
+    backward is not counted twice.
 
     Args:
-        layers: attention layers of the model.
-        kv_heads: KV heads of the whole model, a layer.
-        percentile: above 0, up to 100: instead of ``amax``, the least edge of 1/16 octave that this
-            share of all elements lies below (of those of all ranks and microbatches, in one
-            histogram); at most 1/16 above the element itself. It costs 32 KiB a layer, row and
-            head, and takes longer; what lies above is clipped.
-        margin: how far tokens to come may exceed the measure before they are clipped. E4M3 is a
-            float, so a margin of 2 makes no code coarser but those of what is below 2^-13.8 of the
-            measure, and a margin of 1 those below 2^-14.8: room for tokens that were not seen
-            costs next to nothing.
-        decay: share of the last step's measure that is kept where this step's is smaller, in
-            [0, 1); a larger one takes effect at once.
+        layers: number of attention layers of the model.
+        kv_heads: KV heads per layer of the whole model.
+        percentile: above 0, up to 100: replaces ``amax`` by this percentile of all elements (of all
+            ranks and micro-batches, in one histogram), rounded up by at most 1/16. It takes 32 KiB
+            per layer, row and head, and more time; larger elements are clipped.
+        margin: factor by which later tokens may exceed the measure before they are clipped. E4M3
+            is a float, so a margin of 2 costs precision only below 2^-13.8 of the measure, and a
+            margin of 1 only below 2^-14.8: headroom for unseen tokens is nearly free.
+        decay: share of the last step's measure that is kept if this step's is smaller, in [0, 1);
+            a larger measure takes effect at once.
         group: ranks that share the tokens of a step; default all.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -63,13 +61,13 @@ class KVCalibrator:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (type(layers) is int is type(kv_heads) and layers > 0 < kv_heads):
-            raise ValueError(f"layers={layers!r}, kv_heads={kv_heads!r}; give whole numbers from 1")
+            raise ValueError(f"layers={layers!r}, kv_heads={kv_heads!r}; pass positive integers")
         if percentile is not None and not 0 < percentile <= 100:
-            raise ValueError(f"percentile is {percentile!r}; give a number above 0, up to 100")
+            raise ValueError(f"percentile is {percentile!r}; pass a number above 0, up to 100")
         if not 0 < margin < float("inf"):
-            raise ValueError(f"margin is {margin!r}; give a number above 0, such as 2")
+            raise ValueError(f"margin is {margin!r}; pass a positive number, such as 2")
         if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay!r}; give a number from 0, below 1")
+            raise ValueError(f"decay is {decay!r}; pass a number from 0, below 1")
         self.layers, self.kv_heads = layers, kv_heads
         self.percentile, self.margin, self.decay = percentile, margin, decay
         self._group = group
@@ -83,10 +81,14 @@ class KVCalibrator:
         """A calibrator with the layers and heads of a transformers model.
 
         Args:
-            options: as for ``KVCalibrator``.
+            model: a transformers model, plain or wrapped.
+            options: keyword arguments of ``KVCalibrator``.
+
+        Returns:
+            The calibrator.
 
         Raises:
-            ValueError: the model has no configuration that tells them.
+            ValueError: the model has no transformers config.
         """
         config = text_config(model)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -96,14 +98,20 @@ class KVCalibrator:
     def watch(self, model: nn.Module) -> Iterator[None]:
         """Observe every forward of a transformers model in this context.
 
-        Query, key and value are those that its attention function gets, after QK-norm and RoPE,
-        whichever the attention implementation is; what it computes is not touched. Tokens at which
-        ``attention_mask`` is 0 do not count. What ``torch.compile`` made is not observed; inside
-        ``torch.compiler.set_stance("force_eager")`` it runs as it was written.
+        It sees the query, key and value that the attention function gets, after QK-norm and RoPE,
+        under every attention implementation, and changes nothing. Tokens at which
+        ``attention_mask`` is 0 do not count. Compiled code is not observed: run it inside
+        ``torch.compiler.set_stance("force_eager")``.
+
+        Args:
+            model: a transformers model, plain or wrapped.
+
+        Yields:
+            Nothing.
 
         Raises:
-            ValueError: this is no transformers model; call ``observe`` in its attention instead.
-            ValueError: (in the forward) a mask that is not ``[B, T]``, or what ``observe`` refuses.
+            ValueError: this is not a transformers model; call ``observe`` in its attention.
+            ValueError: (in the forward) the mask is not ``[B, T]``, or ``observe`` refuses.
         """
         watch = Watch(self.observe, model)
         with watch.masks(), installed(watch):
@@ -118,15 +126,17 @@ class KVCalibrator:
         v_BHTD: torch.Tensor,
         mask_BT: torch.Tensor | None = None,
     ) -> None:
-        """Take in what attention gets in one layer: Q and K after norm and RoPE, K not repeated.
-
-        Nothing is copied to the host and no step of the device is awaited.
+        """Observe the attention inputs of one layer, without a copy to the host or a device sync.
 
         Args:
+            layer: index of the layer, from 0.
+            q_BNTD: query after QK-norm and RoPE, any float dtype.
+            k_BHTD: key after QK-norm and RoPE, not repeated for the query heads.
+            v_BHTD: value, not repeated for the query heads.
             mask_BT: tokens at which it is 0 (or False) do not count.
 
         Raises:
-            ValueError: the shapes do not fit each other, the layers or the KV heads.
+            ValueError: the shapes do not match each other, the layers or the KV heads.
         """
         if torch._C._current_graph_task_id() != -1:
             return  # inside a backward: this forward was observed before
@@ -140,16 +150,15 @@ class KVCalibrator:
                 take(self._statistics[layer, row], x.detach(), counts)
 
     def scales(self) -> torch.Tensor:
-        """The KV scales of what was observed since the last call, on all ranks of the group.
+        """The KV scales of everything observed since the last call; begins a new step.
 
-        A collective, one for all layers; without a process group, of this process alone. Then a
-        new step begins.
+        This is a collective call of all ranks of the group, if torch.distributed is initialized.
 
         Returns:
             FP32 ``[L, 3, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``.
 
         Raises:
-            ValueError: a layer saw no tokens, or NaN or Inf; on every rank.
+            ValueError: a layer saw no tokens, or NaN or Inf; raised on every rank.
         """
         amax_LRH = self._measure(self._merged())
         if self._kept is not None:
@@ -169,14 +178,14 @@ class KVCalibrator:
         if not 0 <= layer < self.layers:
             raise ValueError(
                 f"layer {layer} was observed by a calibrator of {self.layers} layers; make it with "
-                f"those of the model"
+                f"as many layers as the model has"
             )
         shapes = tuple(q_BNTD.shape), tuple(k_BHTD.shape), tuple(v_BHTD.shape)
         if any(len(shape) != 4 or shape[1] % self.kv_heads for shape in shapes) or not (
             shapes[1][1] == shapes[2][1] == self.kv_heads
         ):
             raise ValueError(
-                f"layer {layer} has q, k, v of shapes {shapes}; give [batch, heads, tokens, head "
+                f"layer {layer} has q, k, v of shapes {shapes}; pass [batch, heads, tokens, head "
                 f"dim], K and V with {self.kv_heads} heads, before they are repeated for Q"
             )
         if len({(shape[0], shape[2]) for shape in shapes}) > 1:
@@ -187,12 +196,12 @@ class KVCalibrator:
         if mask_BT is not None and mask_BT.shape != (shapes[0][0], shapes[0][2]):
             raise ValueError(
                 f"layer {layer} has q of shape {shapes[0]} and a mask of shape "
-                f"{tuple(mask_BT.shape)}; give [batch, tokens], 0 where a token is padding"
+                f"{tuple(mask_BT.shape)}; pass [batch, tokens], 0 where a token is padding"
             )
 
     def _empty(self, device: torch.device) -> torch.Tensor:
         shape = self.layers, len(KV_SCALE_ROWS), self.kv_heads
-        with torch.inference_mode(False):  # it is written in and out of inference mode
+        with torch.inference_mode(False):  # it is written inside and outside of inference mode
             if self.percentile is None:
                 return torch.full(shape, UNSEEN, dtype=torch.int32, device=device)
             return torch.zeros((*shape, BINS), dtype=torch.int64, device=device)
@@ -211,7 +220,7 @@ class KVCalibrator:
         self, counts_HX: torch.Tensor, x_BNTD: torch.Tensor, counts_BT: torch.Tensor | None
     ) -> None:
         one = counts_HX.new_ones(())
-        # a head at a time: the indices take 8 bytes an element
+        # one head at a time: the indices take 8 bytes per element
         for head, x in enumerate(x_BNTD.unflatten(1, (self.kv_heads, -1)).unbind(1)):
             bits = x.float().contiguous().view(torch.int32) & MAGNITUDE
             weights = one if counts_BT is None else counts_BT[:, None, :, None].to(one.dtype)
@@ -219,7 +228,7 @@ class KVCalibrator:
             counts_HX[head].scatter_add_(0, index.view(-1), weights.expand_as(index).reshape(-1))
 
     def _merged(self) -> torch.Tensor:
-        """What all ranks observed; a new step begins."""
+        """The statistics of all ranks; begins a new step."""
         statistics, self._statistics = self._statistics, None
         together = dist.is_available() and dist.is_initialized()
         if statistics is None:  # nothing was observed here, maybe on another rank

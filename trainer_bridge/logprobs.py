@@ -19,29 +19,29 @@ def response_logprobs(
 ) -> torch.Tensor:
     """``log_softmax(logits / temperature)`` of each response token, with gradient.
 
-    One forward pass over all sequences, padded on the right, where a causal model does not look. It
-    holds the logits of all of them: give it slices of a large batch. With FSDP2 every rank calls,
-    with sequences of its own.
+    Runs one forward pass over all sequences, padded on the right, which a causal model ignores. The
+    logits of all sequences are in memory at once, so pass slices of a large batch. With FSDP2 every
+    rank calls this with its own sequences.
 
     Args:
         model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is
             [B, L, V], of any float dtype.
-        prompts: B lists of token ids, none empty: ``rollout.prompt_tokens``.
-        responses: B lists of token ids, which may be empty: ``rollout.tokens``.
+        prompts: B non-empty lists of token ids: ``rollout.prompt_tokens``.
+        responses: B lists of token ids, possibly empty: ``rollout.tokens``.
         temperature: ``rollout.temperature``.
 
     Returns:
-        float32 [B, T] on the model's device, 0 behind the end of a response. Logits are converted
-        to float32 before they are divided.
+        float32 [B, T] on the model's device, 0 after the end of a response. Logits are converted to
+        float32 before the division.
 
     Raises:
-        ValueError: there is no sequence, a prompt is empty, prompts and responses differ in number,
-            or the temperature is not positive.
+        ValueError: there are no sequences, a prompt is empty, prompts and responses differ in
+            number, or the temperature is not positive.
     """
     if not prompts or len(prompts) != len(responses):
         raise ValueError(
-            f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; give one "
-            f"response to each prompt, and at least one"
+            f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; pass one "
+            f"response per prompt, and at least one prompt"
         )
     if not all(prompts):
         raise ValueError(
@@ -59,7 +59,7 @@ def response_logprobs(
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))
     mask_BT = (column_T < lengths_B1).to(device)
-    # The logits that predict response token t stand one position before it.
+    # The logits that predict response token t are one position before it.
     before_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
     position_BT = torch.where(column_T < lengths_B1, before_B1 + column_T, 0).to(device)
     logits_BLV = model(tokens_BL, use_cache=False).logits

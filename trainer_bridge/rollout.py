@@ -2,9 +2,9 @@
 
 SGLang's logprob of a sampled token is log_softmax(logits / temperature) over the whole vocabulary,
 or log_softmax(logits) where the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB ("raw").
-Anything else that shapes the sampling (top-p, penalties, a grammar, ...) makes that number differ
-from the probability the token was sampled with, or from what the trainer's forward pass can give.
-Such a request is refused: an importance weight made from it would be wrong and look healthy.
+With other sampling options (top-p, penalties, a grammar, ...) that number differs from the
+probability the token was sampled with, or from what the trainer's forward pass can compute.
+Such a request is refused: its importance weights would be wrong and look healthy.
 
 Shapes: B sequences (prompts times n), T tokens of the longest response.
 """
@@ -24,7 +24,7 @@ from trainer_bridge.routed_experts import ExpertLayout
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
 PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
 
-# Sampling options that leave every token's probability alone.
+# Sampling options that do not change any token's probability.
 _HARMLESS = {
     "max_new_tokens",
     "stop",
@@ -37,8 +37,8 @@ _HARMLESS = {
     "sampling_seed",
 }
 
-# Options that change it, each with the values that switch it off. The first of them is always sent,
-# because a server fills what a request leaves out from its --preferred-sampling-params.
+# Options that do, each with the values that turn it off. The first of them is always sent, because
+# a server fills in omitted options from its --preferred-sampling-params.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
     "top_k": (-1, 0),
@@ -57,22 +57,22 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled sequences, one list entry each; the n samples of one prompt stand side by side."""
+    """Sampled sequences, one list entry each; the n samples of a prompt are adjacent."""
 
     prompt_tokens: list[list[int]]
     tokens: list[list[int]]
     """Sampled token ids, without the prompt."""
     logprobs: list[list[float]]
-    """Natural log of the probability that each token was sampled with (greedy: of its softmax)."""
+    """Natural log of each token's sampling probability (greedy: of its softmax probability)."""
     versions: list[list[int]]
     """Policy version that sampled each token; -1 is the checkpoint the engine started from."""
     finish_reasons: list[str]
-    """"stop", "length", or "abort" (cut short, for instance by an update; what it has is kept)."""
+    """"stop", "length", or "abort" (cut short, for instance by an update; its tokens are kept)."""
     temperature: float
-    """What the trainer divides its logits by before log_softmax (1.0 for greedy sampling)."""
+    """The trainer divides its logits by this before log_softmax (1.0 for greedy sampling)."""
     routed_experts: list[torch.Tensor] | None = None
-    """Where asked for: the MoE experts of each token of prompt and response but the last, uint8 or
-    int16 [tokens - 1, layers, experts a token] (``trainer_bridge.routed_experts``)."""
+    """If requested: the MoE experts of each token of prompt and response except the last, uint8 or
+    int16 [tokens - 1, layers, experts per token] (``trainer_bridge.routed_experts``)."""
 
     @cached_property
     def tokens_BT(self) -> torch.Tensor:
@@ -123,8 +123,11 @@ def rollout(
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
         expected_version: the policy version that every token must come from; None accepts any.
-        routed_experts: whether to bring back the experts of every token, for ``replay_routing``;
-            the engine must run with ``--enable-return-routed-experts``.
+        routed_experts: whether to return the experts of every token, for ``replay_routing``; the
+            engine must run with ``--enable-return-routed-experts``.
+
+    Returns:
+        The sequences in the order of the prompts, n for each.
 
     Raises:
         ValueError: the request or a reply breaks the logprob contract (see the module), or experts
@@ -148,7 +151,7 @@ def rollout(
     expert_layout = ExpertLayout.of(layout) if routed_experts else None
 
     # Repeating the prompts samples the same as SGLang's own n, which first prefills the prompts one
-    # after another, each waiting for the last.
+    # by one.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
     payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
     if expert_layout is not None:
@@ -161,7 +164,7 @@ def rollout(
     if len(replies) != len(repeated):
         raise ValueError(
             f"rollout: the engine sent {len(replies)} replies to {len(repeated)} requests; "
-            f"check what stands between this trainer and the engine"
+            f"check proxies between this trainer and the engine"
         )
 
     experts: list[torch.Tensor] = []
@@ -187,7 +190,7 @@ def rollout(
 
 def _check_prompts(prompts: Sequence[str] | Sequence[Sequence[int]]) -> None:
     if isinstance(prompts, str) or not prompts:
-        raise ValueError("rollout: prompts is a string or empty; pass a list with a prompt or more")
+        raise ValueError("rollout: prompts is a string or empty; pass a non-empty list of prompts")
     texts = sum(isinstance(prompt, str) for prompt in prompts)
     if texts not in (0, len(prompts)) or not all(isinstance(p, Sequence) for p in prompts):
         raise ValueError(
@@ -200,7 +203,7 @@ def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]
     given = {name: value for name, value in sampling.items() if value is not None}
     n = given.pop("n", 1)
     if not isinstance(n, int) or n < 1:
-        raise ValueError(f"rollout: sampling['n'] = {n!r} is no count; give an integer from 1")
+        raise ValueError(f"rollout: sampling['n'] = {n!r} is not a positive integer; pass one")
     if n > 1 and "sampling_seed" in given:
         raise ValueError(
             f"rollout: sampling['sampling_seed'] with n = {n} gives {n} copies of one sample; "
@@ -209,8 +212,8 @@ def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]
     temperature = given.pop("temperature", 1.0)
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(
-            f"rollout: sampling['temperature'] = {temperature!r} is no temperature; "
-            f"give a finite number from 0"
+            f"rollout: sampling['temperature'] = {temperature!r} is not a temperature; "
+            f"pass a finite number, 0 or more"
         )
     for name, off in _SWITCHED_OFF.items():
         if given.pop(name, off[0]) not in off:
@@ -220,8 +223,8 @@ def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]
             )
     if unknown := sorted(given.keys() - _HARMLESS):
         raise ValueError(
-            f"rollout: sampling has {unknown}, not known to leave the logprobs as the trainer "
-            f"computes them; leave out all but n, temperature, {', '.join(sorted(_HARMLESS))}"
+            f"rollout: sampling has {unknown}, which may change the logprobs; use only n, "
+            f"temperature, {', '.join(sorted(_HARMLESS))}"
         )
     off_values = {name: off[0] for name, off in _SWITCHED_OFF.items()}
     sent = {**given, **off_values, "temperature": temperature}
@@ -238,8 +241,8 @@ def _read_reply(reply: dict[str, Any], index: int) -> tuple[str, list[int], list
             f"rollout: the engine refused request {index}: {finish.get('message')}",
             int(finish["status_code"]),
         )
-    # SGLang's reply to a request that was aborted while it waited (again) carries no versions, and
-    # tokens that may come from any policy are of no use.
+    # SGLang's reply to a request that was aborted while it waited (again) has no versions, and
+    # tokens of an unknown policy are useless.
     if not tokens or (reason == "abort" and "policy_version" not in meta):
         return reason, [], [], []
 
@@ -247,8 +250,8 @@ def _read_reply(reply: dict[str, Any], index: int) -> tuple[str, list[int], list
     if entries is None or versions is None:
         missing = "logprobs" if entries is None else "policy versions"
         raise ValueError(
-            f"rollout: reply {index} has no {missing}; is the engine running with "
-            f"--quantization fp8rl, and does nothing on the way drop parts of meta_info?"
+            f"rollout: reply {index} has no {missing}; check that the engine runs with "
+            f"--quantization fp8rl and that no proxy drops parts of meta_info"
         )
     if not len(tokens) == len(entries) == len(versions):
         raise ValueError(
@@ -259,8 +262,8 @@ def _read_reply(reply: dict[str, Any], index: int) -> tuple[str, list[int], list
     logprobs = [entry[0] for entry in entries]
     if tokens != [entry[1] for entry in entries]:
         raise ValueError(
-            f"rollout: reply {index} has logprobs of other tokens than it returns; do not train on "
-            f"it, and report it with the engine's version and options"
+            f"rollout: reply {index} has logprobs of tokens that it does not return; do not train "
+            f"on it, and report it with the engine's version and options"
         )
     if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
         raise ValueError(

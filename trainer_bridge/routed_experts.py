@@ -1,13 +1,13 @@
 """The experts that the engine routed each token to: read from its replies, checked, compared.
 
-One tensor a sequence, ``experts_SLK``: row t holds the experts of the forward pass on token t of
-prompt and response together. The last token was sampled but never fed back, so it has no row:
-S = prompt + response - 1. Nothing that predicts a token of the response is missing.
+One tensor per sequence, ``experts_SLK``: row t holds the experts of the forward pass on token t of
+the concatenated prompt and response. The last token was sampled but never fed back, so it has no
+row: S = prompt + response - 1. Every pass that predicts a response token has one.
 
-uint8 up to 256 experts, else int16: L * K or 2 * L * K bytes a token (Qwen3-30B-A3B: 48 * 8 = 384).
+uint8 up to 256 experts, else int16: L * K or 2 * L * K bytes per token (Qwen3-30B-A3B: 384).
 
-Shapes: S rows of a sequence, L MoE layers (dense ones are left out), K experts a token, in the
-engine's order of falling gates.
+Shapes: S rows of a sequence, L MoE layers (without dense ones), K experts per token, in the
+engine's order of descending gates.
 """
 
 import base64
@@ -24,12 +24,12 @@ _LARGEST_UINT8_EXPERTS = 256
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How the engine's replies are to be read; SGLang sends bare int32 without a shape."""
+    """How to read the engine's replies; SGLang sends plain int32 without a shape."""
 
     decoder_layers: int
-    """All layers of the model: what SGLang sends; dense ones hold zeros."""
+    """All layers of the model, as SGLang sends them; dense ones hold zeros."""
     layers: list[int]
-    """The decoder layers that route, ascending: the L that are kept."""
+    """Indices of the L decoder layers with a router, ascending."""
     experts: int
     """Experts that each router chooses from, without shared ones."""
     top_k: int
@@ -59,11 +59,11 @@ class ExpertLayout:
 
         Args:
             meta: the reply's ``meta_info``.
-            tokens: of prompt and response; 0 for a response without a token, which has no rows.
-            index: of the reply, for messages.
+            tokens: number of prompt and response tokens; 0 for an empty response, without rows.
+            index: index of the reply, for messages.
 
         Raises:
-            ValueError: they are missing, of another shape, or cannot be what a router chose.
+            ValueError: they are missing, have another shape, or are not a router's choice.
         """
         if tokens == 0:
             return torch.empty(0, len(self.layers), self.top_k, dtype=self.dtype)
@@ -71,35 +71,35 @@ class ExpertLayout:
         if encoded is None:
             raise ValueError(
                 f"rollout: reply {index} has no routed experts, though the engine captures them; "
-                f"does something on the way drop parts of meta_info?"
+                f"check that no proxy drops parts of meta_info"
             )
         try:
             sent = bytearray(base64.b64decode(encoded))
         except binascii.Error:
-            sent = bytearray()  # cut within a group of four letters
+            sent = bytearray()  # truncated within a group of four characters
         shape = (tokens - 1, self.decoder_layers, self.top_k)
         if len(sent) != math.prod(shape) * torch.int32.itemsize:
             raise ValueError(
                 f"rollout: reply {index} has {len(sent)} bytes of int32 expert ids where "
-                f"{shape[0]} tokens of {shape[1]} layers with {shape[2]} experts each were run; do "
-                f"not replay it, and report it with the engine's version and options"
+                f"{shape[0]} tokens of {shape[1]} layers with {shape[2]} experts each were run; "
+                f"do not replay it, and report it with the engine's version and options"
             )
         experts_SLK = torch.frombuffer(sent, dtype=torch.int32).view(shape)[:, self.layers]
         if fault := self._fault(experts_SLK):
             raise ValueError(
-                f"rollout: reply {index} has {fault}, so its experts were not captured in "
-                f"full; do not replay it, and report it with the engine's version and options"
+                f"rollout: reply {index} has {fault}, so its experts were not fully captured; "
+                f"do not replay it, and report it with the engine's version and options"
             )
         return experts_SLK.to(self.dtype)
 
     def _fault(self, experts_SLK: torch.Tensor) -> str | None:
-        """What no router chooses: a row that was never written holds zeros, padding holds -1."""
+        """What no router would choose: unwritten rows hold zeros, padding holds -1."""
         if not experts_SLK.numel():
             return None
         least, most = (int(bound) for bound in experts_SLK.aminmax())
         if least < 0 or most >= self.experts:
             return f"expert {least if least < 0 else most}, not one of 0 to {self.experts - 1}"
-        # experts of a row far apart in memory: long runs, and in bytes, are compared much faster
+        # transposed and in small integers: comparing long contiguous runs is much faster
         slots_KX = experts_SLK.to(self.dtype).flatten(0, 1).T.contiguous()
         for apart in range(1, self.top_k):
             if bool((slots_KX[apart:] == slots_KX[:-apart]).any()):
@@ -113,18 +113,21 @@ def routing_disagreement(
     """Share of (token, layer) pairs for which two routers chose different sets of experts.
 
     Args:
-        experts: a tensor ``[S, L, K]`` a sequence, as in ``Rollout.routed_experts``.
+        experts: one tensor ``[S, L, K]`` per sequence, as in ``Rollout.routed_experts``.
         own_experts: the trainer's choice at the same tokens (``RoutingRecord.experts``); rows
-            beyond S, such as that of the last token, are left out. The order of experts in a row
-            is of no matter.
+            beyond S, such as that of the last token, are ignored. The order of experts within a
+            row does not matter.
+
+    Returns:
+        A number from 0 (same experts everywhere) to 1.
 
     Raises:
-        ValueError: not the same sequences, layers or experts a token, or no row at all.
+        ValueError: sequences, layers or experts per token differ, or there are no rows.
     """
     if len(experts) != len(own_experts):
         raise ValueError(
             f"routing_disagreement: {len(experts)} and {len(own_experts)} sequences; "
-            f"pass both for the same ones"
+            f"pass both for the same sequences"
         )
     differing = pairs = 0
     for index, (theirs_SLK, ours_SLK) in enumerate(zip(experts, own_experts, strict=True)):
@@ -132,12 +135,12 @@ def routing_disagreement(
         if theirs_SLK.shape != ours_SLK.shape:
             raise ValueError(
                 f"routing_disagreement: sequence {index} is {list(theirs_SLK.shape)} and "
-                f"{list(ours_SLK.shape)} (rows, layers, experts a token); pass both of the same "
+                f"{list(ours_SLK.shape)} (rows, layers, experts per token); pass both for the same "
                 f"tokens and model"
             )
         a, b = (x.to(torch.int16).sort(-1).values for x in (theirs_SLK, ours_SLK.cpu()))
         differing += int((a != b).any(-1).sum())
         pairs += a.shape[0] * a.shape[1]
     if not pairs:
-        raise ValueError("routing_disagreement: there is no token; pass a sequence with a response")
+        raise ValueError("routing_disagreement: no tokens; pass a sequence with a response")
     return differing / pairs

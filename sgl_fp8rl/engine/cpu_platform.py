@@ -1,8 +1,8 @@
 """SGLang on any x86 CPU with stock wheels: a platform plugin, not a mock.
 
 The real scheduler, the real model code and real sockets run; attention is SGLang's torch_native
-backend and FP8 arithmetic is ``ops.reference``. It takes over only where nothing else can:
-no CUDA device, no other platform plugin, SGLANG_USE_CPU_ENGINE unset.
+backend and FP8 arithmetic is ``ops.reference``. It activates only without an alternative: no CUDA
+device, no other platform plugin, SGLANG_USE_CPU_ENGINE unset.
 """
 
 import os
@@ -19,7 +19,7 @@ ENTRY_POINT = "fp8rl_cpu"
 
 
 def activate() -> str | None:
-    """Entry point of the group ``sglang.srt.platforms``: our class path, or None to stand back."""
+    """Entry point of the group ``sglang.srt.platforms``: our class path, or None to decline."""
     devices = (getattr(torch, name, None) for name in ("cuda", "xpu", "npu", "mps", "musa"))
     if any(device is not None and device.is_available() for device in devices):
         return None
@@ -47,7 +47,7 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
 
     @contextmanager
     def making_pools(self) -> Iterator[None]:
-        """While SGLang makes its KV pools: ours are plain ones, as on a GPU."""
+        """Set while SGLang makes its KV pools: ours are plain ones, as on a GPU."""
         self._makes_pools = True
         try:
             yield
@@ -80,8 +80,8 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
         return token_allocator
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        # Inductor builds C++ for this CPU, a compiler's time at each start. Under AVX2, what torch
-        # 2.14 built of SGLang 0.5.23's embedding under TP looked up tokens outside of the shard.
+        # Inductor compiles C++ at each start. On AVX2, the code that torch 2.14 generated for
+        # SGLang 0.5.23's embedding under TP looked up tokens outside the shard.
         return "eager"
 
     def supports_fp8(self) -> bool:
@@ -95,19 +95,19 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
 
 
 def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any:
-    """SGLang's allocator of single tokens, called as its paged one is.
+    """SGLang's allocator of single tokens, with the signature of its paged one.
 
     Raises:
         ValueError: pages of more than one token.
     """
     if page_size != 1:
-        raise ValueError(f"the CPU platform keeps pages of one token; drop --page-size {page_size}")
+        raise ValueError(f"the CPU platform has pages of one token; drop --page-size {page_size}")
     return compat.TokenToKVPoolAllocator(size, *args, **kwargs)
 
 
 def without_amx(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """AROUND ``KVCacheConfigurator.configure``: from 0.5.23 on SGLang has a CPU's FP8 KV cache
-    served by kernels that need AMX, and refuses it elsewhere."""
+    """AROUND ``KVCacheConfigurator.configure``: from 0.5.23 on SGLang serves a CPU's FP8 KV cache
+    with kernels that need AMX, and refuses it elsewhere."""
     if not is_active():
         return original(configurator, **kwargs)
     with compat.current_platform.making_pools():
@@ -115,8 +115,8 @@ def without_amx(original: Any, configurator: Any, **kwargs: Any) -> Any:
 
 
 def without_pynccl(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``init_model_parallel_group``: SGLang asks for NCCL on a device that it cannot name,
-    also where the backend is gloo."""
+    """AROUND ``init_model_parallel_group``: SGLang requests NCCL on a device that it does not know,
+    even if the backend is gloo."""
     backend = kwargs["backend"] if "backend" in kwargs else args[2]
     if backend == "gloo" and is_active():
         kwargs["use_pynccl"] = False

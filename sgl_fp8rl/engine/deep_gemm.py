@@ -1,4 +1,4 @@
-"""What we set in SGLang's DeepGEMM warm-up: which kernels it compiles before it serves."""
+"""Settings of SGLang's DeepGEMM warm-up: which kernels it compiles before it serves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from sgl_fp8rl import compat
 
 
 def set_batch_sizes(rows: list[int]) -> None:
-    """Have SGLang's warm-up run these batch sizes only."""
+    """Restrict SGLang's warm-up to these batch sizes."""
     compat.deep_gemm_warmup._BUILTIN_M_LIST = rows
 
 

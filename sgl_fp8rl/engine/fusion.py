@@ -1,9 +1,8 @@
-"""Quantization in what produces an activation: norms and SiLU that feed our FP8 layers.
+"""Quantize activations in their producers: the norms and SiLU that feed our FP8 layers.
 
-A producer still returns SGLang's BF16 tensor, for whoever else reads it, such as the router of
-experts; the layer finds codes and scales attached to it (``activation.attached``). A guess about
-what feeds what that proves wrong costs time and nothing else: a layer that finds nothing quantizes
-for itself.
+A producer still returns SGLang's BF16 tensor for its other readers, such as the router of experts;
+the FP8 layer finds codes and scales attached to it (``activation.attached``). A wrong guess about
+which producer feeds which layer costs only time: a layer that finds nothing quantizes its input.
 """
 
 import logging
@@ -28,18 +27,18 @@ _FEEDS = {
     "post_attention_layernorm": ("mlp.gate_up_proj", "mlp.experts"),
     "act_fn": ("down_proj",),
 }
-"""Producers by their names in a module, and the layers there that may take what each returns."""
+"""Names of producers in a module, and of the layers there that may read their results."""
 
 
 def fuse(model: nn.Module) -> int:
-    """Let producers quantize for the FP8 layers that they feed.
+    """Make producers quantize for the FP8 layers that they feed.
 
-    On CPUs, and where SGLang has chosen another forward than its CUDA kernels (for deterministic
-    or on-policy runs), nothing is changed. To be called once, after the linears have their choices
-    of kernels (``startup``) and before CUDA graphs are captured.
+    Changes nothing on CPUs, and where SGLang uses another forward than its CUDA kernels (for
+    deterministic or on-policy runs). Call it once, after the linears have their kernels
+    (``startup``) and before CUDA graphs are captured.
 
     Returns:
-        How many producers quantize now.
+        The number of producers that quantize now.
     """
     count = 0
     for name, module in model.named_modules():
@@ -68,15 +67,15 @@ def _takes_codes(layer: Any) -> bool:
     method = getattr(layer, "quant_method", None)
     if isinstance(method, FP8RLMoEMethod):
         return experts.takes_codes(layer)
-    # Without choices of its own a layer runs SGLang's product, which quantizes for itself.
+    # A layer without kernels of its own runs SGLang's GEMM, which quantizes its input.
     return isinstance(method, FP8RLLinearMethod) and method.choices is not None
 
 
 def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
-    """What to run in the place of the producer's CUDA kernel, or None to leave it alone."""
+    """The replacement for the producer's CUDA kernel, or None to keep that."""
     if type(producer) not in (compat.RMSNorm, compat.SiluAndMul):
         return None  # Gemma's norms and other activations compute something else
-    # Newer versions resolve it at the first call.
+    # Newer versions resolve it on the first call.
     original = producer._forward_method or producer._resolve_forward_method()
     if original != producer.forward_cuda:
         return None
@@ -95,7 +94,7 @@ def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
 
 
 class _FusedNorm:
-    """``RMSNorm.forward_cuda``; what is not plain goes to the original."""
+    """``RMSNorm.forward_cuda``; unusual calls go to the original."""
 
     def __init__(self, original: Callable[..., Any], norm: Any, by_row: bool) -> None:
         from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
@@ -117,7 +116,7 @@ class _FusedNorm:
 
 
 class _FusedSiluMul:
-    """``SiluAndMul.forward_cuda``; what is not plain goes to the original."""
+    """``SiluAndMul.forward_cuda``; unusual calls go to the original."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
@@ -141,13 +140,13 @@ def _unfused(original: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs
 
 def _is_plain(x: torch.Tensor) -> bool:
     return (
-        # First: a compiler must not trace what follows.
+        # First, since a compiler must not trace the rest.
         not torch.compiler.is_compiling()
         and x.dtype == torch.bfloat16
         and x.dim() == 2
         and x.numel() > 0
         and x.is_contiguous()
-        # Without a counter of changes nothing could be attached.
+        # Nothing can be attached without a version counter.
         and not x.is_inference()
         and not torch.is_inference_mode_enabled()
         and not compat.is_batch_invariant_mode_enabled()

@@ -19,11 +19,11 @@ def register(target: str, hook: Hook) -> None:
 
 
 def wrap_attention(prefill: str, decode: str, model: Any) -> None:
-    """Put our hooks around what serves an FP8 KV cache in this process: the attention backends, and
-    the model's attention modules where XQA decodes.
+    """Wrap what serves an FP8 KV cache in this process: the attention backends and, if XQA decodes,
+    the model's attention modules.
 
     Raises:
-        IncompatibleSGLangError: SGLang has not what is wrapped.
+        IncompatibleSGLangError: SGLang lacks a function to wrap.
     """
     decoding = kv_attention.xqa_decode if decode == backends.XQA else kv_attention.folded_decode
     hooks: dict[str, Hook] = {
@@ -36,10 +36,10 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
 
 
 def wrap_plans() -> None:
-    """Put our hook around FlashInfer's planning of decode steps in this process.
+    """Wrap FlashInfer's planning of decode steps in this process.
 
     Raises:
-        IncompatibleSGLangError: SGLang has it not.
+        IncompatibleSGLangError: SGLang lacks the function.
     """
     _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
 

@@ -1,8 +1,8 @@
 """Hooks on SGLang's attention backends: store K and V with our scales, attend with them.
 
-SGLang's own way keeps scales as Python floats, which a captured graph holds for ever, and stores
-without saturation. Layers that are not ours take the original way untouched. Shape suffixes: T
-tokens, H KV heads, G query heads of a KV head, D head dim.
+SGLang itself keeps scales as Python floats, which a captured graph freezes, and stores without
+saturation. Layers that are not ours run the original code. Shape suffixes: T tokens, H KV heads, G
+query heads of a KV head, D head dim.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from sgl_fp8rl.kv_cache.scales import LayerKV
 from sgl_fp8rl.kv_cache.split_kv import sm_count
 
 SEMAPHORE_BYTES = 8 << 20
-"""The head of the workspace that FlashInfer's own call of XQA sets aside for semaphores."""
+"""Bytes at the start of the workspace that FlashInfer's call of XQA reserves for semaphores."""
 
 
 def layer_kv(layer: Any) -> LayerKV | None:
-    """Our share of an attention layer, or None where its KV cache is not ours."""
+    """Our part of an attention layer, or None if its KV cache is not ours."""
     return getattr(layer, "fp8rl_layer", None)
 
 
@@ -62,8 +62,8 @@ def folded_extend(
 ) -> torch.Tensor:
     """AROUND ``forward_extend`` of torch_native and FlashInfer.
 
-    FlashInfer's ragged kernel attends to the K and V that it is handed, not to the cache: it gets
-    what decode will read back there. Codes are exact in BF16.
+    FlashInfer's ragged kernel attends to its K and V arguments, not to the cache: it gets what
+    decode will read back. Codes are exact in BF16.
     """
     mine = layer_kv(layer)
     if mine is None:
@@ -98,14 +98,14 @@ def xqa_decode(
 ) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
 
-    XQA casts q to E4M3 itself, so scales are not folded into q: only powers of two are, one for a
-    head and one for q where it leaves E4M3's range.
+    XQA casts q to E4M3 itself, so only powers of two are folded into q: one per head, and one if q
+    leaves E4M3's range.
 
     Args:
-        fp8rl_q_is_ready: q has those factors already, and is contiguous (``decode.py``).
+        fp8rl_q_is_ready: q has those factors already, and is contiguous (``kv_decode.py``).
 
     Raises:
-        RuntimeError: the layer needs what XQA has not, or the backend would run another kernel.
+        RuntimeError: XQA lacks a feature of the layer, or the backend would run another kernel.
     """
     mine = layer_kv(layer)
     if mine is None:
@@ -124,7 +124,7 @@ def xqa_decode(
         _store(backend, mine, k, v, layer, forward_batch, read_back=False)
     dim = layer.head_dim
     if not fp8rl_q_is_ready:
-        # one launch; where q is a slice of a fused projection it replaces the copy that XQA needs
+        # one launch; if q is a slice of a fused projection, it replaces the copy that XQA needs
         q = _times_heads(q, mine.q_ratio_h)
     q = q.view(-1, layer.tp_q_head_num, dim)
     k_cache, v_cache = backend._reshape_paged_kv_cache(
@@ -151,7 +151,7 @@ def xqa_decode(
         kv_layout="HND",
     )
     out = out.view(-1, layer.tp_q_head_num * dim)
-    # with one scale a layer the ratios are 1
+    # with one scale per layer the ratios are 1
     return _times_heads(out, mine.out_ratio_h, out=out) if mine.scales.per_head else out
 
 
@@ -164,7 +164,7 @@ def _store(
     forward_batch: Any,
     read_back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Write the codes into the pool's buffers, which skips SGLang's own unsaturated cast."""
+    """Write the codes into the pool's buffers, instead of SGLang's unsaturated cast."""
     if k.is_cuda:
         from sgl_fp8rl.ops.kv_triton import store_kv
     else:
@@ -186,7 +186,7 @@ def _store(
 def _times_heads(
     x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x, of query heads, times a factor of their KV head: into ``out``, or new and contiguous."""
+    """Multiply query heads by a factor of their KV head, into ``out`` or a new tensor."""
     if x.is_cuda:
         from sgl_fp8rl.ops.heads_triton import scale_heads
     else:

@@ -1,9 +1,9 @@
 """Engine-side calibration: the first prefill after an update measures the scales it stores with.
 
-E4M3 is a float: a margin moves values to other binades and costs no precision until they fall
-below 2^-6, its smallest normal number, 14.8 binades under 448. A margin of 2 keeps 13.8 of them,
-one of 4 still 12.8; a value above the range, however, saturates. So margins are generous, and more
-so where few tokens were seen.
+E4M3 is a float: a margin shifts values to other binades and costs no precision until they fall
+below 2^-6, its smallest normal number, 14.8 binades below 448. A margin of 2 leaves 13.8 of them,
+one of 4 leaves 12.8; values above the range saturate. So margins are generous, and larger if only
+few tokens were seen.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from sgl_fp8rl.kv_cache.scales import LayerKV
 from sgl_fp8rl.ops.reference import FP8_MAX
 
 MARGIN = 2.0
-"""How far beyond the largest magnitude that was measured values still fit."""
+"""Headroom above the largest measured magnitude."""
 SMALL_MARGIN = 4.0
 SMALL_SAMPLE = 256
-"""Tokens below which the largest magnitude is a poor estimate, and ``SMALL_MARGIN`` is taken."""
+"""With fewer tokens the largest magnitude is a poor estimate, and ``SMALL_MARGIN`` applies."""
 
 
 def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Measure a layer on these tokens and put its scales in force, before they are stored.
+    """Measure a layer on these tokens and set its scales, before they are stored.
 
-    No sync with the device. Every rank is here for the same tokens, since the scales of a layer
-    are the same on all of them.
+    No sync with the device. Every rank calls this for the same tokens, since the scales of a layer
+    are the same on all ranks.
 
     Args:
         q, k, v: after QK-norm and RoPE, [tokens, ...] with the heads of this rank.
@@ -43,16 +43,16 @@ def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 
 
 def amax_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Largest finite magnitude for each KV head, over tokens and its query heads: FP32 [heads].
+    """Largest finite magnitude per KV head, over tokens and its query heads: FP32 [heads].
 
-    One NaN in a prompt must not make every later token NaN.
+    A NaN in one prompt must not make every later token NaN.
     """
     magnitude = x.reshape(len(x), heads, -1).abs()
     return magnitude.nan_to_num_(nan=0.0, posinf=0.0).amax((0, 2)).float()
 
 
 def scales_of(amax_3H: torch.Tensor, tokens: int) -> torch.Tensor:
-    """amax * margin / 448. A head of zeros takes its layer's, and a layer of zeros 1."""
+    """amax * margin / 448. A head of zeros uses its layer's scale, and a layer of zeros 1."""
     margin = MARGIN if tokens >= SMALL_SAMPLE else SMALL_MARGIN
     layer_31 = amax_3H.amax(-1, keepdim=True)
     amax_3H = torch.where(amax_3H > 0, amax_3H, layer_31)
@@ -60,10 +60,10 @@ def scales_of(amax_3H: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``ModelRunner.forward``: let a prefill of real requests measure what is asked for.
+    """AROUND ``ModelRunner.forward``: have a prefill of user requests do the pending measurements.
 
-    Graph capture and SGLang's dummy batches run the model without this function, and requests of
-    SGLang itself are told by their ids.
+    Graph capture and SGLang's dummy batches run the model without this function, and SGLang's own
+    requests are recognized by their ids.
     """
     scales = getattr(runner.model, "fp8rl_kv", None)
     if scales is None or not (scales.pending or any(scales.to_observe)):

@@ -1,9 +1,9 @@
-"""A hook on attention modules: in a decode step one kernel stands between the QKV projection and
-XQA, in place of SGLang's QK-norm, rotary embedding and copies, our store and our product of q.
+"""A hook on attention modules: in a decode step, one kernel between the QKV projection and XQA
+replaces SGLang's QK-norm, rotary embedding and copies, our store and our scaling of q.
 
-Which modules it is for is settled once, when the cache is there (``mark``); all others, and all
-steps but plain decode, take the original way untouched. Scales are measured and errors observed in
-prefill alone, which is never this way.
+``mark`` selects the modules once, when the cache exists; all others, and all steps but plain
+decode, run the original code. Scales and errors are measured in prefill only, which never runs
+this.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def mark(model: torch.nn.Module) -> set[str]:
-    """Mark the attention modules that ``fused_forward`` is for.
+    """Mark the attention modules that run ``fused_forward``.
 
     Returns:
         The hook targets of their classes.
@@ -31,16 +31,16 @@ def mark(model: torch.nn.Module) -> set[str]:
             module.fp8rl_is_fused = True  # type: ignore[assignment]
             targets.add(target)
             marked += 1
-    logger.info("fp8rl: one kernel norms, rotates and stores in decode, in %d layers", marked)
+    logger.info("fp8rl: one kernel norms, rotates and stores in decode for %d layers", marked)
     return targets
 
 
 def is_fusable(attention: Any) -> bool:
-    """Whether the kernel does to q, k and v of this module what its own ``forward`` does."""
+    """Whether the kernel computes the same as this module's own ``forward``."""
     deterministic = compat.get_exec().deterministic
     return (
         layer_kv(attention.attn) is not None
-        # other kernels, with other roundings
+        # other kernels, which round differently
         and deterministic.rl_on_policy_target is None
         and not deterministic.enable_deterministic_inference
         and not getattr(attention, "use_fused_qk_norm_rope", False)
@@ -86,7 +86,7 @@ def _is_decode(attention: Any, positions: Any, hidden_states: Any, forward_batch
     return (
         getattr(attention, "fp8rl_is_fused", False)
         and forward_batch.forward_mode.is_decode()
-        # SGLang hands some models activations that are quantized already, as tuples
+        # SGLang passes quantized activations to some models, as tuples
         and isinstance(hidden_states, torch.Tensor)
         and hidden_states.dtype == torch.bfloat16
         and len(hidden_states) > 0
@@ -108,9 +108,9 @@ def _has_plain_heads(attention: Any) -> bool:
 
 
 def _is_plain(rotary: Any, head_dim: int) -> bool:
-    """Whether it turns whole heads by its table, halves against each other, in FP32.
+    """Whether it rotates whole heads in FP32 with its table, pairing the halves (NeoX style).
 
-    Subclasses that only fill the table otherwise (Llama 3, YaRN) do.
+    So do subclasses that only compute another table (Llama 3, YaRN).
     """
     base = compat.RotaryEmbedding
     return (

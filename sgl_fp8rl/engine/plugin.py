@@ -1,8 +1,8 @@
-"""The SGLang plugin: the only place that registers something with SGLang, but for ``hooks.py``.
+"""The SGLang plugin: together with ``hooks.py``, all that registers something with SGLang.
 
 SGLang calls ``register`` once in each of its processes, before it parses arguments. It registers
-all or nothing: where something is missing the name ``fp8rl`` stays unknown, so a server that was
-asked for it does not come up, and one that was not is undisturbed.
+all or nothing: if something is missing, the name ``fp8rl`` stays unknown, so a server that requests
+it does not start, and any other server is not affected.
 """
 
 import logging
@@ -32,7 +32,7 @@ def register() -> None:
         _leave_torchrun()
         _register()
     except (compat.IncompatibleSGLangError, ValueError) as error:
-        # nothing is registered: SGLang refuses the quantization by name, and serves others as ever
+        # nothing is registered: SGLang refuses this quantization and serves others as usual
         logger.error("sgl-fp8rl is not available: %s", error)
 
 
@@ -43,7 +43,7 @@ def _register() -> None:
             f"SGLang {compat.sglang_version()} has no {missing[0]}; sgl-fp8rl is tested with "
             f"{' and '.join(compat.TESTED_VERSIONS)}"
         )
-    read_options()  # a wrong FP8RL_* variable is told now, not at the first update
+    read_options()  # a wrong FP8RL_* variable fails now, not at the first update
 
     from sgl_fp8rl.engine import (
         control,
@@ -66,7 +66,7 @@ def _register() -> None:
     compat.add_quantization_method_choices([NAME])
     compat.QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
     compat.BASE_QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
-    # SGLang matches linear methods by class name; without this, loaders know no block scales.
+    # SGLang matches linear methods by class name; otherwise loaders do not know block scales.
     compat.WEIGHT_LOADER_V2_SUPPORTED.append("FP8RLLinearMethod")
     compat.Engine.fp8rl_control = control.control_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
@@ -124,7 +124,7 @@ def parse_cli_args(original: Any, argv: list[str]) -> Any:
 
 
 _LOOKED_AT = ("quantization", "load_format", "kv_cache_dtype", *backends.ARGUMENTS)
-"""Arguments of SGLang that we read before it does."""
+"""SGLang's arguments that we read before it does."""
 
 
 def _given(argv: list[str]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
     """The arguments that an FP8 KV cache needs beside those given.
 
     Raises:
-        ValueError: what was given cannot honour KV scales here.
+        ValueError: the user's choice cannot apply KV scales here.
     """
     if given.get("quantization") != NAME or not backends.check_dtype(given.get("kv_cache_dtype")):
         return {}
@@ -147,10 +147,10 @@ def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
 
 
 def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
-    """Refuse a KV cache that could not be scaled, and scales that cannot be read.
+    """Refuse a KV cache that cannot be scaled, and scales that cannot be read.
 
     Raises:
-        ValueError: one sentence.
+        ValueError: the arguments are refused.
     """
     if backends.check_dtype(server_args.kv_cache_dtype):
         backends.check_resolved(server_args)
@@ -159,16 +159,16 @@ def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
 
 
 def parse_engine_kwargs(**keywords: Any) -> Any:
-    """What ``Engine(...)`` calls to make its arguments: ``fp8rl_*`` keywords are ours.
+    """Make the arguments of ``Engine(...)``: ``fp8rl_*`` keywords are ours.
 
     Raises:
-        ValueError: a wrong option, or a layout that cannot be updated in place yet.
+        ValueError: an option is wrong, or the layout cannot be updated in place yet.
     """
     ours = {name: keywords.pop(name) for name in list(keywords) if name.startswith(f"{NAME}_")}
     options = {name.removeprefix(f"{NAME}_"): value for name, value in ours.items()}
     unknown = options.keys() - {field.name for field in fields(Fp8RLServerArgs)}
     if unknown:
-        raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is no option of sgl-fp8rl")
+        raise ValueError(f"Engine got {NAME}_{min(unknown)}, which is not an option of sgl-fp8rl")
     current = export_keywords(options)
     server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
     if server_args.quantization == NAME:
@@ -178,7 +178,7 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
 
 
 def refuse_layout(server_args: Any) -> None:
-    """Refuse what the control channel cannot reach, before anything starts.
+    """Refuse configurations that updates cannot reach, before anything starts.
 
     Raises:
         ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding,
@@ -205,13 +205,13 @@ def refuse_layout(server_args: Any) -> None:
 
 
 def _leave_torchrun() -> None:
-    """Under torchrun, SGLang's spawned ranks would wait for ever at the launcher's own store."""
+    """Under torchrun, SGLang's spawned ranks would wait forever for the launcher's store."""
     if multiprocessing.parent_process() is not None:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
 def _refuse_shadows() -> None:
-    """Hold that the generic package names are ours.
+    """Check that the generic package names are ours.
 
     Raises:
         ValueError: another file of that name comes first on the import path.

@@ -1,8 +1,8 @@
 """The experts that tokens are routed to, as SGLang captures and returns them.
 
-SGLang (``--enable-return-routed-experts``) writes each layer's choice into a buffer of the device,
-copies it to the host after a forward pass and keeps it there beside the KV cache, by KV slot: a
-request that takes a prefix from the cache gets the choices of whoever computed it.
+SGLang (``--enable-return-routed-experts``) writes each layer's choice into a device buffer, copies
+it to the host after a forward pass and stores it there by KV slot: a request with a cached prefix
+gets the choices of the request that computed it.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from sgl_fp8rl.engine.cpu_platform import is_active
 
 
 def layout(model: torch.nn.Module) -> dict[str, Any] | None:
-    """How to read what a response carries, or None where this engine returns no experts.
+    """How to read the experts in a response, or None if this engine returns none.
 
-    A response has int32 ``[tokens - 1, decoder_layers, top_k]``, without its last token, which ran
-    through no forward pass. ``layers`` are the decoder layers that route; the others hold zeros.
-    ``experts`` counts those a router chooses from, without shared ones.
+    A response has int32 ``[tokens - 1, decoder_layers, top_k]``, without its last token, which had
+    no forward pass. ``layers`` are the decoder layers with a router; the others hold zeros.
+    ``experts`` is the number that a router chooses from, without shared ones.
     """
     capturer = compat.get_global_experts_capturer()
     moe_layers = {
@@ -45,7 +45,7 @@ def plain_host_memory(
     name: str,
     **rest: Any,
 ) -> None:
-    """AROUND ``BaseHostCache.__init__``: SGLang pins its memory for a GPU, which a CPU has not."""
+    """AROUND ``BaseHostCache.__init__``: SGLang pins its memory, which fails without a GPU."""
     if not is_active():
         original(cache, num_tokens, num_layers, topk_size, name, **rest)
         return
@@ -56,10 +56,10 @@ def plain_host_memory(
 
 
 def clone_captured_topk(original: Any, capturer: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``BaseTopkCapturer.on_forward_end``: what is copied to the host must stay as it is.
+    """AROUND ``BaseTopkCapturer.on_forward_end``: copy the experts before they can change.
 
-    SGLang 0.5.17 hands out a view of the buffer that the next forward pass writes into, which under
-    overlap scheduling runs beside the copy on a GPU, and before it on a CPU.
+    SGLang 0.5.17 returns a view of the buffer that the next forward pass overwrites; with overlap
+    scheduling that runs concurrently with the copy on a GPU, and before it on a CPU.
     """
     output = original(capturer, *args, **kwargs)
     if output is not None and _same_memory(output.topk, capturer.device_cache.buffer):

@@ -1,8 +1,8 @@
-"""Around SGLang's sampler: plain sampling needs no pass over the vocabulary but the draw itself.
+"""A hook on SGLang's sampler: plain sampling without passes over the vocabulary beside the draw.
 
-Stock turns logits into probabilities, and those into log-probabilities of all tokens, to keep one
-number a row; that is twenty reads and writes of ``[batch, vocabulary]`` in FP32, and here three.
-The random numbers are stock's, so the same seed gives the same tokens.
+Stock converts logits to probabilities, and these to log-probabilities of all tokens, to keep one
+number per row: twenty reads and writes of ``[batch, vocabulary]`` in FP32, here three. The random
+numbers are stock's, so the same seed gives the same tokens.
 """
 
 import sys
@@ -27,11 +27,11 @@ def fast_sample(
     positions: torch.Tensor,
     **more: Any,
 ) -> Any:
-    """AROUND ``Sampler.forward``: draw where temperature is all that shapes the distribution.
+    """AROUND ``Sampler.forward``: draw if only the temperature shapes the distribution.
 
-    Anything else is left to SGLang: greedy rows, top-k, top-p, min-p, deterministic or on-policy
-    sampling, sampling masks, watermarks, and log-probabilities of more than the sampled token or
-    from before the temperature. Like SGLang's own path this waits for nothing on the device.
+    SGLang handles everything else: greedy rows, top-k, top-p, min-p, deterministic or on-policy
+    sampling, sampling masks, watermarks, and log-probabilities of other tokens or before the
+    temperature. Like SGLang's own path this does not synchronize.
     """
     logits_BV = logits_output.next_token_logits
     wanted = return_logprob and (
@@ -70,10 +70,10 @@ def fast_sample(
 
 
 def _is_plain(sampler: Any, info: Any) -> bool:
-    """All requests sample from softmax(logits / T); what decides is known on the host."""
+    """Whether all requests sample from softmax(logits / T), decided on the host."""
     return (
         compat.get_model_args().quantization == NAME
-        and type(sampler) is compat.Sampler  # another may draw in its own way
+        and type(sampler) is compat.Sampler  # subclasses may draw differently
         and sampler.rl_on_policy_target is None
         and not sampler.enable_deterministic
         and not sampler.use_ascend_backend
@@ -91,9 +91,9 @@ def _is_served(logits_BV: torch.Tensor) -> bool:
 
 
 def _stock_asserts() -> bool:
-    """Stock draws by ``torch.multinomial``, to which a NaN is an error.
+    """Whether stock draws with ``torch.multinomial``, which raises on NaN.
 
-    The newer ``Sampler`` has a race of its own, behind a setting, that draws token 0 then.
+    The newer ``Sampler`` has its own exponential race behind a setting, which draws token 0 then.
     """
     settings = getattr(sys.modules[compat.Sampler.__module__], "envs", None)
     return settings is None or not settings.SGLANG_OPT_USE_GUMBEL_SAMPLE.get()

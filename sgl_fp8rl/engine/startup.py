@@ -1,7 +1,7 @@
-"""At start, once weights are in place: compile GEMM kernels and give each FP8 linear its choice.
+"""At start, once weights are loaded: compile GEMM kernels and assign them to FP8 linears.
 
-All ranks of the engine take the table of rank 0 (``gemm.quick_tune``), so that they compute alike.
-No KV cache is there yet: SGLang sizes it after this, by the memory that is free.
+All ranks of the engine use the table of rank 0 (``gemm.quick_tune``), so that they compute alike.
+The KV cache does not exist yet: SGLang sizes it after this, by the free memory.
 """
 
 import logging
@@ -28,7 +28,7 @@ SWAPPED_ROWS, SWAPPED_STEP = 32, 8
 
 
 def prepare(original: Any, runner: Any) -> None:
-    """AROUND what SGLang calls once the weights of a ``ModelRunner`` are in place."""
+    """AROUND what SGLang calls once the weights of a ``ModelRunner`` are loaded."""
     original(runner)
     layers = list(gemm_layers(runner.model))
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
@@ -50,15 +50,15 @@ def prepare(original: Any, runner: Any) -> None:
 
 
 def gemm_layers(model: Any) -> Iterator[Any]:
-    """Each of our linear layers that SGLang hands to DeepGEMM."""
+    """Each of our linear layers that SGLang runs with DeepGEMM."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, FP8RLLinearMethod):
             continue
-        product = method.w8a8_block_fp8_linear
+        linear = method.w8a8_block_fp8_linear
         n, k = layer.weight.shape
-        # SGLang's own conditions; the rest goes to Triton
-        if getattr(product, "func", product) is compat.deep_gemm_linear and (
+        # SGLang's own conditions; it runs Triton otherwise
+        if getattr(linear, "func", linear) is compat.deep_gemm_linear and (
             n % 64 == 0 and k % 128 == 0
         ):
             yield layer
@@ -67,8 +67,8 @@ def gemm_layers(model: Any) -> Iterator[Any]:
 def compile_choices(layer: Any) -> None:
     """Run each kernel of the layer but the stock one, which SGLang compiles.
 
-    None is to compile while requests wait, or at its first call inside the capture of a CUDA graph.
-    Within ``ROW_STEP`` rows no library changes its tile, or within 8 of a batch below 32, where
+    No kernel should compile while requests wait, or inside the capture of a CUDA graph. No library
+    changes its tile within ``ROW_STEP`` rows, or within 8 rows of a batch below 32, where
     FlashInfer swaps the operands.
     """
     choices = layer.quant_method.choices
@@ -86,14 +86,14 @@ def compile_choices(layer: Any) -> None:
 def _why_stock(runner: Any) -> str | None:
     backend = compat.get_fp8_gemm_runner_backend()
     if not backend.is_auto():
-        return f"--fp8-gemm-backend {backend.value} was asked for"
+        return f"--fp8-gemm-backend {backend.value} is set"
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
         return "the table of kernels is for Hopper"
     if runner.model_config.dtype != torch.bfloat16:
         return f"the model computes in {runner.model_config.dtype}"
     deterministic = compat.get_exec().deterministic
     if deterministic.enable_deterministic_inference or deterministic.rl_on_policy_target:
-        return "deterministic inference was asked for, and kernels that change with M are not"
+        return "deterministic inference is on, and kernels that change with M are not deterministic"
     return None
 
 

@@ -1,4 +1,4 @@
-"""At start, once weights are in place: tiles and kernels of the FP8 experts of a model."""
+"""At start, once weights are loaded: tiles and kernels of a model's FP8 experts."""
 
 import logging
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def assign_tile_configs(model: Any, device: int) -> None:
-    """Give each layer of experts on a GPU the tiles of its shape, the same on all ranks."""
+    """Assign tiles to each layer of experts on a GPU, the same on all ranks."""
     layers = [x for x in _layers(model) if x.w13_weight.device.type == "cuda" and takes_codes(x)]
     if not layers:
         return
@@ -32,9 +32,9 @@ def assign_tile_configs(model: Any, device: int) -> None:
 
 
 def compile_experts(model: Any) -> None:
-    """Compile the grouped products of each shape of experts, for the batches that this engine runs.
+    """Compile the grouped GEMMs of each shape of experts, for the batches that this engine runs.
 
-    As for linears, none is to compile while requests wait.
+    As for linears, no kernel should compile while requests wait.
     """
     every = list(_layers(model))
     if not every:

@@ -1,1 +1,1 @@
-"""The block-FP8 matrix product: which kernels an engine prepares before it serves."""
+"""Block-FP8 GEMMs: which kernels an engine prepares before it serves."""

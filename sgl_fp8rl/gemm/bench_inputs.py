@@ -1,8 +1,8 @@
-"""What products are judged on: operands for one (N, K), the error of a kernel, and its time.
+"""Inputs that GEMMs are measured on: operands for one (N, K), the error and the time of a kernel.
 
-Each 128x128 block of the weight has a scale of its own, so that a kernel that takes a wrong scale
-shows. Activations come twice: normal, and with outliers, as checkpoints have them (a few channels
-a hundred times larger, a few hot tokens).
+Each 128x128 block of the weight has its own scale, so that a kernel that reads a wrong scale is
+caught. There are two sets of activations: normal, and with outliers like those of checkpoints (a
+few channels a hundred times larger, a few large tokens).
 """
 
 import statistics
@@ -21,40 +21,38 @@ from sgl_fp8rl.ops.reference import (
 )
 
 Timer = Callable[[Callable[[int], object], int], float]
-"""``timer(run, sets)`` is the time in microseconds of one ``run(i)``, i going round ``sets``."""
+"""``timer(run, sets)``: the time in microseconds of one ``run(i)``, i cycling through ``sets``."""
 
 ROTATED_BYTES = 200 << 20
-"""Weights in rotation: four times the L2 cache of a Hopper card."""
+"""Bytes of rotating weights: four times the L2 cache of a Hopper GPU."""
 CHECKED_ROWS = 64
-"""Rows whose result is compared, evenly spread: of 16384 every 260th."""
+"""Rows that are compared, evenly spread: every 260th of 16384."""
 CHECKED_COLUMNS = 4096
-"""Columns of the reference made at a time, which bounds its memory."""
+"""Columns of the reference computed at a time, to bound its memory."""
 OUTLIER_CHANNELS = 4
 OUTLIER = 100.0
 HOT_TOKENS = 3
 HOT = 30.0
 WARM_UPS = 3
-"""The clock rises again after a compilation, in which the card idled."""
+"""Lets the clock rise again after a compilation, during which the GPU idled."""
 REPLAYS = 10
 GRAPH_US = 1000.0
-"""A graph is made about as long as this, so that its launch does not count."""
+"""Approximate length of a CUDA graph, so that its launch does not matter."""
 
 
 def difference(y_MN: torch.Tensor, reference_MN: torch.Tensor) -> float:
-    """The largest difference of a row's block of 128 columns, where ``difference`` of x and y is
-    ``1 - 2 x.y / (x.x + y.y)`` in FP64.
+    """The maximum of ``1 - 2 x.y / (x.x + y.y)`` in FP64 over blocks of 128 columns of a row.
 
-    That is 1 - cosine where both are as long, and larger where they are not, so a bound on it
-    bounds 1 - cosine, and a wrong scale does not hide. By blocks, since one wrong tile would
-    hardly move the cosine of all, and hot rows would outweigh the others. Infinite where either
-    is NaN.
+    This is 1 - cosine for vectors of equal length and larger otherwise, so a bound on it bounds
+    1 - cosine and catches wrong scales. By blocks, since one wrong tile would hardly change the
+    cosine of the whole, and large rows would outweigh the others. Infinite if either is NaN.
     """
     y, reference = (t.double().unflatten(-1, (-1, BLOCK)) for t in (y_MN, reference_MN))
     lengths = (y * y).sum(-1) + (reference * reference).sum(-1)
-    products = (y * reference).sum(-1)
+    dots = (y * reference).sum(-1)
     both_zero = lengths == 0
     ones = torch.ones_like(lengths)
-    worst = float((1 - torch.where(both_zero, ones, 2 * products / lengths)).amax())
+    worst = float((1 - torch.where(both_zero, ones, 2 * dots / lengths)).amax())
     return worst if worst == worst else float("inf")
 
 
@@ -72,7 +70,7 @@ def random_weight(n: int, k: int, generator: torch.Generator) -> tuple[torch.Ten
 
 
 def random_activations(m: int, k: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """BF16 ``[M, K]``: normal values, and such with outliers."""
+    """BF16 ``[M, K]``: normal values, and values with outliers."""
     normal_MK = _normal((m, k), generator)
     outlier_MK = normal_MK.clone()
     outlier_MK[:, :: max(1, k // OUTLIER_CHANNELS)] *= OUTLIER
@@ -90,19 +88,19 @@ def checked_rows(m: int) -> torch.Tensor:
 
 
 def copies(weight_NK: torch.Tensor) -> int:
-    """How many of this weight are to be in rotation, so that none is read from the L2 cache."""
+    """How many copies of this weight to rotate, so that none is read from the L2 cache."""
     on_cpu = weight_NK.device.type == "cpu"
     return 1 if on_cpu else -(-ROTATED_BYTES // weight_NK.numel())
 
 
 def free_captured(device: torch.device) -> None:
-    """Give back what captured graphs held: each had memory of its own."""
+    """Free the memory of captured graphs; each had its own."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class BenchInputs:
-    """Weights of one (N, K) in rotation, and activations of any M."""
+    """Rotating weights of one (N, K), and activations of any M."""
 
     def __init__(self, n: int, k: int, device: str, timer: Timer, seed: int = 0) -> None:
         self.n, self.k, self._timer = n, k, timer
@@ -114,7 +112,7 @@ class BenchInputs:
         self._references: tuple[int, torch.Tensor, list[torch.Tensor]] | None = None
 
     def activations(self, m: int) -> list[Quantized]:
-        """Codes and scales: of normal values, and of such with outliers."""
+        """Codes and scales of normal values, and of values with outliers."""
         if self._activations is None or self._activations[0] != m:
             self._activations = self._references = None
             free_captured(self._generator.device)
@@ -123,7 +121,7 @@ class BenchInputs:
         return self._activations[1]
 
     def _reference(self, m: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Indices of the rows compared, and their products in FP64, for each activation."""
+        """Indices of the compared rows, and their results in FP64, for each activation."""
         if self._references is None or self._references[0] != m:
             rows = checked_rows(m).to(self._generator.device)
             weight_NK, scales_nk = self.weights[0]
@@ -142,7 +140,7 @@ class BenchInputs:
         return self._references[1], self._references[2]
 
     def error(self, kernel: Kernel, m: int) -> float:
-        """The kernel's :func:`difference` from the product in FP64."""
+        """The kernel's :func:`difference` from the FP64 result."""
         rows, references = self._reference(m)
         worst = 0.0
         for (codes, scales), reference in zip(self.activations(m), references, strict=True):
@@ -151,7 +149,7 @@ class BenchInputs:
         return worst
 
     def time_us(self, kernel: Kernel, m: int) -> float:
-        """Microseconds of one product, launch included, the codes being ready."""
+        """Microseconds of one GEMM including its launch, with codes ready."""
         codes, scales = self.activations(m)[0]
         return self._timer(lambda i: kernel(codes, scales, *self.weights[i]), len(self.weights))
 
@@ -163,7 +161,7 @@ def take_rows(tokens: Quantized, rows: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def cuda_graph_us(run: Callable[[int], object], sets: int) -> float:
-    """Microseconds of one ``run(i)`` inside a CUDA graph, the median of some replays."""
+    """Microseconds of one ``run(i)`` inside a CUDA graph, median of several replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -177,7 +175,7 @@ def cuda_graph_us(run: Callable[[int], object], sets: int) -> float:
     rounds = max(1, min(8, round(GRAPH_US / (start.elapsed_time(end) * 1000))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        # torch.cuda.graph would empty the allocator's cache each time, which takes longer than this
+        # torch.cuda.graph would empty the allocator's cache each time, which takes longer
         graph.capture_begin()
         try:
             for i in range(sets * rounds):

@@ -1,4 +1,4 @@
-"""One choice of kernels for all ranks of an engine: those that differ would sum differently."""
+"""One choice of kernels for all ranks of an engine: different kernels would sum differently."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def broadcast_from_rank0(find: Callable[[], T]) -> T:
-    """What ``find`` returns on rank 0, on every rank; a collective call."""
+    """Return the result of ``find`` on rank 0, on every rank; a collective call."""
     group = compat.get_tp_group()
     found = [find() if group.rank_in_group == 0 else None]
     if group.world_size > 1:

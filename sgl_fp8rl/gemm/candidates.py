@@ -1,14 +1,13 @@
-"""The block-FP8 products that a layer can be given, and what each of them can run.
+"""The block-FP8 GEMM kernels that a layer can use, and the shapes that each supports.
 
-Each computes ``y_MN = dequant(codes_MK) @ dequant(weight_NK).T`` in BF16 from one and the same
-input: codes float8_e4m3fn [M, K] with FP32 scales [M, K/128] in DeepGEMM's layout (strides
-``(1, M rounded up to 4)``). So whoever quantizes does it once, and a layer may change its kernel
-from one M to the next. FlashInfer's GEMM takes BF16 too and then quantizes by another formula; it
-is not used so, since its codes would differ from those of a fused producer and it would launch no
-fewer kernels.
+Each computes ``y_MN = dequant(codes_MK) @ dequant(weight_NK).T`` in BF16 from the same input: codes
+float8_e4m3fn [M, K] with FP32 scales [M, K/128] in DeepGEMM's layout (strides ``(1, M rounded up to
+4)``). So an activation is quantized once, and a layer may switch kernels from one M to the next.
+FlashInfer's GEMM also takes BF16, but then quantizes by another formula: its codes would differ
+from those of a fused producer, and it would not save a launch.
 
-A stream-K kernel of ours in Triton was among them; measured on an H200 (docs/performance.md) it was
-slower than DeepGEMM from 4 rows on, and below that than FlashInfer's. It is gone.
+A stream-K kernel in Triton was removed: on an H200 (docs/performance.md) DeepGEMM was faster from 4
+rows on, and FlashInfer below that.
 
 Shape suffixes as in ``ops.reference``.
 """
@@ -25,25 +24,25 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.ops.reference import BLOCK
 
 Config = Mapping[str, Any]
-"""What a kernel is told beside its operands; empty where there is nothing to choose."""
+"""Parameters of a kernel beside its operands; empty if there is nothing to choose."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``kernel(codes_MK, scales_Mk, weight_NK, scales_nk)`` returns a new BF16 ``y_MN``."""
 
 STOCK = "deep_gemm"
-"""What SGLang itself runs on Hopper."""
+"""The kernel that SGLang itself runs on Hopper."""
 FLASHINFER = "flashinfer_sm90"
 SPLITS = (2, 3, 4)
 MIN_SPLIT = 1024
-"""Fewer columns than this leave most of the card idle."""
+"""Fewer columns leave most of the GPU idle."""
 MAX_ROWS = 2048
-"""Above it a product is bound by the tensor cores, so that only whole libraries are measured:
-parts have no other tiles than the whole, and Triton's kernels leave warps without a specialty."""
+"""Above it a GEMM is bound by the tensor cores, so only whole libraries are measured: splitting N
+does not change the tiles, and Triton's kernels are not warp-specialized."""
 
 
-TOO_MANY_ROWS = f"it is for {MAX_ROWS} rows at most"
+TOO_MANY_ROWS = f"it takes at most {MAX_ROWS} rows"
 MAX_ROWS_OF_FLASHINFER = 256
-"""It compiles N, K and a tile that depends on M into each kernel, for seconds, at its first call:
-nothing to meet in a prefill, whose M may be any."""
+"""It compiles N, K and a tile that depends on M into each kernel, which takes seconds at the first
+call: too slow for a prefill, whose M can be anything."""
 
 
 def _one_config(_n: int, _k: int, _m: int) -> list[Config]:
@@ -52,21 +51,21 @@ def _one_config(_n: int, _k: int, _m: int) -> list[Config]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the product."""
+    """One way to compute the GEMM."""
 
     name: str
     why_not: Callable[[int, int, int], str | None]
-    """``why_not(N, K, M)``: why it cannot run this, or None if it can."""
+    """``why_not(N, K, M)``: why it cannot run this shape, or None if it can."""
     bind: Callable[[Config], Kernel]
-    """The kernel with a config; raises TypeError or ValueError where the config is not its own."""
+    """The kernel with a config; raises TypeError or ValueError for an unknown config."""
     configs: Callable[[int, int, int], list[Config]] = _one_config
-    """``configs(N, K, M)``: those worth measuring, the likeliest first."""
+    """``configs(N, K, M)``: the configs worth measuring, most promising first."""
 
 
 def _bind_plain(name: str, kernel: Kernel) -> Callable[[Config], Kernel]:
     def bind(config: Config) -> Kernel:
         if config:
-            raise ValueError(f"{name} has no config, but was given {dict(config)}")
+            raise ValueError(f"{name} takes no config, but got {dict(config)}")
         return kernel
 
     return bind
@@ -76,8 +75,9 @@ def _bind_plain(name: str, kernel: Kernel) -> Callable[[Config], Kernel]:
 
 
 def _not_deep_gemm(n: int, k: int, _m: int) -> str | None:
-    # SGLang's own conditions; the rest it hands to Triton
-    return None if n % 64 == 0 and k % BLOCK == 0 else "N is no multiple of 64, or K none of 128"
+    # SGLang's own conditions; it runs Triton otherwise
+    fits = n % 64 == 0 and k % BLOCK == 0
+    return None if fits else "N is not a multiple of 64, or K not of 128"
 
 
 def _deep_gemm(
@@ -92,21 +92,21 @@ def _deep_gemm(
 
 
 def split_bounds(n: int, splits: int) -> list[int]:
-    """Where N is cut into ``splits`` that are as equal as blocks of 128 allow, both ends included.
+    """The bounds of ``splits`` parts of N, as equal as blocks of 128 allow, from 0 to N.
 
     Raises:
-        ValueError: there are not that many whole blocks.
+        ValueError: N has fewer blocks than that.
     """
     blocks = n // BLOCK
     if n % BLOCK or not 2 <= splits <= blocks:
-        raise ValueError(f"N = {n} cannot be cut into {splits} parts of whole blocks of {BLOCK}")
+        raise ValueError(f"N = {n} cannot be split into {splits} parts of whole blocks of {BLOCK}")
     return [split * blocks // splits * BLOCK for split in range(splits + 1)]
 
 
 def _bind_split_n(config: Config) -> Kernel:
     splits = int(config["parts"])
     if set(config) != {"parts"} or splits < 2:
-        raise ValueError(f"deep_gemm_split_n takes parts of 2 or more, not {dict(config)}")
+        raise ValueError(f"deep_gemm_split_n takes 2 parts or more, not {dict(config)}")
 
     def kernel(
         codes_MK: torch.Tensor,
@@ -120,9 +120,9 @@ def _bind_split_n(config: Config) -> Kernel:
         out_MN = codes_MK.new_empty((codes_MK.shape[0], n), dtype=torch.bfloat16)
         bounds = split_bounds(n, splits)
         for begin, end in pairwise(bounds):
-            # DeepGEMM stores through a TMA descriptor that has the row stride of the result, so
-            # columns of one result may be written by one call each. Not through SGLang, which would
-            # compile all M for a shape that runs at a few.
+            # DeepGEMM stores through a TMA descriptor with the row stride of the result, so one
+            # call can write some of its columns. Not through SGLang, which would compile all M for
+            # a shape that runs at a few.
             deep_gemm.fp8_gemm_nt(
                 (codes_MK, scales_Mk),
                 (weight_NK[begin:end], scales_nk[begin // BLOCK : end // BLOCK]),
@@ -135,7 +135,7 @@ def _bind_split_n(config: Config) -> Kernel:
 
 def _not_split_n(n: int, k: int, m: int) -> str | None:
     if n % BLOCK or n < 2 * MIN_SPLIT:
-        return f"N is no multiple of {BLOCK}, or too small to be cut"
+        return f"N is not a multiple of {BLOCK}, or too small to split"
     if m > MAX_ROWS:
         return TOO_MANY_ROWS
     return _not_deep_gemm(n, k, m)
@@ -153,8 +153,8 @@ def _flashinfer_runner() -> tuple[Any, torch.Tensor]:
     from flashinfer.gemm.gemm_base import get_fp8_blockscale_gemm_runner_sm90
 
     runner = get_fp8_blockscale_gemm_runner_sm90()
-    # It wants an address and does not use it where both operands are FP8. FlashInfer's own call
-    # takes as much as the weight in BF16 would need, for each product.
+    # It wants an address and does not use it if both operands are FP8. FlashInfer's own call would
+    # allocate as much as the weight in BF16, for each GEMM.
     workspace = torch.empty(16, dtype=torch.uint8, device="cuda")
     runner.configure_workspace(workspace)
     return runner, workspace
@@ -162,9 +162,9 @@ def _flashinfer_runner() -> tuple[Any, torch.Tensor]:
 
 def _not_flashinfer(n: int, k: int, m: int) -> str | None:
     if n % 64 or k % BLOCK:
-        return "N is no multiple of 64, or K none of 128"
+        return "N is not a multiple of 64, or K not of 128"
     in_range = 1 <= m <= MAX_ROWS_OF_FLASHINFER
-    return None if in_range else f"it is for 1 to {MAX_ROWS_OF_FLASHINFER} rows"
+    return None if in_range else f"it takes 1 to {MAX_ROWS_OF_FLASHINFER} rows"
 
 
 def _flashinfer(
@@ -174,14 +174,14 @@ def _flashinfer(
     scales_nk: torch.Tensor,
 ) -> torch.Tensor:
     out_MN = codes_MK.new_empty((codes_MK.shape[0], weight_NK.shape[0]), dtype=torch.bfloat16)
-    # reads the activation's scales as DeepGEMM does: column-major, rows rounded up to 4
+    # reads the activation's scales like DeepGEMM: column-major, rows rounded up to 4
     runner, _ = _flashinfer_runner()
     runner.run_gemm(codes_MK, weight_NK, out_MN, scales_Mk, scales_nk)
     return out_MN
 
 
 def flashinfer_is_built() -> bool:
-    """Whether FlashInfer has this GEMM compiled; its first use builds it for a minute or more."""
+    """Whether FlashInfer's GEMM is compiled; its first use builds it for a minute or more."""
     try:
         from flashinfer.jit.gemm import gen_fp8_blockscale_gemm_sm90_module
     except ImportError:
@@ -206,7 +206,7 @@ def _triton(
 
 def _not_triton(n: int, k: int, m: int) -> str | None:
     if n % BLOCK or k % BLOCK:
-        return "N or K is no multiple of 128"
+        return "N or K is not a multiple of 128"
     return TOO_MANY_ROWS if m > MAX_ROWS else None
 
 
@@ -219,4 +219,4 @@ CANDIDATES = {
         Candidate("triton", _not_triton, _bind_plain("triton", _triton)),
     )
 }
-"""By name, the stock choice first, then by how soon a quick tune should come to them."""
+"""Candidates by name: the stock choice, then in the order of a quick tune."""

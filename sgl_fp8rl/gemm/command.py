@@ -1,4 +1,4 @@
-"""``sgl-fp8rl tune``: measure all batch sizes of a model's FP8 layers on this card."""
+"""``sgl-fp8rl tune``: measure all batch sizes of a model's FP8 layers on this GPU."""
 
 import sys
 from collections import Counter
@@ -47,17 +47,17 @@ def run(shapes: Sequence[Shape], experts: Sequence[ExpertShape], folder: str) ->
         tiles = tune_experts(experts, machine, folder, faults)
         print(render_experts(tiles, copy_bytes_per_us()))
     for fault, times in faults.most_common():
-        print(f"passed over {times} times: {fault}")
+        print(f"skipped {times} times: {fault}")
     print("\nkept in " + " and ".join(map(str, paths)))
 
 
 def tune_linears(
     shapes: Sequence[Shape], machine: Machine, folder: str, faults: Counter[str]
 ) -> Table:
-    """Measure and keep one shape after the other; what was passed over is added to ``faults``."""
+    """Measure and save one shape after the other; ``faults`` counts what was skipped."""
     files = table.FILES
     path = files.path(machine, folder)
-    files.save(path, machine, files.own(machine, folder))  # told now, not when all is measured
+    files.save(path, machine, files.own(machine, folder))  # fails now, not after measuring
     attempts_of = {shape: list_attempts(shape, rows_of(BUCKETS)) for shape in shapes}
     tuned: Table = {}
     with compiling_only_what_runs(), _bar(sum(map(len, attempts_of.values()))) as bar:
@@ -72,7 +72,7 @@ def tune_linears(
 def tune_experts(
     shapes: Sequence[ExpertShape], machine: Machine, folder: str, faults: Counter[str]
 ) -> expert_tiles.Table:
-    """Measure and keep one M after the other; those to come stay as an engine has them now."""
+    """Measure and save one M after the other; the rest keep what an engine uses now."""
     files = expert_tiles.FILES
     path = files.path(machine, folder)
     files.save(path, machine, files.own(machine, folder))
@@ -105,7 +105,7 @@ def _bar(total: int) -> tqdm:
 def _watched(
     measurements: Iterable[Measurement], bar: tqdm, faults: Counter[str]
 ) -> list[Measurement]:
-    """All of them, each shown on the bar as it comes."""
+    """Collect the measurements, and advance the progress bar with each."""
     seen = []
     for measurement in measurements:
         seen.append(measurement)
@@ -148,7 +148,7 @@ def _row(shape: str, entry: Entry | Pair, floor_us: float, kernel: str) -> tuple
 
 
 def floor_bytes(shape: ExpertShape, m: int) -> float:
-    """What both products of M tokens must read and write, where all experts are alike likely."""
+    """Bytes that both GEMMs of M tokens must read and write, if all experts are equally likely."""
     E, H, I, T = shape  # noqa: E741
     experts = E * (1 - (1 - T / E) ** m)
     of_row = 2 * 2 * I + I + 2 * H  # gate_up in BF16, codes of its SiLU, down in BF16
@@ -171,9 +171,9 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def copy_bytes_per_us() -> float:
-    """Bytes that a kernel on this card reads and writes in a microsecond.
+    """Bytes that a kernel on this GPU reads and writes per microsecond.
 
-    No plain copy: inside a CUDA graph that ran at 2.8 of an H200's 4.2 TB/s.
+    A plain copy would not do: inside a CUDA graph it ran at 2.8 of an H200's 4.2 TB/s.
     """
     source = torch.empty(COPIED_BYTES // 8, dtype=torch.int64, device="cuda")
     target = torch.empty_like(source)

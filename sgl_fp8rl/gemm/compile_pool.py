@@ -1,4 +1,4 @@
-"""Processes that compile kernels on one GPU side by side, each into the cache of all."""
+"""Compile kernels in parallel processes on one GPU, into a shared cache."""
 
 import json
 import os
@@ -17,11 +17,11 @@ TIMEOUT_S = 300.0
 
 
 def process_limit(tasks: int, bytes_each: int, device: int) -> int:
-    """As many processes as there are cores, within half of the device's free memory.
+    """How many processes to start: one per core, within half of the device's free memory.
 
     Args:
-        tasks: no more processes than these.
-        bytes_each: device memory of the tensors of one.
+        tasks: upper bound of the number.
+        bytes_each: device memory for the tensors of one process.
     """
     cores = len(os.sched_getaffinity(0))
     free, _ = torch.cuda.mem_get_info(device)
@@ -29,12 +29,12 @@ def process_limit(tasks: int, bytes_each: int, device: int) -> int:
 
 
 def run_shares(module: str, shares: Sequence[Any]) -> str | None:
-    """Run ``python -m module SHARE`` for each share, in JSON, all side by side.
+    """Run ``python -m module SHARE`` in parallel for each share, in JSON.
 
     Returns:
-        What one that failed said last, or None.
+        The last line of output of a process that failed, or None.
     """
-    # the children import what this process does, wherever it found that
+    # the children import from the same paths as this process
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     deadline = time.monotonic() + TIMEOUT_S
     children: list[subprocess.Popen[str]] = []

@@ -1,7 +1,7 @@
-"""The product of one FP8 linear layer: which kernel runs for the rows of this batch.
+"""The GEMM of one FP8 linear layer: select the kernel by the number of rows.
 
-What a layer may run is made once, at start (``startup``); a call looks M up among the bounds.
-So a captured CUDA graph and an eager call with as many rows run the same kernel.
+A layer's kernels are set once, at start (``startup``); a call looks up M. So a captured CUDA graph
+and an eager call with the same number of rows run the same kernel.
 """
 
 from bisect import bisect_left
@@ -18,16 +18,16 @@ from sgl_fp8rl.ops.activation import Quantized, attached
 
 @dataclass(frozen=True)
 class Choices:
-    """Kernels by the rows of a batch."""
+    """Kernels by number of rows."""
 
     bounds: tuple[int, ...]
-    """Ascending; the kernel of the same index runs up to and with this M."""
+    """Ascending; the kernel at the same index runs up to this M, inclusive."""
     kernels: tuple[Kernel, ...]
-    """One more than there are bounds: the last runs above them all."""
+    """One more than the bounds: the last runs above them."""
 
     @classmethod
     def of(cls, entries: Sequence[Entry]) -> "Choices":
-        """Bind the entries of one shape; above them the stock choice runs."""
+        """Bind the entries of one shape; the stock choice runs above them."""
         stock = CANDIDATES[STOCK].bind({})
         kernels = (CANDIDATES[entry.kernel].bind(entry.config) for entry in entries)
         return cls(tuple(entry.m for entry in entries), (*kernels, stock))
@@ -38,12 +38,12 @@ class Choices:
 
 
 def quantized(x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
-    """Codes and scales of ``x``, which is ``x_MK`` too: those its producer attached, if they fit.
+    """Codes and scales of ``x`` (``x_MK`` is a view of it): those that its producer attached.
 
-    Anything that makes a new tensor of ``x`` loses them, and they are made here.
+    If they are missing, since ``x`` is a new tensor, or do not match, quantize ``x_MK`` here.
 
     Args:
-        by_row: how the scales are to lie (``Quantized``).
+        by_row: layout of the scales (``Quantized``).
     """
     ready = attached(x)
     if ready is not None and (ready.codes_MK.shape, ready.is_by_row) == (x_MK.shape, by_row):

@@ -1,9 +1,9 @@
-"""What tiles of experts are judged on: the error and the time of each product of one shape.
+"""Inputs that tiles of experts are measured on: the error and the time of each GEMM of one shape.
 
-As for linears (``bench_inputs``), activations come twice, normal and with outliers. Routes are
-drawn as a trained router balances them: each token takes T experts, all alike likely.
+As for linears (``bench_inputs``), there are normal activations and some with outliers. Routes are
+balanced as by a trained router: each token takes T experts, all equally likely.
 
-Shape suffixes: M tokens, T experts a token, R = M * T rows, N x K the weight of one expert.
+Shape suffixes: M tokens, T experts per token, R = M * T rows, N x K the weight of one expert.
 """
 
 import torch
@@ -30,13 +30,13 @@ GEMMS = ("gate_up", "down")
 
 
 def bench_input_bytes(shape: ExpertShape) -> int:
-    """Device memory that ``ExpertBenchInputs`` take at most: weights, also while they are made."""
+    """Limit of the device memory of ``ExpertBenchInputs``, also while weights are generated."""
     codes = 3 * shape.experts * shape.hidden * shape.intermediate
     return 4 * codes + 2 * ROTATED_BYTES
 
 
 class Weights:
-    """The weights of one product of all experts, in rotation."""
+    """Rotating weights of one GEMM of all experts."""
 
     def __init__(self, experts: int, n: int, k: int, generator: torch.Generator) -> None:
         codes, scales = random_weight(experts * n, k, generator)
@@ -47,7 +47,7 @@ class Weights:
 
 
 class Batch:
-    """M tokens: what is multiplied, and several routings in rotation."""
+    """The activations of M tokens, and several rotating routings."""
 
     def __init__(self, shape: ExpertShape, m: int, routings: int, random: torch.Generator) -> None:
         E, H, I, T = shape  # noqa: E741
@@ -63,7 +63,7 @@ class Batch:
             weights_MT = chosen.values / chosen.values.sum(-1, keepdim=True)
             self.routings.append((weights_MT, chosen.indices.int()))
         self.rows = checked_rows(m * T).to(random.device)
-        """Indices of those that are compared."""
+        """Indices of the rows that are compared."""
         self.references: dict[str, list[torch.Tensor]] = {}
 
 
@@ -91,18 +91,18 @@ class ExpertBenchInputs:
         return self._batch
 
     def error(self, name: str, config: Config, m: int) -> float:
-        """The product's ``bench_inputs.difference`` from that in FP64."""
+        """The ``bench_inputs.difference`` of the GEMM from the FP64 result."""
         batch = self._of(m)
         routes = self._routes(batch, 0, config["BLOCK_SIZE_M"])
         worst = 0.0
         for tokens, reference in zip(batch.tokens[name], self._references(name, m), strict=True):
-            out_RN = self._out(name, m).fill_(torch.nan)  # what is not written shows
+            out_RN = self._out(name, m).fill_(torch.nan)  # catches unwritten elements
             self._run(name, config, 0, tokens, routes, out_RN)
             worst = max(worst, difference(out_RN[batch.rows], reference))
         return worst
 
     def time_us(self, name: str, config: Config, m: int) -> float:
-        """Microseconds of one product, launch included, routes and codes being ready."""
+        """Microseconds of one GEMM including its launch, with routes and codes ready."""
         batch = self._of(m)
         sets = range(len(batch.routings))
         routes = [self._routes(batch, i, config["BLOCK_SIZE_M"]) for i in sets]
@@ -141,7 +141,7 @@ class ExpertBenchInputs:
         expert_gemm(tokens, *weight, out_RN, routes, self._rows_of_token(name), config)
 
     def _references(self, name: str, m: int) -> list[torch.Tensor]:
-        """The rows compared, in FP64, for each activation."""
+        """The compared rows in FP64, for each activation."""
         batch = self._of(m)
         if name not in batch.references:
             weights_MT, ids_MT = batch.routings[0]

@@ -1,8 +1,8 @@
-"""Triton's tiles for experts: for each shape those of both products, by the tokens of a batch.
+"""Triton tiles for experts: both GEMMs of each shape, by the number of tokens.
 
-The user's own (``sgl-fp8rl tune``) go before those that come with the package, and these before
-SGLang's. What a layer takes is read once, at start (``startup_experts``), so that a captured
-CUDA graph and an eager call with as many tokens run the same kernels.
+The user's own tiles (``sgl-fp8rl tune``) take precedence over those that ship with the package, and
+these over SGLang's. They are read once, at start (``startup_experts``), so that a captured CUDA
+graph and an eager call with the same number of tokens run the same kernels.
 """
 
 import os
@@ -22,11 +22,11 @@ BLOCK_SHAPE = [BLOCK, BLOCK]
 SHIPPED = Path(__file__).parent / "tiles"
 SIZES = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
 OPTIONS = {*SIZES, "num_warps", "num_stages", "num_ctas", "USE_TMA"}
-"""What tiles are made of; ``USE_TMA`` says that weights are loaded through a TMA descriptor."""
+"""Keys of a tile; ``USE_TMA``: weights are loaded through a TMA descriptor."""
 
 
 class ExpertShape(NamedTuple):
-    """Experts as this rank holds them."""
+    """The shape of the experts on this rank."""
 
     experts: int
     hidden: int
@@ -37,34 +37,34 @@ class ExpertShape(NamedTuple):
 
     @classmethod
     def of(cls, w2_shape: Sequence[int], top_k: int) -> "ExpertShape":
-        """By the weight of the second product, ``[E, H, I]``."""
+        """From the shape of the second GEMM's weight, ``[E, H, I]``."""
         E, H, I = w2_shape  # noqa: E741
         return cls(E, H, I, top_k)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The tiles of both products for batches of about ``m`` tokens."""
+    """The tiles of both GEMMs for batches of about ``m`` tokens."""
 
     m: int
     up: Config
     """Of gate_up."""
     down: Config
     us: float | None = None
-    """Microseconds of both products and of the sort of routes before them; None: not known."""
+    """Microseconds of both GEMMs and of the sort before them; None if unknown."""
     stock_us: float | None = None
     """The same with the tiles that SGLang takes."""
 
     def __post_init__(self) -> None:
         for config in (self.up, self.down):
             if not set(SIZES) <= set(config) <= OPTIONS:
-                raise ValueError(f"{dict(config)} are no tiles of this version")
+                raise ValueError(f"{dict(config)} are not tiles of this version")
             if not all(isinstance(value, int) and value >= 0 for value in config.values()):
-                raise ValueError(f"{dict(config)} are no tiles: each is a whole number")
+                raise ValueError(f"{dict(config)} are not tiles: values must be integers")
             if min(config[name] for name in SIZES) < 1 or BLOCK % config["BLOCK_SIZE_K"]:
-                raise ValueError(f"{dict(config)} does not cut blocks of {BLOCK} channels")
+                raise ValueError(f"{dict(config)} does not divide blocks of {BLOCK} channels")
         if self.up["BLOCK_SIZE_M"] != self.down["BLOCK_SIZE_M"]:
-            raise ValueError("its two products do not share BLOCK_SIZE_M, by which rows are sorted")
+            raise ValueError("its two GEMMs do not share BLOCK_SIZE_M, by which rows are sorted")
 
 
 Table = dict[ExpertShape, list[Pair]]
@@ -80,26 +80,26 @@ FILES = Files("experts", _shape, Pair)
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of one shape; of all pairs the one with the nearest ``m``, as SGLang picks."""
+    """The tiles of one shape: the pair with the nearest ``m``, as SGLang selects."""
 
     bounds: tuple[int, ...]
-    """Ascending; the pair of the same index is taken up to and with this many tokens."""
+    """Ascending; the pair at the same index is used up to this number of tokens, inclusive."""
     pairs: tuple[tuple[Config, Config], ...]
-    """One more than there are bounds."""
+    """One more than the bounds."""
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Tiles":
-        """Those of a table, at least one."""
+        """From the pairs of a table, at least one."""
         bounds = ((first.m + second.m) // 2 for first, second in pairwise(pairs))
         return cls(tuple(bounds), tuple((pair.up, pair.down) for pair in pairs))
 
     def at(self, M: int) -> tuple[Config, Config]:
-        """Those of gate_up and of down for M tokens."""
+        """The tiles of gate_up and of down for M tokens."""
         return self.pairs[bisect_left(self.bounds, M)]
 
 
 def stock(shape: ExpertShape, M: int) -> tuple[Config, Config]:
-    """The tiles that SGLang takes for the two products of M tokens; of one ``BLOCK_SIZE_M``."""
+    """SGLang's tiles for the two GEMMs of M tokens; they share ``BLOCK_SIZE_M``."""
     E, H, I, T = shape  # noqa: E741
     up, (down, _) = compat.try_get_optimal_moe_config(
         (E, 2 * I, H),
@@ -114,24 +114,24 @@ def stock(shape: ExpertShape, M: int) -> tuple[Config, Config]:
 
 
 def _in_one_block(config: Config) -> Config:
-    """The same tiles with no more channels than have one scale.
+    """The same tiles, limited to the channels that share one scale.
 
-    SGLang's kernel takes the first of two scales for both, and one of the files that come with
+    SGLang's kernel applies the first of two scales to both halves of a larger tile, and a file of
     0.5.17 and 0.5.23 has such tiles (512 experts of 256 channels on an H100).
     """
     return config if config["BLOCK_SIZE_K"] <= BLOCK else {**config, "BLOCK_SIZE_K": BLOCK}
 
 
 def tiles(measured: Tiles | None, shape: ExpertShape, M: int) -> tuple[Config, Config]:
-    """The tiles for the two products of M tokens: those measured, else what SGLang takes."""
+    """The tiles for the two GEMMs of M tokens: measured ones, else SGLang's."""
     return measured.at(M) if measured else stock(shape, M)
 
 
 def find(shapes: Sequence[ExpertShape], machine: Machine, folder: str) -> dict[ExpertShape, Tiles]:
-    """What is known of ``shapes``: the user's own, else what comes with the package.
+    """The tiles of ``shapes`` from the user's table, else from the one that ships with the package.
 
-    Nothing where the user named a folder of such tiles to SGLang, and for deterministic runs, whose
-    tiles must not change with M.
+    Empty if the user gave SGLang a folder of tiles, and for deterministic runs, whose tiles must
+    not change with M.
 
     Args:
         folder: the tune cache.

@@ -1,7 +1,7 @@
-"""Measure which of Triton's tiles are fastest for the two products of experts.
+"""Measure which Triton tiles are fastest for the two GEMMs of experts.
 
-Both products read the same sorted rows, so they share ``BLOCK_SIZE_M``: what is compared is their
-sum and that of the sort. What they are to beat are the tiles that SGLang takes.
+Both GEMMs read the same sorted rows, so they share ``BLOCK_SIZE_M``: the sum of their times and
+that of the sort is compared with that of SGLang's tiles.
 """
 
 import json
@@ -23,24 +23,24 @@ from sgl_fp8rl.ops.reference import BLOCK
 logger = logging.getLogger(__name__)
 
 TOKENS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192, 16384)
-"""M that are measured, as far as experts run by tiles."""
+"""M to measure, as far as experts run with tiles."""
 TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     16: ((64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
     32: ((64, 4, 4), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
     64: ((64, 4, 4), (128, 4, 3), (128, 4, 4), (256, 8, 3)),
     128: ((128, 4, 3), (128, 8, 3), (256, 8, 3)),
 }
-"""By ``BLOCK_SIZE_M``: ``BLOCK_SIZE_N``, warps and stages that are worth measuring."""
+"""By ``BLOCK_SIZE_M``: ``BLOCK_SIZE_N``, warps and stages worth measuring."""
 NEAR = 4
-"""``BLOCK_SIZE_M`` within this factor of the rows of an expert are measured."""
+"""``BLOCK_SIZE_M`` within this factor of the rows per expert are measured."""
 GROUPS = (1, 16)
 ALIGN = "align"
-"""The kernel that sorts, as a measurement's name."""
+"""Name of the sort kernel in measurements."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Tiles of one product, or the sort for tiles of some rows, to be measured with M tokens."""
+    """Tiles of one GEMM, or the sort for a ``BLOCK_SIZE_M``, to measure with M tokens."""
 
     m: int
     kernel: str
@@ -48,13 +48,13 @@ class Attempt:
 
 
 def tokens_of(shape: ExpertShape) -> list[int]:
-    """The M that are measured: up to where ``grouped_experts`` takes over."""
+    """The M to measure: up to where ``grouped_experts`` takes over."""
     least = -(-ROWS_OF_EXPERT * shape.experts // shape.top_k)
     return [*(m for m in TOKENS if m < least), least]
 
 
 def candidates(shape: ExpertShape, m: int) -> list[Config]:
-    """The tiles worth measuring, all of which load weights through a TMA descriptor."""
+    """The tiles worth measuring; all load weights through a TMA descriptor."""
     smallest = min(TILES)
     rows = max(round(m * shape.top_k / shape.experts), smallest // NEAR)
     return [
@@ -75,7 +75,7 @@ def candidates(shape: ExpertShape, m: int) -> list[Config]:
 
 
 def list_attempts(shape: ExpertShape, m: int) -> list[Attempt]:
-    """All that is measured with M tokens, SGLang's choice first."""
+    """All attempts with M tokens, SGLang's choice first."""
     attempts = []
     for kernel, first in zip(GEMMS, stock(shape, m), strict=True):
         configs = [first, *(config for config in candidates(shape, m) if config != first)]
@@ -103,9 +103,9 @@ def _measure(inputs: ExpertBenchInputs, m: int, kernel: str, config: Config) -> 
 
 
 def pick(measurements: Iterable[Measurement], m: int, first: tuple[Config, Config]) -> Pair:
-    """The fastest tiles that share ``BLOCK_SIZE_M``; SGLang's, ``first``, unless these are beaten.
+    """The fastest tiles that share ``BLOCK_SIZE_M``, or SGLang's, ``first``, if none is faster.
 
-    Where SGLang's compute wrongly or not at all, they are beaten by any that do.
+    If SGLang's tiles fail or are inaccurate, any accurate tiles win.
 
     Args:
         measurements: all with M tokens.
@@ -127,14 +127,14 @@ def pick(measurements: Iterable[Measurement], m: int, first: tuple[Config, Confi
 
 
 def _align(choice: Choice) -> Choice:
-    """The sort that a product with these tiles needs."""
+    """The sort that a GEMM with these tiles needs."""
     return choice_of(ALIGN, {"BLOCK_SIZE_M": dict(choice[1])["BLOCK_SIZE_M"]})
 
 
 def compile_ahead(shape: ExpertShape, attempts: Iterable[Attempt]) -> None:
-    """Fill Triton's cache from several processes, which else takes longer than all measuring.
+    """Fill Triton's cache from several processes; one alone takes longer than all measuring.
 
-    One that fails costs time only: what is missing is compiled when it is measured.
+    A failure costs only time: the missing kernels are compiled when they are measured.
     """
     rows: dict[Choice, list[int]] = defaultdict(list)
     for attempt in attempts:
@@ -147,11 +147,11 @@ def compile_ahead(shape: ExpertShape, attempts: Iterable[Attempt]) -> None:
     shares = [[shape, tasks[index::processes]] for index in range(processes)]
     failure = run_shares(__name__, shares)
     if failure is not None:
-        logger.warning("Tiles are compiled one after the other, not side by side: %s", failure)
+        logger.warning("Tiles are compiled one by one, not in parallel: %s", failure)
 
 
 def compile_share(shape: ExpertShape, tasks: Iterable[tuple[str, Config, list[int]]]) -> None:
-    """What one process does: run each kernel at each M, as a divisor of 16 may compile anew."""
+    """Run each kernel at each M in one process; Triton recompiles if M is divisible by 16."""
 
     def once(run: Callable[[int], object], _sets: int) -> float:
         run(0)

@@ -1,15 +1,15 @@
-"""Block-FP8 experts, quantized by what makes each activation.
+"""Block-FP8 experts whose activations are quantized by their producers.
 
-Large batches go to DeepGEMM (``grouped_experts``), all others to SGLang's own Triton kernel.
+Large batches run on DeepGEMM (``grouped_experts``), all others on SGLang's own Triton kernel.
 
-SGLang quantizes inside each of the two products, in a launch of its own. Here the codes of the
-first come from the norm before the experts (``fusion``) and those of the second from the SiLU, so
-a layer launches two kernels less and ``silu(gate) * up`` is never stored in BF16. Routing, both
-products and the sum over a token's experts are SGLang's; with its tiles so are the bytes (for few
-tokens SGLang sums by a kernel that Triton compiled; here one of its CUDA kernels sums them all).
+SGLang quantizes before each of the two GEMMs, in a separate launch. Here the codes of the first
+come from the norm before the experts (``fusion``) and those of the second from the SiLU, so a layer
+launches two kernels fewer and never stores ``silu(gate) * up`` in BF16. Routing, both GEMMs and the
+sum over a token's experts are SGLang's; with its tiles the bytes are identical (for few tokens
+SGLang sums with a Triton kernel; here its CUDA kernel sums all batches).
 
-Shape suffixes: M tokens, T experts a token, H hidden, I channels of each half of gate_up; R = M * T
-rows, one for each token and expert.
+Shape suffixes: M tokens, T experts per token, H hidden, I channels of each half of gate_up; R =
+M * T rows, one for each token and expert.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from sgl_fp8rl.ops.activation import Quantized, detach
 
 
 def takes_codes(layer: Any) -> bool:
-    """Whether the experts of ``layer`` (SGLang's ``FusedMoE``) run here, for most batches."""
+    """Whether the experts of ``layer`` (SGLang's ``FusedMoE``) run here for most batches."""
     config = layer.moe_runner_config
     runner = getattr(layer.quant_method, "runner", None)
     modifiers = ("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")
@@ -40,15 +40,15 @@ def takes_codes(layer: Any) -> bool:
         and not config.apply_router_weight_on_input
         and not config.no_combine
         and not getattr(config, "silu_mul_keep_fp32", False)  # a newer SGLang's
-        and (config.top_k or 0) > 2  # fewer are not summed by a kernel; some models do not say
+        and (config.top_k or 0) > 2  # the sum kernel takes more than 2; None for some models
         and getattr(layer, "w13_weight_bias", None) is None
         and not compat.get_exec().moe.enable_fused_moe_sum_all_reduce
-        and not compat.get_exec().comm.enable_symm_mem  # the sum would go to memory of its own
+        and not compat.get_exec().comm.enable_symm_mem  # the sum would need special memory
     )
 
 
 def fits(x_MH: torch.Tensor) -> bool:
-    """Whether the kernels take this batch."""
+    """Whether the kernels support this batch."""
     return (
         not torch.compiler.is_compiling()
         and x_MH.dtype == torch.bfloat16
@@ -63,13 +63,13 @@ def experts(
     """The weighted sum of each token's experts.
 
     Args:
-        layer: for which ``takes_codes`` holds.
-        x_MH: for which ``fits`` holds.
+        layer: one that ``takes_codes``.
+        x_MH: one that ``fits``.
         topk_weights_MT: FP32.
         topk_ids_MT: int32.
 
     Returns:
-        BF16 ``[M, H]``: x itself where SGLang's layer works in place.
+        BF16 ``[M, H]``: x itself if SGLang's layer works in place.
     """
     config = layer.moe_runner_config
     tokens = quantized(x_MH, x_MH, by_row=True)
@@ -106,7 +106,7 @@ def _tiled_experts(
     gate_up_R2I = out_MH.new_empty((M * T, w13.shape[1]))
     expert_gemm(tokens, w13, layer.w13_weight_scale_inv, gate_up_R2I, routes, T, up_tiles)
     hidden = silu_mul_codes(gate_up_R2I, by_row=True)
-    del gate_up_R2I  # most of the memory of a prefill; what follows may have it
+    del gate_up_R2I  # most of a prefill's memory; free it for what follows
     down_MTH = out_MH.new_empty((M, T, w2.shape[1]))
     expert_gemm(hidden, w2, layer.w2_weight_scale_inv, down_MTH, routes, 1, down_tiles)
     moe_sum_reduce(down_MTH, out_MH, factor)
@@ -122,7 +122,7 @@ def expert_gemm(
     rows_of_token: int,
     config: Mapping[str, Any],
 ) -> None:
-    """Each row of ``a`` times its experts, into ``out``; of the second product, weighted.
+    """Multiply each row of ``a`` by its experts into ``out``; the second GEMM applies the weights.
 
     Args:
         rows_of_token: how many rows of ``out`` read one row of ``a``.

@@ -1,8 +1,8 @@
-"""Experts of large batches by DeepGEMM's grouped product, over rows sorted by expert.
+"""Experts of large batches with DeepGEMM's grouped GEMM, over rows sorted by expert.
 
-SGLang's Triton kernel gathers rows while it multiplies, which suits a decode step, where weights
-are what is read. Where arithmetic bounds it DeepGEMM is faster by more than the copy costs. SGLang
-has such a runner too, whose sort and scales are launches of their own, and for all batches or none.
+SGLang's Triton kernel gathers rows while it multiplies, which suits a decode step bound by reading
+weights. If arithmetic is the bound, DeepGEMM gains more than the copy costs. SGLang has such a
+runner too, with separate launches for sort and scales, and for all batches or none.
 
 Shape suffixes as in ``ops.expert_rows``; E experts, I channels of each half of gate_up.
 """
@@ -17,7 +17,7 @@ from sgl_fp8rl.ops.expert_rows import Places, empty_rows
 from sgl_fp8rl.ops.reference import BLOCK
 
 ROWS_OF_EXPERT = 256
-"""Rows that an expert must have on average; with 128 an H200 takes as long either way."""
+"""Average rows per expert from which DeepGEMM runs; with 128, both take equally long on an H200."""
 
 
 def is_grouped(layer: Any, M: int, T: int) -> bool:
@@ -37,7 +37,7 @@ def grouped_experts(
     """``factor`` times the weighted sum of each token's experts, into ``out_MH``.
 
     Args:
-        layer: one with kernels that ``compile_grouped`` made.
+        layer: one whose kernels ``compile_grouped`` has compiled.
         tokens: codes ``[M, H]``, scales by row.
         weights_MT: FP32.
         ids_MT: int32.
@@ -49,7 +49,7 @@ def grouped_experts(
     places = Places(*compat.moe_align_block_size(ids_MT, BLOCK, len(w13)))
     rows, expert_P, place_R = sort_rows(tokens, places, ids_MT.shape[1])
     gate_up_P2I = _grouped_gemm(rows, w13, layer.w13_weight_scale_inv, expert_P)
-    del rows  # memory of a prefill, which what follows may have
+    del rows  # free a prefill's memory for what follows
     hidden = silu_mul_codes(gate_up_P2I)
     del gate_up_P2I
     down_PH = _grouped_gemm(hidden, w2, layer.w2_weight_scale_inv, expert_P)
@@ -57,12 +57,12 @@ def grouped_experts(
 
 
 def compile_grouped(layer: Any, T: int, largest: int) -> None:
-    """Compile what batches up to ``largest`` tokens can need, where they are large enough.
+    """Compile the kernels for batches up to ``largest`` tokens, if those are large enough.
 
-    The places that SGLang makes room for choose DeepGEMM's tile, so each number of them is run
-    once, with no place in use: all blocks are passed over. The largest comes first, as a smaller
-    tensor fits into the memory of a larger one, which torch keeps, and not the other way round.
-    Then one batch runs in earnest, for Triton's kernels around the products.
+    DeepGEMM selects its tile by the number of places that SGLang allocates, so each number runs
+    once with no place in use, so that all blocks are skipped. The largest runs first, because torch
+    can reuse its memory for the smaller ones. Then one real batch runs, for the Triton kernels
+    around the GEMMs.
     """
     from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
 
@@ -70,7 +70,7 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
     least = -(-ROWS_OF_EXPERT * E // T)
     if largest < least:
         return
-    # one block more: newer versions of SGLang round their room up to a multiple of 4 first
+    # one block more: newer versions of SGLang round the number up to a multiple of 4 first
     rooms = range(_places(least, T, E), _places(largest, T, E) + BLOCK + 1, BLOCK)
     device = layer.w13_weight.device
     for weight, scales in (
@@ -88,7 +88,7 @@ def compile_grouped(layer: Any, T: int, largest: int) -> None:
 
 
 def _places(M: int, T: int, E: int) -> int:
-    # SGLang's own bound, of which whole blocks can be used
+    # SGLang's own bound, rounded down to whole blocks
     return (M * T + (E + 1) * (BLOCK - 1)) // BLOCK * BLOCK
 
 
@@ -98,7 +98,7 @@ def _grouped_gemm(
     import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     y_PN = weight_ENK.new_empty((len(expert_P), weight_ENK.shape[1]), dtype=torch.bfloat16)
-    # it takes pairs that are plain tuples
+    # it wants plain tuples
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
         (rows.codes_MK, rows.scales_Mk), (weight_ENK, scales_Enk), y_PN, expert_P
     )

@@ -1,9 +1,9 @@
-"""The table of kernels of one start: what is kept or shipped, and quick measurements of the rest.
+"""The table of kernels for one start: stored or shipped entries, else quick measurements.
 
-The user's table comes first, then the one that ships with the package. Where neither has the
-model's shapes the decode batches are measured and the result is kept: half a minute, in which a
-kernel that compiles last is not counted, and a second or two for each shape of a table to be
-checked. What measuring takes (about 2 GB for the four shapes of an 8B model) is given back.
+The user's table takes precedence over the one that ships with the package. If neither has the
+model's shapes, decode batches are measured and the result is stored: this takes half a minute plus
+the last compilation, and checking a shape of a table a second or two. The memory for measuring
+(about 2 GB for the four shapes of an 8B model) is freed.
 """
 
 import gc
@@ -33,18 +33,18 @@ from sgl_fp8rl.gemm.tune_cache import Machine
 logger = logging.getLogger(__name__)
 
 QUICK_S = 25.0
-"""No measurement begins later; the last may compile its kernel, which takes seconds."""
+"""No measurement begins after this; the last may still compile its kernel for some seconds."""
 QUICK_CONFIGS = 3
 
 
 def find(
     shapes: Sequence[Shape], machine: Machine, folder: str, *, may_measure: bool = True
 ) -> Table:
-    """The entries of ``shapes``, from the tables there are or measured now.
+    """The entries of ``shapes``, from the existing tables or measured now.
 
     Args:
         folder: the tune cache.
-        may_measure: False where launches cost more than kernels, without CUDA graphs.
+        may_measure: False without CUDA graphs, where launches cost more than kernels.
     """
     mine = only_built(FILES.own(machine, folder))
     theirs, same_versions = table.shipped(machine, flashinfer_is_built())
@@ -59,7 +59,7 @@ def find(
             checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
             tuned, finished = quick_tune(missing)
     except torch.OutOfMemoryError as error:
-        logger.warning("Kernels are not measured, for want of memory: %s", error)
+        logger.warning("Kernels are not measured, out of memory: %s", error)
         return {shape: found[shape] for shape in found if shape not in unchecked}
     finally:
         gc.collect()
@@ -68,27 +68,27 @@ def find(
         "Measured kernels of %d FP8 weight shapes in %.1f s%s; sgl-fp8rl tune measures more",
         len(unchecked) + len(missing),
         time.monotonic() - began,
-        "" if finished else ", when time was up, so the next start does it again",
+        "" if finished else ", out of time, so the next start measures again",
     )
     kept = checked | tuned if finished else checked
     if kept:
         try:
-            # read again: another engine may have measured other shapes meanwhile
+            # read again: another engine may have measured other shapes in the meantime
             path = FILES.path(machine, folder)
             FILES.save(path, machine, FILES.own(machine, folder) | kept)
         except OSError as error:
-            logger.warning("The table of kernels cannot be kept: %s", error)
+            logger.warning("The table of kernels cannot be saved: %s", error)
     return found | checked | tuned
 
 
 def only_built(chosen: Table) -> Table:
-    """The same table with the stock choice where a start would have to build FlashInfer's GEMM."""
+    """The same table with the stock choice if a start would have to build FlashInfer's GEMM."""
     names = {entry.kernel for entries in chosen.values() for entry in entries}
     if FLASHINFER not in names or flashinfer_is_built():
         return chosen
     logger.warning(
-        "The table of kernels has FlashInfer's block-FP8 GEMM, which is not built any more, so "
-        "DeepGEMM runs in its place; run sgl-fp8rl tune again"
+        "The table of kernels has FlashInfer's block-FP8 GEMM, which is no longer built, so "
+        "DeepGEMM runs instead; run sgl-fp8rl tune again"
     )
     return {
         shape: [
@@ -99,10 +99,10 @@ def only_built(chosen: Table) -> Table:
 
 
 def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
-    """Measure decode batches, the largest first, until time is up; and whether all were measured.
+    """Measure decode batches, the largest first, until time is up; also return whether all were.
 
-    One candidate after the other, for all shapes: what a library needs seconds to compile must not
-    keep the others from being measured. What was compiled is there at the next start.
+    Candidates come one by one, each for all shapes: a library that takes seconds to compile must
+    not keep the others from being measured. The next start finds its kernels compiled.
     """
     candidates = dict(CANDIDATES)
     if not flashinfer_is_built():
@@ -122,7 +122,7 @@ def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
 def accurate(shape: Shape, entries: Sequence[Entry]) -> list[Entry]:
     """The entries, with the stock choice for each kernel that fails the accuracy check here."""
     inputs = BenchInputs(*shape, "cuda", cuda_graph_us)
-    # Each at its own M: FlashInfer's GEMM is another kernel from 32 rows on.
+    # Each at its own M: FlashInfer's GEMM is a different kernel from 32 rows on.
     return [
         entry
         if entry.kernel == STOCK or _is_accurate(inputs, entry)

@@ -1,6 +1,6 @@
-"""The table of the fastest product: for each (N, K), which kernel from which M to which.
+"""The table of the fastest GEMM kernels: for each (N, K), a kernel for each range of M.
 
-Where versions differ from those of a table that came with the package, ``startup`` measures the
+If versions differ from those of the table that ships with the package, ``startup`` checks the
 accuracy of its kernels again.
 """
 
@@ -19,23 +19,23 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Entry:
-    """What runs for the batches up to ``m`` rows, from where the entry before ends."""
+    """The kernel for batches up to ``m`` rows, starting after the previous entry."""
 
     m: int
     kernel: str
     config: Config
     us: float
-    """Microseconds of the product at M = ``m``."""
+    """Microseconds of the GEMM at M = ``m``."""
     stock_us: float
-    """The same of what SGLang runs."""
+    """The same for the kernel that SGLang runs."""
 
     def __post_init__(self) -> None:
         if self.kernel not in CANDIDATES:
-            raise ValueError(f"{self.kernel!r} is no kernel of this version")
+            raise ValueError(f"{self.kernel!r} is not a kernel of this version")
 
 
 Table = dict[Shape, list[Entry]]
-"""Entries by ascending ``m``; above the last one the stock choice runs."""
+"""Entries by ascending ``m``; the stock choice runs above the last one."""
 
 
 def _shape(sizes: Sequence[int]) -> Shape:
@@ -45,7 +45,7 @@ def _shape(sizes: Sequence[int]) -> Shape:
 
 def _bound(m: int, kernel: str, config: Config, us: float, stock_us: float) -> Entry:
     entry = Entry(m, kernel, config, us, stock_us)
-    CANDIDATES[kernel].bind(config)  # a config of another version is told now
+    CANDIDATES[kernel].bind(config)  # raises for a config of another version
     return entry
 
 
@@ -53,10 +53,10 @@ FILES = Files("gemm", _shape, _bound)
 
 
 def shipped(machine: Machine, with_flashinfer: bool, folder: Path = SHIPPED) -> tuple[Table, bool]:
-    """The table that the package has for this card, and whether it is of these very versions.
+    """The package's table for this GPU, and whether it was measured with these versions.
 
     Args:
-        with_flashinfer: whether FlashInfer's kernel may be in it: no start is to build that.
+        with_flashinfer: whether it may contain FlashInfer's kernel, which no start should build.
     """
     name = f"{machine.slug}{'-flashinfer' if with_flashinfer else ''}.json"
     return FILES.shipped(machine, folder / name)

@@ -1,7 +1,7 @@
-"""Measure which product is fastest for a shape, among those that are accurate.
+"""Measure which accurate GEMM kernel is fastest for a shape.
 
-Times are with codes and scales ready, as a fused producer leaves them: where a layer quantizes its
-input itself, that launch is the same for every candidate and changes no order.
+Codes and scales are ready, as a fused producer leaves them: if a layer quantizes its own input,
+that launch is the same for every candidate and does not change their order.
 """
 
 import time
@@ -17,13 +17,12 @@ from sgl_fp8rl.gemm.table import Entry, Shape, stock_entry
 from sgl_fp8rl.gemm.warmup import ROW_STEP
 
 ERROR_BOUND = 1e-3
-"""Largest ``bench_inputs.difference``; an FP32 product rounded to BF16 has 2e-6, with outliers
-too."""
+"""Largest ``bench_inputs.difference``; an FP32 GEMM rounded to BF16 has 2e-6, with outliers too."""
 MARGIN = 0.02
-"""How much faster than the stock choice a kernel must be; a median repeats within 1%."""
+"""How much faster than the stock choice a kernel must be; medians repeat within 1%."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 31, 48, 64, 96, 128, 160, 192, 256)
 PREFILL_ROWS = (384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
-"""Upper bounds of M, one entry of a table each."""
+"""Upper bounds of M, one table entry each."""
 NEVER = float("inf")
 
 Choice = tuple[str, tuple[tuple[str, int], ...]]
@@ -53,14 +52,14 @@ def choice_of(kernel: str, config: Config) -> Choice:
 
 
 def rows_of(buckets: Sequence[int]) -> list[int]:
-    """All M that are measured for ``buckets``."""
+    """All M to measure for ``buckets``."""
     return [m for rows in sampled_rows(buckets) for m in rows]
 
 
 def sampled_rows(buckets: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each bucket the M that are measured: its upper end, and its lower where it is wide.
+    """The M to measure for each bucket: its upper end, and its lower end if it is wide.
 
-    A wide bucket spans several of DeepGEMM's tiles, and none may make the choice a loss.
+    A wide bucket spans several DeepGEMM tiles, and the choice must not lose on any of them.
     """
     lowers = (0, *buckets)
     return [
@@ -71,7 +70,7 @@ def sampled_rows(buckets: Sequence[int]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A kernel to be measured at one M."""
+    """A kernel to measure at one M."""
 
     m: int
     candidate: Candidate
@@ -84,7 +83,7 @@ def list_attempts(
     candidates: Mapping[str, Candidate] = CANDIDATES,
     max_configs: int | None = None,
 ) -> list[Attempt]:
-    """All that can run ``shape`` at each M, with the first ``max_configs`` configs of each."""
+    """All kernels that can run ``shape`` at each M, with the first ``max_configs`` configs."""
     n, k = shape
     return [
         Attempt(m, candidate, config)
@@ -101,7 +100,7 @@ def measure(
     until: float = NEVER,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Measurement]:
-    """Measure one after the other; none begins after the time ``until`` of ``clock``."""
+    """Measure one by one; none begins after ``until`` on ``clock``."""
     for attempt in attempts:
         if clock() >= until:
             return
@@ -125,7 +124,7 @@ def judge(
     error_of: Callable[[], float],
     time_us: Callable[[], float],
 ) -> Measurement:
-    """Measure a kernel's error, and if that is within ``ERROR_BOUND`` its time."""
+    """Measure a kernel's error and, if it is within ``ERROR_BOUND``, its time."""
 
     def result(us: float | None, error: float | None, fault: str | None = None) -> Measurement:
         return Measurement(m, kernel, dict(config), us, error, fault)
@@ -143,14 +142,14 @@ def judge(
 
 
 NOT_THE_KERNELS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Errors of the GPU, and no reason to pass over a kernel: nothing was measured."""
+"""Errors of the GPU, which are not a reason to skip a kernel: nothing was measured."""
 
 
 def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[Entry]:
-    """The entries of one shape: the fastest of each bucket, the stock choice unless it is beaten.
+    """The entries of one shape: the fastest kernel of each bucket, else the stock choice.
 
-    What is within ``MARGIN`` of the fastest is as good, and of these the stock choice is taken,
-    else the one that most buckets can share.
+    Kernels within ``MARGIN`` of the fastest tie: the stock choice wins, else the kernel that most
+    buckets can share.
     """
     times = {(x.choice, x.m): x.us for x in measurements if x.us is not None}
     stock: Choice = (STOCK, ())
@@ -169,7 +168,7 @@ def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[En
             entries[high] = stock_entry(high, times.get((stock, high), 0.0))
     while as_good:
         shared = Counter(choice for choices in as_good.values() for choice in choices)
-        # sorted: a tie must not be decided by the order of a set
+        # sorted: the order of a set must not decide a tie
         chosen = max(sorted(shared), key=lambda choice: shared[choice])
         for high in [high for high, choices in as_good.items() if chosen in choices]:
             del as_good[high]

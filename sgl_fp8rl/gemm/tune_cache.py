@@ -1,9 +1,8 @@
-"""Files of what was measured: for each shape, what is fastest from one batch size to the next.
+"""JSON files of measurements: for each shape, the fastest choice by batch size.
 
-A file is JSON. The user's own, measured on his card, lies in the tune cache under a name made of
-the card, its number of SMs and the versions of what compiles kernels. Files that come with the
-package are for a card whatever the versions: what is fastest for a shape is mostly a matter of the
-card.
+The user's own file is in the tune cache; its name has the GPU, its number of SMs and the versions
+of the libraries that compile kernels. Files that ship with the package are by GPU alone, since the
+fastest choice depends mostly on the GPU.
 """
 
 import hashlib
@@ -23,9 +22,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Raised whenever an older file must not be read any more."""
+"""Incremented when older files must not be read any more."""
 PACKAGES = ("torch", "triton", "sglang", "sgl-deep-gemm", "flashinfer-python")
-"""Their versions decide what a kernel does and how fast."""
+"""Their versions determine what a kernel does and how fast."""
 
 S = TypeVar("S", bound=tuple[int, ...])
 E = TypeVar("E", bound=Any)
@@ -33,7 +32,7 @@ E = TypeVar("E", bound=Any)
 
 @dataclass(frozen=True)
 class Machine:
-    """What measured times belong to."""
+    """The GPU and versions that times were measured with."""
 
     card: str
     sms: int
@@ -41,18 +40,18 @@ class Machine:
 
     @classmethod
     def of(cls, card: str, sms: int) -> "Machine":
-        """The card with what is installed here."""
+        """A GPU with the versions installed here."""
         return cls(card, sms, {name: _version(name) for name in PACKAGES})
 
     @classmethod
     def here(cls, device: int) -> "Machine":
-        """The CUDA device ``device`` with what is installed here."""
+        """The CUDA device ``device`` with the versions installed here."""
         properties = torch.cuda.get_device_properties(device)
         return cls.of(properties.name, properties.multi_processor_count)
 
     @property
     def slug(self) -> str:
-        """The card's name as part of a file's name."""
+        """The GPU's name as part of a file name."""
         return self.card.lower().replace(" ", "-").replace("/", "-")
 
 
@@ -68,17 +67,17 @@ class Files(Generic[S, E]):
     """The files of one kind: a shape S, a tuple of sizes, has entries E by ascending ``m``."""
 
     kind: str
-    """What the name of the user's own file begins with."""
+    """Prefix of the user's own file name."""
     shape: Callable[[Sequence[int]], S]
-    """The shape of these sizes; raises ValueError or TypeError where there are not as many."""
+    """Makes a shape of these sizes; raises ValueError or TypeError for a wrong number."""
     entry: Callable[..., E]
-    """A dataclass with a field ``m``; raises ValueError, TypeError or KeyError for wrong values."""
+    """Makes a dataclass with a field ``m``; raises ValueError, TypeError or KeyError."""
 
     def path(self, machine: Machine, folder: str) -> Path:
         """The user's own file in the tune cache ``folder``.
 
         Raises:
-            OSError: ``~`` stands for no folder here.
+            OSError: ``~`` cannot be resolved here.
         """
         key = hashlib.sha256(json.dumps([FORMAT, asdict(machine)], sort_keys=True).encode())
         name = f"{self.kind}-{machine.slug}-{machine.sms}-{key.hexdigest()[:8]}.json"
@@ -88,7 +87,7 @@ class Files(Generic[S, E]):
             raise OSError(f"{folder} names no folder ({error}); set FP8RL_TUNE_CACHE") from None
 
     def save(self, path: Path, machine: Machine, table: Mapping[S, Sequence[E]]) -> None:
-        """Write the table at once: a reader sees the old file or the new one.
+        """Write the table atomically: a reader sees the old file or the new one.
 
         Raises:
             OSError: it cannot be written.
@@ -113,7 +112,7 @@ class Files(Generic[S, E]):
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is no such table, or one of another format.
+            ValueError: it is not such a table, or has another format.
         """
         try:
             content = json.loads(path.read_text())
@@ -125,7 +124,7 @@ class Files(Generic[S, E]):
                 for name, rows in content["shapes"].items()
             }
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            raise ValueError(f"it is no table of kernels ({error!r})") from None
+            raise ValueError(f"it is not a table of kernels ({error!r})") from None
         return machine, table
 
     def _entries(self, rows: Iterable[Mapping[str, Any]]) -> list[E]:
@@ -135,13 +134,13 @@ class Files(Generic[S, E]):
         return entries
 
     def own(self, machine: Machine, folder: str) -> dict[S, list[E]]:
-        """The user's own table; empty, with a sentence in the log, where the file is not usable."""
+        """The user's own table; empty, with a warning, if the file is unusable."""
         path = Path(folder)
         try:
             path = self.path(machine, folder)
             measured_on, table = self.read(path)
             if measured_on != machine:
-                raise ValueError("it was measured on another card or with other versions")
+                raise ValueError("it was measured on another GPU or with other versions")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -150,7 +149,7 @@ class Files(Generic[S, E]):
         return table
 
     def shipped(self, machine: Machine, path: Path) -> tuple[dict[S, list[E]], bool]:
-        """What the package's file has for this card, and whether it is of these very versions."""
+        """The package's table for this GPU, and whether it was measured with these versions."""
         if not path.exists():
             return {}, True
         try:

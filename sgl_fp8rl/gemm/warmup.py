@@ -1,14 +1,14 @@
-"""Compile each DeepGEMM kernel that an engine can need, side by side, before it serves.
+"""Compile each DeepGEMM kernel that an engine can need, in parallel, before it serves.
 
 SGLang's warm-up runs every M (rows of a batch) from 1 to 16384 and more, one after the other.
 On Hopper DeepGEMM compiles neither M nor N nor K into a kernel, only the tile that it chose, and M
 enters that choice (``SM90ArchSpec`` in its ``heuristics/sm90.hpp``) as the number of row blocks,
 ``ceil(M / b)`` for b = 64, 128, 256, and for b = 16 and 32 where one such block holds the batch.
-So one M stands for each of the ranges 1..16, 17..32, 33..64, 65..128, 129..192, and so on, and a
+So one M per range is enough, for the ranges 1..16, 17..32, 33..64, 65..128, 129..192, and so on: a
 batch of any size in a range finds its kernel compiled.
 
-The kernels are found by running products, so a few processes run shares of them into the one
-cache folder first (a kernel appears there by a rename); SGLang's own pass then loads them.
+Running a GEMM compiles its kernel, so a few processes first run shares of them into one cache
+folder (a kernel appears there by a rename); SGLang's own pass then loads them.
 """
 
 import hashlib
@@ -33,27 +33,27 @@ from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 logger = logging.getLogger(__name__)
 
 ROW_STEP = 64
-"""The smallest row block that batches of more than 32 rows are cut into."""
+"""The smallest row block for batches of more than 32 rows."""
 SMALL_BATCHES = (16, 32)
-"""The row blocks that only a batch within one of them is given."""
+"""Row blocks that are used only for a batch that fits into one."""
 MAX_RUNNING_REQUESTS = 4096
-"""What SGLang caps the running requests at where the user named no number."""
+"""SGLang's default limit of running requests."""
 LARGEST_SHARED = 4096
-"""Above this M a shape seldom meets a new tile: SGLang's own pass compiles those."""
+"""Above this M new tiles are rare: SGLang's own pass compiles those."""
 
 Shape = tuple[int, int]
 """N, K of a weight on this rank."""
 
 
 def warm_up(shapes: list[Shape], runner: Any) -> None:
-    """Make SGLang's pass over products of these shapes short, once ``runner`` has its weights."""
+    """Shorten SGLang's pass over GEMMs of these shapes, once ``runner`` has its weights."""
     stock = compat.deep_gemm_warmup
     if not stock.ENABLE_JIT_DEEPGEMM or left_to_user(stock):
         return
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
-        return  # other architectures choose tiles by other rules
+        return  # other architectures select tiles by other rules
     if compat.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled():
-        return  # grouped products, of more rows than a batch has, need SGLang's own list
+        return  # grouped GEMMs have more rows than a batch, and need SGLang's own list
     if not shapes or runner.model_config.dtype != torch.bfloat16:
         return  # another quantization, another GEMM backend, or FP16, which goes to Triton
     rows = batch_sizes(largest_batch(compat.get_schedule(), max(stock._BUILTIN_M_LIST)))
@@ -64,7 +64,7 @@ def warm_up(shapes: list[Shape], runner: Any) -> None:
 
 
 def left_to_user(stock: Any) -> bool:
-    """Whether the user switched SGLang's warm-up off, or chose which sizes it runs."""
+    """Whether the user turned off SGLang's warm-up, or set the sizes that it runs."""
     return (
         not stock._ENABLE_JIT_DEEPGEMM_PRECOMPILE
         or stock._IN_PRECOMPILE_STAGE  # python -m sglang.compile_deep_gemm
@@ -73,9 +73,9 @@ def left_to_user(stock: Any) -> bool:
 
 
 def largest_batch(schedule: Any, bound: int) -> int:
-    """The most rows that SGLang puts into one forward pass, at most ``bound``, its own limit.
+    """The most rows of one forward pass in SGLang, at most ``bound``, its own limit.
 
-    Without chunked prefill a pass is as long as its prompts, and SGLang's limit stands.
+    Without chunked prefill a pass is as long as its prompts, and SGLang's limit applies.
     """
     chunk: int = schedule.chunked_prefill_size
     if chunk < 1:
@@ -85,15 +85,15 @@ def largest_batch(schedule: Any, bound: int) -> int:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """One M for each range of batch sizes, up to ``largest``, that share a kernel."""
+    """One M for each range of batch sizes that share a kernel, up to ``largest``."""
     steps = -(-largest // ROW_STEP)
     return [*SMALL_BATCHES, *range(ROW_STEP, steps * ROW_STEP + 1, ROW_STEP)]
 
 
 def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Path) -> None:
-    """Fill DeepGEMM's cache ``folder`` from several processes; skipped where that was done before.
+    """Fill DeepGEMM's cache ``folder`` from several processes, unless that was done before.
 
-    A process that fails costs time only: SGLang's own pass compiles what is missing.
+    A process that fails costs only time: SGLang's own pass compiles the missing kernels.
     """
     rows = [m for m in rows if m <= LARGEST_SHARED]
     processes = process_count(shapes, rows, device)
@@ -126,7 +126,7 @@ def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Pat
 
 
 def process_count(shapes: list[Shape], rows: list[int], device: int) -> int:
-    """How many processes compile these products."""
+    """How many processes compile these GEMMs."""
     return process_limit(len(shapes) * len(rows), sum(_elements(shapes, rows)), device)
 
 
@@ -152,7 +152,7 @@ def _key(shapes: list[Shape], rows: list[int], device: int) -> str:
 
 
 def _run_shares(shapes: list[Shape], rows: list[int], device: int, processes: int) -> str | None:
-    """Run all shares to their end; what one that failed said last, or None."""
+    """Run all shares; return the last output of a process that failed, or None."""
     shares = [[index, processes, device, shapes, rows] for index in range(processes)]
     return run_shares(__name__, shares)
 
@@ -160,16 +160,16 @@ def _run_shares(shapes: list[Shape], rows: list[int], device: int, processes: in
 def share_of(
     index: int, processes: int, shapes: Sequence[Shape], rows: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """The (M, N, K) of process ``index``: neighbours, which share kernels, go to different ones."""
-    products = [(m, n, k) for n, k in shapes for m in rows]
-    random.Random(0).shuffle(products)
-    return products[index::processes]
+    """The (M, N, K) of process ``index``: neighbors may share a kernel and go to different ones."""
+    gemms = [(m, n, k) for n, k in shapes for m in rows]
+    random.Random(0).shuffle(gemms)
+    return gemms[index::processes]
 
 
 def compile_share(
     index: int, processes: int, device: int, shapes: list[Shape], rows: list[int]
 ) -> None:
-    """What one process does: run its products, which compiles what the cache lacks."""
+    """Run the GEMMs of one process, which compiles the kernels that the cache lacks."""
     import deep_gemm  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     torch.cuda.set_device(device)

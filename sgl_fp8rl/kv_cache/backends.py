@@ -1,7 +1,7 @@
-"""Which attention backends an FP8 KV cache gets, and why; those that cannot scale are refused.
+"""Select attention backends for an FP8 KV cache, and refuse those that cannot apply scales.
 
-Chosen before SGLang resolves its arguments, because its own default on Hopper (FA3) casts q to FP8
-unscaled. What the user gave is kept, or refused with a sentence; it is never replaced.
+This happens before SGLang resolves its arguments, because its default on Hopper (FA3) casts q to
+FP8 unscaled. The user's own choice is kept or refused with an error, never replaced.
 """
 
 import logging
@@ -26,28 +26,28 @@ ARGUMENTS = (
     "decode_attention_backend",
     "page_size",
 )
-"""Those of SGLang that are chosen here where the user set none."""
+"""SGLang's arguments that are set here if the user did not."""
 
 Capability = tuple[int, int] | None
-"""Compute capability, such as (9, 0); None is a CPU."""
+"""Compute capability, such as (9, 0); None for a CPU."""
 
 
 REASONS = {
-    "torch_native": "what the CPU platform runs; scales are folded into q and out",
+    "torch_native": "the backend of the CPU platform; scales are folded into q and out",
     "flashinfer": "its FA2 kernels attend to codes with scales folded into q and out",
     XQA: "XQA decodes FP8 KV fastest on Hopper, and takes scales as device tensors",
 }
-"""Why each backend is one that an FP8 KV cache is given."""
+"""Why each backend is selected for an FP8 KV cache."""
 
 
 def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | int]:
-    """The arguments that an FP8 KV cache needs beside those that were given.
+    """The arguments that an FP8 KV cache needs beside the user's.
 
     Args:
-        given: ``ARGUMENTS`` as the user set them; absent or None where unset.
+        given: ``ARGUMENTS`` as the user set them; missing or None if unset.
 
     Raises:
-        ValueError: what was given cannot honour KV scales on this device.
+        ValueError: the user's choice cannot apply KV scales on this device.
     """
     both = given.get("attention_backend")
     prefill = given.get("prefill_attention_backend") or both
@@ -57,7 +57,7 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
         return {} if prefill and decode else {"attention_backend": "torch_native"}
     settings: dict[str, str | int] = {}
     if both is None:
-        # SGLang asks for this one in places where both others are set
+        # SGLang reads this one in some places even if both others are set
         settings["attention_backend"] = "flashinfer"
     if prefill is None:
         settings["prefill_attention_backend"] = "flashinfer"
@@ -69,14 +69,14 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
         settings["page_size"] = XQA_PAGE_SIZE
     elif decode == XQA and page_size not in XQA_PAGE_SIZES:
         raise ValueError(
-            f"--page-size {page_size} is none that {XQA} reads; drop it or use one of "
+            f"--page-size {page_size} is not supported by {XQA}; drop it or use one of "
             f"{', '.join(map(str, XQA_PAGE_SIZES))}"
         )
     return settings
 
 
 def check(prefill: str | None, decode: str | None, capability: Capability) -> None:
-    """Hold that these backends honour KV scales; None is one that is still to be chosen.
+    """Check that these backends apply KV scales; None is not selected yet.
 
     Raises:
         ValueError: one does not.
@@ -85,13 +85,13 @@ def check(prefill: str | None, decode: str | None, capability: Capability) -> No
     for phase, backend in (("prefill", prefill), ("decode", decode)):
         if backend is not None and backend not in scaled[phase]:
             raise ValueError(
-                f"attention backend {backend} cannot honour the scales of an FP8 KV cache in "
+                f"attention backend {backend} cannot apply the scales of an FP8 KV cache in "
                 f"{phase} here; drop it or use {' or '.join(scaled[phase])}"
             )
 
 
 def scaled_backends(capability: Capability) -> dict[str, tuple[str, ...]]:
-    """The backends that honour KV scales on a device, for each phase."""
+    """The backends that apply KV scales on a device, for each phase."""
     if capability is None:
         return {"prefill": ("torch_native",), "decode": ("torch_native",)}
     xqa = (XQA,) if capability[0] == HOPPER else ()
@@ -102,7 +102,7 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
     """Whether the KV cache is FP8.
 
     Raises:
-        ValueError: a format that has no scales of ours.
+        ValueError: the format is not supported.
     """
     if kv_cache_dtype == FP8_KV:
         return True
@@ -115,18 +115,18 @@ def check_dtype(kv_cache_dtype: str | None) -> bool:
 
 
 def check_resolved(server_args: Any) -> None:
-    """Hold SGLang's arguments, from whatever source they came; 0.5.23 resolves them later.
+    """Check SGLang's final arguments; 0.5.23 resolves them later.
 
     Raises:
-        ValueError: a backend that cannot honour scales, a graph that would hide the prefill which
-            measures them, or a cache that is spread over ranks.
+        ValueError: a backend cannot apply scales, a graph would hide the prefill that measures
+            them, or the cache is split over ranks.
     """
     both = server_args.attention_backend
     prefill = server_args.prefill_attention_backend or both
     check(prefill, server_args.decode_attention_backend or both, capability())
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     asked = (server_args.cuda_graph_backend_prefill, getattr(graphs, "backend", None))
-    # breakable and piecewise graphs run attention between their pieces; a full one replays it
+    # breakable and piecewise graphs run attention between their pieces; a full graph replays it
     if "full" in asked:
         raise ValueError(
             "--cuda-graph-backend-prefill full hides the prefills on which KV scales are measured; "
@@ -135,7 +135,7 @@ def check_resolved(server_args: Any) -> None:
     for field in ("dcp_size", "attn_cp_size"):
         if getattr(server_args, field, 1) not in (None, 1):
             raise ValueError(
-                f"an FP8 KV cache cannot be shared out by --{field.replace('_', '-')} "
+                f"an FP8 KV cache cannot be split by --{field.replace('_', '-')} "
                 f"{getattr(server_args, field)} yet; start it without"
             )
 
@@ -146,7 +146,7 @@ def capability() -> Capability:
 
 
 def log(prefill: str, decode: str, page_size: int) -> None:
-    """Say which backends serve the FP8 KV cache, and why."""
+    """Log which backends serve the FP8 KV cache, and why."""
     for phase, backend in (("prefill", prefill), ("decode", decode)):
         logger.info("FP8 KV cache: %s by %s: %s", phase, backend, REASONS[backend])
     if decode == XQA:

@@ -1,7 +1,7 @@
-"""Scales that travel with weights: one tensor of all of them, or single ones by name.
+"""Scales that an update brings: one tensor for all, or single scales by name.
 
-They are tensors of the manifest like any other, but no route leads to them: a session holds them
-until everything else was checked.
+They are tensors of the manifest like any other, but without routes: a session keeps them until
+everything else is checked.
 """
 
 import re
@@ -23,15 +23,15 @@ _SINGLE = re.compile(
 
 
 def names_in(names: Iterable[str]) -> frozenset[str]:
-    """Which of these tensors are KV scales."""
+    """The KV scales among these tensors."""
     return frozenset(name for name in names if name == KV_SCALES or _place(name) is not None)
 
 
 def check(manifest: Manifest, layers: int, kv_heads: int) -> frozenset[str]:
-    """Hold the KV scales of a manifest against the model; return their names.
+    """Check the KV scales of a manifest against the model, and return their names.
 
     Raises:
-        ManifestError: a wrong shape or dtype, both forms at once, or not all of the layers.
+        ManifestError: a shape or dtype is wrong, both forms are present, or layers are missing.
     """
     names = names_in(manifest.tensors)
     if KV_SCALES in names:
@@ -46,28 +46,28 @@ def check(manifest: Manifest, layers: int, kv_heads: int) -> frozenset[str]:
         place = _place(name)
         assert place is not None
         if place in places:
-            raise ManifestError(f"{name} and {places[place]} are one scale; send it once")
+            raise ManifestError(f"{name} and {places[place]} are the same scale; send one")
         places[place] = name
         spec = manifest.tensors[name]
         if spec.dtype not in WEIGHT_DTYPES or spec.shape not in ((), (1,), (kv_heads,)):
             raise ManifestError(
-                f"{name} is {spec.dtype} of shape {spec.shape}; send one scale, or one for each of "
-                f"{kv_heads} KV heads, in FP32"
+                f"{name} is {spec.dtype} of shape {spec.shape}; send one FP32 scale, or one for "
+                f"each of {kv_heads} KV heads"
             )
     if places:
         needed = {(layer, row) for layer in range(layers) for row in (0, 1)}
         if needed - places.keys() or any(layer >= layers for layer, _ in places):
             raise ManifestError(
-                f"the stream names KV scales of {len({la for la, _ in places})} layers; send K and "
+                f"the update has KV scales of {len({la for la, _ in places})} layers; send K and "
                 f"V scales of all {layers}, or none"
             )
     return names
 
 
 def assemble(held: Mapping[str, torch.Tensor], layers: int, kv_heads: int) -> torch.Tensor:
-    """The scales that were brought, as one FP32 tensor [layers, 3, KV heads] on the CPU.
+    """The scales of the update as one FP32 tensor [layers, 3, KV heads] on the CPU.
 
-    Single scales go to every head of their layer; a Q scale that is not named is 1.
+    A single scale applies to every head of its layer; a missing Q scale is 1.
     """
     if KV_SCALES in held:
         return held[KV_SCALES].detach().to("cpu", torch.float32)
@@ -75,13 +75,13 @@ def assemble(held: Mapping[str, torch.Tensor], layers: int, kv_heads: int) -> to
     for name, tensor in held.items():
         place = _place(name)
         if place is None:
-            raise KVScalesError(f"{name} is no KV scale")
+            raise KVScalesError(f"{name} is not a KV scale")
         scales_L3H[place] = tensor.detach().to("cpu", torch.float32)
     return scales_L3H
 
 
 def _place(name: str) -> tuple[int, int] | None:
-    """(layer, row) of a single scale's name."""
+    """(layer, row) from the name of a single scale."""
     match = _SINGLE.search(name)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What attention kernels need of the scales, worked out on the device for all layers at once.
+"""The factors that attention kernels need, derived from the scales on the device for all layers.
 
 Shape suffixes: L layers, 3 the rows K, V and Q, H the model's KV heads, h those of this rank.
 """
@@ -11,28 +11,28 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 K, V, Q = range(len(KV_SCALE_ROWS))
 MAX_OCTAVES = (4, 24, 4)
-"""How far a head's K, V and Q scale may lie below its layer's, in powers of two. V's ratio meets
-out. K's meets q before XQA rounds q to E4M3, where it would push a small q out of range: the error
-of q . k is 3.7% up to 2^-4, 4.6% at 2^-6 and 57% at 2^-10 (simulated, normal q and k)."""
+"""How far a head's K, V and Q scale may be below its layer's, in powers of two. V's ratio scales
+out. K's scales q before XQA rounds q to E4M3, where it would underflow a small q: the error of
+q . k is 3.7% up to 2^-4, 4.6% at 2^-6 and 57% at 2^-10 (simulated, normal q and k)."""
 
 
 @dataclass(frozen=True)
 class KernelScales:
-    """What kernels read, for the KV heads of this rank (h) of each layer (L)."""
+    """The factors for the KV heads of this rank (h) of each layer (L)."""
 
     store_2Lh: torch.Tensor
-    """K and V scale: what codes are divided by, and what torch_native and FlashInfer FA2 need
-    multiplied into q and out."""
+    """K and V scale: the store divides by them, and torch_native and FlashInfer FA2 need q and out
+    multiplied by them."""
     xqa_2L: torch.Tensor
     """``q_scale`` and ``kv_scale`` of ``flashinfer.xqa.xqa``, which multiplies q . k by both and by
     1 / sqrt(head dim), and out by the second."""
     ratio_2Lh: torch.Tensor
-    """What is left for q and out around XQA: powers of two, so the products are exact."""
+    """Remaining factors of q and out around XQA: powers of two, so multiplication is exact."""
 
 
 def as_kept(scales_L3H: torch.Tensor, per_head: bool) -> torch.Tensor:
-    """Scales as the cache keeps them: a layer's is its largest head's; a head's is that times a
-    power of two, the smallest that is not below its own."""
+    """Scales as the cache stores them: a layer's is that of its largest head; a head's is the
+    layer's times the smallest power of two that is not below the head's own."""
     layer = scales_L3H.amax(-1, keepdim=True)
     if not per_head:
         return layer.expand_as(scales_L3H)
@@ -48,11 +48,11 @@ def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
 
 
 def derive(scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> KernelScales:
-    """What kernels read, from the scales of this rank's heads.
+    """Derive the factors from the scales of this rank's heads.
 
     XQA takes one K, V and Q scale for all heads, and casts q to E4M3 itself. So K and V get the
-    largest head's scale, and q and out the heads' ratios to it. Q's scale is divided out of q
-    beforehand where it exceeds 1, as a power of two: |q| up to 448 fits E4M3 as it is.
+    largest head's scale, and q and out the heads' ratios to it. q is divided by its scale first if
+    that exceeds 1, as a power of two: |q| up to 448 fits E4M3 unscaled.
     """
     scales_L3h = scales_L3h.contiguous()
     top_L3 = scales_L3h.amax(-1)

@@ -1,6 +1,6 @@
-"""``sgl-fp8rl kv-report``: what an engine tells of its FP8 KV cache, as a table and a picture.
+"""``sgl-fp8rl kv-report``: what an engine reports of its FP8 KV cache, as a table and a picture.
 
-It reads what the control message ``kv`` answered, from an engine or from a file.
+It reads the reply to the control message ``kv``, from an engine or from a file.
 """
 
 import json
@@ -16,19 +16,19 @@ Reply = dict[str, Any]
 
 SIDES = ("k", "v")
 STYLES = {"k": ("tab:orange", "--"), "v": ("tab:blue", ":")}
-"""Colour of a side, and how its limit is drawn: both limits may be one line."""
+"""Color of a side, and the line style of its limit: both limits may coincide."""
 HEADER = ("layer", "", "tokens", "amax", "scale", "headroom", "clipped", "error")
 UNKNOWN = "-"
 NOT_MEASURED = {"tokens": 0, "error_k": None, "error_v": None, "not_finite_k": 0, "not_finite_v": 0}
 
 
 class ReportError(ValueError):
-    """What was given is no answer of an engine."""
+    """The source is not an engine's reply."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """K or V of one layer, since its scales were set."""
+    """Statistics of K or V of one layer since its scales were set."""
 
     layer: int
     side: str
@@ -40,19 +40,19 @@ class Line:
     largest_scale: float
     """Over KV heads."""
     headroom: float | None
-    """``448 * largest_scale / amax``: how often amax fits into what E4M3 holds; below 1 values are
-    clipped. None where nothing but zeros was stored."""
+    """``448 * largest_scale / amax``; below 1 values are clipped. None if only zeros were
+    stored."""
     clip_rate: float | None
-    """Clipped elements of those stored, None where nothing was or an answer tells of no sizes."""
+    """Share of stored elements that were clipped; None if unknown."""
     error: float | None
-    """``|x - stored| / |x|``, L2, of the prefilled tokens that were measured; None without."""
+    """``|x - stored| / |x|``, L2, over the prefilled tokens that were measured; None if none."""
     error_tokens: int
     not_finite: int
-    """NaN and Inf among the elements measured; the error is that of the others."""
+    """Number of NaN and Inf elements, which the error excludes."""
 
 
 def read(source: str) -> Reply:
-    """What the engine at an ``http://`` address answers, or what was saved of an answer in a file.
+    """The reply of the engine at an ``http://`` address, or a reply that was saved to a file.
 
     Raises:
         EngineError: the engine refuses, or cannot be reached.
@@ -64,21 +64,21 @@ def read(source: str) -> Reply:
         reply = json.loads(Path(source).expanduser().read_text())
     except (OSError, ValueError) as error:
         raise ReportError(
-            f"{source} cannot be read ({error}); give an engine's http:// address, or a file that "
+            f"{source} cannot be read ({error}); pass an engine's http:// address, or a file that "
             f"kv-report --json wrote"
         ) from error
     return reply if isinstance(reply, dict) else {}
 
 
 def observe(source: str) -> int:
-    """Let an engine measure the error of what it prefills next; returns of how many tokens.
+    """Have an engine measure the error of its next prefills; return of how many tokens.
 
     Raises:
         EngineError: the engine refuses, or cannot be reached.
-        ReportError: this is no address.
+        ReportError: the source is not an address.
     """
     if not _is_address(source):
-        raise ReportError(f"{source} is no engine; give --observe an http:// address")
+        raise ReportError(f"{source} is not an engine; pass an http:// address with --observe")
     return int(connect(source).control({"op": "kv_observe"})["tokens"])
 
 
@@ -87,28 +87,28 @@ def _is_address(source: str) -> bool:
 
 
 def lines_of(reply: Reply) -> list[Line]:
-    """Two lines a layer, K and V.
+    """Two lines per layer, K and V.
 
     Raises:
-        ReportError: this is no answer to ``kv``.
+        ReportError: this is not a reply to ``kv``.
     """
     try:
         scales, counted = reply["scales"], reply["statistics"]
-        # None or absent where the engine was not asked for them
+        # None or missing unless requested from the engine
         elements = reply.get("elements") or [0] * len(scales)
         errors = reply.get("errors") or [NOT_MEASURED] * len(scales)
         lines = [
-            _line(layer, row, *told)
-            for layer, told in enumerate(zip(scales, counted, elements, errors, strict=True))
+            _line(layer, row, *reported)
+            for layer, reported in enumerate(zip(scales, counted, elements, errors, strict=True))
             for row in range(len(SIDES))
         ]
         if not lines:
-            raise ValueError("it tells of no layers")
+            raise ValueError("it has no layers")
         return lines
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ReportError(
-            f"this is no answer to the control message kv ({type(error).__name__}: {error}); save "
-            f"one with kv-report --json"
+            f"this is not a reply to the control message kv ({type(error).__name__}: {error}); "
+            f"save one with kv-report --json"
         ) from error
 
 
@@ -140,7 +140,7 @@ def _line(
 
 
 def as_json(reply: Reply, lines: list[Line]) -> str:
-    """The engine's answer with the report beside it: still a file for the option ``kv_scales``."""
+    """The engine's reply plus the report: still a file for the option ``kv_scales``."""
     return json.dumps({**reply, "report": [asdict(line) for line in lines]}, indent=1) + "\n"
 
 
@@ -177,7 +177,7 @@ def title(reply: Reply) -> str:
 
 
 def _remarks(reply: Reply, lines: list[Line]) -> list[str]:
-    """The line that stands out in each column, then what limits the figures."""
+    """The extreme line of each column, then the limits of the figures."""
     remarks = []
     tight = min(lines, key=lambda line: math.inf if line.headroom is None else line.headroom)
     if tight.headroom is not None:
@@ -194,7 +194,7 @@ def _remarks(reply: Reply, lines: list[Line]) -> list[str]:
         if line.not_finite
     ]
     if reply.get("pending"):
-        remarks.append("pending: the next prefill measures these scales anew")
+        remarks.append("pending: the next prefill measures these scales again")
     measured = {line.error_tokens for line in lines}
     if 0 in measured:
         remarks.append(
@@ -237,13 +237,13 @@ def draw(reply: Reply, lines: list[Line], path: Path) -> None:
         layers, name = [line.layer for line in mine], side.upper()
         limits = [FP8_MAX * line.largest_scale for line in mine]
         ranges.plot(layers, limits, dashes, color=colour, label=f"448 x {name} scale")
-        # a gap where there is nothing to draw
+        # a gap where a value is missing
         for axis, values, label in (
             (ranges, [line.amax or math.nan for line in mine], f"largest |{name}|"),
             (clips, [_or_gap(line.clip_rate) for line in mine], name),
             (errors, [_or_gap(line.error) for line in mine], name),
         ):
-            # a rate of 0 lies on the edge
+            # a rate of 0 is on the edge
             axis.plot(layers, values, "o-", color=colour, markersize=3, label=label, clip_on=False)
     for axis, label in (
         (ranges, "magnitude"),

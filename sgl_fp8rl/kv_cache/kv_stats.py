@@ -1,4 +1,4 @@
-"""What an engine tells of its FP8 KV cache: scales, and what was stored under them."""
+"""What an engine reports of its FP8 KV cache: scales, and statistics of stored values."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp
 
 
 def layout(scales: KVScales | None) -> dict[str, Any] | None:
-    """What a trainer must know to make scales; None where the KV cache is not FP8."""
+    """What a trainer needs to compute scales; None if the KV cache is not FP8."""
     if scales is None:
         return None
     return {
@@ -27,9 +27,9 @@ def layout(scales: KVScales | None) -> dict[str, Any] | None:
 
 
 def read(scales: KVScales | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """The scales in force, and the statistics since they were set, of all ranks together.
+    """The current scales, and the statistics since they were set, over all ranks.
 
-    As JSON it is a file for the option ``kv_scales``. Decode goes on meanwhile.
+    Saved as JSON it is a file for the option ``kv_scales``. Decode continues meanwhile.
     """
     if scales is None:
         return {"error": NO_FP8_KV}
@@ -46,7 +46,7 @@ def read(scales: KVScales | None, group: dist.ProcessGroup | None) -> dict[str, 
 
 
 def start_observing(scales: KVScales | None) -> dict[str, Any]:
-    """Let the next prefills measure the error of what they store."""
+    """Have the next prefills measure the error of what they store."""
     return {"error": NO_FP8_KV} if scales is None else {"tokens": quant_error.start(scales)}
 
 
@@ -65,9 +65,9 @@ def _of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
 
 
 def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
-    """For each layer, from the counters of all ranks (``ops.kv.STATS``).
+    """Per layer, from the counters of all ranks (``ops.kv.STATS``).
 
-    Every rank sees every token, with other heads; a head that is on several ranks counts on each.
+    Every rank sees every token with its own heads; a head on several ranks counts on each.
     """
     tokens_L = counted_RLC[:, :, 0].amax(0)
     clipped_L2 = counted_RLC[:, :, 1:3].sum(0)
@@ -81,8 +81,8 @@ def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:
 
 
 def errors(sums_RLC: torch.Tensor) -> list[dict[str, Any]]:
-    """For each layer the relative L2 error of K and V, from the sums of all ranks
-    (``scales.ERRORS``); None where no token was measured."""
+    """Per layer, the relative L2 error of K and V from the sums of all ranks (``scales.ERRORS``);
+    None if no token was measured."""
     layers = []
     for tokens, sums in zip(
         sums_RLC[:, :, 0].amax(0).tolist(), sums_RLC[:, :, 1:].sum(0).tolist(), strict=True

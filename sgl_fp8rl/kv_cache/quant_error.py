@@ -1,7 +1,7 @@
-"""What E4M3 and its scales do to K and V: measured on prefills, where a report was asked for.
+"""The quantization error of K and V, measured on prefills when a report is requested.
 
-Decode never comes here, nor does a prefill that nobody asked to measure. What was stored is read
-back from the cache, so that the error is that of all that lies between K and what decode reads.
+Decode and other prefills never run this. Stored values are read back from the cache, so the error
+includes every step between K and what decode reads.
 Shape suffixes: T tokens, H KV heads, D head dim, S slots.
 """
 
@@ -12,11 +12,11 @@ from sgl_fp8rl.ops.kv import PADDING_SLOT
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 TOKENS = 4096
-"""How many tokens of each layer are measured when it is asked for; one prefill may be fewer."""
+"""How many tokens of each layer a request measures; one prefill may have fewer."""
 
 
 def start(scales: KVScales) -> int:
-    """Measure the next ``TOKENS`` prefilled tokens, beside those measured under the same scales."""
+    """Measure the next ``TOKENS`` prefilled tokens too, until the scales change."""
     if scales.errors is None:
         device = scales.scales.device
         scales.errors = torch.zeros(scales.layers, ERRORS, dtype=torch.float64, device=device)
@@ -52,8 +52,8 @@ def observe(
 def error_sums(
     x_THD: torch.Tensor, slots_T: torch.Tensor, cache_SHD: torch.Tensor, scale_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the finite elements the sums of (x - stored)^2 and of x^2, float64, and how many are NaN
-    or Inf; padding tokens are left out."""
+    """Sums of (x - stored)^2 and of x^2 over finite elements, float64, and the number of NaN or Inf
+    elements; without padding tokens."""
     # As bytes: not every torch version and device can index FP8.
     codes_THD = cache_SHD.view(torch.uint8)[slots_T].view(FP8_DTYPE)
     stored_THD = codes_THD.double() * scale_H.double()[:, None]

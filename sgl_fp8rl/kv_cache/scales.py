@@ -1,8 +1,8 @@
 """The K, V and Q scales of one rank: FP32 device buffers, written in place, read at graph replay.
 
 A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
-v_scale``; ``kernel_scales.py`` derives what each kernel needs of that. All are registered
-buffers: the memory saver keeps those, where Parameters are lost.
+v_scale``; ``kernel_scales.py`` derives the factors of each kernel. All are registered buffers: the
+memory saver keeps buffers and drops Parameters.
 """
 
 import functools
@@ -21,17 +21,17 @@ from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 ERRORS = 7
-"""Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V those of squared
-errors and of squares, and NaN and Inf elements."""
+"""Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V the squared errors,
+the squares, and the number of NaN and Inf elements."""
 
 
 class KVScalesError(ValueError):
-    """KV scales that are not this model's, or are no scales."""
+    """KV scales that do not match this model, or are not valid scales."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The KV heads of the whole model, and which of them this rank keeps."""
+    """The KV heads of the whole model, and those of this rank."""
 
     total: int
     first: int
@@ -39,7 +39,7 @@ class Heads:
 
     @classmethod
     def of(cls, total: int, rank: int, tp_size: int) -> "Heads":
-        """As SGLang shares them out: with more ranks than heads, each head is on several."""
+        """As SGLang splits them: with more ranks than heads, each head is on several ranks."""
         if tp_size <= total:
             return cls(total, rank * (total // tp_size), total // tp_size)
         return cls(total, rank // (tp_size // total), 1)
@@ -53,11 +53,11 @@ class KVScales(nn.Module):
     """The scales of one rank's KV cache and the statistics of what was stored under them.
 
     Args:
-        softmax: for each layer, by what its softmax differs from 1 / sqrt(head dim): ``scaling *
+        softmax: per layer, its softmax factor relative to 1 / sqrt(head dim): ``scaling *
             sqrt(head dim)``.
         heads: the KV heads of the model.
         scheme: ``kv_scheme`` of the server arguments.
-        per_head: whether a head has a scale of its own.
+        per_head: whether each head has its own scale.
     """
 
     def __init__(
@@ -74,14 +74,13 @@ class KVScales(nn.Module):
         self.pending: set[int] = set()
         """Layers whose next prefill measures their scales."""
         self.measuring = False
-        """Whether the forward pass under way may be measured (``calibrate.watch_forward``)."""
+        """Whether the current forward pass may be measured (``kv_calibrate.watch_forward``)."""
         self.to_observe = [0] * self.layers
-        """Prefilled tokens of each layer whose error is still to be measured
-        (``quant_error.py``)."""
+        """Prefilled tokens of each layer whose error will be measured (``quant_error.py``)."""
         self.errors: torch.Tensor | None = None
-        """``[layers, ERRORS]`` from the first time that it is asked for; no graph reads it."""
+        """``[layers, ERRORS]`` after the first request; no graph reads it."""
         self.elements = [0] * self.layers
-        """Elements of K that one token has in each layer, on this rank; V has as many."""
+        """Elements of K per token and layer on this rank; V has as many."""
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
         ones = torch.ones(shape, dtype=torch.float32, device=device)
@@ -101,14 +100,14 @@ class KVScales(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the scales of the whole model: layers, rows, KV heads."""
+        """Shape of the scales of the whole model: layers, rows, KV heads."""
         return self.layers, len(KV_SCALE_ROWS), self.heads.total
 
     def check(self, scales_L3H: torch.Tensor) -> None:
-        """Hold that these can be this model's scales. Waits for the device.
+        """Check that these can be this model's scales. Synchronizes with the device.
 
         Raises:
-            KVScalesError: another shape, or a scale that is no positive number.
+            KVScalesError: the shape is wrong, or a scale is not positive and finite.
         """
         if tuple(scales_L3H.shape) != self.shape:
             raise KVScalesError(
@@ -125,14 +124,13 @@ class KVScales(nn.Module):
             )
 
     def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:
-        """Put scales in force, in place; without waiting for the device if they are on it.
+        """Set scales in place; without a device sync if they are on the device.
 
-        Kernel scales are worked out where the scales are: an update brings them to the host, where
-        a dozen small operations cost less than their launches.
+        Kernel scales are computed where the scales are: an update brings them on the host, where a
+        dozen small operations cost less than their launches.
 
         Args:
-            scales_L3H: FP32, for as many layers as it has, from layer ``first`` on; checked by the
-                caller.
+            scales_L3H: FP32, checked by the caller; for its L layers from layer ``first`` on.
         """
         layers = slice(first, first + len(scales_L3H))
         softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
@@ -148,7 +146,7 @@ class KVScales(nn.Module):
         self.pending -= set(range(layers.start, layers.stop))
 
     def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
-        """Follow new weights: take the scales that came with them, or what the scheme says."""
+        """Follow new weights: use the scales that came with them, else apply the scheme."""
         if incoming_L3H is not None:
             self.write(incoming_L3H)
         elif self.scheme == "unit":
@@ -157,28 +155,28 @@ class KVScales(nn.Module):
             self.recalibrate()
 
     def recalibrate(self) -> None:
-        """Let the next prefill measure every layer; the cache must be empty."""
+        """Have the next prefill measure every layer; the cache must be empty."""
         self.pending = set(range(self.layers))
 
     def load(self, path: str | Path) -> None:
-        """Put a file's scales in force.
+        """Set the scales of a file.
 
         Raises:
-            KVScalesError: it cannot be read, or its scales are not this model's.
+            KVScalesError: it cannot be read, or its scales do not match this model.
         """
         scales = torch.tensor(read_file(path), dtype=torch.float32)
         self.check(scales)
         self.write(scales)
 
     def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and statistics on the host, without waiting for what the device computes."""
+        """Scales and statistics on the host, without waiting for the device's other work."""
         return on_host(self.scales), on_host(self.statistics)
 
 
 class LayerKV:
-    """One layer's share of ``KVScales``: what a hook on its attention needs, made once.
+    """One layer's part of ``KVScales``: what a hook on its attention needs, made once.
 
-    Kept on SGLang's layer, beside its parameters: it is no module, so it adds no names.
+    Stored on SGLang's layer; since it is not a module, it adds no parameter names.
     """
 
     def __init__(self, scales: KVScales, layer_index: int) -> None:
@@ -191,17 +189,17 @@ class LayerKV:
 
     @property
     def is_due(self) -> bool:
-        """Whether this layer is to be measured on the tokens at hand."""
+        """Whether to measure this layer's scales on the current tokens."""
         return self.scales.measuring and self.layer_index in self.scales.pending
 
     @property
     def is_observed(self) -> bool:
-        """Whether the error of the tokens at hand is to be measured."""
+        """Whether to measure the error of the current tokens."""
         return self.scales.measuring and self.scales.to_observe[self.layer_index] > 0
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x, without waiting for what its device computes."""
+    """A copy of x, without waiting for its device's other work."""
     if not x.is_cuda:
         return x.clone()
     with torch.cuda.stream(_beside(x.device)):
@@ -214,25 +212,25 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One stream, kept: torch gives out a few in turn, and the next may be SGLang's own."""
+    """One stream, reused: torch cycles through a few, and the next may be SGLang's own."""
     return torch.cuda.Stream(device)
 
 
 def read_file(path: str | Path) -> list[Any]:
-    """The scales in a JSON file that holds what the control message ``kv`` answered.
+    """The scales in a JSON file with the reply to the control message ``kv``.
 
     Raises:
-        KVScalesError: there is no such file, or it holds no scales.
+        KVScalesError: there is no such file, or it has no scales.
     """
     try:
         content = json.loads(Path(path).expanduser().read_text())
         scales = content["scales"]
         shape = torch.tensor(scales, dtype=torch.float32).shape
         if len(shape) != 3 or not math.prod(shape):
-            raise ValueError("it holds no scales of layers, K V Q and heads")
+            raise ValueError("it has no scales [layers, K V Q, heads]")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise KVScalesError(
-            f"no KV scales can be read from {path} ({type(error).__name__}: {error}); save what "
-            f"the control message kv returns as JSON"
+            f"no KV scales can be read from {path} ({type(error).__name__}: {error}); save the "
+            f"reply to the control message kv as JSON"
         ) from error
     return scales  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""Activations as codes and scales, in plain torch: the reference for ``activation_triton.py``.
+"""Quantized activations in plain torch: the reference for ``activation_triton.py``.
 
-Codes and scales are the bytes that SGLang 0.5.17's ``sglang_per_token_group_quant_fp8`` makes of
-the BF16 values that are returned: one FP32 scale for each token and 128 channels, in DeepGEMM's
-layout. That kernel is compiled for speed, so its bytes are not a division's: what they are is
-``quantize_tokens`` below. NaN does not count towards a scale and becomes 448, as there.
+Codes and scales equal, byte for byte, those of SGLang 0.5.17's ``sglang_per_token_group_quant_fp8``
+for the returned BF16 values: one FP32 scale for each token and 128 channels, in DeepGEMM's layout.
+That kernel uses fast math, so its bytes are not those of a division: ``quantize_tokens`` below
+defines them. NaN does not count towards a scale and becomes 448, as there.
 
 Shape suffixes: M tokens, K channels, I channels of each half of gate_up; k = K in groups of 128.
 """
@@ -15,30 +15,30 @@ import torch
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX
 
 INVERSE_MAX = float(torch.tensor(1 / FP8_MAX, dtype=torch.float32))
-"""1 / 448 in FP32, by which SGLang multiplies where a scale is defined by a division."""
+"""1 / 448 in FP32: SGLang multiplies by it where the definition of a scale divides."""
 LARGEST_DIVISOR = 2.0**126
-"""The reciprocal of what is larger is denormal, and the GPU's instruction flushes it to 0."""
+"""Larger numbers have a denormal reciprocal, which the GPU's instruction flushes to 0."""
 ALIGNMENT = 4
-"""Tokens to which a column of scales is padded: 16 bytes, which TMA asks for."""
+"""A column of scales is padded to a multiple of this many tokens: 16 bytes, for TMA."""
 
 
 class Quantized(NamedTuple):
-    """A value is ``codes_MK * scales_Mk`` of its group."""
+    """Codes and scales; a value is its code times its group's scale."""
 
     codes_MK: torch.Tensor
     """float8_e4m3fn, contiguous."""
     scales_Mk: torch.Tensor
     """FP32 with strides (1, M rounded up to 4), DeepGEMM's layout, or by row, with (k, 1): experts
-    pick single tokens, whose scales then lie side by side."""
+    gather single tokens, whose scales are then contiguous."""
 
     @property
     def is_by_row(self) -> bool:
-        """Whether the scales of a token lie side by side."""
+        """Whether the scales of a token are contiguous."""
         return self.scales_Mk.stride() == (self.scales_Mk.shape[1], 1)
 
 
 def empty_quantized(M: int, K: int, device: torch.device, *, by_row: bool = False) -> Quantized:
-    """Room for codes and scales; the padding of the scales belongs to nobody."""
+    """Uninitialized codes and scales; the padding of the scales is never read."""
     codes_MK = torch.empty((M, K), dtype=FP8_DTYPE, device=device)
     if by_row:
         return Quantized(codes_MK, torch.empty((M, K // BLOCK), device=device))
@@ -47,18 +47,18 @@ def empty_quantized(M: int, K: int, device: torch.device, *, by_row: bool = Fals
 
 
 def attach(y_MK: torch.Tensor, quantized: Quantized) -> None:
-    """Let a layer that is given this very tensor, or a view that equals it, find its codes.
+    """Attach codes to this tensor, for a layer that gets it or an equal view of it.
 
-    They hang on y's memory, since SGLang's MoE blocks make a view of what they pass on. A tensor
-    of ``torch.inference_mode`` does not count changes: it gets nothing, and its consumer quantizes
-    it as ever.
+    They are attached to y's storage, since SGLang's MoE blocks pass on views. A tensor of
+    ``torch.inference_mode`` does not count changes: nothing is attached, and its consumer quantizes
+    it as usual.
     """
     if not y_MK.is_inference():
         y_MK.untyped_storage().fp8rl_quantized = quantized, _state(y_MK)  # type: ignore[attr-defined]
 
 
 def attached(x_MK: torch.Tensor) -> Quantized | None:
-    """What a producer attached, or None where there is nothing or x was written to since."""
+    """What a producer attached, or None if there is nothing or x has been written to since."""
     found = getattr(x_MK.untyped_storage(), "fp8rl_quantized", None)
     if found is None or x_MK.is_inference() or found[1] != _state(x_MK):
         return None
@@ -67,12 +67,12 @@ def attached(x_MK: torch.Tensor) -> Quantized | None:
 
 
 def detach(x_MK: torch.Tensor) -> None:
-    """Forget what was attached, before something writes to x that torch does not see."""
+    """Drop what was attached, before a write to x that torch does not see."""
     vars(x_MK.untyped_storage()).pop("fp8rl_quantized", None)
 
 
 def _state(x: torch.Tensor) -> tuple[Any, ...]:
-    # views count their changes together with what they are views of
+    # a view shares the version counter of its base
     return x.data_ptr(), x.shape, x.stride(), x._version
 
 
@@ -81,10 +81,10 @@ def quantize_tokens(x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
 
     Args:
         x_MK: BF16 with contiguous rows.
-        by_row: how the scales are to lie (``Quantized``).
+        by_row: layout of the scales (``Quantized``).
 
     Raises:
-        ValueError: another dtype or layout, or K is no multiple of 128.
+        ValueError: another dtype or layout, or K is not a multiple of 128.
     """
     check(x_MK)
     M, K = x_MK.shape
@@ -109,18 +109,18 @@ def rms_norm_quantize(
     """RMSNorm of ``x`` or of ``x + residual``, and its codes.
 
     As SGLang's ``rmsnorm`` and ``fused_add_rmsnorm``: all in FP32, ``h * rstd * weight`` from left
-    to right, and h is not rounded before it is normalized. Only the order of the sum of squares is
-    free, by which y may be a BF16 ulp from SGLang's.
+    to right, and h is not rounded before it is normalized. Only the order of the sum of squares may
+    differ, so y may be one BF16 ulp from SGLang's.
 
     Args:
         residual_MK: BF16; it becomes ``x + residual``, and x becomes y.
-        by_row: how the scales are to lie (``Quantized``).
+        by_row: layout of the scales (``Quantized``).
 
     Returns:
-        y_MK BF16 (x itself where there is a residual), and what it is quantized to.
+        y_MK BF16 (x itself if there is a residual), and its quantization.
 
     Raises:
-        ValueError: another dtype or layout, shapes that differ, or K is no multiple of 128.
+        ValueError: another dtype or layout, shapes that differ, or K is not a multiple of 128.
     """
     check_norm(x_MK, weight_K, residual_MK)
     h_MK = x_MK.float()
@@ -138,13 +138,13 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
     """``silu(gate) * up``, and its codes.
 
     As SGLang's ``silu_and_mul``: in FP32, ``gate / (1 + exp(-gate)) * up``, rounded once. The
-    division is a product with the reciprocal, which is 0 where exp(-gate) is past 2**126.
+    division multiplies by the reciprocal, which is 0 where exp(-gate) exceeds 2**126.
 
     Returns:
-        y_MI BF16, and what it is quantized to.
+        y_MI BF16, and its quantization.
 
     Raises:
-        ValueError: another dtype or layout, or I is no multiple of 128.
+        ValueError: another dtype or layout, or I is not a multiple of 128.
     """
     check(gate_up_M2I, halves=2)
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
@@ -153,28 +153,28 @@ def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantize
 
 
 def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
-    """``silu_mul_quantize`` for who needs no y.
+    """``silu_mul_quantize`` without y.
 
     Args:
-        by_row: how the scales are to lie (``Quantized``).
+        by_row: layout of the scales (``Quantized``).
     """
     return quantize_tokens(silu_mul_quantize(gate_up_M2I)[0], by_row=by_row)
 
 
 def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:
-    """Hold that x can be quantized along its last dimension, each of its halves by itself.
+    """Check that x can be quantized along its last dimension, each of its halves separately.
 
     Raises:
         ValueError: it cannot.
     """
     if x_MK.dtype != torch.bfloat16 or x_MK.dim() != 2 or x_MK.stride(-1) != 1:
         raise ValueError(
-            f"activations are quantized from BF16 [tokens, channels] with contiguous rows, not "
-            f"from {x_MK.dtype} {list(x_MK.shape)} with strides {x_MK.stride()}; make them so first"
+            f"activations are {x_MK.dtype} {list(x_MK.shape)} with strides {x_MK.stride()}; pass "
+            f"BF16 [tokens, channels] with contiguous rows"
         )
     if x_MK.shape[-1] % (halves * BLOCK):
         raise ValueError(
-            f"activations of {x_MK.shape[-1] // halves} channels have no groups of {BLOCK}; "
+            f"activations have {x_MK.shape[-1] // halves} channels, not a multiple of {BLOCK}; "
             f"keep the layer that takes them in BF16"
         )
 
@@ -182,7 +182,7 @@ def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:
 def check_norm(
     x_MK: torch.Tensor, weight_K: torch.Tensor, residual_MK: torch.Tensor | None
 ) -> None:
-    """Hold that x can be normalized and quantized.
+    """Check that x can be normalized and quantized.
 
     Raises:
         ValueError: it cannot.
@@ -190,18 +190,18 @@ def check_norm(
     check(x_MK)
     if weight_K.shape != x_MK.shape[-1:] or not weight_K.is_contiguous():
         raise ValueError(
-            f"RMSNorm of {x_MK.shape[-1]} channels was given a weight {list(weight_K.shape)}; "
-            f"give it one that is contiguous and of their number"
+            f"RMSNorm of {x_MK.shape[-1]} channels got a weight {list(weight_K.shape)}; "
+            f"pass a contiguous one of that size"
         )
     if residual_MK is not None:
         check(residual_MK)
         if residual_MK.shape != x_MK.shape:
             raise ValueError(
-                f"RMSNorm was given x {list(x_MK.shape)} and a residual "
-                f"{list(residual_MK.shape)}; give it two of the same shape"
+                f"RMSNorm got x {list(x_MK.shape)} and a residual "
+                f"{list(residual_MK.shape)}; pass two of the same shape"
             )
 
 
 def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    """1 / x as a GPU's ``rcp.approx.ftz`` has it, but for its last bit; x is positive."""
+    """1 / x like a GPU's ``rcp.approx.ftz``, except for its last bit; x is positive."""
     return torch.where(x > LARGEST_DIVISOR, 0.0, 1 / x)

@@ -1,8 +1,8 @@
-"""Quantized activations on the GPU: one launch makes y, its codes and its scales.
+"""Quantized activations on the GPU: one launch computes y, its codes and its scales.
 
-The bytes are those of ``activation.py``, with the GPU's own approximate reciprocal and exponential:
-the instructions that SGLang's kernels come down to on Hopper. Nothing is synchronised or allocated
-but what is returned, so that a CUDA graph can capture it. Nothing compiles by the number of tokens.
+The bytes are those of ``activation.py``, with the GPU's approximate reciprocal and exponential: the
+instructions that SGLang's kernels compile to on Hopper. Only results are allocated and nothing is
+synchronized, so a CUDA graph can capture it. No kernel depends on the number of tokens.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -26,10 +26,10 @@ from sgl_fp8rl.ops.activation import (
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
 
 _GROUPS = 8
-"""Groups of 128 channels to a program where rows are independent of their other channels."""
-# Eight channels to a thread: 16 bytes of BF16, and no layout is changed on the way to the codes.
+"""Groups of 128 channels per program, for kernels without a reduction over a row."""
+# Eight channels per thread: 16 bytes of BF16, and no layout conversion before the codes.
 _GROUPS_OF_WARP = 2
-# Sixteen where nothing else is computed: 49 us, not 80, for 16384 tokens of 4096 on an H200.
+# Sixteen if nothing else is computed: 49 us instead of 80 for 16384 tokens of 4096 on an H200.
 _PLAIN_GROUPS_OF_WARP = 4
 _MAX_WARPS = 32
 
@@ -124,14 +124,14 @@ def _launch_tiles(
 
 
 def _options(device: torch.device, warps: int) -> dict[str, Any]:
-    """How kernels are compiled and started.
+    """Compile and launch options.
 
-    From Hopper on one starts while its predecessor ends (programmatic dependent launch), as
-    SGLang's kernels do, and waits for it before it reads anything.
+    From Hopper on a kernel starts while its predecessor ends (programmatic dependent launch), like
+    SGLang's kernels, and waits for it before it reads anything.
     """
     overlap = not _INTERPRETED and _capability(device)[0] >= 9
     options = {"num_warps": warps, "OVERLAP": overlap, "INTERPRETED": _INTERPRETED}
-    # No fusion: a product that SGLang rounds is rounded here.
+    # No fused multiply-add: products are rounded where SGLang rounds them.
     return options | {"enable_fp_fusion": False} | ({"launch_pdl": True} if overlap else {})
 
 
@@ -157,7 +157,7 @@ def _reciprocal(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _exp_of_negative(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """exp(-x): 2 to the power of the product with -log2(e), as ``__expf`` has it."""
+    """exp(-x) as 2 to the power of -x * log2(e), like ``__expf``."""
     if INTERPRETED:
         return tl.exp(-x)
     return tl.inline_asm_elementwise(
@@ -188,7 +188,7 @@ def _store_quantized(
     magnitude = tl.where(values == values, tl.abs(values), 0.0)
     amax = tl.maximum(tl.max(magnitude, 1), _FLOOR)
     quotient = values * (_reciprocal(amax, INTERPRETED) * _LARGEST)[:, None]
-    # One clamp, which is NaN's too: nothing is below -448 by more than rounding undoes.
+    # One clamp, also for NaN: rounding undoes everything below -448.
     quotient = tl.where(quotient < _LARGEST, quotient, _LARGEST)
     col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(codes + row * K + col, quotient.to(tl.float8e4nv), mask=inside[:, None])
@@ -238,7 +238,7 @@ def _silu_mul_tiles(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One program makes ``GROUPS`` groups of one row."""
+    """One program computes ``GROUPS`` groups of one row."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
     inside = (group < K // _SIZE)[:, None]
@@ -277,7 +277,7 @@ def _norm_rows(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One program normalizes one row, which it holds in registers."""
+    """One program normalizes one row, which it keeps in registers."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     inside = (group < K // _SIZE)[:, None]

@@ -1,10 +1,9 @@
 """Rows sorted by expert for a grouped GEMM, in plain torch: the reference for
 ``expert_rows_triton.py``.
 
-Each expert's rows stand side by side from a multiple of 128 on, which is how DeepGEMM's grouped
-product takes them. Shape suffixes: M tokens, T experts a token, R = M * T rows, one for each token
-and expert; K and H channels, k = K in groups of 128; P places, of which an expert's last block may
-leave some empty.
+Each expert's rows are contiguous and start at a multiple of 128, as DeepGEMM's grouped GEMM needs.
+Shape suffixes: M tokens, T experts per token, R = M * T rows, one for each token and expert; K and
+H channels, k = K in groups of 128; P places, some of which are empty in an expert's last block.
 """
 
 from typing import NamedTuple
@@ -16,25 +15,25 @@ from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
 
 class Places(NamedTuple):
-    """What SGLang's ``moe_align_block_size`` returns for blocks of 128."""
+    """The result of SGLang's ``moe_align_block_size`` for blocks of 128."""
 
     row_P: torch.Tensor
-    """int32: the row at each place, R or more where there is none; nothing behind ``used``."""
+    """int32: the row at each place, R or more if empty; undefined after ``used``."""
     expert_B: torch.Tensor
-    """int32: the expert of each block of 128 places; -1 for rows that have none."""
+    """int32: the expert of each block of 128 places; -1 for rows without one."""
     used_1: torch.Tensor
-    """int32: how many places are in use, whole blocks."""
+    """int32: the number of places in use, in whole blocks."""
 
 
 class SortedRows(NamedTuple):
-    """Rows at their places; what lies at an empty place means nothing."""
+    """Rows at their places; empty places are undefined."""
 
     rows: Quantized
     """Codes ``[P, K]``, scales in DeepGEMM's layout."""
     expert_P: torch.Tensor
-    """int32: of each place, -1 behind those in use, which a grouped product passes over."""
+    """int32: expert of each place; -1 after those in use, which a grouped GEMM skips."""
     place_R: torch.Tensor
-    """int32: where each row is; -1 for those that have no expert, as padding's."""
+    """int32: the place of each row; -1 for rows without an expert, such as padding."""
 
 
 def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
@@ -44,7 +43,7 @@ def sort_rows(tokens: Quantized, places: Places, T: int) -> SortedRows:
         tokens: codes ``[M, K]``, scales by row.
 
     Raises:
-        ValueError: the scales of a token do not lie side by side.
+        ValueError: the scales of a token are not contiguous.
     """
     P = check_sort(tokens, places)
     codes_MK, scales_Mk = tokens
@@ -84,20 +83,20 @@ def sum_rows(
 
 
 def empty_rows(P: int, K: int, device: torch.device) -> Quantized:
-    """Room for P rows, P a multiple of 128; no padding is needed for DeepGEMM's layout."""
+    """Uninitialized memory for P rows, a multiple of 128, so DeepGEMM's layout needs no padding."""
     scales = torch.empty((K // BLOCK, P), device=device)
     return Quantized(torch.empty((P, K), dtype=FP8_DTYPE, device=device), scales.t())
 
 
 def check_sort(tokens: Quantized, places: Places) -> int:
-    """How many places there can be in whole blocks.
+    """The maximum number of places, in whole blocks.
 
     Raises:
         ValueError: the scales of a token do not lie side by side.
     """
     if not (tokens.is_by_row and tokens.codes_MK.is_contiguous()):
         raise ValueError(
-            f"rows are sorted from contiguous codes with scales by row, not from strides "
-            f"{tokens.codes_MK.stride()} and {tokens.scales_Mk.stride()}; quantize with by_row=True"
+            f"codes and scales have strides {tokens.codes_MK.stride()} and "
+            f"{tokens.scales_Mk.stride()}, not contiguous rows; quantize with by_row=True"
         )
     return len(places.row_P) // BLOCK * BLOCK

@@ -1,7 +1,7 @@
 """Rows sorted by expert, and summed again, on the GPU: one launch each.
 
-The bytes are those of ``expert_rows.py``, but for the order in which a token's rows are summed.
-Nothing is synchronised, and nothing compiles by the number of tokens.
+The bytes are those of ``expert_rows.py``, except for the order in which a token's rows are summed.
+Nothing is synchronized, and no kernel depends on the number of tokens.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -15,7 +15,7 @@ from sgl_fp8rl.ops.expert_rows import Places, SortedRows, check_sort, empty_rows
 from sgl_fp8rl.ops.reference import BLOCK
 
 _PLACES = 4
-"""To a program: a tile of codes keeps enough bytes in flight, and divides a block of 128."""
+"""Places per program: enough bytes in flight, and a divisor of 128."""
 _WARPS = 4
 
 
@@ -95,7 +95,7 @@ def _sort_rows(
     GROUPS: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """One program fills ``PLACES`` places, which are all in use or none."""
+    """One program fills ``PLACES`` places, all in use or none."""
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     if tl.program_id(0) * PLACES >= tl.load(used):
         tl.store(expert_of_place + place, tl.full((PLACES,), -1, tl.int32))

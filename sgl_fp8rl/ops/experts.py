@@ -1,4 +1,4 @@
-"""Gated experts of block FP8 in plain torch: what a CPU engine runs."""
+"""Gated block-FP8 experts in plain torch, for CPU engines."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,12 @@ def fp8_experts(
     topk_ids_MT: torch.Tensor,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Gated experts, one after the other.
+    """Run gated experts one by one.
 
-    Suffixes: M tokens, H hidden, T experts a token. ``w13`` holds the gate rows, then the up rows.
+    Suffixes: M tokens, H hidden, T experts per token. ``w13`` has the gate rows, then the up rows.
 
     Returns:
-        FP32 ``[M, H]``: the weighted sum of what the experts return in the dtype of ``x_MH``.
+        FP32 ``[M, H]``: the weighted sum of the experts' results, which have the dtype of ``x_MH``.
     """
     out_MH = torch.zeros_like(x_MH, dtype=torch.float32)
     for expert in topk_ids_MT.unique().tolist():

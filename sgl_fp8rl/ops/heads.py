@@ -1,8 +1,8 @@
-"""Query heads times a factor of their KV head, in plain torch: the reference for
+"""Scale query heads by a factor of their KV head, in plain torch: the reference for
 ``heads_triton.py``.
 
-So the scales of an FP8 KV cache are folded into q and into what attention returns. Shape suffixes:
-T tokens, C channels (query heads * head dim), H KV heads of this rank.
+This folds the scales of an FP8 KV cache into q and into the output of attention. Shape suffixes: T
+tokens, C channels (query heads * head dim), H KV heads of this rank.
 """
 
 import torch
@@ -17,14 +17,13 @@ def scale_heads(
         x: BF16 or FP16 ``[T, C]`` or ``[T, heads, head dim]``, any stride over tokens. The
             channels of a token are H groups of ``C / H``: the query heads of a KV head.
         factor_H: FP32, any stride, read on the device.
-        out: where to write, of x's shape and dtype; x itself for in place. None for a new,
-            contiguous tensor.
+        out: the destination, with x's shape and dtype; may be x. None for a new contiguous tensor.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: shapes, dtypes or strides that do not fit together.
+        ValueError: shapes, dtypes or strides do not match.
     """
     x_TC, out_TC, out = flatten_heads(x, factor_H, out)
     heads = (len(factor_H), -1)
@@ -38,7 +37,7 @@ def flatten_heads(
     """x and out as ``[T, C]`` with contiguous channels, and out as the caller sees it.
 
     Raises:
-        ValueError: what ``scale_heads`` raises.
+        ValueError: as ``scale_heads``.
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or factor_H.dtype != torch.float32:
         raise ValueError(
@@ -47,8 +46,8 @@ def flatten_heads(
     channels = x.shape[1:].numel()
     if factor_H.dim() != 1 or len(factor_H) == 0 or channels % len(factor_H):
         raise ValueError(
-            f"{channels} channels are no whole heads of factors of shape {tuple(factor_H.shape)}; "
-            f"pass one factor for each KV head"
+            f"{channels} channels do not divide into heads for factors of shape "
+            f"{tuple(factor_H.shape)}; pass one factor for each KV head"
         )
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

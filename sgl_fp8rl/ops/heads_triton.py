@@ -1,8 +1,8 @@
-"""Query heads times a factor of their KV head on the GPU: one launch, 16 bytes at a time.
+"""Scale query heads by a factor of their KV head on the GPU: one launch, 16 bytes at a time.
 
 The bytes are those of ``heads.py``. torch's own product of BF16 and a broadcast FP32 reads element
-by element. Nothing is synchronised or allocated but what is returned, so that a CUDA graph can
-capture it; factors are read when it is replayed.
+by element. Only the result is allocated and nothing is synchronized, so a CUDA graph can capture
+it; factors are read at replay.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -13,8 +13,8 @@ import triton.language as tl
 
 from sgl_fp8rl.ops.heads import flatten_heads
 
-# Elements of a program: four loads of 16 bytes in flight for each thread. Neither depends on the
-# batch: nothing compiles while serving that a first decode and a first prefill did not compile.
+# Elements per program: four loads of 16 bytes in flight per thread. Neither depends on the batch:
+# serving compiles nothing after the first decode and the first prefill.
 _ELEMENTS, _WARPS = 4096, 4
 
 
@@ -47,7 +47,7 @@ def scale_heads(
     return out
 
 
-# Factors are read one by one: layers whose factors lie differently share one compiled kernel.
+# Factors are read one by one, so layers with different strides share one compiled kernel.
 @triton.jit(do_not_specialize=["rows", "factor_stride"], do_not_specialize_on_alignment=["factors"])
 def _scale_heads(
     x: tl.tensor,
@@ -62,12 +62,12 @@ def _scale_heads(
     COLS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """``ROWS`` KV heads of tokens, in the order of tokens, then heads: one factor for each."""
+    """One program scales ``ROWS`` KV heads, ordered by token, then head, with one factor each."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
     inside = row < rows
     box = inside[:, None] & (col < WIDTH)
-    token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows is past 2**31 elements
+    token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows exceeds 2**31 elements
     head = row % HEADS
     factor = tl.load(factors + head * factor_stride, mask=inside, other=1.0)[:, None]
     source = x + (token * x_stride + head * WIDTH)[:, None] + col

@@ -1,8 +1,8 @@
-"""FP8 keys and values in plain torch: the reference for ``kv_triton.py``, and what
-a CPU engine runs.
+"""FP8 keys and values in plain torch: the reference for ``kv_triton.py``, and the implementation
+of CPU engines.
 
-A value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: the cast itself does
-not on every torch version and GPU, and one NaN in the cache spoils all tokens that attend to it.
+A value is ``code * scale``, one FP32 scale for each KV head. Writes saturate: not every torch
+version and GPU does so in the cast, and one NaN in the cache spoils all tokens that attend to it.
 
 Shape suffixes: T tokens, H KV heads of this rank, D head dim, S slots, C statistics.
 """
@@ -15,7 +15,7 @@ STATS = 5
 """Statistics of a layer, int64: tokens, clipped elements of K and of V, and the FP32 bits of the
 largest finite |K| and |V| (as integers the magnitudes are in order)."""
 PADDING_SLOT = 0
-"""Where SGLang writes the tokens that only fill a batch up; they are stored and not counted."""
+"""Where SGLang writes the padding tokens of a batch; they are stored but not counted."""
 
 _INF = 0x7F800000
 
@@ -40,22 +40,22 @@ def store_kv(
     *,
     read_back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Write the codes of token ``t`` at slot ``slots_T[t]`` of both caches, and count.
+    """Write the codes of token ``t`` to slot ``slots_T[t]`` of both caches, and update statistics.
 
     Args:
-        k_THD: BF16 or FP16, any strides over tokens and heads; V's head dim may be another.
-        slots_T: int64; only ``PADDING_SLOT`` may come more than once.
+        k_THD: BF16 or FP16, any strides over tokens and heads; V's head dim may differ.
+        slots_T: int64; only ``PADDING_SLOT`` may be repeated.
         k_cache_SHD: float8_e4m3fn, any strides over slots and heads.
         k_scale_H: FP32, above zero, read on the device.
-        stats_C: int64 ``[STATS]``, contiguous, updated in place. An element is clipped where
-            ``|x / scale| > 448``: Inf is, NaN is not, and neither enters the largest magnitude.
+        stats_C: int64 ``[STATS]``, contiguous, updated in place. An element is clipped if
+            ``|x / scale| > 448``: Inf is, NaN is not, and neither counts as largest magnitude.
 
     Returns:
         With ``read_back`` the codes of K and of V as values of their dtype (exact): what decode
         will read, still divided by the scale.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes do not match.
     """
     check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, k_scale_H, v_scale_H, stats_C)
     counted_T = slots_T != PADDING_SLOT
@@ -89,45 +89,45 @@ def check_store(
     v_scale_H: torch.Tensor,
     stats_C: torch.Tensor,
 ) -> None:
-    """Raise ValueError where the arguments of ``store_kv`` do not fit together."""
+    """Raise ValueError if the arguments of ``store_kv`` do not match."""
     for name, x_THD, cache_SHD, scale_H in (
         ("K", k_THD, k_cache_SHD, k_scale_H),
         ("V", v_THD, v_cache_SHD, v_scale_H),
     ):
         if x_THD.dtype not in (torch.bfloat16, torch.float16) or x_THD.dim() != 3:
             raise ValueError(
-                f"{name} to be stored is {x_THD.dtype} of shape {list(x_THD.shape)}; "
-                f"give BF16 or FP16 [tokens, KV heads, head dim]"
+                f"{name} is {x_THD.dtype} of shape {list(x_THD.shape)}; "
+                f"pass BF16 or FP16 [tokens, KV heads, head dim]"
             )
         if cache_SHD.dtype != FP8_DTYPE or cache_SHD.shape[1:] != x_THD.shape[1:]:
             raise ValueError(
-                f"the {name} cache is {cache_SHD.dtype} of shape {list(cache_SHD.shape)}; give "
-                f"float8_e4m3fn [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], as {name} has"
+                f"the {name} cache is {cache_SHD.dtype} of shape {list(cache_SHD.shape)}; pass "
+                f"float8_e4m3fn [slots, {x_THD.shape[1]}, {x_THD.shape[2]}], like {name}"
             )
         if x_THD.stride(2) != 1 or cache_SHD.stride(2) != 1:
             raise ValueError(
-                f"elements of a head of {name} or of its cache do not lie side by side (strides "
-                f"{x_THD.stride()} and {cache_SHD.stride()}); give views whose last stride is 1"
+                f"heads of {name} or of its cache are not contiguous (strides "
+                f"{x_THD.stride()} and {cache_SHD.stride()}); pass views whose last stride is 1"
             )
         if scale_H.dtype != torch.float32 or scale_H.shape != x_THD.shape[1:2]:
             raise ValueError(
                 f"the {name} scales are {scale_H.dtype} of shape {list(scale_H.shape)}; "
-                f"give FP32, one for each of {x_THD.shape[1]} KV heads"
+                f"pass FP32, one for each of {x_THD.shape[1]} KV heads"
             )
     if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.dtype != v_THD.dtype:
         raise ValueError(
             f"K is {k_THD.dtype} {list(k_THD.shape)} and V {v_THD.dtype} {list(v_THD.shape)}; "
-            f"give both the same dtype, tokens and KV heads"
+            f"pass both with the same dtype, tokens and KV heads"
         )
     if slots_T.dtype != torch.int64 or slots_T.shape != k_THD.shape[:1]:
         raise ValueError(
             f"the slots are {slots_T.dtype} of shape {list(slots_T.shape)}; "
-            f"give int64, one for each of {k_THD.shape[0]} tokens"
+            f"pass int64, one for each of {k_THD.shape[0]} tokens"
         )
     if stats_C.dtype != torch.int64 or stats_C.shape != (STATS,) or not stats_C.is_contiguous():
         raise ValueError(
             f"the statistics are {stats_C.dtype} of shape {list(stats_C.shape)}; "
-            f"give {STATS} contiguous int64"
+            f"pass {STATS} contiguous int64"
         )
 
 
@@ -137,5 +137,5 @@ def _divide(x_THD: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
 
 def _encode(scaled_THD: torch.Tensor) -> torch.Tensor:
     saturated = scaled_THD.clamp(-FP8_MAX, FP8_MAX)  # NaN passes
-    # One NaN: a GPU's cast drops its sign, torch's keeps it.
+    # A single NaN: a GPU's cast drops its sign, torch's keeps it.
     return saturated.masked_fill(scaled_THD.isnan(), torch.nan).to(FP8_DTYPE)

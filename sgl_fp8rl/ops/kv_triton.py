@@ -1,7 +1,7 @@
-"""FP8 keys and values on the GPU: one launch stores K and V of a layer, and counts.
+"""FP8 keys and values on the GPU: one launch stores K and V of a layer, with statistics.
 
-The bytes and the statistics are those of ``kv.py``. Nothing is synchronised or allocated but what
-is returned, so that a CUDA graph can capture it; scales and slots are read when it is replayed.
+The bytes and the statistics are those of ``kv.py``. Only results are allocated and nothing is
+synchronized, so a CUDA graph can capture it; scales and slots are read at replay.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -13,12 +13,12 @@ import triton.language as tl
 from sgl_fp8rl.ops.kv import PADDING_SLOT, check_store
 from sgl_fp8rl.ops.reference import FP8_MAX
 
-# Elements of a program. Small ones spread a decode batch over the multiprocessors; large ones keep
-# more loads in flight. Two sizes and no other dependence on the batch: nothing compiles while
-# serving that a first decode and a first prefill did not compile.
+# Elements per program. Small programs spread a decode batch over the SMs; large ones keep more
+# loads in flight. Nothing else depends on the batch: serving compiles nothing after the first
+# decode and the first prefill.
 _SMALL, _LARGE = 1024, 4096
 _MANY = 2**20
-"""Elements of K from which programs are large: eight to each multiprocessor of an H200."""
+"""Elements of K from which programs are large: eight programs per SM of an H200."""
 
 
 def store_kv(
@@ -37,7 +37,7 @@ def store_kv(
     check_store(k_THD, v_THD, slots_T, k_cache_SHD, v_cache_SHD, k_scale_H, v_scale_H, stats_C)
     T, H, D_K = k_THD.shape
     D_V = v_THD.shape[2]
-    # Where nothing is read back these are never written to.
+    # Without read_back these are never written to.
     k_back, v_back = (
         (x_THD.new_empty(x_THD.shape) if read_back else x_THD) for x_THD in (k_THD, v_THD)
     )
@@ -77,27 +77,27 @@ def store_kv(
 
 _LARGEST = tl.constexpr(FP8_MAX)
 PADDING = tl.constexpr(PADDING_SLOT)
-# FP32 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
+# FP32 bits as integers: in the order of magnitudes, with Inf and NaN on top.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INF = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def saturate(quotient: tl.tensor) -> tl.tensor:
-    """Clamped to what E4M3 holds; NaN becomes the one NaN whose code is 0x7F."""
+    """Clamped to the range of E4M3; NaN becomes the one whose code is 0x7F."""
     clamped = tl.minimum(tl.maximum(quotient, -_LARGEST), _LARGEST)
     return tl.where(quotient == quotient, clamped, float("nan"))
 
 
 @triton.jit
 def clipped(quotient: tl.tensor, real: tl.tensor) -> tl.tensor:
-    """1 where a real element does not fit E4M3, int32."""
+    """1 where an unpadded element exceeds E4M3, int32."""
     return (real & (tl.abs(quotient) > _LARGEST)).to(tl.int32)
 
 
 @triton.jit
 def magnitude(values: tl.tensor, real: tl.tensor) -> tl.tensor:
-    """The bits of ``|values|``, FP32; 0 where an element is not real or not finite."""
+    """The bits of ``|values|``, FP32; 0 where an element is padding or not finite."""
     bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
     return tl.where(real & (bits < _INF), bits, 0)
 
@@ -112,8 +112,8 @@ def count(
 ) -> None:
     """Add a tile of ``clipped`` and of ``magnitude`` to the statistics of K (side 0) or V (1).
 
-    ``largest`` was read from the statistics before: an old value is too small at worst, which is
-    one atomic more.
+    ``largest`` was read from the statistics before: an outdated value is too small, which costs one
+    atomic more.
     """
     total = tl.sum(beyond)
     if total > 0:
@@ -144,11 +144,11 @@ def _store_side(
     ROWS: tl.constexpr,
     READ_BACK: tl.constexpr,
 ) -> None:
-    """``ROWS`` heads of K (side 0) or of V (side 1), in the order of tokens, then heads."""
+    """Store ``ROWS`` heads of K (side 0) or of V (side 1), ordered by token, then head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     inside = row < rows
-    token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows is past 2**31 elements
+    token = (row // HEADS).to(tl.int64)  # a long prefill of wide rows exceeds 2**31 elements
     head = row % HEADS
     slot = tl.load(slots + token, mask=inside, other=PADDING)
     scale = tl.load(scales + head * scale_stride, mask=inside, other=1.0)[:, None]

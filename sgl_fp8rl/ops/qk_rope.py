@@ -1,10 +1,10 @@
-"""What a decode step does between the QKV projection and attention, in plain torch: the reference
-for ``qk_rope_triton.py``.
+"""A decode step between the QKV projection and attention, in plain torch: the reference for
+``qk_rope_triton.py``.
 
 RMSNorm over each head of q and k, rotary embedding, the store of K and V as FP8 (``kv.py``), and
-the factor of q that XQA needs. Each step rounds to BF16 where SGLang's own kernels for it do.
+the factor of q that XQA needs. Each step rounds to BF16 where SGLang's kernel for it does.
 
-Shape suffixes: T tokens, C channels of q, k and v side by side, N query heads, H KV heads of this
+Shape suffixes: T tokens, C channels of q, k and v concatenated, N query heads, H KV heads of this
 rank, D head dim, P positions, S slots; other suffixes as in ``kv.py``.
 """
 
@@ -29,14 +29,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class Cache:
-    """Where K and V of a layer go, and under which scales: as ``kv.store_kv`` takes them."""
+    """Caches and scales of K and V of a layer, as arguments of ``kv.store_kv``."""
 
     k_SHD: torch.Tensor
     v_SHD: torch.Tensor
     k_scale_H: torch.Tensor
     v_scale_H: torch.Tensor
     q_factor_H: torch.Tensor
-    """FP32: what the query heads of a KV head are multiplied by, powers of two."""
+    """FP32 powers of two that multiply the query heads of each KV head."""
     stats_C: torch.Tensor
 
 
@@ -48,26 +48,26 @@ def norm_rope_store(
     slots_T: torch.Tensor,
     cache: Cache,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, store K and V at ``slots_T``, and count.
+    """Norm and rotate q and k, store K and V at ``slots_T``, and update statistics.
 
     A head x becomes ``x * rsqrt(mean(x ** 2) + eps) * weight``, rounded to BF16 once. Its halves
     (low, high) then become ``(low * cos - high * sin, high * cos + low * sin)`` in FP32, the first
     product of each unrounded (a fused multiply-add), and are rounded to BF16. K's code is that of
-    the BF16 value, as if ``kv.store_kv`` had been handed it.
+    the BF16 value, as from ``kv.store_kv``.
 
     Args:
-        qkv_TC: BF16 ``[T, (N + 2 H) * D]``, heads side by side, any stride over tokens; it is not
-            written to.
+        qkv_TC: BF16 ``[T, (N + 2 H) * D]``, heads concatenated, any stride over tokens; not
+            modified.
         positions_T: int64, each below P; not checked.
         cos_sin_PD: FP32 or BF16 ``[P, D]``: for each position D/2 cosines, then D/2 sines.
         norms: None for models without QK-norm.
-        slots_T: int64; only ``kv.PADDING_SLOT`` may come more than once.
+        slots_T: int64; only ``kv.PADDING_SLOT`` may be repeated.
 
     Returns:
         q, BF16 ``[T, N * D]``, contiguous.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together.
+        ValueError: shapes or dtypes do not match.
     """
     N, H, D = check(qkv_TC, positions_T, cos_sin_PD, norms, slots_T, cache)
     q_THD, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
@@ -101,35 +101,35 @@ def check(
     """Query heads, KV heads and head dim.
 
     Raises:
-        ValueError: the arguments of ``norm_rope_store`` do not fit together.
+        ValueError: the arguments of ``norm_rope_store`` do not match.
     """
     H, D = cache.k_SHD.shape[-2:]
     if D < MIN_HEAD_DIM or D & (D - 1):
         raise ValueError(
-            f"the head dim is {D}; norm_rope_store takes powers of two from {MIN_HEAD_DIM} on"
+            f"the head dim is {D}; norm_rope_store takes powers of two, at least {MIN_HEAD_DIM}"
         )
     heads, rest = divmod(qkv_TC.shape[-1], D)
     N = heads - 2 * H
     if qkv_TC.dtype != torch.bfloat16 or qkv_TC.dim() != 2 or rest or N <= 0 or N % H:
         raise ValueError(
-            f"the projection is {qkv_TC.dtype} of shape {list(qkv_TC.shape)}; give BF16 [tokens, "
-            f"(query heads + 2 * {H}) * {D}], as many query heads for each of {H} KV heads"
+            f"the projection is {qkv_TC.dtype} of shape {list(qkv_TC.shape)}; pass BF16 [tokens, "
+            f"(query heads + 2 * {H}) * {D}], query heads a multiple of {H} KV heads"
         )
     if qkv_TC.stride(1) != 1:
         raise ValueError(
-            f"channels of the projection do not lie side by side (strides {qkv_TC.stride()}); "
-            f"give a view whose last stride is 1"
+            f"channels of the projection are not contiguous (strides {qkv_TC.stride()}); "
+            f"pass a view whose last stride is 1"
         )
     if positions_T.dtype != torch.int64 or positions_T.shape != qkv_TC.shape[:1]:
         raise ValueError(
             f"the positions are {positions_T.dtype} of shape {list(positions_T.shape)}; "
-            f"give int64, one for each of {len(qkv_TC)} tokens"
+            f"pass int64, one for each of {len(qkv_TC)} tokens"
         )
     rotary = cos_sin_PD.dtype in (torch.float32, torch.bfloat16) and cos_sin_PD.shape[1:] == (D,)
     if not rotary or cos_sin_PD.stride(1) != 1:
         raise ValueError(
             f"cosines and sines are {cos_sin_PD.dtype} of shape {list(cos_sin_PD.shape)}; "
-            f"give FP32 or BF16 [positions, {D}], the last stride 1"
+            f"pass FP32 or BF16 [positions, {D}] with last stride 1"
         )
     for weight_D in () if norms is None else (norms.q_D, norms.k_D):
         if weight_D.dtype != torch.bfloat16 or weight_D.shape != (D,) or weight_D.stride(0) != 1:
@@ -141,7 +141,7 @@ def check(
     if factor_H.dtype != torch.float32 or factor_H.shape != (H,):
         raise ValueError(
             f"q's factors are {factor_H.dtype} of shape {list(factor_H.shape)}; "
-            f"give FP32, one for each of {H} KV heads"
+            f"pass FP32, one for each of {H} KV heads"
         )
     _, k_THD, v_THD = qkv_TC.unflatten(1, (-1, D)).split([N, H, H], 1)
     scales = cache.k_scale_H, cache.v_scale_H
@@ -162,5 +162,5 @@ def _rotated(x_THD: torch.Tensor, cos_sin_T1D: torch.Tensor) -> torch.Tensor:
 
 
 def _fused(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    # the product of BF16 and FP32 is exact in FP64; the sum is rounded twice, which no BF16 shows
+    # a BF16 times FP32 product is exact in FP64; rounding the sum twice does not change its BF16
     return (x.double() * y.double() + z.double()).float()

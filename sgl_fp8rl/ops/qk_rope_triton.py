@@ -1,9 +1,9 @@
-"""QK-norm, rotary embedding, FP8 store and q's factor of a decode step: one launch a layer.
+"""QK-norm, rotary embedding, FP8 store and q's factor in a decode step: one launch per layer.
 
 The bytes and the statistics are those of ``qk_rope.py`` and of SGLang's kernels (``qknorm.cuh``,
-``rope.cuh``) followed by ``kv_triton.py``, but for the order in which a norm's squares are summed
-and for the GPU's approximate root: a rare BF16 value is its neighbour. Nothing is synchronised or
-allocated but what is returned, so that a CUDA graph can capture it.
+``rope.cuh``) followed by ``kv_triton.py``, except for the order in which a norm's squares are
+summed and the GPU's approximate root: rarely a BF16 value differs by one ulp. Only results are
+allocated and nothing is synchronized, so a CUDA graph can capture it.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -15,8 +15,8 @@ import triton.language as tl
 from sgl_fp8rl.ops.kv_triton import PADDING, clipped, count, magnitude, saturate
 from sgl_fp8rl.ops.qk_rope import Cache, Norms, check
 
-# A program has this many heads of one token, all of q, of K or of V. Neither depends on the batch:
-# nothing compiles while serving that a first decode did not compile.
+# A program handles this many heads of one token, all of q, of K or of V. Neither depends on the
+# batch: serving compiles nothing after the first decode.
 _ROWS, _WARPS = 8, 4
 
 
@@ -41,7 +41,7 @@ def norm_rope_store(
             q_TC,
             positions_T,
             cos_sin_PD,
-            # without norms these are never read
+            # never read if there are no norms
             qkv_TC if norms is None else norms.q_D,
             qkv_TC if norms is None else norms.k_D,
             0.0 if norms is None else norms.eps,
@@ -73,7 +73,7 @@ def norm_rope_store(
 
 @triton.jit
 def _halves(heads: tl.tensor, inside: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of heads whose first elements are at ``heads`` ``[ROWS, 1]``: FP32 ``[ROWS, D / 2]``."""
+    """Load both halves of heads that start at ``heads`` ``[ROWS, 1]``: FP32 ``[ROWS, D / 2]``."""
     first = heads + tl.arange(0, D // 2)[None, :]
     low = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(first + D // 2, mask=inside, other=0.0).to(tl.float32)
@@ -101,7 +101,7 @@ def _rotated(
         root = tl.rsqrt(total * (1 / D) + eps)[:, None]
         low = (low * root * w_low).to(tl.bfloat16).to(tl.float32)
         high = (high * root * w_high).to(tl.bfloat16).to(tl.float32)
-    # the products that nvcc fuses in SGLang's kernel; Triton's minus loses the sign of zero
+    # the products that nvcc fuses in SGLang's kernel; Triton's negation loses the sign of zero
     turned_low = tl.fma(low, cos, high * sin * -1.0)
     turned_high = tl.fma(high, cos, low * sin)
     return (
@@ -123,7 +123,7 @@ def _store(
     SIDE: tl.constexpr,
     D: tl.constexpr,
 ) -> None:
-    """Store heads whose first codes are at ``cache`` ``[ROWS, 1]``, and count."""
+    """Store heads whose first codes are at ``cache`` ``[ROWS, 1]``, with statistics."""
     low_quotient = tl.div_rn(low, scale)
     high_quotient = tl.div_rn(high, scale)
     first = cache + tl.arange(0, D // 2)[None, :]
@@ -135,7 +135,7 @@ def _store(
     count(beyond, bits, largest, stats, SIDE)
 
 
-# Read one by one: layers whose rows of these lie differently share one compiled kernel.
+# Read one by one, so layers with different strides share one compiled kernel.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "positions",
@@ -178,7 +178,7 @@ def _some_heads(
     ROWS: tl.constexpr,
     NORMED: tl.constexpr,
 ) -> None:
-    """``ROWS`` heads of K, of V or of q, in that order: those that count start first."""
+    """One program handles ``ROWS`` heads of K, V or q, in this order: statistics start first."""
     KV_BLOCKS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

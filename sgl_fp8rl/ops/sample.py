@@ -1,6 +1,6 @@
-"""Draw one token a row from logits, in plain torch: the reference for ``sample_triton.py``.
+"""Draw one token per row from logits, in plain torch: the reference for ``sample_triton.py``.
 
-The expressions are SGLang's own, so a CPU engine draws SGLang's tokens, bit for bit.
+The expressions are SGLang's own, so a CPU engine draws the same tokens as stock SGLang.
 
 Shape suffixes: B rows (sequences), V vocabulary, C chunks of it.
 """
@@ -8,13 +8,13 @@ Shape suffixes: B rows (sequences), V vocabulary, C chunks of it.
 import torch
 
 LEAST_NOISE = torch.finfo(torch.float32).tiny
-"""Noise is never taken for less: a zero, which only a CPU draws, must not divide."""
+"""Lower bound of the noise: a CPU can draw zero, and p is divided by it."""
 
 
 def exponential_noise(logits_BV: torch.Tensor) -> torch.Tensor:
-    """Exp(1) noise FP32 ``[B, V]`` from torch's generator, as ``torch.multinomial`` takes it.
+    """Exp(1) noise FP32 ``[B, V]`` from torch's generator, drawn like ``torch.multinomial``.
 
-    So a seed gives the stream of random numbers that it gives to SGLang's sampler.
+    So a seed yields the same random numbers as in SGLang's sampler.
     """
     return torch.empty_like(logits_BV).exponential_()
 
@@ -27,13 +27,13 @@ def sample(
     With Exp(1) noise that is a sample of p: an exponential race, or Gumbel-max without the logs.
 
     Args:
-        logits_BV: FP32, left as they are; ``-inf`` is never drawn.
+        logits_BV: FP32, not modified; ``-inf`` is never drawn.
         temperatures_B1: FP32, above zero.
         noise_BV: FP32, from ``exponential_noise``.
 
     Returns:
         int32 tokens ``[B]`` and FP32 ``log p(token)`` ``[B]``. A row without a distribution (a
-        NaN, ``+inf``, or nothing but ``-inf``) gives token 0 and NaN.
+        NaN, ``+inf``, or only ``-inf``) gives token 0 and NaN.
     """
     probs_BV = torch.softmax(logits_BV / temperatures_B1, dim=-1)
     tokens_B1 = (probs_BV / noise_BV.clamp_min(LEAST_NOISE)).argmax(dim=-1, keepdim=True)

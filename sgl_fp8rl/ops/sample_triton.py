@@ -1,8 +1,8 @@
-"""Draw one token a row on the GPU: each logit and its noise are read once, nothing is written back.
+"""Draw one token per row on the GPU: each logit and its noise are read once.
 
-A first kernel leaves of each chunk of a row its maximum, its sum of exponentials and its winner; a
-second makes the row's log-sum-exp of them and compares the winners, both on one scale. Results are
-those of ``sample.py`` to FP32 rounding: the token differs only where the two best are that close.
+A first kernel reduces each chunk of a row to its maximum, its sum of exponentials and its winner; a
+second computes the row's log-sum-exp and compares the winners, on one scale. Results are those of
+``sample.py`` to FP32 rounding: the token differs only if the two best are that close.
 """
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
@@ -14,14 +14,14 @@ import triton.language as tl
 from sgl_fp8rl.ops.sample import LEAST_NOISE
 
 CHUNK = 4096
-"""Logits that a program reduces. Many small programs fill a GPU at 32 rows, too."""
+"""Logits per program. Many small programs fill a GPU even at 32 rows."""
 _WARPS = 4
 
 
 def sample(
     logits_BV: torch.Tensor, temperatures_B1: torch.Tensor, noise_BV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``sample.sample`` returns, on the current stream; no synchronisation.
+    """``sample.sample`` on the current stream, without synchronization.
 
     Args:
         logits_BV: FP32, at least one row and one column; the elements of a row are contiguous.
@@ -85,12 +85,12 @@ def _reduce_chunk(
     x = _load_scaled(logits + row * logits_stride + tokens, inside, tl.load(temperatures + row))
     q = tl.maximum(tl.load(noise + row * noise_stride + tokens, inside, 1.0), LEAST_NOISE)
     maximum = tl.max(x, 0)
-    # A chunk may be masked out by a grammar; its weights are zero, not NaN.
+    # A grammar may mask a whole chunk; its weights are zero, not NaN.
     weights = tl.exp(x - tl.where(maximum == -float("inf"), 0.0, maximum))
     part = row * tl.num_programs(0) + chunk
     tl.store(maxima + part, maximum)
     tl.store(sums + part, tl.sum(weights, 0))
-    # Not below zero, so NaN neither: then the first of equals wins, which is inside the row.
+    # Not below zero, nor NaN: then the first of equals wins, which is inside the row.
     winner = tl.argmax(tl.maximum(weights / q, 0.0), 0)
     tl.store(winners + part, chunk * CHUNK + winner)
 

@@ -1,1 +1,1 @@
-"""``sgl-fp8rl precision``: which layers' FP8 moves logprobs most, and which to leave in BF16."""
+"""``sgl-fp8rl precision``: which layers change logprobs most in FP8, and which to keep in BF16."""

@@ -1,4 +1,4 @@
-"""``sgl-fp8rl precision``: load a model in BF16, and find which of its layers FP8 hurts."""
+"""``sgl-fp8rl precision``: load a BF16 model, and find which of its layers FP8 hurts."""
 
 import functools
 import json
@@ -23,45 +23,45 @@ TOKENS = {"cuda": 4096, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. ``None`` is what the device or the measurement decides."""
+    """The command line. ``None``: the default depends on the device or the measurement."""
 
     model: str
     budget_kl: float | None = None
-    """Nats a token; default half of what FP8 in every layer does."""
+    """Nats per token; default half of the KL of FP8 in every layer."""
     prompts: Path | None = None
     tokens: int | None = None
     kv_cache: bool = False
     device: str | None = None
     dtype: torch.dtype = torch.float32
-    """Of the arithmetic; weights have the values of BF16 in either case."""
+    """Dtype of the arithmetic; weights have BF16 values in either case."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
-            raise ValueError(f"--budget-kl is {self.budget_kl}; give a number of nats from 0")
+            raise ValueError(f"--budget-kl is {self.budget_kl}; pass a number of nats, 0 or more")
         if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"--tokens is {self.tokens}; give a whole number from 1")
+            raise ValueError(f"--tokens is {self.tokens}; pass a positive integer")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, and torch sees no GPU; use --device cpu")
+            raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
 
 
 def run(options: Options, output: Path | None) -> None:
     """Measure, print the report, and write it as JSON.
 
     Raises:
-        ValueError: the model or the prompts cannot be measured; one sentence.
+        ValueError: the model or the prompts cannot be measured.
         OSError: a file cannot be read or written.
     """
     if output is not None:
-        output.touch()  # told now, not when all is measured
+        output.touch()  # fails now, not after measuring
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         model = load(options.model, device, options.dtype)
-        fp8_groups(model)  # refused now, not after sampling
+        fp8_groups(model)  # fails now, not after sampling
         found = measure(model, options, texts_of(model, options))
     except torch.OutOfMemoryError:
         raise ValueError(
-            f"{options.model} does not fit into the GPU's memory with what is measured; give fewer "
+            f"{options.model} and its measurement do not fit into the GPU's memory; use fewer "
             f"--tokens, or --device cpu"
         ) from None
     print(report.render(found))
@@ -70,19 +70,19 @@ def run(options: Options, output: Path | None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what it says, which may go on for many lines; its type where it says nothing."""
+    """The first line of its message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A causal language model with weights of BF16, of a folder or of the hub.
+    """Load a causal language model with BF16 weights from a folder or the hub.
 
     Args:
-        dtype: of the arithmetic. BF16 rounds so much behind every change that it hides what FP8
-            does to a single layer; FP32 takes twice the memory.
+        dtype: dtype of the arithmetic. BF16 rounds so much after every change that it hides the
+            effect of FP8 in a single layer; FP32 takes twice the memory.
 
     Raises:
-        ValueError: there is no such model, or it is not one in BF16.
+        ValueError: there is no such model, or it is not in BF16.
     """
     try:
         from safetensors import SafetensorError
@@ -90,11 +90,11 @@ def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise ValueError(
-            f"precision needs transformers 5 ({error}); run pip install 'transformers>=5'"
+            f"precision requires transformers 5 ({error}); run pip install 'transformers>=5'"
         ) from None
     disable_progress_bar()
     if Path(name).is_absolute() and not (Path(name) / "config.json").exists():
-        raise ValueError(f"{name} holds no config.json; name the folder of a model")
+        raise ValueError(f"{name} has no config.json; pass the folder of a model")
     try:
         config = AutoConfig.from_pretrained(name)
         is_quantized = getattr(config, "quantization_config", None) is not None
@@ -104,18 +104,18 @@ def load(name: str, device: torch.device, dtype: torch.dtype) -> Any:
         raise
     except (OSError, ImportError, LookupError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"{name} cannot be loaded ({first_line(error).rstrip('.')}); name a folder, or a model "
+            f"{name} cannot be loaded ({first_line(error).rstrip('.')}); pass a folder, or a model "
             f"of the hub that is in the cache or that you may download"
         ) from None
     if is_quantized:
         raise ValueError(
-            f"{name} is a quantized checkpoint; name the BF16 model that it was made from"
+            f"{name} is a quantized checkpoint; pass the BF16 model that it was made from"
         )
     return model.eval().to(device=device, dtype=dtype)
 
 
 def texts_of(model: Any, options: Options) -> list[tokens.Text]:
-    """What to measure on, with a response each.
+    """The prompts and responses to measure on.
 
     Raises:
         ValueError: the prompts cannot be read, or the model samples NaN.
@@ -129,15 +129,15 @@ def texts_of(model: Any, options: Options) -> list[tokens.Text]:
 
 
 def tokenizer(model: str) -> tokens.Tokenize:
-    """The model's own, loaded where a text needs it."""
+    """The model's tokenizer, loaded when a text needs it."""
 
     @functools.cache
     def loaded() -> Any:
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained(model)
-        if not found("a").input_ids:  # transformers makes one up where there are no files
-            raise ValueError(f"{model} has no tokenizer; give prompts as lists of token ids")
+        if not found("a").input_ids:  # without files, transformers makes an empty one
+            raise ValueError(f"{model} has no tokenizer; pass prompts as lists of token ids")
         return found
 
     def tokenize(given: Any, /, *, begins: bool) -> list[int]:
@@ -150,10 +150,10 @@ def tokenizer(model: str) -> tokens.Tokenize:
 
 
 def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[str, Any]:
-    """The report, as ``report.as_json`` has it.
+    """The report, in the form of ``report.as_json``.
 
     Raises:
-        ValueError: the model has no layer in FP8, or gives NaN.
+        ValueError: the model has no FP8 layers, or returns NaN.
     """
     groups = fp8_groups(model)
     batches = tokens.batches_of(texts, model.device)

@@ -1,4 +1,4 @@
-"""How far a changed model's next-token distributions are from the model's own.
+"""The divergence of a changed model's next-token distributions from the model's own.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -16,8 +16,8 @@ class Divergence:
     kl: float
     """KL(model || changed model) over the whole vocabulary, exact."""
     k3: float
-    """The estimate of the same from the tokens alone: ratio - 1 - log ratio, of changed to model.
-    In the mean it is the KL where the tokens are the model's own samples."""
+    """The same, estimated from the tokens alone: ratio - 1 - log ratio, of changed to model. Its
+    expectation is the KL if the tokens are the model's own samples."""
     kl_error: float = 0.0
     """Standard error of ``kl``, as if tokens were independent."""
 
@@ -34,14 +34,14 @@ def token_divergence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL(reference || changed) of each position over the vocabulary, and k3 of its token.
 
-    KL is summed as p * (exp(d) - 1 - d) with d = log q - log p, which is k3 in the mean over the
-    vocabulary. The terms add up to p * -d, since both distributions add up to 1, but none is
-    negative, and none cancels another.
+    KL is summed as p * (exp(d) - 1 - d) with d = log q - log p, the mean of k3 over the vocabulary.
+    The sum equals that of p * -d, since both distributions add up to 1, but no term is negative, so
+    nothing cancels.
 
     Args:
         reference_TV: logits of any float dtype.
-        changed_TV: likewise.
-        tokens_T: what was sampled, int64.
+        changed_TV: logits of any float dtype.
+        tokens_T: sampled tokens, int64.
 
     Returns:
         float64 [T] each.

@@ -1,8 +1,8 @@
-"""Let layers of a transformers model compute as the engine's FP8 layers do.
+"""Make layers of a transformers model compute like the engine's FP8 layers.
 
-The arithmetic is the engine's torch reference: weights quantized in 128x128 blocks, activations for
-each token and 128 channels, products in FP32, results in the model's dtype. A GPU engine adds in
-another order and may be an ulp of a scale apart, no more.
+The arithmetic is that of the engine's reference implementation: weights quantized in 128x128
+blocks, activations per token and 128 channels, GEMMs in FP32, results in the model's dtype. A GPU
+engine sums in another order and may differ by an ulp of a scale.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +21,11 @@ Forward = Callable[..., torch.Tensor]
 
 @contextmanager
 def fp8(groups: Iterable[Group]) -> Iterator[None]:
-    """The groups compute in FP8 in this context; their parameters are not touched.
+    """Compute these groups in FP8 in this context, without changing their parameters.
 
     Raises:
-        ValueError: a weight, or an activation in a forward, is NaN or Inf; or experts have a form
-            that is not known.
+        ValueError: a weight, or an activation in a forward, is NaN or Inf; or the layout of experts
+            is unknown.
     """
     changed: list[nn.Module] = []
     try:
@@ -51,12 +51,12 @@ def _linear(module: Any) -> Forward:
 
 
 def _experts(module: Any, name: str) -> Forward:
-    # transformers marks how an experts module lies in memory; the common form has no marks
+    # transformers marks unusual memory layouts of experts modules
     usual = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
     if not usual or getattr(module, "has_bias", False):
         raise ValueError(
-            f"{name} holds its experts interleaved, transposed or with a bias, which precision "
-            f"cannot compute; it knows experts of [gate; up] rows"
+            f"{name} stores its experts interleaved, transposed or with a bias, which precision "
+            f"cannot compute; it supports experts with [gate; up] rows"
         )
     w13 = quantize_weight(module.gate_up_proj.detach())
     w2 = quantize_weight(module.down_proj.detach())

@@ -1,4 +1,4 @@
-"""Let the attention of a transformers model read K and V as an FP8 KV cache gives them back."""
+"""Make the attention of a transformers model read K and V as from an FP8 KV cache."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ K, V = 0, 1  # rows of the scales
 
 @torch.inference_mode()
 def layer_scales(model: Any, batches: list[Sequences]) -> torch.Tensor:
-    """A scale for K and one for V of each layer, from these sequences, as an update brings them.
+    """One scale for K and one for V of each layer, calibrated on these sequences as for an update.
 
     Returns:
         FP32 ``[layers, 2]``.
 
     Raises:
-        ValueError: K or V is NaN or Inf, or the model's attention cannot be watched.
+        ValueError: K or V is NaN or Inf, or the model's attention cannot be observed.
     """
     calibrator = KVCalibrator.of(model)
     with calibrator.watch(model):
@@ -33,7 +33,7 @@ def layer_scales(model: Any, batches: list[Sequences]) -> torch.Tensor:
 
 @contextmanager
 def rounded(scales_L2: torch.Tensor) -> Iterator[None]:
-    """Attention reads codes times scale in the place of K and V, in every model in this context."""
+    """Replace K and V by codes times scale in the attention of every model in this context."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -68,5 +68,5 @@ def _rounding(get_interface: Callable[..., Any], scales_L2: torch.Tensor) -> Cal
 
 
 def read_back(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``code * scale`` in the dtype of x, whose every element has the one scale."""
+    """``code * scale`` in the dtype of x, with one scale for all elements."""
     return (kv_codes(x, scale.expand(1)).float() * scale).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Run a model again from any decoder layer on, with some of its layers changed.
+"""Rerun a model from any decoder layer on, with some of its layers changed.
 
-A change in layer n does not reach the layers before it, so what the unchanged model gave to each
-layer is kept: the damage of all layers, one at a time, takes half the forwards.
+A change in layer n does not affect earlier layers, so the inputs of each layer in the unchanged
+model are stored: measuring all layers, one at a time, takes half the work.
 
 Shapes: B sequences, L tokens of the longest, T measured tokens of all, H hidden, V vocabulary.
 """
@@ -20,18 +20,18 @@ from sgl_fp8rl.sensitivity.tokens import Sequences
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 LOGITS_AT_ONCE = 1 << 25
-"""Elements, of which a float64 copy is 256 MiB."""
+"""Elements; a float64 copy of them takes 256 MiB."""
 
 
 class Replay:
-    """What an unchanged model does with some sequences.
+    """The layer inputs and outputs of an unchanged model on some sequences.
 
-    Logits are computed in FP32 from the last hidden state also where the model is BF16: rounded
-    logits, which an engine has without --enable-fp32-lm-head, would hide the damage of layers.
+    Logits are computed in FP32 from the last hidden state even for a BF16 model: rounded logits, as
+    in an engine without --enable-fp32-lm-head, would hide the damage of layers.
 
     Args:
         model: a causal language model of transformers 5, in evaluation mode.
-        batches: what it reads; the tokens under the mask are measured.
+        batches: its inputs; the tokens under the mask are measured.
 
     Raises:
         ValueError: its logits are NaN or Inf.
@@ -41,7 +41,7 @@ class Replay:
         self._model = model
         self._layers: nn.ModuleList = model.get_decoder().layers
         self._batches = batches
-        # by layer and batch: hidden states [B, L, H], the last ones too, and what else a layer gets
+        # by layer and batch: hidden states [B, L, H], also the last ones, and other layer inputs
         self._inputs: list[list[torch.Tensor]] = [[] for _ in range(self.layers + 1)]
         self._arguments: list[list[Arguments]] = [[] for _ in range(self.layers)]
         self._head = model.get_output_embeddings().weight.detach().float()
@@ -55,23 +55,23 @@ class Replay:
 
     @property
     def layers(self) -> int:
-        """Decoder layers of the model."""
+        """Number of decoder layers of the model."""
         return len(self._layers)
 
     @property
     def tokens(self) -> int:
-        """Tokens that are measured."""
+        """Number of measured tokens."""
         return self._tokens_T.numel()
 
     @torch.inference_mode()
     def divergence(self, groups: Collection[Group], first_layer: int | None = None) -> Divergence:
-        """How far logprobs move where these groups compute in FP8.
+        """How much logprobs change if these groups compute in FP8.
 
         Args:
-            first_layer: from which layer on the model differs; default that of the first group.
+            first_layer: the first layer that differs; default that of the first group.
 
         Raises:
-            ValueError: a weight or an activation of theirs is NaN or Inf.
+            ValueError: one of their weights or activations is NaN or Inf.
         """
         if first_layer is None:
             first_layer = min((group.layer for group in groups), default=self.layers)
@@ -79,10 +79,10 @@ class Replay:
 
     @torch.inference_mode()
     def noise(self, seed: int) -> Divergence:
-        """How far logprobs move where the first hidden states are rounded otherwise.
+        """How much logprobs change if the first hidden states are rounded differently.
 
-        About a quarter of their elements become a neighbour. All that follows is then rounded
-        otherwise, as it is after any change: less than this the damage of a layer cannot be told.
+        About a quarter of their elements move to an adjacent number. Everything after that is
+        rounded differently, as after any change: smaller damage of a layer cannot be detected.
         """
         generator = torch.Generator().manual_seed(seed)
         nudged = []
@@ -93,7 +93,7 @@ class Replay:
         return self._compared(self._run(nudged, 0))
 
     def _compared(self, hidden_TH: torch.Tensor) -> Divergence:
-        """Divergence of the logits that these last hidden states give."""
+        """Divergence of the logits from these last hidden states."""
         found: list[torch.Tensor] = []
         at = 0
         for ours_TV, changed_TV in zip(self._logits, self._logits_of(hidden_TH), strict=True):
@@ -105,7 +105,7 @@ class Replay:
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """Keep what each layer is given, by layer and batch."""
+        """Store the inputs of each layer, by layer and batch."""
 
         def before(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, *others = args
@@ -125,7 +125,7 @@ class Replay:
         )
         try:
             for batch in self._batches:
-                # right padding, where a causal model does not look: no mask
+                # right padding, which a causal model ignores: no mask
                 self._model.get_decoder()(batch.tokens_BL, use_cache=False)
         finally:
             for hook in hooks:
@@ -134,9 +134,9 @@ class Replay:
     def _run(
         self, hiddens: list[torch.Tensor], first_layer: int, groups: Collection[Group] = ()
     ) -> torch.Tensor:
-        """The last hidden states of the measured tokens, ``[T, H]``, of what a layer is given.
+        """The last hidden states of the measured tokens, ``[T, H]``, from the inputs of a layer.
 
-        All batches go through one layer before the next: each is quantized once.
+        All batches go through one layer before the next, so each layer is quantized once.
         """
         for index in range(first_layer, self.layers):
             with fake_quant.fp8(group for group in groups if group.layer == index):
@@ -153,9 +153,9 @@ class Replay:
 
     @torch.inference_mode()
     def _logits_of(self, hidden_TH: torch.Tensor) -> Iterator[torch.Tensor]:
-        """FP32 logits ``[T, V]`` in parts of so many tokens as fit into memory.
+        """FP32 logits ``[T, V]`` in parts that fit into memory.
 
-        The model's own code makes them, so that its last norm and a softcap are what they are.
+        The model's own code computes them, with its last norm and softcap.
         """
         rows = max(1, LOGITS_AT_ONCE // self._model.config.get_text_config().vocab_size)
         for part_TH in hidden_TH.split(rows):
@@ -165,7 +165,7 @@ class Replay:
 
 
 class _Given(nn.Module):
-    """A decoder that has done its work."""
+    """A decoder that returns hidden states computed before."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _Given(nn.Module):
 
 @contextmanager
 def _in_place_of_layers(model: Any, hidden: torch.Tensor, head_VH: torch.Tensor) -> Iterator[None]:
-    """The model's decoder layers give ``hidden``, and its head computes with ``head_VH``, FP32."""
+    """Make the model's decoder layers return ``hidden`` and its head use ``head_VH``, FP32."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = decoder.layers
 

@@ -1,4 +1,4 @@
-"""What ``sgl-fp8rl precision`` found: a table, and the same as JSON."""
+"""The report of ``sgl-fp8rl precision``, as a table and as JSON."""
 
 import shlex
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ class Mitigation:
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a decode step reads of the weights: all but the embeddings, of which it takes rows."""
+    """Weight bytes that a decode step reads: all but the embeddings, of which it reads rows."""
 
     of_step: int
-    """With every layer in FP8 that can be."""
+    """With every layer in FP8 that supports it."""
     groups: int
-    """Of these layers, in BF16."""
+    """Bytes of these layers in BF16."""
 
     @classmethod
     def of(cls, model: Any, groups: Sequence[Group]) -> "Bytes":
-        """Those of a model in BF16."""
+        """The bytes of a BF16 model."""
         weights = {id(p): BF16_BYTES * p.numel() for p in model.parameters()}
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         if embedding is not head:
@@ -44,7 +44,7 @@ class Bytes:
         return cls(sum(weights.values()) - saved, sum(group.bf16_bytes for group in groups))
 
     def growth(self, bf16: Sequence[Group]) -> float:
-        """Bytes of a step where these layers are BF16, over those where none is."""
+        """Bytes of a step with these layers in BF16, relative to none in BF16."""
         return 1 + sum(group.bf16_bytes - group.fp8_bytes for group in bf16) / self.of_step
 
 
@@ -56,7 +56,7 @@ def as_json(
     mitigations: Sequence[Mitigation],
     read: Bytes,
 ) -> dict[str, Any]:
-    """Everything, in plain types. ``layers`` is in the order of damage."""
+    """The report in plain types. ``layers`` are in order of damage."""
     answer = points[-1]
     names = [damage.group.name for damage in ranked]
     ignored = names[: answer.ignored]
@@ -135,7 +135,7 @@ def render(found: dict[str, Any]) -> str:
     whole = found["kl_all_fp8"]
     parts = [
         f"{found['model']}: {found['tokens']} tokens of {found['sequences']} sequences, "
-        f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}; nats a token",
+        f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}; nats per token",
         _table(layers),
         f"all in FP8: KL {whole:.2e}; the layers alone add up to {total:.2e}"
         + (f", {total / whole:.2f} of it" if whole else "")

@@ -1,4 +1,4 @@
-"""Rank layers by the damage of their FP8, and find the shortest ignore list within a KL budget."""
+"""Rank layers by the damage of FP8, and find the shortest ignore list within a KL budget."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sgl_fp8rl.sensitivity.groups import Group
 
 @dataclass(frozen=True)
 class Damage:
-    """What the FP8 of one layer alone does to logprobs."""
+    """The effect on logprobs of FP8 in one layer alone."""
 
     group: Group
     divergence: Divergence
@@ -17,22 +17,22 @@ class Damage:
 
 @dataclass(frozen=True)
 class Point:
-    """The model with the most damaging layers left in BF16."""
+    """The model with its most damaging layers in BF16."""
 
     ignored: int
-    """How many: the first so many of the ranking."""
+    """How many layers, from the top of the ranking."""
     divergence: Divergence
-    """Of all others in FP8 together, measured."""
+    """Measured, with all other layers in FP8."""
     predicted_kl: float
     """The sum of their KLs alone."""
 
 
 Measure = Callable[[Sequence[Group]], Divergence]
-"""Divergence of the model where these groups compute in FP8."""
+"""Divergence of the model with these groups in FP8."""
 
 
 def rank(groups: Sequence[Group], measure: Measure) -> list[Damage]:
-    """All groups, the one whose FP8 moves logprobs most first."""
+    """All groups, most damaging first."""
     found = [Damage(group, measure([group])) for group in groups]
     return sorted(found, key=lambda damage: -damage.divergence.kl)
 
@@ -47,18 +47,18 @@ def point(ranked: Sequence[Damage], ignored: int, measure: Measure) -> Point:
 def shortest(
     ranked: Sequence[Damage], none_ignored: Point, budget_kl: float, measure: Measure
 ) -> list[Point]:
-    """Bisect for how many layers to leave in BF16, so that the others keep within the budget.
+    """Bisect for how many layers to keep in BF16, so that the others stay within the budget.
 
-    Each length that is tried is measured: damages of single layers only nearly add up. That the KL
-    falls with the length is taken for granted; where it does not, the list is not the shortest, but
-    it is within the budget.
+    Each length is measured: damages of single layers add up only approximately. The search assumes
+    that the KL falls with the length; if it does not, the list is not the shortest, but it is
+    within the budget.
 
     Args:
         none_ignored: the point of length 0.
 
     Returns:
-        What was measured, ``none_ignored`` first and the answer last. With all layers in BF16 the
-        KL is 0, so there always is one.
+        The measured points, ``none_ignored`` first and the answer last. With all layers in BF16 the
+        KL is 0, so there is always an answer.
     """
     points = [none_ignored]
     if none_ignored.divergence.kl <= budget_kl:

@@ -1,7 +1,7 @@
 """The tokens that precision measures on: given, or sampled from the model itself.
 
-Samples of the model at temperature 1 are what a rollout of it would be: KL is then averaged over
-the tokens that training will see.
+Samples at temperature 1 are what a rollout would be, so KL is averaged over the tokens that
+training will see.
 
 Shapes: B sequences, L tokens of the longest.
 """
@@ -17,9 +17,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 LENGTH = 128
-"""Tokens of a sequence that begins with nothing."""
+"""Response tokens of a sequence without a prompt."""
 LEAST_RESPONSE = 64
-"""Tokens that a response may have at least; rather than less, fewer prompts are taken."""
+"""Minimum of response tokens; if there would be fewer, fewer prompts are used."""
 BATCH_TOKENS = {"cuda": 8192, "cpu": 1024}
 SAMPLED_AT_ONCE = 64
 
@@ -31,7 +31,7 @@ class Sequences:
     tokens_BL: torch.Tensor
     """int64."""
     mask_BL: torch.Tensor
-    """Bool: False where it is padding."""
+    """Bool: False at padding."""
     measured: torch.Tensor
     """Bool [B, L - 1]: whether the token after this one is measured."""
 
@@ -42,24 +42,24 @@ class Text:
 
     prompt: list[int]
     response: list[int] | None
-    """None where the model is to sample it."""
+    """None if the model samples it."""
 
 
 class Tokenize(Protocol):
     """Token ids of a string, or of a list of chat messages."""
 
     def __call__(self, given: Any, /, *, begins: bool) -> list[int]:
-        """``begins``: whether a sequence begins here, as with the tokenizer's BOS."""
+        """``begins``: whether this text begins a sequence, with the tokenizer's BOS."""
 
 
 def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
-    """Prompts of a JSONL file, with responses where it has them.
+    """Read prompts, with responses if present, from a JSONL file.
 
     Each line is an object with ``prompt`` and perhaps ``response``: a string, or a list of token
     ids; a prompt may also be a list of chat messages.
 
     Raises:
-        ValueError: a line is something else or has no token, or there is none.
+        ValueError: a line is something else or has no tokens, or there are no lines.
         OSError: the file cannot be read.
     """
     texts = []
@@ -73,19 +73,19 @@ def read_texts(path: Path, tokenize: Tokenize) -> list[Text]:
                 raise TypeError("prompt or response is neither text nor token ids, or empty")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"line {number} of {path} is no prompt ({error!r}); each line is an object such as "
+                f"line {number} of {path} is not a prompt ({error!r}); each line is an object like "
                 f'{{"prompt": "..."}} or {{"prompt": [1, 2], "response": [3]}}'
             ) from None
         prompt = _ids(prompt, tokenize, begins=True)
         response = _ids(response, tokenize, begins=False)
         if not prompt or not response:
             raise ValueError(
-                f"line {number} of {path} has no token in its prompt or response as the model's "
-                f"tokenizer reads it; take the line out"
+                f"line {number} of {path} has no tokens in its prompt or response after "
+                f"tokenization; remove the line"
             )
         texts.append(Text(prompt, response if "response" in found else None))
     if not texts:
-        raise ValueError(f"{path} holds no prompts; give at least one line")
+        raise ValueError(f"{path} has no prompts; add at least one line")
     return texts
 
 
@@ -120,18 +120,18 @@ def from_nothing(model: Any, tokens: int, seed: int) -> list[Text]:
 
 
 def complete(model: Any, texts: Sequence[Text], tokens: int, seed: int) -> list[Text]:
-    """Texts with responses of about so many tokens in all.
+    """Texts with about this many response tokens in total.
 
-    Those that have a response come first. Prompts without are taken in turn, again and again where
-    responses are short, and answered by the model.
+    Texts with a response come first. The model answers the other prompts in turn, repeatedly if
+    responses are short.
 
     Raises:
-        ValueError: a token id is none of the model's, or its logits are NaN or Inf.
+        ValueError: a token id is outside the vocabulary, or logits are NaN or Inf.
     """
     vocab = model.config.get_text_config().vocab_size
     ids = {token for text in texts for token in text.prompt + (text.response or [])}
     if min(ids) < 0 or max(ids) >= vocab:
-        raise ValueError(f"a token id is outside of the model's vocabulary of {vocab}")
+        raise ValueError(f"a token id is outside the model's vocabulary of {vocab}")
     whole: list[Text] = []
     left = tokens
     for text in texts:
@@ -157,7 +157,7 @@ def complete(model: Any, texts: Sequence[Text], tokens: int, seed: int) -> list[
 def sample(model: Any, prompts: list[list[int]], new: int, seed: int) -> list[Text]:
     """A response to each prompt, sampled at temperature 1 from the whole vocabulary.
 
-    It ends after ``new`` tokens, or with a token that ends the model's texts.
+    It ends after ``new`` tokens, or with a stop token of the model.
 
     Raises:
         ValueError: logits are NaN or Inf.
@@ -166,7 +166,7 @@ def sample(model: Any, prompts: list[list[int]], new: int, seed: int) -> list[Te
     generator = torch.Generator(device).manual_seed(seed)
     rows = [torch.tensor(prompt) for prompt in prompts]
     lengths_B = torch.tensor([len(row) for row in rows], device=device)
-    # nothing is padded: where a prompt goes on, its own token is the next
+    # no padding: while a prompt continues, its own token is the next
     tokens_BL = pad_sequence([torch.cat([row, row.new_zeros(new)]) for row in rows], True).to(
         device
     )
@@ -191,20 +191,20 @@ def sample(model: Any, prompts: list[list[int]], new: int, seed: int) -> list[Te
 
 
 def _ends(model: Any) -> set[int]:
-    """Tokens that end a text of the model."""
+    """The stop tokens of the model."""
     generation = getattr(model, "generation_config", None)
     eos: Any = getattr(generation, "eos_token_id", None)
     return {token for token in (eos if isinstance(eos, list) else [eos]) if token is not None}
 
 
 def batches_of(texts: Sequence[Text], device: torch.device) -> list[Sequences]:
-    """Batches of sequences of about one length."""
+    """Batches of sequences of similar length."""
     at_once = BATCH_TOKENS["cuda" if device.type == "cuda" else "cpu"]
     rows = sorted(texts, key=lambda text: len(text.prompt) + len(text.response or []))
     batches, first = [], 0
     while first < len(rows):
         last = first + 1
-        # the longest of a batch is its last
+        # the last sequence of a batch is the longest
         while last < len(rows) and (last + 1 - first) * _length(rows[last]) <= at_once:
             last += 1
         batches.append(_batch(rows[first:last], device))

@@ -362,7 +362,7 @@ def update_server(server: Server, checkpoint: Path) -> None:
 def test_a_backend_that_cannot_scale_is_refused(
     policies: Callable[[str], list[Path]], tmp_path: Path
 ) -> None:
-    with pytest.raises(RuntimeError, match="triton cannot honour the scales of an FP8 KV cache"):
+    with pytest.raises(RuntimeError, match="triton cannot apply the scales of an FP8 KV cache"):
         EngineProcess(
             tmp_path / "engine.log", policies("qwen3")[0], attention_backend="triton", **FP8_KV
         )

@@ -96,7 +96,7 @@ def test_sizes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["1GB", "1gib", "1.5GiB", "-1", "0x200", "1 2", "GiB", "1e9"])
 def test_sizes_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"FP8RL_BUCKET_BYTES: .*is no size"):
+    with pytest.raises(ValueError, match=r"FP8RL_BUCKET_BYTES: .*is not a size"):
         Fp8RLServerArgs.from_env({"FP8RL_BUCKET_BYTES": text})
 
 
@@ -119,14 +119,14 @@ def test_switches_refused() -> None:
         ("bucket_bytes", 0, "positive multiple of 512"),
         ("bucket_bytes", -512, "positive multiple of 512"),
         ("bucket_bytes", 768, "positive multiple of 512"),
-        ("bucket_bytes", 1e9, "whole number"),
-        ("bucket_bytes", True, "whole number"),
+        ("bucket_bytes", 1e9, "integer"),
+        ("bucket_bytes", True, "integer"),
         ("ignored_layers", "lm_head", "tuple"),
         ("ignored_layers", ("",), "would match every layer"),
         ("ignored_layers", ("re:",), "would match every layer"),
-        ("ignored_layers", ("re:(",), "no valid regular expression"),
-        ("ignored_layers", ("a,b",), "holds a comma"),
-        ("ignored_layers", ("a b",), "holds a space"),
+        ("ignored_layers", ("re:(",), "not a valid regular expression"),
+        ("ignored_layers", ("a,b",), "contains a comma"),
+        ("ignored_layers", ("a b",), "contains a space"),
         ("kv_scheme", "per_token", "one of engine, trainer, unit"),
         ("kv_per_head", "true", "True or False"),
         ("kv_scales", " ", "name a file"),

@@ -90,7 +90,7 @@ def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert cli.main(["tune", "some/model"]) == 0
     assert [given[:2] for given in tuned[1:]] == [(linears, []), ([], experts)]
     monkeypatch.setattr(cli, "read_layers", lambda *_: [embedding])
-    with pytest.raises(SystemExit, match="some/model has no FP8 layer whose kernels can be chosen"):
+    with pytest.raises(SystemExit, match="some/model has no FP8 layers with a choice of kernels"):
         cli.main(["tune", "some/model"])
 
 
@@ -157,7 +157,7 @@ def test_kv_report_asks_to_observe(
 ) -> None:
     assert cli.main(["kv-report", address, "--observe"]) == 0
     assert capsys.readouterr().out.startswith("the next 4096 prefilled tokens are measured")
-    with pytest.raises(SystemExit, match="is no engine"):
+    with pytest.raises(SystemExit, match="is not an engine"):
         cli.main(["kv-report", str(tmp_path), "--observe"])
 
 

@@ -157,7 +157,7 @@ class _Point(metadata.EntryPoint):
         (["sgl_fp8rl.engine.plugin:register"], "", "ok"),
         (["sgl_fp8rl.engine.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
         (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other leaves it out"),
-        ([], "", "holds nothing under this name"),
+        ([], "", "has nothing under this name"),
         (["elsewhere:register"], "", "holds elsewhere:register under this name"),
         (["sgl_fp8rl.engine.plugin:register"] * 2, "", "reinstall"),
     ],

@@ -366,7 +366,7 @@ def test_a_mask_that_does_not_tell_padding() -> None:
     full = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     with torch.no_grad(), KVCalibrator.of(model).watch(model):
         for mask in (full, {"full_attention": full}):
-            with pytest.raises(ValueError, match="which does not tell padding"):
+            with pytest.raises(ValueError, match="which does not mark padding"):
                 model(tokens(), attention_mask=mask)
 
 
@@ -392,10 +392,10 @@ def test_a_calibrator_of_another_model() -> None:
 
 
 def test_what_is_no_transformers_model() -> None:
-    with pytest.raises(ValueError, match="Linear is no transformers model"):
+    with pytest.raises(ValueError, match="Linear is not a transformers model"):
         KVCalibrator.of(nn.Linear(2, 2))
     with (
-        pytest.raises(ValueError, match="Linear is no transformers model"),
+        pytest.raises(ValueError, match="Linear is not a transformers model"),
         KVCalibrator(1, 1).watch(nn.Linear(2, 2)),
     ):
         pass

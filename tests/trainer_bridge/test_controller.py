@@ -61,14 +61,14 @@ def test_a_heavy_tail_tightens_c_and_then_masks() -> None:
         assert len(decision.reasons) == 1 and not decision.requests
         thresholds.append(decision.config.rollout_is_threshold)
     assert thresholds == [pytest.approx(1.7), 1.5, (0.5, 2.0), (0.5, 2.0)]
-    assert "no lever is left" in decision.reasons[0]
+    assert "no request is left" in decision.reasons[0]
 
 
 def test_it_says_why_with_the_figures() -> None:
     (reason,) = feed(controller(), TAIL | {"weight_mean": 1 - 0.0123}).reasons
     assert reason == (
-        "weight_ess is 0.9500, below exp(-2 x 0.005) = 0.9900, with 1.23% of the ratios' mass cut: "
-        "TIS at C = 2 becomes TIS at C = 1.7"
+        "weight_ess is 0.9500, below exp(-2 x 0.005) = 0.9900, with 1.23% of the ratios' mass "
+        "truncated: TIS at C = 2 becomes TIS at C = 1.7"
     )
     (reason,) = feed(controller(fp8_kv=True), APART).reasons
     assert reason == (
@@ -81,14 +81,14 @@ def test_it_acts_on_policies_that_are_far_apart_whatever_tail_was_missed() -> No
     below = APART | {"mismatch_kl_k3": 0.2, "ratio_mean": 0.95}
     assert feed(controller(fp8_kv=True), below).requests
     (reason,) = controller(fp8_kv=True).observe(below | {"ratio_mean": 1.05}).reasons  # control
-    assert reason.startswith("nothing is changed: ratio_mean is 1.05")
+    assert reason.startswith("nothing changes: ratio_mean is 1.05")
 
 
 def test_c_is_left_where_it_does_not_help() -> None:
     given = metrics(ess=0.95, weights=0.95, top=1.6)  # C = 1.7 would cut nothing
     decision = feed(controller(fp8_kv=True), given)
     assert decision.config == CorrectionConfig() and len(decision.requests) == 1
-    assert "correction has done what it can: start the engine" in decision.reasons[0]
+    assert "correction cannot do more: start the engine" in decision.reasons[0]
 
 
 def test_a_tail_with_much_mass_is_masked_at_once() -> None:
@@ -111,7 +111,7 @@ def test_precision_is_asked_for_in_order_and_each_time_waited_for() -> None:
         [kv, f"{option} '{LAYERS[0]} {LAYERS[1]}'"],
         [kv, f"{option} '{' '.join(LAYERS)}'"],
     ]
-    assert "no lever is left" in feed(made, APART).reasons[0]
+    assert "no request is left" in feed(made, APART).reasons[0]
     assert feed(controller(layers=LAYERS[:1]), APART).requests[0].flag == f"{option} {LAYERS[0]}"
 
 
@@ -145,7 +145,7 @@ def test_wrong_logprobs_pull_no_lever() -> None:
     for _ in range(10):
         decision = made.observe(wrong)
         assert decision.config == CorrectionConfig() and not decision.requests
-        assert decision.reasons[0].startswith("nothing is changed: ratio_mean is 1.05, above")
+        assert decision.reasons[0].startswith("nothing changes: ratio_mean is 1.05, above")
     assert feed(made, APART).requests  # control: the same with right ones
 
 
@@ -174,10 +174,10 @@ def test_other_configs() -> None:
     masked = CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_mean_k3": 0.01})
     assert feed(controller(config=masked, fp8_kv=True), TAIL).config == masked  # it has no C
     for config in ("decoupled_seq_is", "decoupled_geo_rs"):
-        with pytest.raises(ValueError, match=r"rollout_is is .*give a config with 'token'"):
+        with pytest.raises(ValueError, match=r"rollout_is is .*pass a config with 'token'"):
             Controller(BUDGET, PRESETS[config])
     for budget in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="must all be above zero"):
+        with pytest.raises(ValueError, match="must all be positive"):
             Controller(budget)
     with pytest.raises(ValueError, match="metrics lack weight_ess, weight_mean"):
         Controller(BUDGET).observe(mismatch_metrics(*[torch.zeros(1, 2)] * 2, torch.ones(1, 2) > 0))

@@ -255,7 +255,7 @@ def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: s
     ("options", "message"),
     [
         ({"rollout_is": "sequences"}, "rollout_is is 'sequences'; use one of"),
-        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0; give a positive"),
+        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0; pass a positive"),
         ({"rollout_is_threshold": (2.0, 0.5)}, "ascending order"),
         ({"rollout_is_threshold": math.inf}, "positive finite number"),
         ({"rollout_rs": {"geo": 1.0}}, "rollout_rs has"),
@@ -291,9 +291,9 @@ def test_other_unusable_inputs_are_refused() -> None:
     sampled = make_rollout([[-1.0, -2.0]])
     with pytest.raises(ValueError, match="no preset is named 'tis'; use a CorrectionConfig, or"):
         correct(sampled, torch.zeros(1, 2), "tis")
-    with pytest.raises(ValueError, match=r"shape \(2, 3\) against"):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\), but"):
         correct(sampled, torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"1 sequences .* no finite number"):
+    with pytest.raises(ValueError, match=r"1 sequences .* NaN or infinite"):
         correct(sampled, torch.tensor([[math.nan, -1.0]]), "decoupled_geo_rs_seq_tis")
     everything = CorrectionConfig(
         rollout_rs=dict.fromkeys(REJECTIONS, 1.5),

@@ -156,6 +156,6 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     trainer, rollout, _ = (pad(part) for part in _long(0.01, 3))
     assert not correct_logprobs(trainer, rollout, torch.ones_like(trainer).bool()).alarms
     assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
-    assert "no finite number" in first["infinite"] and first["infinite"] == second["infinite"]
+    assert "NaN or infinite" in first["infinite"] and first["infinite"] == second["infinite"]
     assert "has shape (1, 2) against" in first["misshapen"]
     assert "1 other ranks refused" in second["misshapen"]

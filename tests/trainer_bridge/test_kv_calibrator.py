@@ -391,10 +391,10 @@ def test_a_margin_is_room_for_larger_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"layers": 0}, "whole numbers from 1"),
-        ({"layers": 2.0}, "whole numbers from 1"),
-        ({"kv_heads": -1}, "whole numbers from 1"),
-        ({"kv_heads": [2, 2]}, "whole numbers from 1"),
+        ({"layers": 0}, "positive integers"),
+        ({"layers": 2.0}, "positive integers"),
+        ({"kv_heads": -1}, "positive integers"),
+        ({"kv_heads": [2, 2]}, "positive integers"),
         ({"percentile": 0}, "percentile is 0;"),
         ({"percentile": 100.1}, "percentile is"),
         ({"percentile": float("nan")}, "percentile is"),

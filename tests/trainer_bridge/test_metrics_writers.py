@@ -142,8 +142,8 @@ def test_a_mismatch_is_drawn_over_decades(
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ('{"kind": "note"}\n', "has no row with a step"),
-        ("step 1\n", ":1 is no JSON"),
-        ("[1]\n", ":1 is no JSON object"),
+        ("step 1\n", ":1 is not JSON"),
+        ("[1]\n", ":1 is not a JSON object"),
     ):
         path = tmp_path / "run.jsonl"
         path.write_text(text)

@@ -164,13 +164,13 @@ def test_options_that_change_the_distribution_are_refused(name: str, value: Any)
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"beam_width": 4}, r"sampling has \['beam_width'\], not known to leave the logprobs"),
+        ({"beam_width": 4}, r"sampling has \['beam_width'\], which may change the logprobs"),
         ({"custom_params": {"a": 1}}, r"sampling has \['custom_params'\]"),
-        ({"n": 0}, r"sampling\['n'\] = 0 is no count"),
-        ({"n": 1.5}, r"sampling\['n'\] = 1\.5 is no count"),
+        ({"n": 0}, r"sampling\['n'\] = 0 is not a positive integer"),
+        ({"n": 1.5}, r"sampling\['n'\] = 1\.5 is not a positive integer"),
         ({"n": 2, "sampling_seed": 1}, "gives 2 copies of one sample"),
-        ({"temperature": -1.0}, r"sampling\['temperature'\] = -1\.0 is no temperature"),
-        ({"temperature": math.nan}, r"sampling\['temperature'\] = nan is no temperature"),
+        ({"temperature": -1.0}, r"sampling\['temperature'\] = -1\.0 is not a temperature"),
+        ({"temperature": math.nan}, r"sampling\['temperature'\] = nan is not a temperature"),
     ],
 )
 def test_other_sampling_mistakes_are_refused(sampling: dict[str, Any], message: str) -> None:
@@ -207,7 +207,7 @@ def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:
         (spoil("policy_version"), "reply 0 has no policy versions"),
         (spoil("output_token_logprobs", []), "has 1 tokens but 0 logprobs and 1 policy versions"),
         (spoil("policy_version", [3, 3]), "has 1 tokens but 1 logprobs and 2 policy versions"),
-        (spoil("output_token_logprobs", [[-0.5, 9, None]]), "logprobs of other tokens"),
+        (spoil("output_token_logprobs", [[-0.5, 9, None]]), "logprobs of tokens that it does not"),
         (spoil("output_token_logprobs", [[None, 0, None]]), "a logprob that is not a finite"),
         (spoil("output_token_logprobs", [[-math.inf, 0, None]]), "a logprob that is not a finite"),
     ],

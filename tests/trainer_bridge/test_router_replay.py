@@ -318,8 +318,8 @@ def replay(model: Any, experts: list[torch.Tensor], **which: Any) -> None:
         ),
         ([random_experts(4, 0)], {"attention_mask": ones(5)[0]}, "has 1 dimensions"),
         ([random_experts(4, 0)] * 2, {"attention_mask": ones(5)}, "has 1 rows, .* 2 sequences"),
-        ([], {"sequence_ids": ones(5)}, "experts of no sequence"),
-        ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "of sequence 1, .* experts of 1"),
+        ([], {"sequence_ids": ones(5)}, "there are no experts"),
+        ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "to sequence 1, .* experts of 1"),
         ([random_experts(3, 0)], {"attention_mask": ones(5)}, "has 5 tokens here and .* for 3"),
         ([random_experts(6, 0)], {"attention_mask": ones(5)}, "has 5 tokens here and .* for 6"),
         ([random_experts(5, 0)], {"attention_mask": ones(6)}, "5 tokens, and 6 were described"),
@@ -375,7 +375,7 @@ class PlainRouter(SigmoidRouter):
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        (SigmoidRouter, "SigmoidRouter has gates that are no softmax"),
+        (SigmoidRouter, "SigmoidRouter has gates that are not a softmax"),
         (PlainRouter, "PlainRouter does not return logits, gates and experts"),
     ],
 )

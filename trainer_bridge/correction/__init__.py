@@ -1,8 +1,8 @@
-"""Correct for a rollout policy that is not the trainer's: weights, masks, the loss they go into.
+"""Correct for a rollout policy that differs from the trainer's: weights, masks and the loss.
 
 The engine samples with FP8 weights, other kernels and perhaps an older policy, so a sampled token
-has another probability there than in the trainer. The ratio pi_trainer / pi_rollout is its
-importance weight; truncated, masked and rejected as ``CorrectionConfig`` says.
+has a different probability there than in the trainer. The ratio pi_trainer / pi_rollout is its
+importance weight, which is truncated, masked or rejected as ``CorrectionConfig`` says.
 """
 
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig

@@ -1,8 +1,8 @@
-"""What a correction does, with verl's words: its options, its presets, its configuration.
+"""Options and presets of a correction, with verl's names.
 
 verl: algorithm.rollout_correction, trainer/config/algorithm.py and trainer/ppo/
-rollout_corr_helper.py of 0.9.1. What is not verl's: the geometric level and the veto, which are
-slime's (examples/train_infer_mismatch_helper/mis.py).
+rollout_corr_helper.py of 0.9.1. The geometric level and the veto come from slime
+(examples/train_infer_mismatch_helper/mis.py).
 """
 
 import math
@@ -22,35 +22,39 @@ REJECTIONS = (
 Level = Literal["token", "sequence", "geometric"]
 LossType = Literal["ppo_clip", "reinforce"]
 Threshold = float | tuple[float, float]
-"""An upper bound, or (lower, upper), both allowed values themselves."""
+"""An upper bound, or (lower, upper), inclusive."""
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """How to weigh and which tokens to reject. The default is verl's ``decoupled_token_is``.
+    """How to weigh tokens and which to reject. The default is verl's ``decoupled_token_is``.
 
-    With x = trainer - rollout logprob of a token, r = exp(x), every exponent held within +-20.
+    x = trainer - rollout logprob of a token, r = exp(x); exponents are clamped to +-20.
+
+    Raises:
+        ValueError: a value is unknown or out of range.
     """
 
     rollout_is: Level | None = "token"
-    """Weight of a token: its own r, its sequence's product of r, the geometric mean of these, or 1
+    """Weight of a token: its own r, the product or the geometric mean of r over its sequence, or 1
     (None)."""
     rollout_is_threshold: Threshold = 2.0
-    """C truncates weights to C (TIS); (low, high) makes those outside 0 (MIS, IcePop)."""
+    """C truncates weights to C (TIS); (low, high) sets those outside to 0 (MIS, IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean over all tokens (at the other levels: over all sequences)."""
     rollout_rs: Mapping[str, Threshold] = field(default_factory=dict)
-    """Rejections, each with what it allows; a token must pass all. One of REJECTIONS: a token's own
-    divergence, or the sum, mean or maximum over its sequence. k2 = x^2 / 2 and k3 = r - 1 - x take
+    """Names in REJECTIONS with their bounds; a token must pass all. The statistic is a token's own
+    divergence, or its sum, mean or maximum over the sequence. k2 = x^2 / 2 and k3 = r - 1 - x take
     an upper bound. k1 = -x takes (low, high), bounds of exp(-x) = pi_rollout / pi_trainer; U stands
     for (1 / U, U)."""
     veto_threshold: float | None = None
-    """Reject the whole sequence where the r of one token is below this."""
+    """Reject the whole sequence if the r of one token is below this."""
     bypass_mode: bool = False
-    """pi_old is the rollout policy, so ``correct`` is given the current logprobs (two policies).
+    """True: pi_old is the rollout policy, and ``correct`` gets the current logprobs (two policies).
     False, decoupled: pi_old is the trainer's policy before the update (three policies)."""
     loss_type: LossType = "ppo_clip"
-    """Of bypass mode: PPO's ratio corrects by itself and gets no weights, REINFORCE gets them."""
+    """In bypass mode: PPO's ratio is itself a correction and gets no weights, REINFORCE gets
+    them."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("rollout_is", (*LEVELS, None)), ("loss_type", LOSS_TYPES)):
@@ -58,7 +62,7 @@ class CorrectionConfig:
                 raise ValueError(f"CorrectionConfig: {name} is {value!r}; use one of {allowed}")
         if unknown := sorted(set(self.rollout_rs) - set(REJECTIONS)):
             raise ValueError(
-                f"CorrectionConfig: rollout_rs has {unknown}; use some of {', '.join(REJECTIONS)}"
+                f"CorrectionConfig: rollout_rs has {unknown}; known are {', '.join(REJECTIONS)}"
             )
         _check("rollout_is_threshold", self.rollout_is_threshold)
         for option, threshold in self.rollout_rs.items():
@@ -66,17 +70,17 @@ class CorrectionConfig:
             if isinstance(threshold, tuple) and not option.endswith("k1"):
                 raise ValueError(
                     f"CorrectionConfig: rollout_rs[{option!r}] is {threshold}; "
-                    f"give one upper bound, only k1 has two"
+                    f"pass one upper bound, only k1 has two"
                 )
         if self.veto_threshold is not None and not 0 < self.veto_threshold <= 1:
             raise ValueError(
                 f"CorrectionConfig: veto_threshold is {self.veto_threshold}; "
-                f"give a ratio above 0, at most 1"
+                f"pass a ratio above 0, at most 1"
             )
 
     @property
     def applies_weights(self) -> bool:
-        """Whether the loss is to be weighed: PPO's ratio of bypass mode corrects by itself."""
+        """Whether the loss gets weights: in bypass mode PPO's ratio is itself a correction."""
         return self.rollout_is is not None and not (
             self.bypass_mode and self.loss_type == "ppo_clip"
         )
@@ -88,7 +92,7 @@ class CorrectionConfig:
 
     @property
     def rejection_bounds(self) -> dict[str, tuple[float, float]]:
-        """Of each option of ``rollout_rs``: what its divergence may be, both ends allowed."""
+        """Inclusive bounds of the divergence of each option in ``rollout_rs``."""
         bounds = {}
         for option, threshold in self.rollout_rs.items():
             if not option.endswith("k1"):
@@ -100,16 +104,22 @@ class CorrectionConfig:
 
     @property
     def means(self) -> tuple[str, ...]:
-        """Names of what is counted of every token beside the mismatch."""
+        """Names of the per-token means beside the mismatch."""
         weighs = ("weight_mean", "clipped_fraction") if self.rollout_is is not None else ()
         return (*weighs, *(("masked_fraction",) if self.rejects else ()))
 
     @classmethod
     def from_verl(cls, options: Mapping[str, Any]) -> "CorrectionConfig":
-        """From verl's algorithm.rollout_correction, whose thresholds are written "low_high".
+        """Read verl's algorithm.rollout_correction.
+
+        Args:
+            options: verl's names and values; thresholds are numbers or "low_high".
+
+        Returns:
+            The same correction.
 
         Raises:
-            ValueError: an option is not verl's, or has a value that verl refuses as well.
+            ValueError: an option is not verl's, or has a value that verl refuses too.
         """
         given = {"rollout_is": "sequence", **options}  # verl's default
         options_of_rs = [part.strip() for part in (given.pop("rollout_rs", None) or "").split(",")]
@@ -118,7 +128,7 @@ class CorrectionConfig:
         if len(thresholds) not in (1, len(names)) or (names and not all(thresholds)):
             raise ValueError(
                 f"CorrectionConfig: rollout_rs_threshold has {len(thresholds)} values for "
-                f"{names}; give one for all, or one for each"
+                f"{names}; pass one for all, or one for each"
             )
         if names:
             each = thresholds * len(names) if len(thresholds) == 1 else thresholds
@@ -132,7 +142,7 @@ class CorrectionConfig:
 
 
 def _parse(threshold: Any) -> Threshold:
-    """verl's way to write a threshold: a number, or "low_high"."""
+    """verl's notation of a threshold: a number, or "low_high"."""
     try:
         numbers = [float(part) for part in str(threshold).split("_", 1)]
     except ValueError:
@@ -147,7 +157,7 @@ def _check(name: str, threshold: Threshold) -> None:
     if not all(0 < bound < math.inf for bound in bounds) or list(bounds) != sorted(bounds):
         raise ValueError(
             f"CorrectionConfig: {name} is {threshold}; "
-            f"give a positive finite number, or two in ascending order"
+            f"pass a positive finite number, or two in ascending order"
         )
 
 
@@ -183,4 +193,4 @@ PRESETS: dict[str, CorrectionConfig] = {
     ),
     "disabled": CorrectionConfig(None),
 }
-"""By verl's names; change one with ``dataclasses.replace``."""
+"""Presets by verl's names; change one with ``dataclasses.replace``."""

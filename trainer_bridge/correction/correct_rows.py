@@ -17,7 +17,7 @@ from trainer_bridge.metrics.reducer import Reducer
 
 @dataclass(frozen=True)
 class Corrected:
-    """See ``correction.Correction``; weights before the batch is normalised."""
+    """See ``correction.Correction``; weights before batch normalization."""
 
     weights_BT: torch.Tensor
     mask_BT: torch.Tensor
@@ -25,7 +25,7 @@ class Corrected:
 
     @classmethod
     def like(cls, mask_BT: torch.Tensor) -> "Corrected":
-        """Of the same shape and device, to be filled."""
+        """Uninitialized tensors of the same shape and device."""
         weights_BT, old_BT = (torch.empty_like(mask_BT, dtype=torch.float32) for _ in range(2))
         return cls(weights_BT, torch.empty_like(mask_BT), old_BT)
 
@@ -38,11 +38,11 @@ def correct_rows(
     groups: Groups,
     config: CorrectionConfig,
 ) -> Corrected:
-    """Weigh and reject; all that metrics are made of is counted into ``reducer``."""
+    """Weigh and reject; the sums for the metrics go into ``reducer``."""
     found = Corrected.like(mask_BT)
     for rows in row_blocks(mask_BT):
         mismatch = Mismatch.of(trainer_BT[rows], rollout_BT[rows], mask_BT[rows])
-        means_BT: list[torch.Tensor] = []  # as config.means has their names
+        means_BT: list[torch.Tensor] = []  # in the order of config.means
         applied_BT, kept_BT = mismatch.tokens_BT, mismatch.mask_BT
         if config.rollout_is is not None:
             means_BT += weights.add_weights(reducer, mismatch, config.rollout_is, config)

@@ -21,7 +21,7 @@ from trainer_bridge.rollout import Rollout
 class Correction:
     """What the loss needs: multiply each token's loss by its weight, average where mask is True.
 
-    ``policy_loss`` does the first. Nothing here carries a gradient.
+    ``policy_loss`` does the multiplication. No tensor here requires a gradient.
     """
 
     weights_BT: torch.Tensor
@@ -30,12 +30,14 @@ class Correction:
     """Bool [B, T]: the tokens to train on."""
     old_logprobs_BT: torch.Tensor
     """Float32 [B, T], pi_old of PPO's ratio: the trainer's logprobs, in bypass mode the rollout's;
-    0 outside the mask that was given."""
+    0 outside the mask of the rollout."""
     loss_type: LossType
+    """The loss that ``policy_loss`` computes."""
     metrics: dict[str, float]
+    """As ``correct_logprobs`` lists them; the same on every rank."""
     alarms: tuple[Alarm, ...]
-    """What is no longer FP8's noise, see ``check_alarms``; the same on every rank. The first of a
-    metric is logged as a warning (by the first rank)."""
+    """Metrics beyond FP8's noise, see ``check_alarms``; the same on every rank. The first rank logs
+    a metric's first alarm as a warning."""
 
 
 def correct(
@@ -48,8 +50,18 @@ def correct(
     """Correct one rollout; see ``correct_logprobs``.
 
     Args:
-        trainer_logprobs_BT: log_softmax(logits / rollout.temperature) of rollout.tokens_BT;
-            positions outside rollout.mask_BT may hold anything.
+        rollout: B sequences, the longest of T tokens.
+        trainer_logprobs_BT: log_softmax(logits / rollout.temperature) of rollout.tokens_BT, any
+            float dtype; positions outside rollout.mask_BT may hold anything.
+        config: the name of a preset in PRESETS, or a CorrectionConfig.
+        group: normalize and average over these ranks; every rank must call.
+
+    Returns:
+        Weights, mask, metrics and alarms, on the device of the trainer's logprobs.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, a logprob is NaN or infinite, there are no tokens,
+            or the preset is unknown.
     """
     device = trainer_logprobs_BT.device
     return correct_logprobs(
@@ -75,27 +87,29 @@ def correct_logprobs(
 
     Args:
         trainer_logprobs_BT: of the policy before the update, in bypass mode of the current one. Any
-            float dtype, without padding to look at; the result is on its device.
+            float dtype; padding may hold anything. The result is on its device.
+        rollout_logprobs_BT: the engine's logprobs, any float dtype, same device.
+        mask_BT: bool, same device.
         config: the name of a preset (verl's, in PRESETS), or a CorrectionConfig.
-        versions_BT: int64, on any device: metrics by policy version too.
-        group: batch normalisation and metrics go over these ranks; every rank must call.
+        versions_BT: int64, on any device: adds metrics by policy version.
+        group: batch normalization and metrics go over these ranks; every rank must call.
 
     Returns:
-        weights, mask, alarms, and the metrics of ``mismatch_metrics`` joined by
+        Weights, mask, alarms, and the metrics of ``mismatch_metrics`` plus
 
-        weight_mean, _min, _max, _ess   of the bounded weights, before the batch is normalised, over
-                                        all tokens; _ess is the effective sample size, 1 is best
-        clipped_fraction                of tokens whose ratio is above C, or outside the band
-        weight_batch_mean               what weights were divided by
-        masked_fraction                 of tokens that were rejected
-        masked_sequence_fraction        of sequences with a rejected token
-        <option>/..., veto/...          see rejection.read_rejections
+            weight_mean, _min, _max, _ess   of the bounded weights, before batch normalization, over
+                                            all tokens; _ess: effective sample size, 1 is best
+            clipped_fraction                tokens whose ratio is above C, or outside the band
+            weight_batch_mean               the divisor of batch normalization
+            masked_fraction                 rejected tokens
+            masked_sequence_fraction        sequences with a rejected token
+            <option>/..., veto/...          see rejection.read_rejections
 
-        The first group is there if the config weighs, weight_batch_mean if it normalises, the rest
-        if it rejects. Means over tokens come by policy version and by position as well.
+        The first two exist if the config weighs, weight_batch_mean if it normalizes, the rest if it
+        rejects. Means over tokens also exist by policy version and by position.
 
     Raises:
-        ValueError: as ``mismatch_metrics``, and for a name that is no preset's.
+        ValueError: as ``mismatch_metrics``, and for an unknown preset.
     """
     config = _config(config)
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT

@@ -24,9 +24,15 @@ def policy_loss(
     reinforce: -w A log pi. The weights w are constants: they change the measure, not the objective.
 
     Args:
-        logprobs_BT: of the current policy, the only input that gets a gradient; positions outside
-            the mask may hold anything, and get gradient 0.
-        advantages_BT: anything that broadcasts to [B, T].
+        logprobs_BT: of the current policy, any float dtype, the only input that gets a gradient;
+            positions outside the mask may hold anything, and get gradient 0.
+        advantages_BT: any shape that broadcasts to [B, T].
+        correction: the batch's correction.
+        clip: (low, high) of ppo_clip.
+        dual_clip: bound of ppo_clip's loss for negative advantages.
+
+    Returns:
+        [B, T] in the dtype of logprobs_BT, with gradient.
     """
     mask_BT = correction.mask_BT
     logprobs_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)

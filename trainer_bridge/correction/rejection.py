@@ -1,4 +1,4 @@
-"""Which tokens are too far off to be trained on: rejection sampling by divergence, and the veto.
+"""Which tokens are too far off to train on: rejection by divergence, and the veto.
 
 Shapes: B sequences, T tokens of the longest response.
 """
@@ -13,8 +13,8 @@ from trainer_bridge.metrics.reducer import Reducer, Values
 
 
 def keep_tokens(reducer: Reducer, mismatch: Mismatch, config: CorrectionConfig) -> torch.Tensor:
-    """Of a block of rows, the tokens that pass all rejections and the veto, bool [B, T]; counted
-    into ``reducer``."""
+    """The tokens of a block of rows that pass all rejections and the veto, bool [B, T]; the counts
+    go into ``reducer``."""
     kept_BT = mismatch.mask_BT
     divergences_BT: dict[str, torch.Tensor] = {}
     for option, bounds in config.rejection_bounds.items():
@@ -42,7 +42,7 @@ def read_rejections(
     values: Values, metrics: dict[str, float], config: CorrectionConfig
 ) -> dict[str, float]:
     """masked_sequence_fraction, and for each rejection <option>/ masked_fraction (of tokens),
-    masked_sequence_fraction (sequences with a masked token) and mean, min, max of what it bounds.
+    masked_sequence_fraction (sequences with a masked token) and mean, min, max of its statistic.
     """
     read = {"masked_sequence_fraction": values["all"][1].item() / metrics["sequences"]}
     veto = [] if config.veto_threshold is None else ["veto"]
@@ -71,21 +71,21 @@ def _over_sequence(divergence_BT: torch.Tensor, mismatch: Mismatch, reach: str) 
     """[B, T] for tokens, else [B, 1]."""
     if reach == "token":
         return divergence_BT
-    if reach == "seq_max" and divergence_BT.shape[1]:  # without a column, a sum is as good
-        # k2 and k3 are not negative, so the 0 outside of the mask is no maximum.
+    if reach == "seq_max" and divergence_BT.shape[1]:  # amax refuses 0 columns, sum does not
+        # k2 and k3 are not negative, so the 0 outside the mask cannot raise the maximum.
         return divergence_BT.amax(1, keepdim=True)
     total_B1 = divergence_BT.sum(1, keepdim=True)
     return total_B1 if reach == "seq_sum" else total_B1 / mismatch.lengths_B[:, None].clamp(min=1)
 
 
 def _allowed(statistic: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Whether it is within bounds, of which the lower may be -inf."""
+    """Whether the statistic is within bounds; the lower one may be -inf."""
     allowed = statistic <= high
     return allowed if low == -math.inf else allowed & (statistic >= low)
 
 
 def _count(reducer: Reducer, name: str, mismatch: Mismatch, allowed: torch.Tensor) -> None:
-    """Rejected tokens, and sequences that have one. ``allowed`` is [B, T] or [B, 1]."""
+    """Count rejected tokens, and sequences with one. ``allowed`` is [B, T] or [B, 1]."""
     if allowed.shape == mismatch.mask_BT.shape:
         rejected_B = (mismatch.mask_BT & ~allowed).sum(1)
     else:

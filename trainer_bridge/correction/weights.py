@@ -11,13 +11,13 @@ from trainer_bridge.correction.config import CorrectionConfig, Level
 from trainer_bridge.metrics.mismatch import Mismatch, bounded, ends, ones_where
 from trainer_bridge.metrics.reducer import Reducer, Values
 
-SMALLEST_MEAN = 1e-8  # verl divides weights by nothing smaller
+SMALLEST_MEAN = 1e-8  # verl does not divide weights by less
 
 
 def add_weights(
     reducer: Reducer, mismatch: Mismatch, level: Level, config: CorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weigh a block of rows and count it into ``reducer``.
+    """Weigh a block of rows and add its sums to ``reducer``.
 
     Returns:
         The weights, and 1.0 where the ratio is above C or outside the band; both float64 [B, T] and
@@ -35,7 +35,7 @@ def add_weights(
         sums_B, lengths_B = weights_BT.sum(1), mismatch.lengths_B
         if level == "token":
             batch = sums_B.sum(), lengths_B.sum()
-        else:  # all tokens of a sequence weigh the same, and each sequence counts once
+        else:  # all tokens of a sequence have one weight, and each sequence counts once
             batch = (sums_B / lengths_B.clamp(min=1)).sum(), mismatch.present_B.sum()
         reducer.sum("weight_batch", torch.stack(batch))
     reducer.sum("weight_square", weights_BT.square().sum())
@@ -44,7 +44,7 @@ def add_weights(
 
 
 def batch_mean(reducer: Reducer, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What batch normalisation divides by, over all ranks' blocks; every rank must call."""
+    """The divisor of batch normalization, over the blocks of all ranks; every rank must call."""
     sums = reducer.total("weight_batch", group)
     mean: torch.Tensor = sums[0] / sums[1]
     return mean.where(mean > SMALLEST_MEAN, 1.0)
@@ -53,7 +53,7 @@ def batch_mean(reducer: Reducer, group: dist.ProcessGroup | None) -> torch.Tenso
 def read_weights(
     values: Values, metrics: dict[str, float], config: CorrectionConfig
 ) -> dict[str, float]:
-    """Metrics of the weights before the batch was normalised, as in verl."""
+    """Metrics of the weights before batch normalization, as in verl."""
     negative_lowest, highest = values["weight_ends"].tolist()
     mean_square = values["weight_square"].item() / metrics["tokens"]
     ess = metrics["weight_mean"] ** 2 / mean_square if mean_square else 0.0

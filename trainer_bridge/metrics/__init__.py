@@ -1,4 +1,4 @@
-"""Metrics of the mismatch of rollout and trainer, alarms, their names elsewhere, and ways out."""
+"""Metrics of the mismatch between rollout and trainer: alarms, other frameworks' names, writers."""
 
 from trainer_bridge.metrics.alarms import Alarm, check_alarms
 from trainer_bridge.metrics.batch_metrics import mismatch_metrics

@@ -1,21 +1,21 @@
-"""Which mismatch is no longer FP8's noise: a few metrics, each with a threshold.
+"""Alarms: a few metrics with thresholds that FP8's noise does not reach.
 
 Each alarm answers a question that the others do not:
 
-mismatch_kl_k3         Are the policies far apart, for how much there is to decide?
-token_mult_prob_error  Does the rollout sample tokens that the trainer holds to be impossible?
-ess                    Do a few tokens outweigh the batch, which the trainer likes far better?
-ratio_mean             Is a token's logprob that of the distribution it was sampled from?
-weight_ess             Do the importance weights leave a batch to learn from?
-masked_fraction        Do the rejections?
+    mismatch_kl_k3         Are the policies far apart, relative to the policy's entropy?
+    token_mult_prob_error  Does the rollout sample tokens that the trainer considers impossible?
+    ess                    Do a few tokens, far likelier in the trainer, outweigh the batch?
+    ratio_mean             Does a token's logprob belong to the distribution it was sampled from?
+    weight_ess             Do the importance weights leave enough of the batch to learn from?
+    masked_fraction        Do the rejections?
 
-A mean ratio below 1 is told only where the KL has no alarm. Where policies are far apart, ratios
-have a tail that a batch need not have sampled, and then it is missing from their mean and from its
-estimated error alike. A tail that is unsampled without any other trace still passes for top-p.
-Greedy rollouts are drawn from no distribution, so what is said of ratio_mean is not for them.
+A mean ratio below 1 is reported only if the KL has no alarm. If the policies are far apart, the
+ratios have a tail that the batch may not have sampled; then both the mean and its estimated error
+are too small. An unsampled tail without any other symptom still looks like top-p. Greedy tokens are
+not sampled, so the ratio_mean alarm does not apply to them.
 
-A NaN or an infinity is no alarm: ``correct`` refuses it. What is published and what was measured,
-fault by fault, is in docs/correction.md, the measurement in examples/benchmarks/alarms.py.
+NaN and infinity raise no alarm: ``correct`` refuses them. docs/correction.md has the published and
+the measured values of each fault, examples/benchmarks/alarms.py the measurement.
 """
 
 import logging
@@ -27,34 +27,34 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 # Beside each threshold: the worst healthy batch of 5000 tokens, then medians of faults that fire
-# it, of examples/benchmarks/alarms.py: policies of 2 and 4 layers, of 0.1 and 1.3 nats of entropy.
+# it, from examples/benchmarks/alarms.py: policies of 2 and 4 layers, entropy 0.1 and 1.3 nats.
 KL_OF_ENTROPY = 0.05  # FP8 0.0014, FP8 KV 0.018; scales doubled 0.06, lost 0.8, an old policy 0.29
-KL_MOST = 0.1  # nats, verl's guide, for policies that are sure of little: FP8 0.0006, lost 2.2
-ENTROPY_FLOOR = 0.02  # nats: a policy that is sure of everything may differ by 0.001
+KL_MOST = 0.1  # nats, verl's guideline, for policies of high entropy: FP8 0.0006, lost 2.2
+ENTROPY_FLOOR = 0.02  # nats: a policy of zero entropy may differ by 0.001
 PROB_ERROR = 1.5  # FP8 KV 1.053; scales doubled 1.9, a broken block 34, scales lost 592
 ESS = 0.8  # FP8 KV 0.996; a tensor never loaded 0.25 and 0.74, a broken block 0.27
 RATIO_BIAS = 0.003  # FP8 KV 0.0018; top-p 0.0036 and 0.037, raw 0.009 and 0.10
 RATIO_SIGMAS = 6.0  # FP8 2.6, a demo's 240 steps 3.5; top-p 19 and 95, raw logprobs 9.5 to 35
-WEIGHT_ESS = 0.3  # token TIS 0.997; verl's guide
-MASKED_FRACTION = 0.5  # nothing is rejected unless asked for; then more is lost than kept
+WEIGHT_ESS = 0.3  # token TIS 0.997; verl's guideline
+MASKED_FRACTION = 0.5  # above it, more tokens are rejected than kept
 MIN_TOKENS = 512
-"""Fewer tokens, of a batch or of a policy version in it, are not judged: one would decide."""
+"""A batch, or a policy version in it, with fewer tokens is not checked: one token would decide."""
 
 ADVICE = {
     "mismatch_kl_k3": "rollout and trainer are not the same policy; compare their policy versions, "
     "then the engine's weights and KV scales with the trainer's",
-    "token_mult_prob_error": "the rollout samples tokens that the trainer hardly ever would; look "
-    "for a layer that is broken in the engine, and for logprobs of other tokens",
-    "ess": "a few tokens outweigh the others; mask them, with rollout_is_threshold=(0.5, 2.0), "
-    "until it is known why the rollout finds them so improbable",
+    "token_mult_prob_error": "the rollout samples tokens that the trainer almost never would; look "
+    "for a broken layer in the engine, and for misaligned logprobs",
+    "ess": "a few tokens outweigh the others; mask them with rollout_is_threshold=(0.5, 2.0) "
+    "until you know why the rollout considers them so improbable",
     "ratio_mean": "logprobs are not those of the distribution that was sampled from; check "
-    "temperature, top-p, raw or processed logprobs, and that each is of its own token",
-    "weight_ess": "the importance weights leave so much of the batch to learn from; weigh by "
-    "token, or lower rollout_is_threshold",
+    "temperature, top-p, raw or processed logprobs, and their alignment with tokens",
+    "weight_ess": "the importance weights leave only this share of the batch to learn from; use "
+    "token weights, or lower rollout_is_threshold",
     "masked_fraction": "most tokens are rejected; widen the bounds of rollout_rs, or lower the "
     "mismatch itself",
 }
-"""The metrics that are judged, each with what to do."""
+"""The metrics that have an alarm, and the remedies."""
 
 _VERSION = re.compile(r"version_(-?\d+)/")
 _announced: set[str] = set()
@@ -65,11 +65,13 @@ class Alarm:
     """A metric on the wrong side of its threshold."""
 
     metric: str
-    """Its name in ``Correction.metrics``: of all tokens, or of one policy version's."""
+    """Its name in ``Correction.metrics``: of all tokens, or of one policy version."""
     value: float
+    """The metric's value."""
     threshold: float
+    """The bound that it violates."""
     message: str
-    """One sentence: what, how much, what to do."""
+    """One sentence: metric, value, bound, remedy."""
 
     @property
     def name(self) -> str:
@@ -78,10 +80,16 @@ class Alarm:
 
 
 def check_alarms(metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
-    """The alarms of one step's metrics, those of all tokens first; an absent metric has none.
+    """Check the metrics of one step.
 
-    Policy versions are judged apart as well, so that one engine of many that missed an update
-    shows, under the version that its tokens carry.
+    Policy versions are also checked separately, so that one engine of many that missed an update
+    shows up under the version of its tokens.
+
+    Args:
+        metrics: ``Correction.metrics``, or those of ``mismatch_metrics``; missing ones are skipped.
+
+    Returns:
+        The alarms, those of all tokens first.
     """
     named = (name for name in metrics if name.startswith("version_"))
     prefixes = [found[0] for name in named if (found := _VERSION.match(name))]
@@ -104,12 +112,11 @@ def announce(alarms: Sequence[Alarm]) -> None:
     for alarm in alarms:
         if alarm.name not in _announced:
             _announced.add(alarm.name)
-            logger.warning("%s (said once; Correction.alarms has each step's)", alarm.message)
+            logger.warning("%s (logged once; see Correction.alarms for each step)", alarm.message)
 
 
 def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float, float]]:
-    """Between which values each metric is silent; what a batch is corrected with goes for all
-    policy versions together."""
+    """The bounds of each metric; the correction's own metrics exist for the whole batch only."""
     entropy = max(metrics.get(f"{prefix}rollout_nll", math.inf), ENTROPY_FLOOR)
     bias = max(RATIO_BIAS, RATIO_SIGMAS * _ratio_error(metrics, prefix))
     limits = {
@@ -126,10 +133,10 @@ def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float,
 def _ratio_error(metrics: Mapping[str, float], prefix: str) -> float:
     """Standard error of the mean ratio, estimated from the batch.
 
-    Given the tokens before it, a sampled token's ratio has expectation 1 where its logprob is that
-    of the distribution it was drawn from, however far the policies are apart. So ratios less 1 are
-    martingale differences, whose variances add up whatever the length of the sequences. They are
-    those of the ratios that were sampled: too small where the tail was not.
+    Given the tokens before it, a sampled token's ratio has expectation 1 if its logprob belongs to
+    the distribution it was drawn from, however far apart the policies are. So ratios minus 1 are
+    martingale differences, whose variances add up at any sequence length. The estimate is too small
+    if the batch did not sample the tail.
     """
     names = (f"{prefix}{name}" for name in ("chi2_token", "ratio_mean", "tokens"))
     chi2, mean, tokens = (metrics.get(name, math.inf) for name in names)
@@ -140,5 +147,5 @@ def _alarm(prefix: str, name: str, value: float, threshold: float) -> Alarm:
     version = _VERSION.match(prefix)
     of = f" of policy version {version[1]}" if version else ""
     side = "above" if value > threshold else "below"
-    told = f"{name}{of} is {value:.4g}, {side} {threshold:.4g}"
-    return Alarm(f"{prefix}{name}", value, threshold, f"{told}: {ADVICE[name]}")
+    finding = f"{name}{of} is {value:.4g}, {side} {threshold:.4g}"
+    return Alarm(f"{prefix}{name}", value, threshold, f"{finding}: {ADVICE[name]}")

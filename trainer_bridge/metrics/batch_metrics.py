@@ -34,35 +34,42 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """The mismatch of the tokens where mask_BT is True, computed in float64.
 
-    With x = trainer - rollout logprob, r = exp(x), every token weighing the same on all ranks, and
-    every sequence that has a token the same in what is marked (S):
+    x = trainer - rollout logprob, r = exp(x). Means go over the tokens of all ranks, or over all
+    sequences that have a token, marked (S):
 
-    tokens, sequences                   counts
-    mismatch_kl_k1, mismatch_kl_k3      KL(rollout || trainer): mean of -x; of r - 1 - x (Schulman)
-    ratio_mean, _min, _max              of r
-    ratio_p01, _p50, _p99               the smallest r with 1% of all r at or below, and so on; the
-                                        log is exact to 0.8% of itself (see histogram.py)
-    ess                                 sum(r)^2 / (N sum(r^2)): effective sample size, 1 is best
-    chi2_token, chi2_seq (S)            mean of r^2, less 1; r of a token, or the sequence's product
-    logprob_abs_diff_mean, _max         of |x|
-    token_mult_prob_error               mean of exp(|x|); NeMo-RL worries above 1.05
-    rollout_nll                         mean of -rollout logprob: estimates its policy's entropy
-    log_ppl_gap, _abs, _min, _max (S)  of g, a sequence's mean of -x: log(trainer PPL / rollout PPL)
-    ppl_ratio (S)                       mean of exp(g)
-    trainer_ppl, rollout_ppl (S)        mean of the perplexity, exp of a sequence's mean -logprob
-    trainer_log_ppl, rollout_log_ppl    mean of its log (S)
+        tokens, sequences                 counts
+        mismatch_kl_k1, mismatch_kl_k3    KL(rollout || trainer): mean of -x; of r - 1 - x
+        ratio_mean, _min, _max            of r
+        ratio_p01, _p50, _p99             the smallest r with 1% of all r at or below, and so on;
+                                          the log has a relative error of 0.8% (see histogram.py)
+        ess                               sum(r)^2 / (N sum(r^2)): effective sample size, 1 is best
+        chi2_token, chi2_seq (S)          mean of r^2, minus 1; r of a token or a sequence's product
+        logprob_abs_diff_mean, _max       of |x|
+        token_mult_prob_error             mean of exp(|x|); NeMo-RL warns above 1.05
+        rollout_nll                       mean of -rollout logprob: estimates its policy's entropy
+        log_ppl_gap, _abs, _min, _max (S) of g, a sequence's mean of -x: log(trainer / rollout PPL)
+        ppl_ratio (S)                     mean of exp(g)
+        trainer_ppl, rollout_ppl (S)      mean of the perplexity, exp of a sequence's mean -logprob
+        trainer_log_ppl, rollout_log_ppl  mean of its log (S)
 
-    Exponents are held within +-20. Where there are several, position_<p>/<name> repeats the metrics
-    over tokens (not over sequences, nor extremes) for the tokens from position p of the response up
-    to the next group, and version_<v>/<name> for those that policy version v sampled.
+    Exponents are clamped to +-20. If there are several groups, position_<p>/<name> repeats the
+    token metrics (without extremes) for the tokens from position p of the response up to the next
+    group, and version_<v>/<name> for those that policy version v sampled.
 
     Args:
+        trainer_logprobs_BT: any float dtype; may hold anything outside the mask.
+        rollout_logprobs_BT: the same, on the same device.
+        mask_BT: bool, on the same device: the tokens that count.
+        versions_BT: int64, on any device: the policy version of each token.
         group: reduce over these ranks; T and B may differ. All of them get the same numbers, or
             all raise.
 
+    Returns:
+        The metrics by name.
+
     Raises:
-        ValueError: shapes differ, the mask is not bool, a logprob is no finite number where mask_BT
-            is True, or there is no token at all.
+        ValueError: shapes differ, the mask is not bool, a logprob is NaN or infinite where mask_BT
+            is True, or there are no tokens.
     """
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("mismatch_metrics", *given, versions_BT, group)
@@ -84,9 +91,9 @@ def checked_groups(
 ) -> Groups:
     """The groups that all ranks agree on, or a ValueError on each if one rank has a fault."""
     fault = _fault(trainer_BT, rollout_BT, mask_BT, versions_BT)
-    told_mask_BT = None if fault else mask_BT
+    sent_mask_BT = None if fault else mask_BT
     try:
-        versions = agree_on_versions(versions_BT, told_mask_BT, trainer_BT.device, group)
+        versions = agree_on_versions(versions_BT, sent_mask_BT, trainer_BT.device, group)
     except RefusedElsewhereError as error:
         raise ValueError(f"{caller}: {fault or error}") from None
     if fault:
@@ -101,7 +108,7 @@ def add_mismatch(
     groups: Groups,
     more_BT: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Count a block of rows; ``more_BT`` are terms whose mean over tokens is a metric."""
+    """Add a block of rows; ``more_BT`` are terms whose mean over tokens is a metric."""
     log_ratio_BT, ratio_BT = mismatch.log_ratio_BT, mismatch.ratio_BT
     counted_BT = ratio_BT * mismatch.tokens_BT
     terms_BT = [
@@ -133,22 +140,22 @@ def add_mismatch(
     reducer.sum("sequences", torch.stack(sequence_terms).sum(1))
     reducer.max("ends", ends(log_ratio_BT, mismatch.absent_BT))
     reducer.max("gap_ends", ends(gap_B, mismatch.absent_B))
-    reducer.sum("broken", (mismatch.sequence_sum_B * 0 != 0).sum())  # of a NaN or an infinity
+    reducer.sum("broken", (mismatch.sequence_sum_B * 0 != 0).sum())  # has a NaN or an infinity
 
 
 def check_values(caller: str, values: Values) -> None:
-    """Raise ValueError, on all ranks alike, for logprobs that are no numbers and for no token."""
+    """Raise ValueError on all ranks if a logprob is NaN or infinite, or if there are no tokens."""
     if broken := int(values["broken"]):
         raise ValueError(
-            f"{caller}: {broken} sequences have a trainer or rollout logprob that is no finite "
-            f"number; look for NaN or Inf in the logits, and for a mask that covers padding"
+            f"{caller}: {broken} sequences have a NaN or infinite trainer or rollout logprob; "
+            f"look for NaN or Inf in the logits, and for a mask that covers padding"
         )
     if not values["tokens"][0, 0]:
-        raise ValueError(f"{caller}: mask_BT selects no token; pass at least one response")
+        raise ValueError(f"{caller}: mask_BT selects no tokens; pass at least one response")
 
 
 def read_mismatch(values: Values, groups: Groups, more: tuple[str, ...] = ()) -> dict[str, float]:
-    """The metrics of what ``add_mismatch`` counted, its ``more_BT`` under the names ``more``."""
+    """The metrics from the sums of ``add_mismatch``, its ``more_BT`` under the names ``more``."""
     sums, names = values["tokens"], groups.names
     ranks = histogram.percentiles(values["histogram"], PERCENTILES)
     parts = [_of_tokens(*pair, more) for pair in zip(sums.tolist(), ranks, strict=True)]
@@ -224,7 +231,7 @@ def _fault(*tensors: Any) -> str | None:
     shape = shapes.pop("trainer_logprobs_BT")
     if len(shape) != 2 or set(shapes.values()) != {shape}:
         return (
-            f"trainer_logprobs_BT has shape {shape} against {shapes}; "
+            f"trainer_logprobs_BT has shape {shape}, but {shapes}; "
             f"pass one [B, T] logprob for each response token, without the prompt"
         )
     mask_BT = tensors[2]
@@ -232,5 +239,5 @@ def _fault(*tensors: Any) -> str | None:
         return f"mask_BT has dtype {mask_BT.dtype}; pass it as bool"
     devices = {n: str(t.device) for n, t in zip(names[:3], tensors, strict=False)}
     if len(set(devices.values())) > 1:
-        return f"logprobs and mask lie on several devices, {devices}; pass them on the trainer's"
+        return f"logprobs and mask are on several devices, {devices}; pass them on the trainer's"
     return None

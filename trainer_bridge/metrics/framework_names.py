@@ -1,7 +1,6 @@
-"""What each metric is called elsewhere, read in the sources named in SOURCES.
+"""The names of our metrics in other frameworks, from the sources in SOURCES.
 
-A name is listed only where it means the same number; docs/correction.md tells where the definition
-differs at the edges.
+A name is listed only if it means the same number; docs/correction.md lists edge cases that differ.
 """
 
 SOURCES = {
@@ -17,7 +16,7 @@ SOURCES = {
 def _row(
     verl: str = "", slime: str = "", nemo_rl: str = "", prime_rl: str = "", trl: str = ""
 ) -> dict[str, str]:
-    """Only the frameworks that have it; verl's and slime's own prefixes are put before."""
+    """Only the frameworks that have it, with the prefixes of verl, slime and TRL."""
     names = {
         "verl": verl and f"rollout_corr/{verl}",
         "slime": slime and f"train/{slime}",

@@ -18,7 +18,7 @@ from trainer_bridge.rollout import PAD_VERSION
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
 """Where the groups of positions start, in tokens of the response."""
 MOST_VERSIONS = 16
-"""The newest that are reported; a token of an older one counts in the whole only."""
+"""Only the newest are reported; tokens of older ones count in the whole only."""
 
 
 class RefusedElsewhereError(ValueError):
@@ -34,7 +34,7 @@ def agree_on_versions(
     """All ranks' policy versions, ascending, the newest MOST_VERSIONS of them.
 
     Args:
-        mask_BT: None tells the other ranks that this one refused its inputs.
+        mask_BT: None informs the other ranks that this one refused its inputs.
         device: where the collective runs.
 
     Raises:
@@ -53,18 +53,16 @@ def agree_on_versions(
     note = torch.tensor([int(mask_BT is None), *mine, *padding], device=device)
     notes = [torch.empty_like(note) for _ in range(dist.get_world_size(group))]
     dist.all_gather(notes, note, group=group)
-    told = torch.stack(notes).tolist()
-    if refused := sum(faulty for faulty, *_ in told):
-        raise RefusedElsewhereError(
-            f"{refused} other ranks refused their inputs; read what they raised"
-        )
-    known = {version for _, *versions in told for version in versions}
+    received = torch.stack(notes).tolist()
+    if refused := sum(faulty for faulty, *_ in received):
+        raise RefusedElsewhereError(f"{refused} other ranks refused their inputs; see their errors")
+    known = {version for _, *versions in received for version in versions}
     return sorted(known - {PAD_VERSION})[-MOST_VERSIONS:]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a [B, T] batch: the whole, then positions, then versions where several."""
+    """The groups of a [B, T] batch: the whole, positions, and versions if there are several."""
 
     versions: list[int]
     versions_BT: torch.Tensor | None
@@ -88,7 +86,7 @@ class Groups:
 
     @cached_property
     def version_B(self) -> torch.Tensor | None:
-        """The version of each row; None where a row has tokens of two."""
+        """The version of each row; None if a row has tokens of several."""
         if self.versions_BT is None or not self.versions_BT.numel():
             return None
         first_B1 = self.versions_BT[:, :1]
@@ -100,14 +98,14 @@ class Groups:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Columns in each group of positions."""
+        """Number of columns of each group of positions."""
         columns = self.mask_BT.shape[1]
         ends = [min(end, columns) for end in (*POSITIONS[1:], columns)]
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def first_bin_T(self) -> torch.Tensor:
-        """Where the histogram of the column's group begins, float32."""
+        """First bin of the histogram of each column's group, float32."""
         starts_P = torch.tensor(POSITIONS, device=self.mask_BT.device)
         columns_T = torch.arange(self.mask_BT.shape[1], device=self.mask_BT.device)
         position_T = torch.bucketize(columns_T, starts_P, right=True) - 1
@@ -115,8 +113,8 @@ class Groups:
 
     @cached_property
     def first_bin_V(self) -> torch.Tensor:
-        """Where the version's begins, float64; before them is one of versions that are not
-        reported."""
+        """First bin of each version's histogram, float64; the one before them takes versions that
+        are not reported."""
         first_bins = [BINS * number for number in range(1, len(self.versions) + 1)]
         return torch.tensor(first_bins, device=self.mask_BT.device, dtype=torch.float64)
 
@@ -134,8 +132,8 @@ class Groups:
         bins_BT: torch.Tensor,
         tokens_BT: torch.Tensor,
     ) -> None:
-        """Count a block of rows: "tokens", the sums of its K terms [groups, K], and "histogram"
-        [groups, BINS]. All terms are 0 where tokens_BT is 0, and tokens_BT is 1 elsewhere."""
+        """Add a block of rows: "tokens", the sums of its K terms [groups, K], and "histogram"
+        [groups, BINS]. tokens_BT is 0 or 1, and all terms are 0 where it is 0."""
         count, shape, device = len(terms_BT), tuple(bins_BT.shape), bins_BT.device
         columns_KT = reducer.scratch("columns", (count, shape[1]), device)
         for term_BT, column_T in zip(terms_BT, columns_KT, strict=True):
@@ -153,9 +151,9 @@ class Groups:
     def _of_versions(
         self, reducer: Reducer, rows: slice, terms_BT: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of K terms [V, K], and where the histogram of a token's version begins, [B, T]
-        or [B, 1]."""
-        if self.versions_BT is None:  # this rank, of several, does not know
+        """The sums of K terms [V, K], and the first bin of the histogram of each token's version,
+        [B, T] or [B, 1]."""
+        if self.versions_BT is None:  # other ranks have versions, this one does not
             nothing = terms_BT[0].new_zeros(len(self.versions), len(terms_BT))
             return nothing, terms_BT[0].new_zeros(1)
         if self.version_B is not None:

@@ -1,8 +1,8 @@
-"""The mismatch of a batch: trainer minus rollout logprob of the same tokens, and what follows.
+"""The mismatch of a batch: trainer minus rollout logprob of the same tokens, and derived terms.
 
-Everything that weighs, rejects or measures reads its numbers here, so that each is computed once.
-All of it is float64: a sequence of 32k tokens sums 32k log ratios, and chi2 and k3 are differences
-of numbers that nearly cancel.
+Weights, rejections and metrics all read these terms, so that each is computed once. Everything is
+float64: a sequence of 32k tokens sums 32k log ratios, and chi2 and k3 are differences of numbers
+that nearly cancel.
 
 Shapes: B sequences, T tokens of the longest response.
 """
@@ -14,27 +14,27 @@ from functools import cached_property
 import torch
 
 LOG_RATIO_BOUND = 20.0
-"""A log ratio is held within +-20 before exp, as in verl: e^40 and its sums stay finite."""
+"""Log ratios are clamped to +-20 before exp, as in verl: e^40 and its sums stay finite."""
 
-# Tokens that are worked on at once: on a CPU what fits its caches, on a GPU what it has memory for.
+# Tokens per block: on a CPU as many as fit its caches, on a GPU its memory.
 CPU_TOKENS, GPU_TOKENS = 1 << 16, 1 << 22
 
 NEVER_LARGEST = 1e300
-"""Stands for infinity, which times 0 is NaN."""
+"""Replaces infinity, since infinity * 0 is NaN."""
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The log ratio held within +-LOG_RATIO_BOUND."""
+    """The log ratio clamped to +-LOG_RATIO_BOUND."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def ones_where(condition: torch.Tensor) -> torch.Tensor:
-    """1.0 where True, else 0.0, float64; by way of uint8, whose conversion is vectorized."""
+    """1.0 where True, else 0.0, float64; through uint8, whose conversion is vectorized."""
     return condition.view(torch.uint8).double()
 
 
 def row_blocks(mask_BT: torch.Tensor) -> Iterator[slice]:
-    """The rows of a batch, in blocks to be worked on at once; at least one block."""
+    """The rows of a batch in blocks, at least one."""
     count, width = mask_BT.shape
     rows = max(1, (GPU_TOKENS if mask_BT.is_cuda else CPU_TOKENS) // max(width, 1))
     for start in range(0, max(count, 1), rows):
@@ -43,7 +43,7 @@ def row_blocks(mask_BT: torch.Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Log ratios of the tokens that count. Carries no gradient."""
+    """Log ratios of the tokens that count, without gradient."""
 
     trainer_BT: torch.Tensor
     """Trainer logprob, float64 [B, T], 0 outside the mask."""
@@ -56,7 +56,7 @@ class Mismatch:
     def of(
         cls, trainer_BT: torch.Tensor, rollout_BT: torch.Tensor, mask_BT: torch.Tensor
     ) -> "Mismatch":
-        """From logprobs of any float dtype; what they hold outside the mask is of no matter."""
+        """From logprobs of any float dtype; values outside the mask do not matter."""
         trainer_BT, rollout_BT = (
             logprobs_BT.detach().where(mask_BT, 0.0).double()
             for logprobs_BT in (trainer_BT, rollout_BT)
@@ -70,12 +70,12 @@ class Mismatch:
 
     @cached_property
     def bounded_BT(self) -> torch.Tensor:
-        """The log ratio within +-LOG_RATIO_BOUND."""
+        """The log ratio, clamped to +-LOG_RATIO_BOUND."""
         return bounded(self.log_ratio_BT)
 
     @cached_property
     def excess_BT(self) -> torch.Tensor:
-        """Ratio less 1, exact where the ratio is near 1; 0 outside the mask."""
+        """Ratio minus 1, exact where the ratio is near 1; 0 outside the mask."""
         return self.bounded_BT.expm1()
 
     @cached_property
@@ -100,17 +100,17 @@ class Mismatch:
 
     @cached_property
     def absent_BT(self) -> torch.Tensor:
-        """For ``ends``: hides what is outside the mask."""
+        """For ``ends``: excludes values outside the mask."""
         return (self.tokens_BT - 1).mul_(NEVER_LARGEST)
 
     @cached_property
     def absent_B(self) -> torch.Tensor:
-        """For ``ends``: hides sequences without a token."""
+        """For ``ends``: excludes sequences without a token."""
         return (self.present_B - 1) * NEVER_LARGEST
 
     @cached_property
     def sequence_sum_B(self) -> torch.Tensor:
-        """Log ratio of the whole sequence: the sum of its tokens', not bounded."""
+        """Log ratio of the whole sequence: the sum over its tokens, not clamped."""
         return self.log_ratio_BT.sum(1)
 
     @cached_property
@@ -120,9 +120,9 @@ class Mismatch:
 
 
 def ends(values: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
-    """Largest of -values and of values that are not ``absent``, float64 [2].
+    """Maximum of -values and of values, without ``absent`` ones, float64 [2].
 
-    They add up over blocks and ranks by their maximum; of no value they are below -1e299.
+    Blocks and ranks combine by maximum; without any value both are below -1e299.
     """
     if not values.numel():
         return values.new_full((2,), -NEVER_LARGEST)

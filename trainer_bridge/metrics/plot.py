@@ -1,4 +1,4 @@
-"""Runs side by side: one panel a metric, one line a run, from their JSONL files."""
+"""Plot runs side by side from their JSONL files: one panel per metric, one line per run."""
 
 import json
 from collections import defaultdict
@@ -20,19 +20,19 @@ DEFAULT = (
     "step_s",
 )
 LOGARITHMIC = frozenset({"mismatch_kl_k3", "token_mult_prob_error"})
-"""Never negative, and decades apart between BF16, FP8 and a step with an alarm."""
+"""Never negative, and orders of magnitude apart between BF16, FP8 and a step with an alarm."""
 COLUMNS = 3
 Series = dict[str, dict[int, dict[str, float]]]
 
 
 def read_runs(runs: Sequence[Path]) -> Series:
-    """Of each run, step -> the numbers of its row.
+    """The numbers of each run by step.
 
-    A run is a JSONL file, or a folder of them. Rows without a step are passed over; rows that name
-    an arm make a run of each arm. A step that is there twice, as after a resume, is the later one.
+    A run is a JSONL file, or a folder of them. Rows without a step are skipped; rows with an "arm"
+    form one run per arm. Of a step that appears twice, as after a resume, the later row counts.
 
     Raises:
-        ValueError: a run has no row with a step, or a line that is no JSON object.
+        ValueError: a run has no row with a step, or a line that is not a JSON object.
     """
     series: Series = defaultdict(dict)
     for run in runs:
@@ -49,16 +49,23 @@ def read_runs(runs: Sequence[Path]) -> Series:
                 kept = {k: float(v) for k, v in row.items() if isinstance(v, int | float)}
                 series[name + arm].setdefault(row["step"], {}).update(kept)
         if not found:
-            raise ValueError(f"{run} has no row with a step; give a JSONL file of metrics")
+            raise ValueError(f"{run} has no row with a step; pass a JSONL file of metrics")
     return dict(series)
 
 
 def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draw ``metrics`` (those of DEFAULT that the runs have), a cross where a step has an alarm of
-    that metric, and return what was drawn.
+    """Draw metrics of runs, with a cross where a step has an alarm of that metric.
+
+    Args:
+        runs: JSONL files, or folders of them.
+        picture: the image to write; its suffix selects the format.
+        metrics: names to draw; default those of DEFAULT that the runs have.
+
+    Returns:
+        The names that were drawn.
 
     Raises:
-        ValueError: as ``read_runs``, or no run has a metric that was asked for.
+        ValueError: as ``read_runs``, or no run has a requested metric.
     """
     series = read_runs(runs)
     known = {name for steps in series.values() for row in steps.values() for name in row}
@@ -69,7 +76,7 @@ def draw(runs: Sequence[Path], picture: Path, metrics: Sequence[str] = ()) -> li
     chosen = list(metrics) or [name for name in DEFAULT if name in known]
     if not chosen:
         raise ValueError(
-            f"the runs have none of {', '.join(DEFAULT)}; name some of {', '.join(sorted(known))}"
+            f"the runs have none of {', '.join(DEFAULT)}; choose from {', '.join(sorted(known))}"
         )
     from matplotlib.figure import Figure
 
@@ -114,7 +121,7 @@ def _parse(line: str, where: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error}); give a JSONL file of metrics") from None
+        raise ValueError(f"{where} is not JSON ({error}); pass a JSONL file of metrics") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is no JSON object; give a JSONL file of metrics")
+        raise ValueError(f"{where} is not a JSON object; pass a JSONL file of metrics")
     return row

@@ -1,6 +1,6 @@
 """Sums and maxima of a batch over its blocks and all ranks: collected first, then read at once.
 
-A GPU is waited for once, and ranks meet in two collectives, however many numbers there are.
+That takes one device sync and two collectives, however many numbers there are.
 """
 
 import numpy as np
@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 Values = dict[str, npt.NDArray[np.float64]]
-"""Numbers by name, on the host: NumPy cuts them apart in a fraction of torch's time."""
+"""Numbers by name, on the host: NumPy slices them in a fraction of torch's time."""
 
 
 class Reducer:
-    """Named float64 tensors that add up, or whose largest is kept."""
+    """Named float64 tensors, reduced by sum or by maximum."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -21,8 +21,8 @@ class Reducer:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def scratch(self, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Memory for one block, float64, which the next block gets again: memory that is fresh
-        from the system costs a page fault each 4 KiB."""
+        """Float64 memory for one block, reused by the next block: fresh memory costs a page fault
+        per 4 KiB."""
         if name not in self._scratch or self._scratch[name].shape != shape:
             self._scratch[name] = torch.empty(shape, dtype=torch.float64, device=device)
         return self._scratch[name]
@@ -47,7 +47,7 @@ class Reducer:
 
     def reduce(self, group: dist.ProcessGroup | None) -> Values:
         """All values over the ranks of ``group`` (None: this process)."""
-        # by name: one rank may have counted by kernels and another not, in another order
+        # sorted: a rank that used kernels added its names in another order
         named = dict(sorted(self._sums.items())) | dict(sorted(self._maxima.items()))
         together = torch.cat([value.reshape(-1) for value in named.values()])
         if group is not None:

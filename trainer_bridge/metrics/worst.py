@@ -1,4 +1,4 @@
-"""Where in a batch rollout and trainer differ most: the first thing to look at after an alarm.
+"""The tokens on which rollout and trainer differ most: look at them first after an alarm.
 
 Shapes: B sequences, T tokens of the longest response.
 """
@@ -10,19 +10,21 @@ import torch
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """A token that rollout and trainer find differently likely."""
+    """A token to which rollout and trainer assign different logprobs."""
 
     sequence: int
     """Its row in the batch."""
     position: int
-    """Its place in the response."""
+    """Its position in the response, from 0."""
     length: int
-    """Tokens of that response that count."""
+    """Unmasked tokens of that response."""
     alive: int
-    """Sequences that have a token at this position: about how many the engine still sampled from
-    then, where all began together."""
+    """Sequences with a token at this position: about the engine's batch size then, if all began
+    together."""
     trainer_logprob: float
+    """In nats."""
     rollout_logprob: float
+    """In nats."""
 
 
 def worst_tokens(
@@ -31,15 +33,19 @@ def worst_tokens(
     mask_BT: torch.Tensor,
     count: int = 8,
 ) -> list[TokenMismatch]:
-    """The ``count`` tokens of this rank whose logprobs differ most, the worst first.
+    """The ``count`` tokens of this rank whose logprobs differ most, worst first.
 
-    A metric of a whole batch does not tell one token with another's logprob from a layer that is
-    wrong for all. It waits for a GPU, so ask it after an alarm rather than at each step.
+    Metrics of a batch cannot distinguish one misaligned token from a layer that is wrong for all.
+    This synchronizes with the GPU, so call it after an alarm and not in each step.
 
     Args:
-        trainer_logprobs_BT: float, on any device; positions outside mask_BT may hold anything.
-        rollout_logprobs_BT: float, on any device.
-        mask_BT: bool.
+        trainer_logprobs_BT: any float dtype and device; may hold anything outside mask_BT.
+        rollout_logprobs_BT: any float dtype and device.
+        mask_BT: bool, any device.
+        count: at most this many.
+
+    Returns:
+        The tokens; fewer than ``count`` if the mask has fewer.
     """
     device = trainer_logprobs_BT.device
     mask_BT = mask_BT.to(device)

@@ -1,4 +1,4 @@
-"""Where metrics go: a line of JSON for each step, and gauges for Prometheus."""
+"""Write metrics: one line of JSON per step, and gauges for Prometheus."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from trainer_bridge.metrics.alarms import ADVICE, check_alarms
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-# How the prefix of a metric's name becomes a label; what is left of it is the name.
+# Prefixes of metric names that become labels.
 _LABELS = (
     (re.compile(r"version_(-?\d+)/"), "policy_version"),
     (re.compile(r"position_(\d+)/"), "position"),
@@ -23,10 +23,15 @@ PREFIX = "fp8rl_"
 
 
 def append_jsonl(path: Path, step: int, metrics: Mapping[str, float], **more: Any) -> None:
-    """Append ``{"step", **more, **metrics, "alarms"}`` as one line, in one write; alarms are the
-    names of the metrics that have one.
+    """Append ``{"step", **more, **metrics, "alarms"}`` as one line, in one write.
 
-    Infinity and NaN, which JSON does not have, become null.
+    "alarms" lists the metrics that have an alarm. Infinity and NaN, which JSON lacks, become null.
+
+    Args:
+        path: the JSONL file; its folder is created if needed.
+        step: the training step.
+        metrics: ``Correction.metrics``.
+        more: further values of the line, such as the reward.
     """
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
     alarms = [alarm.metric for alarm in check_alarms(metrics)]
@@ -40,26 +45,35 @@ class PrometheusMetrics:
     """The latest metrics as gauges: a collector for a registry of prometheus_client, which serves
     them (start_http_server) or writes them for node_exporter (write_to_textfile).
 
-    fp8rl_<name>, with what stands before the slash as a label: policy_version, position or
-    rejection. A version that is no longer sampled is no longer shown. fp8rl_alarm with the label
-    metric is 1 where that metric has an alarm, of all tokens or of a policy version, else 0.
+    Gauges are named fp8rl_<name>; the prefix before a slash becomes the label policy_version,
+    position or rejection. Only versions of the last step are shown. fp8rl_alarm with the label
+    metric is 1 if that metric has an alarm, of all tokens or of a policy version, else 0.
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
-        """``labels``, such as the run's name, go on each gauge."""
+        """Make a collector.
+
+        Args:
+            labels: added to each gauge, such as the run's name.
+        """
         self._labels = dict(labels or {})
         self._values: dict[str, float] = {}
         self._alarms: set[str] = set()
         self._lock = Lock()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show these metrics from now on, and no others."""
+        """Replace the metrics that are shown.
+
+        Args:
+            step: the training step, shown as fp8rl_step.
+            metrics: ``Correction.metrics``.
+        """
         with self._lock:
             self._values = {"step": float(step), **metrics}
             self._alarms = {alarm.name for alarm in check_alarms(metrics)}
 
     def collect(self) -> Iterator["Metric"]:
-        """Called by the registry at each scrape."""
+        """The gauges; the registry calls this at each scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -70,12 +84,12 @@ class PrometheusMetrics:
             family = families.get((name, label))
             if family is None:
                 names = [*self._labels, *([label] if label else [])]
-                help_ = f"{name} of the last step, see sgl-fp8rl's docs/correction.md"
+                help_ = f"{name} of the last step, see docs/correction.md of sgl-fp8rl"
                 family = GaugeMetricFamily(PREFIX + name, help_, labels=names)
                 families[name, label] = family
             family.add_metric([*self._labels.values(), *([label_value] if label else [])], value)
         yield from families.values()
-        help_ = "1 where the last step's metric has an alarm, see sgl-fp8rl's docs/correction.md"
+        help_ = "1 if the last step's metric has an alarm, see docs/correction.md of sgl-fp8rl"
         alarm = GaugeMetricFamily(f"{PREFIX}alarm", help_, labels=[*self._labels, "metric"])
         for name in ADVICE if values else ():
             alarm.add_metric([*self._labels.values(), name], float(name in alarms))
@@ -83,7 +97,7 @@ class PrometheusMetrics:
 
 
 def _split(full_name: str) -> tuple[str, str | None, str]:
-    """Name, label and the label's value."""
+    """The name, the label and its value."""
     for pattern, label in _LABELS:
         if found := pattern.match(full_name):
             kind = label + "_" if label == "rejection" else "by_" + label + "_"

@@ -1,4 +1,4 @@
-"""The trainer's MoE routers take the experts that the engine took (docs/router_replay.md)."""
+"""Router replay: the trainer uses the experts that the engine chose (docs/router_replay.md)."""
 
 from trainer_bridge.router_replay.replay import RoutingRecord, record_routing, replay_routing
 

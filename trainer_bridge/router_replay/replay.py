@@ -1,11 +1,11 @@
-"""Router replay: the trainer's forward pass takes the experts that the rollout engine took.
+"""Router replay: the trainer's forward pass uses the experts that the rollout engine chose.
 
-The method is R3's ("Rollout Routing Replay", arXiv 2510.11370): each router still computes its
+The method is R3 ("Rollout Routing Replay", arXiv 2510.11370): each router still computes its
 logits and softmax, with gradient; the selected experts are the recorded ones, and their gates are
-gathered from the router's own probabilities, renormalized where the model does that.
+gathered from the router's own probabilities, renormalized if the model does that.
 
-It works through forward hooks on the router modules of transformers 5 (those that return logits,
-gates and experts); nothing is patched, and the hooks are gone after the block.
+It uses forward hooks on the router modules of transformers 5 (those that return logits, gates and
+experts); nothing is patched, and the block removes its hooks.
 
 Shapes: N tokens of a forward pass, in the order of ``input_ids`` flattened; S rows of a sequence,
 L MoE layers, K experts a token, E experts.
@@ -21,24 +21,24 @@ from torch import nn
 from trainer_bridge.router_replay.token_map import NOWHERE, TokenMap
 
 GATE_TOLERANCE = 1e-5
-"""Of the gates computed here against the router's own, for its own choice. Healthy: 0 in BF16 and
-FP32, 6e-8 in FP64, where transformers' softmax stays FP32; a sigmoid router is off by 0.01 or
+"""Between the gates computed here and the router's own, for its own choice. Healthy: 0 in BF16 and
+FP32, 6e-8 in FP64, where transformers' softmax stays FP32; a sigmoid router differs by 0.01 or
 more."""
 
 
 class RoutingRecord:
-    """What the routers themselves chose in the last forward pass, replayed or not."""
+    """The routers' own choice in the last forward pass, replayed or not."""
 
     def __init__(self, tokens: TokenMap, layers: int) -> None:
         self.tokens = tokens
         self._chosen_NK: list[torch.Tensor | None] = [None] * layers
 
     def note(self, layer: int, own_NK: torch.Tensor) -> None:
-        """Keep one router's choice."""
+        """Keep the choice of one router."""
         self._chosen_NK[layer] = own_NK.detach().to(torch.int16)
 
     def check(self) -> None:
-        """Hold that all routers ran: those of a compiled model run without hooks.
+        """Check that all routers ran: those of a compiled model run without hooks.
 
         Raises:
             ValueError: one did not.
@@ -47,12 +47,12 @@ class RoutingRecord:
         if ran < len(self._chosen_NK):
             raise ValueError(
                 f"router replay: {ran} of {len(self._chosen_NK)} routers ran with their hooks; run "
-                f"the whole model inside of the block, and not a compiled one"
+                f"the whole model inside the block, not compiled"
             )
 
     @property
     def experts(self) -> list[torch.Tensor]:
-        """One CPU tensor ``[tokens, L, K]`` a sequence, int16; for ``routing_disagreement``.
+        """One int16 CPU tensor ``[tokens, L, K]`` per sequence, for ``routing_disagreement``.
 
         Raises:
             ValueError: no forward pass went through all routers.
@@ -70,9 +70,19 @@ def record_routing(
     sequence_ids: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> Iterator[RoutingRecord]:
-    """Note which experts the trainer chooses by itself, and change nothing.
+    """Record which experts the trainer's routers choose, without changing anything.
 
-    Arguments and errors are those of ``replay_routing``.
+    Args:
+        model: as in ``replay_routing``.
+        attention_mask: as in ``replay_routing``.
+        sequence_ids: as in ``replay_routing``.
+        position_ids: as in ``replay_routing``.
+
+    Yields:
+        The routers' choice in the last forward pass.
+
+    Raises:
+        ValueError: as ``replay_routing``.
     """
     routers = _routers(model)
     tokens = TokenMap.of(attention_mask, sequence_ids, position_ids)
@@ -89,10 +99,10 @@ def replay_routing(
     sequence_ids: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> Iterator[RoutingRecord]:
-    """Route each token of the forward passes inside of the block as the engine did.
+    """Route each token of the forward passes inside the block as the engine did.
 
-    Padding, and each sequence's last token, which the engine never ran, are routed as ever. Under
-    activation checkpointing run ``backward`` inside of the block, too: it runs the routers again.
+    Padding, and each sequence's last token, which the engine never ran, are routed as usual. With
+    activation checkpointing, run ``backward`` inside the block too: it runs the routers again.
 
     Args:
         model: a transformers 5 MoE model, plain or FSDP2, or a module around one.
@@ -100,15 +110,15 @@ def replay_routing(
         attention_mask: ``[B, T]``, 0 at padding on either side; row b is sequence b.
         sequence_ids: instead of a mask, for packed sequences: an integer tensor in the shape of
             ``input_ids`` with each token's index into ``experts``, -1 for padding.
-        position_ids: in the same shape, each token's place in its sequence; needed only where a
-            part of a sequence is here. Else its tokens are taken to stand in order.
+        position_ids: in the same shape, each token's position in its sequence; needed only if
+            sequences are incomplete here. By default a sequence's tokens are in order.
 
     Yields:
         The routers' own choice in the last forward pass.
 
     Raises:
-        ValueError: the model's routers cannot be replayed, or experts, tokens and model do not fit;
-            also after the block, where not all routers ran.
+        ValueError: the model's routers cannot be replayed, or experts, tokens and model do not
+            match; also after the block, if not all routers ran.
     """
     routers = _routers(model)
     _refuse_reentrant(model)
@@ -116,7 +126,7 @@ def replay_routing(
     if attention_mask is not None and len(attention_mask) != len(experts):
         raise ValueError(
             f"router replay: attention_mask has {len(attention_mask)} rows, and there are experts "
-            f"of {len(experts)} sequences; pass those of this batch"
+            f"of {len(experts)} sequences; pass the experts of this batch"
         )
     _check_experts(model, routers, experts)
     rows_N = tokens.rows([len(experts_SLK) for experts_SLK in experts])
@@ -126,7 +136,7 @@ def replay_routing(
 
 
 class _Recorded:
-    """The engine's choice for each token of the forward pass, moved to its device at first use."""
+    """The engine's choice for each token of the forward pass, moved to its device on first use."""
 
     def __init__(self, experts: Sequence[torch.Tensor], rows_N: torch.Tensor) -> None:
         self._known_N1 = (rows_N != NOWHERE).unsqueeze(1)
@@ -158,12 +168,12 @@ def _hooks(
                 raise ValueError(
                     f"router replay: the forward pass has {len(logits_NE)} tokens, and "
                     f"{len(record.tokens.sequence_N)} were described; pass the mask or ids of the "
-                    f"batch that the model is given"
+                    f"model's own batch"
                 )
             record.note(layer, own_NK)
             if recorded is None:
                 return output
-            if layer in unchecked:  # one router of the model, once: on a GPU this waits
+            if layer in unchecked:  # one router, once: on a GPU this synchronizes
                 unchecked.remove(layer)
                 _check_gates(router, logits_NE, gates_NK, own_NK)
             chosen_NK = recorded.choose(layer, own_NK)
@@ -181,10 +191,10 @@ def _hooks(
 
 
 def _gates(router: Any, logits_NE: torch.Tensor, chosen_NK: torch.Tensor) -> torch.Tensor:
-    """softmax(logits) at the chosen experts, renormalized where the router does that."""
+    """softmax(logits) at the chosen experts, renormalized if the router does that."""
     dtype = torch.promote_types(logits_NE.dtype, torch.float32)
     gates_NK = logits_NE.softmax(-1, dtype=dtype).gather(-1, chosen_NK)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral's and later ones have no such switch
+    if getattr(router, "norm_topk_prob", True):  # Mixtral's and later routers have no such option
         gates_NK = gates_NK / gates_NK.sum(-1, keepdim=True)
     return gates_NK
 
@@ -193,16 +203,16 @@ def _gates(router: Any, logits_NE: torch.Tensor, chosen_NK: torch.Tensor) -> tor
 def _check_gates(
     router: Any, logits_NE: torch.Tensor, gates_NK: torch.Tensor, own_NK: torch.Tensor
 ) -> None:
-    """Hold that the router's gates are the softmax that is replayed here."""
+    """Check that the router's gates are the softmax that is replayed here."""
     ours_NK = _gates(router, logits_NE, own_NK).to(gates_NK.dtype)
     if not torch.allclose(ours_NK, gates_NK, GATE_TOLERANCE, GATE_TOLERANCE, equal_nan=True):
-        raise _unsupported(router, "has gates that are no softmax over its experts")
+        raise _unsupported(router, "has gates that are not a softmax over its experts")
 
 
 def _unsupported(router: Any, reason: str) -> ValueError:
     return ValueError(
-        f"router replay: {type(router).__name__} {reason}, so it cannot be replayed; known are the "
-        f"softmax routers of transformers 5, as Qwen3-MoE and Mixtral have them"
+        f"router replay: {type(router).__name__} {reason}, so it cannot be replayed; the softmax "
+        f"routers of transformers 5, such as those of Qwen3-MoE and Mixtral, are supported"
     )
 
 
@@ -210,7 +220,7 @@ def _routers(model: nn.Module) -> list[Any]:
     """The routers in layer order.
 
     Raises:
-        ValueError: there is none that could be replayed.
+        ValueError: none can be replayed.
     """
     found = [module for module in model.modules() if _is_router(module)]
     if not found:
@@ -231,15 +241,15 @@ def _is_router(module: nn.Module) -> bool:
 def _check_experts(model: nn.Module, routers: list[Any], experts: Sequence[torch.Tensor]) -> None:
     if not experts:
         raise ValueError(
-            "router replay: there are experts of no sequence; pass those of this batch"
+            "router replay: there are no experts; pass those of this batch's sequences"
         )
     top_k, count = routers[0].top_k, routers[0].num_experts
     for index, experts_SLK in enumerate(experts):
         if tuple(experts_SLK.shape[1:]) != (len(routers), top_k):
             raise ValueError(
                 f"router replay: sequence {index} has experts of shape {list(experts_SLK.shape)}, "
-                f"and {type(model).__name__} has {len(routers)} routers of {top_k} experts a "
-                f"token; pass the rollout of the same model"
+                f"and {type(model).__name__} has {len(routers)} routers of {top_k} experts per "
+                f"token; pass a rollout of the same model"
             )
         if (
             experts_SLK.numel()
@@ -247,13 +257,13 @@ def _check_experts(model: nn.Module, routers: list[Any], experts: Sequence[torch
         ):
             raise ValueError(
                 f"router replay: sequence {index} has expert {int(experts_SLK.max())} or a "
-                f"negative one, and {type(model).__name__} has {count}; pass the rollout of the "
-                f"same model"
+                f"negative one, and {type(model).__name__} has {count}; pass a rollout of the same "
+                f"model"
             )
 
 
 def _refuse_reentrant(model: nn.Module) -> None:
-    """Non-reentrant checkpointing notices a recomputation with other experts; this one would not.
+    """Refuse reentrant checkpointing, which does not notice a recomputation with other experts.
 
     Raises:
         ValueError: the model checkpoints with ``use_reentrant``.
@@ -264,6 +274,6 @@ def _refuse_reentrant(model: nn.Module) -> None:
             if getattr(function, "keywords", {}).get("use_reentrant"):
                 raise ValueError(
                     "router replay: the model checkpoints activations with use_reentrant=True, "
-                    "which would not notice other experts when it runs a layer again; enable it "
+                    "which would not notice other experts when it recomputes a layer; enable it "
                     "with gradient_checkpointing_kwargs={'use_reentrant': False}"
                 )

@@ -13,14 +13,14 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class TokenMap:
-    """One forward pass: padded sequences, packed ones, or parts of them."""
+    """The tokens of one forward pass: padded or packed sequences, or parts of them."""
 
     sequence_N: torch.Tensor
     """Index of each token's sequence, -1 for padding; int64 on the CPU."""
     position_N: torch.Tensor
-    """Its place in prompt and response, from 0."""
+    """Its position in prompt and response, from 0."""
     whole: bool
-    """Whether places were counted here, so that every sequence must be here as a whole."""
+    """Whether positions were counted here, so that every sequence must be complete."""
 
     @classmethod
     def of(
@@ -53,21 +53,21 @@ class TokenMap:
         return cls(sequence_N, position_N, whole=False)
 
     def rows(self, lengths: Sequence[int]) -> torch.Tensor:
-        """For each token, its row in the rows of all sequences one after another, int64 [N].
+        """Each token's row in the concatenated rows of all sequences, int64 [N].
 
         -1 for padding, for the last token of a sequence, which the engine sampled and never ran,
         and for a sequence without rows.
 
         Args:
-            lengths: rows of each sequence.
+            lengths: number of rows of each sequence.
 
         Raises:
-            ValueError: the tokens are not those of sequences so long.
+            ValueError: the tokens do not match these lengths.
         """
         if self.sequence_N.numel() and int(self.sequence_N.max()) >= len(lengths):
             raise ValueError(
-                f"router replay: a token is of sequence {int(self.sequence_N.max())}, and there "
-                f"are experts of {len(lengths)}; pass the experts of all sequences that are here"
+                f"router replay: a token belongs to sequence {int(self.sequence_N.max())}, and "
+                f"there are experts of {len(lengths)}; pass the experts of all sequences"
             )
         real_N = self.sequence_N >= 0
         length_B = torch.tensor(lengths, dtype=torch.long)
@@ -86,14 +86,14 @@ class TokenMap:
             raise ValueError(
                 f"router replay: sequence {index} has {int(count_B[index])} tokens here and "
                 f"experts for {lengths[index]}; pass all tokens of prompt and response, with or "
-                f"without the last, or position_ids where only a part of it is here"
+                f"without the last, or position_ids if the sequence is incomplete"
             )
         first_B = length_B.cumsum(0) - length_B
         known_N = real_N & (self.position_N < length_N)
         return torch.where(known_N, first_B[sequence_N] + self.position_N, NOWHERE)
 
     def split(self, values_NX: torch.Tensor) -> list[torch.Tensor]:
-        """The values of each sequence's tokens by position; padding is left out."""
+        """The values of each sequence's tokens by position, without padding."""
         found = []
         for index in range(int(self.sequence_N.max()) + 1):
             mine = (self.sequence_N == index).nonzero().squeeze(1)
@@ -112,7 +112,7 @@ def _of_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _rank_within(sequence_N: torch.Tensor) -> torch.Tensor:
-    """How many earlier tokens are of the same sequence."""
+    """How many earlier tokens belong to the same sequence."""
     sorted_N, order_N = sequence_N.sort(stable=True)
     first_N = torch.searchsorted(sorted_N, sorted_N)
     rank_N = torch.arange(len(sequence_N)) - first_N

@@ -48,7 +48,7 @@ def test_a_layout_that_updates_cannot_reach_is_refused(field: str, value: Any) -
 
 
 def test_an_unknown_keyword_is_named() -> None:
-    with pytest.raises(ValueError, match="fp8rl_bucket_byte, which is no option"):
+    with pytest.raises(ValueError, match="fp8rl_bucket_byte, which is not an option"):
         plugin.parse_engine_kwargs(fp8rl_bucket_byte=1)
 
 

@@ -164,7 +164,7 @@ def on_policy(rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (chosen_by_user, "--fp8-gemm-backend flashinfer_deepgemm was asked for"),
+        (chosen_by_user, "--fp8-gemm-backend flashinfer_deepgemm is set"),
         (on_blackwell, "for Hopper"),
         (in_fp16, "the model computes in torch.float16"),
         (deterministic, "deterministic inference"),

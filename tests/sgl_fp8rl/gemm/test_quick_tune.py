@@ -76,7 +76,7 @@ def test_what_time_cut_short_is_used_and_not_kept(
     start.finished = False
     with caplog.at_level("INFO"):
         assert start.find(BIG) == {BIG: FAST}
-    assert "the next start does it again" in caplog.text
+    assert "the next start measures again" in caplog.text
     start.finished = True
     assert start.find(BIG) == {BIG: FAST}
     assert start.find(BIG) == {BIG: FAST}
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start_its_time(
     for _ in range(2):
         assert start.find(BIG) == {BIG: FAST}
     assert start.measured == [BIG, BIG]
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_a_kernel_that_fails_here_gives_way_to_the_stock_choice(
@@ -187,7 +187,7 @@ def test_a_card_without_room_keeps_the_stock_choice(
     with monkeypatch.context() as patch:
         patch.setattr(quick_tune, "quick_tune", full)
         assert start.find(BIG, SMALL) == {BIG: SPLIT}
-    assert "for want of memory" in caplog.text
+    assert "out of memory" in caplog.text
     assert start.find(SMALL) == {SMALL: FAST}  # nothing was kept
 
 

@@ -72,15 +72,15 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
 @pytest.mark.parametrize(
     ("capability", "given", "message"),
     [
-        (HOPPER, {"attention_backend": "fa3"}, "fa3 cannot honour .* in prefill"),
+        (HOPPER, {"attention_backend": "fa3"}, "fa3 cannot apply .* in prefill"),
         (HOPPER, {"attention_backend": "triton"}, "use flashinfer"),
-        (HOPPER, {"attention_backend": XQA}, f"{XQA} cannot honour .* in prefill"),
+        (HOPPER, {"attention_backend": XQA}, f"{XQA} cannot apply .* in prefill"),
         (HOPPER, {"decode_attention_backend": "fa3"}, f"in decode .* {XQA} or flashinfer"),
         (BLACKWELL, {"decode_attention_backend": XQA}, "in decode"),
         (ADA, {"decode_attention_backend": XQA}, "in decode"),
         (None, {"attention_backend": "flashinfer"}, "use torch_native"),
-        (HOPPER, {"page_size": 1}, "--page-size 1 is none that"),
-        (HOPPER, {"page_size": 256}, "--page-size 256 is none that"),
+        (HOPPER, {"page_size": 1}, "--page-size 1 is not supported by"),
+        (HOPPER, {"page_size": 256}, "--page-size 256 is not supported by"),
     ],
 )
 def test_refusals(capability: Capability, given: dict[str, Any], message: str) -> None:
@@ -155,7 +155,7 @@ def test_flags(argv: list[str], added: list[str]) -> None:
 
 def test_a_flag_that_cannot_scale_ends_the_server_with_a_sentence() -> None:
     argv = ["--quantization", "fp8rl", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "fa3"]
-    with pytest.raises(SystemExit, match="fa3 cannot honour the scales"):
+    with pytest.raises(SystemExit, match="fa3 cannot apply the scales"):
         plugin.parse_cli_args(lambda _: resolved(), argv)
 
 
@@ -180,8 +180,8 @@ def test_on_hopper_flags_choose_xqa(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_backend": "triton"}, "triton cannot honour"),
-        ({"decode_attention_backend": "fa3"}, "fa3 cannot honour"),
+        ({"attention_backend": "triton"}, "triton cannot apply"),
+        ({"decode_attention_backend": "fa3"}, "fa3 cannot apply"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "cannot scale a KV cache of dtype fp8_e5m2"),
         ({"cuda_graph_backend_prefill": "full"}, "hides the prefill"),
         (

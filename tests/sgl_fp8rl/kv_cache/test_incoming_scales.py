@@ -81,7 +81,7 @@ def test_the_whole_tensor() -> None:
         ({KV_SCALES: torch.ones(LAYERS, 3, HEADS + 1)}, r"FP32 of shape \(2, 3, 4\)"),
         ({KV_SCALES: torch.ones(LAYERS, 3, HEADS).bfloat16()}, "is torch.bfloat16"),
         ({KV_SCALES: torch.ones(LAYERS, 3, HEADS), **single(SPELLINGS[0])}, "one or the other"),
-        ({**single(SPELLINGS[0]), **single(SPELLINGS[1])}, "are one scale"),
+        ({**single(SPELLINGS[0]), **single(SPELLINGS[1])}, "are the same scale"),
         (single(SPELLINGS[0], shape=(HEADS + 1,)), "one for each of 4 KV heads"),
         (single(SPELLINGS[0], shape=(1, 1)), "one for each of 4 KV heads"),
         (single(SPELLINGS[0], "k"), "K and V scales of all 2, or none"),

@@ -123,10 +123,10 @@ def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path)
     ("content", "sentence"),
     [
         ("{", "cannot be read .*http:// address"),
-        ("[1]", "no answer to the control message kv .*KeyError"),
+        ("[1]", "not a reply to the control message kv .*KeyError"),
         ("{}", "KeyError: 'scales'"),
         (json.dumps(a_reply() | {"scales": 3}), "TypeError"),
-        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "no answer"),
+        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "not a reply"),
         (json.dumps({"scales": [], "statistics": []}), "no layers"),
         (json.dumps(a_reply() | {"statistics": [{}, {}]}), "KeyError: 'tokens'"),
         (json.dumps(a_reply() | {"statistics": [1, 2]}), "TypeError"),

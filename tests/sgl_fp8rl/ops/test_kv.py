@@ -287,17 +287,17 @@ def test_control_a_wrong_store_is_seen(spoil: Callable[[Got], object]) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"k": torch.zeros(3, 2, 32)}, "K to be stored is torch.float32"),
-        ({"v": torch.zeros(3, 64, dtype=BF16)}, "V to be stored is .* give BF16 or FP16"),
-        ({"v": torch.zeros(3, 2, 32, dtype=FP16)}, "both the same dtype"),
+        ({"k": torch.zeros(3, 2, 32)}, "K is torch.float32"),
+        ({"v": torch.zeros(3, 64, dtype=BF16)}, "V is .* pass BF16 or FP16"),
+        ({"v": torch.zeros(3, 2, 32, dtype=FP16)}, "both with the same dtype"),
         ({"k": torch.zeros(4, 2, 32, dtype=BF16)}, "the same dtype, tokens and KV heads"),
-        ({"k": torch.zeros(3, 2, 48, dtype=BF16)}, r"the K cache is .*give .*\[slots, 2, 48\]"),
-        ({"v": torch.zeros(3, 2, 64, dtype=BF16)[..., ::2]}, "do not lie side by side"),
+        ({"k": torch.zeros(3, 2, 48, dtype=BF16)}, r"the K cache is .*pass .*\[slots, 2, 48\]"),
+        ({"v": torch.zeros(3, 2, 64, dtype=BF16)[..., ::2]}, "are not contiguous"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots are torch.int32"),
         ({"slots": torch.zeros(2, dtype=torch.int64)}, "one for each of 3 tokens"),
         ({"k_scale": torch.ones(())}, "K scales .* one for each of 2 KV heads"),
         ({"v_scale": torch.ones(2, dtype=BF16)}, "V scales are torch.bfloat16"),
-        ({"stats": torch.zeros(4, dtype=torch.int64)}, f"give {STATS} contiguous int64"),
+        ({"stats": torch.zeros(4, dtype=torch.int64)}, f"pass {STATS} contiguous int64"),
         ({"stats": torch.zeros(5)}, "statistics are torch.float32"),
     ],
 )

@@ -156,7 +156,7 @@ def test_faults_are_sentences(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = checkpoint("qwen3")
-    assert "holds no config.json" in fails(capsys, tmp_path / "none")
+    assert "has no config.json" in fails(capsys, tmp_path / "none")
     assert "--budget-kl is nan" in fails(capsys, tiny, "--budget-kl", "nan")
     assert "--budget-kl is -1.0" in fails(capsys, tiny, "--budget-kl", "-1")
     assert "--tokens is 0" in fails(capsys, tiny, "--tokens", "0")

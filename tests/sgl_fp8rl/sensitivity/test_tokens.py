@@ -67,10 +67,10 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .* is no prompt"):
+    with pytest.raises(ValueError, match=r"line 2 of .* is not a prompt"):
         tokens.read_texts(path, words)
     path.write_text("\n")
-    with pytest.raises(ValueError, match="holds no prompts"):
+    with pytest.raises(ValueError, match="has no prompts"):
         tokens.read_texts(path, words)
 
 
@@ -134,7 +134,7 @@ def test_as_many_texts_as_tokens_are_asked_for(load: Load) -> None:
     assert [len(text.response or []) for text in some] == [64, 64, 64]
     long = tokens.complete(model, [*given[:1], asked[7]], 240, 0)
     assert [len(text.response or []) for text in long] == [40, 200]
-    with pytest.raises(ValueError, match="outside of the model's vocabulary of 512"):
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 512"):
         tokens.complete(model, [Text([512], [1])], 10, 0)
 
 
