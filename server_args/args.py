@@ -32,12 +32,6 @@ def _parse_patterns(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def _parse_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise ValueError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "1")
-
-
 @dataclass(frozen=True)
 class Fp8RLServerArgs:
     """Options of an SGLang engine that runs with ``--quantization fp8rl``.
@@ -72,11 +66,6 @@ class Fp8RLServerArgs:
     Default ``"engine"``: measured on the first prefill after it. ``"trainer"``: such an update is
     refused. ``"unit"``: every scale is 1. Scales in an update are used under every scheme.
     """
-    kv_per_head: bool = field(
-        default=False,
-        metadata=_option("a scale for each KV head, not one for each layer", _parse_bool),
-    )
-    """Whether each head has its own scale: its layer's, times a power of two up to 1."""
     kv_scales: str | None = field(
         default=None, metadata=_option("JSON file of FP8 KV scales to start with")
     )
@@ -129,8 +118,6 @@ class Fp8RLServerArgs:
             except ValueError as error:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
-        if not isinstance(self.kv_per_head, bool):
-            raise _invalid("kv_per_head", f"must be True or False, not {self.kv_per_head!r}")
         if self.kv_scales is not None and not self.kv_scales.strip():
             raise _invalid("kv_scales", "must name a file")
         _check_choice("listen", self.listen, LISTEN_SCOPES)
@@ -181,15 +168,12 @@ class Fp8RLServerArgs:
         """
         group = parser.add_argument_group("FP8 rollouts (sgl-fp8rl)")
         for option in fields(cls):
-            # a boolean flag may have no value
-            alone = {"nargs": "?", "const": "true"} if option.type is bool else {}
             group.add_argument(
                 flag_name(option.name),
                 dest=_dest(option.name),
                 default=SUPPRESS,
                 metavar=option.name.upper(),
                 help=option.metadata["help"],
-                **alone,  # type: ignore[arg-type]
             )
 
     @classmethod

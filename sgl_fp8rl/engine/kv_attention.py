@@ -98,8 +98,8 @@ def xqa_decode(
 ) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
 
-    XQA casts q to E4M3 itself, so only powers of two are folded into q: one per head, and one if q
-    leaves E4M3's range.
+    XQA casts q to E4M3 itself, so only a power of two is folded into q, where q leaves E4M3's
+    range.
 
     Args:
         fp8rl_q_is_ready: q has those factors already, and is contiguous (``kv_decode.py``).
@@ -125,7 +125,7 @@ def xqa_decode(
     dim = layer.head_dim
     if not fp8rl_q_is_ready:
         # one launch; if q is a slice of a fused projection, it replaces the copy that XQA needs
-        q = _times_heads(q, mine.q_ratio_h)
+        q = _times_heads(q, mine.q_factor_h)
     q = q.view(-1, layer.tp_q_head_num, dim)
     k_cache, v_cache = backend._reshape_paged_kv_cache(
         *backend.token_to_kv_pool.get_kv_buffer(layer.layer_id), layer, dim
@@ -150,9 +150,7 @@ def xqa_decode(
         sliding_win_size=window + 1 if window >= 0 else 0,
         kv_layout="HND",
     )
-    out = out.view(-1, layer.tp_q_head_num * dim)
-    # with one scale per layer the ratios are 1
-    return _times_heads(out, mine.out_ratio_h, out=out) if mine.scales.per_head else out
+    return out.view(-1, layer.tp_q_head_num * dim)
 
 
 def _store(

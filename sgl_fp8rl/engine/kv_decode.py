@@ -75,7 +75,7 @@ def fused_forward(
         attention.rotary_emb.cos_sin_cache,
         _norms(attention),
         forward_batch.out_cache_loc,
-        Cache(k_cache, v_cache, mine.k_scale_h, mine.v_scale_h, mine.q_ratio_h, mine.statistics),
+        Cache(k_cache, v_cache, mine.k_scale_h, mine.v_scale_h, mine.q_factor_h, mine.statistics),
     )
     out = layer(q, None, None, forward_batch, save_kv_cache=False, fp8rl_q_is_ready=True)
     output, _ = attention.o_proj(out)

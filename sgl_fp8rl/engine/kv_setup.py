@@ -51,7 +51,6 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
         [by_id[i].scaling * by_id[i].qk_head_dim ** 0.5 for i in sorted(by_id)],
         heads,
         options.kv_scheme,
-        options.kv_per_head,
         next(model.parameters()).device,
     )
     scales.elements = [heads.count * by_id[i].qk_head_dim for i in sorted(by_id)]

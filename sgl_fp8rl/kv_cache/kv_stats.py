@@ -22,7 +22,6 @@ def layout(scales: KVScales | None) -> dict[str, Any] | None:
         "scheme": scales.scheme,
         "layers": scales.layers,
         "kv_heads": scales.heads.total,
-        "per_head": scales.per_head,
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.kv_cache.kernel_scales import as_kept, derive
+from sgl_fp8rl.kv_cache.kernel_scales import derive
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
@@ -57,7 +57,6 @@ class KVScales(nn.Module):
             sqrt(head dim)``.
         heads: the KV heads of the model.
         scheme: ``kv_scheme`` of the server arguments.
-        per_head: whether each head has its own scale.
     """
 
     def __init__(
@@ -65,12 +64,11 @@ class KVScales(nn.Module):
         softmax: Sequence[float],
         heads: Heads,
         scheme: str,
-        per_head: bool,
         device: torch.device | str,
     ) -> None:
         super().__init__()
         self.layers, self.heads = len(softmax), heads
-        self.scheme, self.per_head = scheme, per_head
+        self.scheme = scheme
         self.pending: set[int] = set()
         """Layers whose next prefill measures their scales."""
         self.measuring = False
@@ -93,7 +91,7 @@ class KVScales(nn.Module):
         self.register_buffer("softmax", softmax_L)
         self.register_buffer("store", kernel_scales.store_2Lh)
         self.register_buffer("xqa", kernel_scales.xqa_2L)
-        self.register_buffer("ratio", kernel_scales.ratio_2Lh)
+        self.register_buffer("q_factor", kernel_scales.q_factor_Lh)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
         )
@@ -134,12 +132,13 @@ class KVScales(nn.Module):
         """
         layers = slice(first, first + len(scales_L3H))
         softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
-        kept = as_kept(scales_L3H, self.per_head)
+        # E4M3 keeps its precision over 15 octaves: a head's own scale would gain nothing
+        kept = scales_L3H.amax(-1, keepdim=True).expand_as(scales_L3H)
         kernel_scales = derive(kept[:, :, self.heads.mine], softmax_L[layers])  # type: ignore[index]
         self.scales[layers].copy_(kept)
         self.store[:, layers].copy_(kernel_scales.store_2Lh)  # type: ignore[index]
         self.xqa[:, layers].copy_(kernel_scales.xqa_2L)  # type: ignore[index]
-        self.ratio[:, layers].copy_(kernel_scales.ratio_2Lh)  # type: ignore[index]
+        self.q_factor[layers].copy_(kernel_scales.q_factor_Lh)  # type: ignore[index]
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
@@ -182,7 +181,7 @@ class LayerKV:
     def __init__(self, scales: KVScales, layer_index: int) -> None:
         self.scales, self.layer_index = scales, layer_index
         (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
-        (self.q_ratio_h, self.out_ratio_h) = scales.ratio[:, layer_index]  # type: ignore[index]
+        self.q_factor_h = scales.q_factor[layer_index]  # type: ignore[index]
         self.xqa_q_scale = scales.xqa[0, layer_index : layer_index + 1]  # type: ignore[index]
         self.xqa_kv_scale = scales.xqa[1, layer_index : layer_index + 1]  # type: ignore[index]
         self.statistics = scales.statistics[layer_index]

@@ -188,7 +188,6 @@ def test_the_layout_tells_what_scales_are_needed(history: dict[str, Any]) -> Non
         "scheme": "engine",
         "layers": LAYERS,
         "kv_heads": KV_HEADS,
-        "per_head": False,
     }
 
 
@@ -310,7 +309,7 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         if name.endswith("v_proj.weight")
     }
     checkpoint = models.with_tensors(qk_norm.checkpoint, tmp_path / "unlike heads", v_proj)
-    arguments = ("--tp-size", "2", "--kv-cache-dtype", "fp8_e4m3", "--fp8rl-kv-per-head")
+    arguments = ("--tp-size", "2", "--kv-cache-dtype", "fp8_e4m3")
     chunk = ("--chunked-prefill-size", str(CHUNK))
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with Server(
@@ -335,15 +334,14 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
         # the first layer's K and Q do not depend on how the ranks share the rest
         for row in (0, 2):
             assert float(scales[0, row].max()) == history["kv first"]["scales"][0][row][0]
-        octaves = torch.log2(scales / scales.amax(-1, keepdim=True))
-        assert torch.equal(octaves, octaves.round())
-        assert bool((octaves[:, 1, 1] <= -2).all()), "V of the second head is an eighth"
+        # of the larger head, which the other rank has
+        assert torch.equal(scales, scales.amax(-1, keepdim=True).expand_as(scales))
         assert_held(server, scales)
 
         brought = torch.tensor([1.0, 0.25]).expand(LAYERS, 3, KV_HEADS)
         update_server(server, qk_norm.with_scales(brought))
-        assert kv(server)["scales"] == brought.tolist()
-        assert_held(server, brought)
+        assert kv(server)["scales"] == torch.ones(LAYERS, 3, KV_HEADS).tolist()
+        assert_held(server, torch.ones_like(brought))
 
 
 def assert_held(server: Server, scales: torch.Tensor) -> None:

@@ -22,7 +22,6 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         bucket_bytes=st.integers(1, 1 << 40).map(lambda number: number * 512),
         ignored_layers=st.lists(patterns | regexes, max_size=4).map(tuple),
         kv_scheme=st.sampled_from(["engine", "trainer", "unit"]),
-        kv_per_head=st.booleans(),
         kv_scales=st.none() | WORDS,
         tune_cache=WORDS,
         key=WORDS,
@@ -44,7 +43,6 @@ def test_every_field_travels() -> None:
         "bucket_bytes": 1024,
         "ignored_layers": ("lm_head", "re:x"),
         "kv_scheme": "trainer",
-        "kv_per_head": True,
         "kv_scales": "/scales.json",
         "tune_cache": "/elsewhere",
         "key": "secret",
@@ -101,19 +99,6 @@ def test_sizes_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("true", True), ("True", True), ("1", True), ("false", False), ("0", False)],
-)
-def test_switches(text: str, expected: bool) -> None:
-    assert Fp8RLServerArgs.from_env({"FP8RL_KV_PER_HEAD": text}).kv_per_head is expected
-
-
-def test_switches_refused() -> None:
-    with pytest.raises(ValueError, match="FP8RL_KV_PER_HEAD: 'yes' is neither true nor false"):
-        Fp8RLServerArgs.from_env({"FP8RL_KV_PER_HEAD": "yes"})
-
-
-@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("bucket_bytes", 0, "positive multiple of 512"),
@@ -128,7 +113,6 @@ def test_switches_refused() -> None:
         ("ignored_layers", ("a,b",), "contains a comma"),
         ("ignored_layers", ("a b",), "contains a space"),
         ("kv_scheme", "per_token", "one of engine, trainer, unit"),
-        ("kv_per_head", "true", "True or False"),
         ("kv_scales", " ", "name a file"),
         ("tune_cache", " ", "name a folder"),
         ("key", "", "printable ASCII"),

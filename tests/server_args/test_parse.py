@@ -97,12 +97,3 @@ def test_add_arguments_lists_every_option_in_help() -> None:
         assert flag_name(field.name) in text
     namespace = parser.parse_args(["--fp8rl-listen", "any", "--fp8rl-key", "k"])
     assert Fp8RLServerArgs.from_namespace(namespace, {}) == Fp8RLServerArgs(listen="any", key="k")
-
-
-@pytest.mark.parametrize(
-    "flag", [["--fp8rl-kv-per-head"], ["--fp8rl-kv-per-head", "true"], ["--fp8rl-kv-per-head=1"]]
-)
-def test_a_switch_may_stand_alone(flag: list[str]) -> None:
-    args, rest = parse([*flag, "--model-path", "m"], {})
-    assert args.kv_per_head
-    assert rest == ["--model-path", "m"]

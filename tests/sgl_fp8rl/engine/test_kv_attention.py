@@ -22,9 +22,9 @@ ERROR = 0.015
 that is wrong by a quarter makes 0.2."""
 
 
-@pytest.fixture(params=[False, True], ids=["per layer", "per head"])
-def scaled(request: pytest.FixtureRequest) -> tuple[KVScales, Any]:
-    scales, (layer,) = fakes.scaled(per_head=request.param)
+@pytest.fixture
+def scaled() -> tuple[KVScales, Any]:
+    scales, (layer,) = fakes.scaled()
     scales.write(SCALES)
     return scales, layer
 
@@ -175,8 +175,7 @@ def test_xqa_attention_is_that_of_the_scaled_values(
     scaled: tuple[KVScales, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales, layer = scaled
-    # Q's largest scale is 5, so q is divided by 8; the second head's K scale is a quarter
-    factor = torch.tensor([1 / 8, 1 / 32 if scales.per_head else 1 / 8])
+    factor = torch.tensor([1 / 8, 1 / 8])  # Q's largest scale is 5
     q, out, backend, seen = xqa_step(monkeypatch, layer)
     kept = scales.scales[0]
     assert xqa_error(q, out, backend, kept, factor) < ERROR
@@ -226,12 +225,9 @@ def test_xqa_runs_no_product_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(x, factor_H, out)
 
     monkeypatch.setattr(kv_attention, "_times_heads", counted)
-    for per_head in (False, True):
-        _, (layer,) = fakes.scaled(per_head=per_head)
-        calls.clear()
-        xqa_step(monkeypatch, layer)
-        # q and out of the prefill, XQA's q, and its out where heads differ
-        assert len(calls) == 3 + per_head
+    _, (layer,) = fakes.scaled()
+    xqa_step(monkeypatch, layer)
+    assert len(calls) == 3  # q and out of the prefill, and XQA's q
 
 
 def test_xqa_takes_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

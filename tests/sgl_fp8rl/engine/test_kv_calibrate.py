@@ -33,7 +33,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, margin: float) ->
     ("tokens", "margin"), [(SMALL_SAMPLE - 1, SMALL_MARGIN), (SMALL_SAMPLE, MARGIN)]
 )
 def test_scales_are_amax_times_margin(tokens: int, margin: float) -> None:
-    scales, (layer,) = fakes.scaled(per_head=True)
+    scales, (layer,) = fakes.scaled()
     q, k, v = qkv(tokens)
     kv_calibrate.calibrate(layer.fp8rl_layer, q, k, v)
     wanted = by_hand(q, k, v, margin)
@@ -55,7 +55,7 @@ def test_zeros_nan_and_inf_make_no_bad_scale() -> None:
     k = k.clone()
     k[0, 0, 0], k[1, 0, 1] = torch.nan, torch.inf
     k[:, 1] = 0  # a head of zeros takes the layer's scale
-    scales, (layer,) = fakes.scaled(per_head=True)
+    scales, (layer,) = fakes.scaled()
     kv_calibrate.calibrate(layer.fp8rl_layer, q, k, torch.zeros_like(v))
     scales.check(scales.scales)
     largest = k[:, 0].float().nan_to_num(posinf=0.0).abs().max()

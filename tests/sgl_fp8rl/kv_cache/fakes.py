@@ -43,16 +43,13 @@ def layer(layer_id: int = 0, scaling: float = DIM**-0.5) -> nn.Module:
 def scaled(
     layers: int = 1,
     scheme: str = "engine",
-    per_head: bool = False,
     heads: Heads | None = None,
     scaling: float = DIM**-0.5,
 ) -> tuple[KVScales, list[Any]]:
     """Scales of a model of such layers, and the layers."""
     made: list[Any] = [layer(i, scaling) for i in range(layers)]
     softmax = [scaling * DIM**0.5] * layers
-    scales = KVScales(
-        softmax, heads or Heads(HEADS, 0, HEADS), scheme, per_head, torch.device("cpu")
-    )
+    scales = KVScales(softmax, heads or Heads(HEADS, 0, HEADS), scheme, torch.device("cpu"))
     attach(scales, nn.Module(), made)
     return scales, made
 

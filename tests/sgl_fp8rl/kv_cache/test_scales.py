@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sgl_fp8rl.kv_cache.kernel_scales import MAX_OCTAVES, as_kept, derive, power_of_two_above
+from sgl_fp8rl.kv_cache.kernel_scales import derive, power_of_two_above
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, read_file
 from tests.sgl_fp8rl.kv_cache import fakes
 
@@ -31,79 +31,45 @@ def test_power_of_two_above(value: float) -> None:
     assert float(power_of_two_above(torch.tensor([value]))) == wanted
 
 
-@given(st.lists(POSITIVE, min_size=1, max_size=6), st.booleans())
-def test_kept_scales(values: list[float], per_head: bool) -> None:
-    wanted = torch.tensor(values).expand(2, 3, -1)
-    kept = as_kept(wanted, per_head)
-    assert kept.shape == wanted.shape
-    assert torch.equal(kept.amax(-1), wanted.amax(-1))
-    # what a head needs is given to it, but for the rounding of a quotient
-    assert bool((kept >= wanted * (1 - 2**-23)).all())
-    octaves = torch.log2(kept / kept.amax(-1, keepdim=True))
-    assert torch.equal(octaves, octaves.round())
-    if per_head:
-        least = -torch.tensor(MAX_OCTAVES)[:, None]
-        assert bool((octaves >= least).all())
-        assert bool(((kept < 2 * wanted * (1 + 2**-22)) | (octaves == least)).all())
-    else:
-        assert bool((octaves == 0).all())
-    assert torch.equal(as_kept(kept, per_head), kept), "a file must round-trip"
-
-
-def test_a_small_head_of_k_leaves_q_in_the_range_of_e4m3() -> None:
-    """XQA rounds q times K's ratio to E4M3; V's ratio meets out, in BF16."""
-    wanted = torch.tensor([1.0, 2.0**-12]).expand(1, 3, 2)
-    ratio = derive(as_kept(wanted, per_head=True), torch.ones(1)).ratio_2Lh
-    assert ratio[:, 0, 1].tolist() == [2.0**-4, 2.0**-12]
-    q = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-
-    def lost(factor: float) -> float:
-        back = (q * factor).to(torch.float8_e4m3fn).float() / factor
-        return float((back - q).norm() / q.norm())
-
-    assert lost(float(ratio[0, 0, 1])) < 1.1 * lost(1.0)  # 1.02 was measured
-    assert lost(2.0**-12) > 10 * lost(1.0)  # the control
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-def test_factors_are_those_of_float64(per_head: bool) -> None:
-    """Each kernel's products restore scaling * k_scale * q and v_scale, head by head."""
+def test_factors_are_those_of_float64() -> None:
+    """Each kernel's products restore scaling * k_scale * q and v_scale, of the layer's largest
+    head."""
     scaling, dim = 0.05, 96
     heads = Heads(4, 1, 2)
-    scales = KVScales([scaling * math.sqrt(dim)] * 3, heads, "engine", per_head, CPU)
-    scales.write(random_scales())
+    scales = KVScales([scaling * math.sqrt(dim)] * 3, heads, "engine", CPU)
+    wanted = random_scales()
+    scales.write(wanted)
+    assert torch.equal(scales.scales, wanted.amax(-1, keepdim=True).expand_as(wanted))
     kept = scales.scales.double().numpy()[:, :, 1:3]
     factors = derive(scales.scales[..., heads.mine], scales.softmax)
     for mine, derived in (
         (scales.store, factors.store_2Lh),
         (scales.xqa, factors.xqa_2L),
-        (scales.ratio, factors.ratio_2Lh),
+        (scales.q_factor, factors.q_factor_Lh),
     ):
         assert torch.equal(mine, derived)
-    store, xqa, ratio = (x.double().numpy() for x in (scales.store, scales.xqa, scales.ratio))
+    buffers = scales.store, scales.xqa, scales.q_factor
+    store, xqa, factor = (buffer.double().numpy() for buffer in buffers)
     assert np.array_equal(store[0], kept[:, 0]) and np.array_equal(store[1], kept[:, 1])
     logits = xqa[0] * xqa[1] / math.sqrt(dim)
     query = np.exp2(np.ceil(np.log2(np.maximum(kept[:, 2].max(-1), 1))))
     np.testing.assert_allclose(
-        logits[:, None] * ratio[0], scaling * kept[:, 0], rtol=1e-6, err_msg="q . k"
+        logits[:, None] * factor, scaling * kept[:, 0], rtol=1e-6, err_msg="q . k"
     )
-    np.testing.assert_allclose(xqa[1][:, None] * ratio[1], kept[:, 1], rtol=1e-6, err_msg="p @ v")
-    for exact in (ratio[0] * query[:, None], ratio[1]):
-        assert np.array_equal(np.log2(exact), np.round(np.log2(exact)))
-        assert (exact <= 1).all()
-        assert (exact == 1).all() or per_head
+    assert np.array_equal(np.broadcast_to(xqa[1][:, None], kept[:, 1].shape), kept[:, 1]), "p @ v"
+    assert np.array_equal(factor, np.broadcast_to(1 / query[:, None], factor.shape))
 
 
 def test_unit_scales_make_unit_factors() -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "unit", False, CPU)
-    for buffer in (scales.scales, scales.store, scales.xqa, scales.ratio):
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "unit", CPU)
+    for buffer in (scales.scales, scales.store, scales.xqa, scales.q_factor):
         assert bool((buffer == 1).all())
 
 
 def test_buffers_are_fp32_under_sglangs_default_dtype() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        scales = KVScales([1.0], Heads(2, 0, 2), "engine", False, CPU)
+        scales = KVScales([1.0], Heads(2, 0, 2), "engine", CPU)
     finally:
         torch.set_default_dtype(torch.float32)
     dtypes = {name: buffer.dtype for name, buffer in scales.named_buffers()}
@@ -113,16 +79,16 @@ def test_buffers_are_fp32_under_sglangs_default_dtype() -> None:
 
 def test_everything_is_written_in_place() -> None:
     """The views that graphs read see new scales, and no buffer moves."""
-    scales, (first, second) = fakes.scaled(layers=2, per_head=True)
+    scales, (first, second) = fakes.scaled(layers=2)
     addresses = {name: buffer.data_ptr() for name, buffer in scales.named_buffers()}
     scales.statistics += 1
     scales.pending = {0, 1}
-    scales.write(torch.tensor([[[8.0, 2.0], [1.0, 4.0], [1.0, 1.0]]]), first=1)
+    scales.write(torch.tensor([[[8.0, 2.0], [1.0, 4.0], [2.0, 1.0]]]), first=1)
     assert addresses == {name: buffer.data_ptr() for name, buffer in scales.named_buffers()}
     mine, other = second.fp8rl_layer, first.fp8rl_layer
-    assert mine.k_scale_h.tolist() == [8.0, 2.0] and mine.v_scale_h.tolist() == [1.0, 4.0]
-    assert mine.q_ratio_h.tolist() == [1.0, 0.25] and mine.out_ratio_h.tolist() == [0.25, 1.0]
-    assert (float(mine.xqa_q_scale), float(mine.xqa_kv_scale)) == (2.0, 4.0)
+    assert mine.k_scale_h.tolist() == [8.0, 8.0] and mine.v_scale_h.tolist() == [4.0, 4.0]
+    assert mine.q_factor_h.tolist() == [0.5, 0.5]
+    assert (float(mine.xqa_q_scale), float(mine.xqa_kv_scale)) == (4.0, 4.0)
     assert other.k_scale_h.tolist() == [1.0, 1.0]
     assert mine.statistics.tolist() == [0] * 5 and other.statistics.tolist() == [1] * 5
     assert scales.pending == {0}
@@ -132,7 +98,7 @@ def test_buffers_belong_to_the_model_and_layers_of_one_id_share_a_row() -> None:
     from sgl_fp8rl.engine.kv_setup import attach
 
     model, layers = nn.Module(), [fakes.layer(i) for i in (7, 3, 7)]
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
     attach(scales, model, layers)
     assert {name.split(".")[0] for name, _ in model.named_buffers()} == {"fp8rl_kv"}
     assert [layer.fp8rl_layer.layer_index for layer in layers] == [1, 0, 1]  # type: ignore[union-attr]
@@ -158,7 +124,7 @@ def test_heads_of_each_rank(total: int, tp_size: int, kept: list[range]) -> None
     [("engine", 3.0, {0, 1}), ("trainer", 3.0, set()), ("unit", 1.0, set())],
 )
 def test_an_update_without_scales(scheme: str, scales_after: float, pending: set[int]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), scheme, False, CPU)
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), scheme, CPU)
     scales.after_update(torch.full((2, 3, 2), 3.0))
     assert not scales.pending
     assert bool((scales.scales == 3.0).all()), "what an update brings is used under each scheme"
@@ -169,7 +135,7 @@ def test_an_update_without_scales(scheme: str, scales_after: float, pending: set
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_scale_is_refused(bad: float) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
     wrong = torch.ones(2, 3, 2)
     scales.check(wrong)
     wrong[1, 2, 0] = bad
@@ -179,14 +145,13 @@ def test_what_is_no_scale_is_refused(bad: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 2, 2), (2, 3, 1), (2, 3, 4), (12,)])
 def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
     with pytest.raises(KVScalesError, match=r"needs \(2, 3, 2\)"):
         scales.check(torch.ones(shape))
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_a_file_round_trips(per_head: bool, tmp_path: Path) -> None:
-    one, other = (KVScales([1.0] * 3, Heads(4, 0, 4), "engine", per_head, CPU) for _ in "ab")
+def test_a_file_round_trips(tmp_path: Path) -> None:
+    one, other = (KVScales([1.0] * 3, Heads(4, 0, 4), "engine", CPU) for _ in "ab")
     one.write(random_scales())
     in_force, _ = one.snapshot()
     path = tmp_path / "scales.json"

@@ -23,7 +23,7 @@ SCALES = torch.arange(1.0, 1 + LAYERS * 3 * HEADS).view(LAYERS, 3, HEADS)
 def engine(scheme: str = "engine", **keywords: Any) -> EngineWeights:
     """A toy model with an FP8 KV cache, whose routes are recorded."""
     weights = toy.engine(toy.toy(), toy.SHAPES)
-    scales = KVScales([1.0] * LAYERS, Heads(HEADS, 2, 2), scheme, True, torch.device("cpu"))
+    scales = KVScales([1.0] * LAYERS, Heads(HEADS, 2, 2), scheme, torch.device("cpu"))
     attach(scales, weights.model, [fakes.layer(i) for i in range(LAYERS)])
     weights.kv = scales
     return weights
@@ -154,7 +154,6 @@ def test_the_layout() -> None:
         "scheme": "engine",
         "layers": LAYERS,
         "kv_heads": HEADS,
-        "per_head": True,
     }
 
 
