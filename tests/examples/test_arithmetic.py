@@ -2,9 +2,10 @@
 
 import random
 
-import arithmetic
 import pytest
-from arithmetic import Problem, decode, demonstrate, encode, make_problem, reward
+
+from examples.grpo import arithmetic
+from examples.grpo.arithmetic import Problem, decode, demonstrate, encode, make_problem, reward
 
 SUM = Problem((3, 5, -2, 4, -1))
 MANY = 2000

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import arithmetic
-import grpo
-import placement
 import pytest
 import torch
 import torch.distributed as dist
 
+from examples.grpo import arithmetic, placement
+from examples.grpo import loop as grpo
 from trainer_bridge import Rollout, response_logprobs
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
@@ -76,7 +75,7 @@ def test_problems_repeat_by_seed() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_learning_raises_the_probability_of_what_was_rewarded() -> None:
-    import tiny_model
+    from examples.grpo import tiny_model
 
     model = tiny_model.build_model(seed=0)
     tiny_model.shard(model)

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import report
+
+from examples.grpo import report
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
