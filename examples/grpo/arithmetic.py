@@ -64,6 +64,25 @@ def reward(problem: Problem, response: str) -> float:
     return float(response[: -len(END)].split(",")[-1] == str(problem.answer))
 
 
+def draw_problems(count: int, seed: str) -> list[Problem]:
+    """The same ones for the same seed."""
+    rng = random.Random(seed)
+    return [make_problem(rng) for _ in range(count)]
+
+
+def prompts_of(problems: list[Problem]) -> list[list[int]]:
+    """Token ids of each prompt."""
+    return [encode(problem.prompt) for problem in problems]
+
+
+def score(problems: list[Problem], responses: list[list[int]]) -> list[float]:
+    """Reward of each response; those to one problem stand side by side."""
+    n = len(responses) // len(problems)
+    repeated = [problem for problem in problems for _ in range(n)]
+    pairs = zip(repeated, responses, strict=True)
+    return [reward(problem, decode(tokens)) for problem, tokens in pairs]
+
+
 def encode(text: str) -> list[int]:
     """ASCII codes. Raises ValueError (UnicodeEncodeError) for any other character."""
     return list(text.encode("ascii"))

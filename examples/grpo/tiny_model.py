@@ -38,7 +38,6 @@ SIZES = {
         "head_dim": 128,
     },
 }
-DEFAULT_SIZE = {"cpu": "tiny", "cuda": "small"}
 
 PRETRAIN_BATCH = 128  # demonstrations a step, over all ranks
 PRETRAIN_LR = 2e-3  # of the tiny size
@@ -127,7 +126,7 @@ def pretrain(model: PreTrainedModel, seed: int, steps: int) -> Iterator[tuple[in
     schedule = warm_up_and_decay(optimizer, steps)
     for step in range(steps):
         problems = [arithmetic.make_problem(rng) for _ in range(PRETRAIN_BATCH // world)]
-        prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+        prompts = arithmetic.prompts_of(problems)
         responses = [arithmetic.encode(arithmetic.demonstrate(p, rng)) for p in problems]
         logprobs_BT = response_logprobs(model, prompts, responses)
         loss = global_mean(-logprobs_BT, mask_of(responses).to(model.device))
