@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 COMMIT_VARIABLE = "FP8RL_COMMIT"
 PACKAGES = {"sglang": "sglang", "torch": "torch", "flashinfer": "flashinfer-python"}
 

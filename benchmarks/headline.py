@@ -1,22 +1,12 @@
-"""The first figures of the README, a sentence from each of four result files."""
+"""The first figures of the README, a sentence from each of three result files."""
 
 import json
-from statistics import fmean
 from typing import Any
 
-from benchmarks.parity import summary, tables
-from benchmarks.parity.settings import ALPHA, MARGIN
-from benchmarks.parity.variants import ARMS
 from benchmarks.performance_tables import REFERENCE, of_runs
 
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"
-LEARNING = {
-    "fp8": "FP8 weights",
-    "fp8-kv8": "with FP8 KV",
-    "moe-fp8": "FP8 weights, mixture of experts",
-}
-"""Arms of the experiment whose question was fixed before the runs."""
 
 
 def decode(text: str) -> str:
@@ -72,31 +62,6 @@ def update(text: str) -> str:
             f"BF16's)"
         )
     return f"- A full update takes {' and '.join(parts)}; {_where(content)}."
-
-
-def learning(text: str) -> str:
-    """Whether FP8 rollouts teach what BF16 rollouts teach."""
-    rows = summary.read(text)
-    judged, found = tables.judged_rewards(rows), tables.comparisons(rows)
-    e = rows[0]
-    parts = []
-    for arm, what in LEARNING.items():
-        seeds = judged[arm].keys() & judged[ARMS[arm].reference].keys()
-        reward, reference = (
-            fmean(judged[name][seed] for seed in seeds) for name in (arm, ARMS[arm].reference)
-        )
-        size = e["parameters"][ARMS[arm].model] / 1e6
-        parts.append(f"{reward:.3f} beside {reference:.3f} ({what}, {size:.0f} M parameters)")
-    told = [found[arm].p_tost for arm in LEARNING]
-    p = max(1.0 if one is None else one for one in told)  # None: of a single seed
-    pairs = min(len(found[arm].differences) for arm in LEARNING)
-    return (
-        f"GRPO of small models, on FP8 rollouts beside BF16 rollouts of the same engine, ends at a "
-        f"reward of {', '.join(parts)}; "
-        f"{'the same' if p < ALPHA else 'not shown to be the same'} within {MARGIN} (TOST, "
-        f"largest p {tables.at_most(p)}, pairs of seeds: {pairs}; {e['device']}, SGLang "
-        f"{e['versions']['sglang']}, {e['date']}, commit {e['commit']})."
-    )
 
 
 def _where(content: dict[str, Any]) -> str:

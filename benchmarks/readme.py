@@ -1,4 +1,7 @@
-"""Write the measured blocks of README and docs from the result files: python examples/readme.py."""
+"""Write the measured blocks of README and docs from the result files.
+
+python -m benchmarks.readme
+"""
 
 import json
 import re
@@ -9,6 +12,7 @@ from typing import Any
 from benchmarks import (
     alarm_tables,
     correction_tables,
+    demo,
     headline,
     kernel_tables,
     kv_tables,
@@ -18,67 +22,14 @@ from benchmarks import (
 )
 from benchmarks.markdown_tables import cell
 from benchmarks.parity import picture, tables
-from examples.grpo import report
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "examples" / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
 PERFORMANCE = ROOT / "docs" / "performance.md"
-PARITY = ROOT / "docs" / "parity.md"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def grpo(text: str) -> str:
-    """The demo's closing table, of a run on a CPU."""
-    rows = [json.loads(line) for line in text.splitlines()]
-    first = rows[0]
-    return (
-        f"{_arms(rows)}\n\n`make demo`, {first['parameters'] / 1e6:.1f} M parameters, two CPU "
-        f"cores, {_versions(first)}, {first['date'][:10]}. KL and ESS are means over "
-        f"{first['steps']} steps, times are medians. "
-        f"On a CPU FP8 arithmetic is emulated, so FP8 is slower there, not faster."
-    )
-
-
-def grpo_gpu(text: str) -> str:
-    """The demo's picture and closing table, of a run on a GPU."""
-    rows = [json.loads(line) for line in text.splitlines()]
-    first = rows[0]
-    graphs = {row["keywords"].get("disable_cuda_graph", False) for row in rows if "keywords" in row}
-    summaries = report.summaries(rows)
-    mapped = min(summary["mapped"] for summary in summaries)
-    rates = {summary["arm"]: summary["tokens_per_s"] for summary in summaries}
-    slower = rates["fp8"] < rates["bf16"]
-    return (
-        f"![Reward and mismatch KL over GRPO steps on the GPU](grpo_gpu.png)\n\n"
-        f"{_arms(rows)}\n\n`python examples/grpo.py`, trainer and engine on the same device: "
-        f"{report.model_and_device(first)}, CUDA graphs {'off' if True in graphs else 'on'}, "
-        f"{_versions(first)}, {first['date'][:10]}. From the second update on the engine reads "
-        f"{mapped:.0%} in the trainer's own memory. KL and ESS are means over {first['steps']} "
-        f"steps, times are medians."
-        + (" At this size FP8 rollouts are slower than BF16 ones." if slower else "")
-    )
-
-
-def _versions(environment: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-
-
-def _arms(rows: list[dict[str, Any]]) -> str:
-    """One line an arm."""
-    lines = [
-        "| rollouts | reward before | after | mismatch KL (k3, nats) | ESS | update | rollout |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {s['arm'].upper()} | {s['before']:.2f} | {s['after']:.2f} | {s['mismatch_kl_k3']:.1e} "
-        f"| {s['ess']:.4f} | {report.milliseconds(s['update_s'])} ms "
-        f"| {s['tokens_per_s']:.0f} tokens/s |"
-        for s in report.summaries(rows)
-    ]
-    return "\n".join(lines)
 
 
 def update(text: str) -> str:
@@ -198,8 +149,7 @@ def _start_line(metrics: dict[str, dict[str, Any]]) -> str:
 
 
 BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
-    "grpo": ("grpo.jsonl", grpo),
-    "grpo_gpu": ("grpo_gpu.jsonl", grpo_gpu),
+    **demo.BLOCKS,
     "update": ("update.json", update),
     "start": ("start.json", start),
     "kv": ("kv.json", kv_tables.speed),
@@ -211,7 +161,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "headline_decode": ("rollout.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),
-    "headline_learning": ("parity.jsonl", headline.learning),
+    **tables.BLOCKS,
     "decode": ("rollout.json", performance_tables.summary),
     "rollout": ("rollout.json", performance_tables.rollout),
     "long_tail": ("long_tail.json", performance_tables.tables),
@@ -219,11 +169,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[str], str]]] = {
     "decode_profile_moe": ("decode_profile_moe.json", performance_tables.decode_profile),
     "mitigations": ("mitigations.json", mitigations_tables.mitigations),
     "kernels": ("kernels.json", kernel_tables.kernels),
-    "parity": ("parity.jsonl", tables.rewards),
-    "parity_tests": ("parity.jsonl", tables.tests),
-    "parity_mismatch": ("parity.jsonl", tables.mismatch),
-    "parity_alarms": ("parity.jsonl", tables.alarms),
-    "parity_timing": ("parity.jsonl", tables.timing),
     "products": (TABLES / "nvidia-h200.json", kernel_tables.products),
     "products_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.products),
 }
@@ -247,7 +192,7 @@ def main() -> None:
         )
     measured = RESULTS / "parity.jsonl"
     if measured.exists():
-        picture.draw(measured.read_text(), PARITY.parent / tables.PICTURE)
+        picture.draw(measured.read_text(), picture.PICTURE)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ Shapes: B sequences, T tokens of the longest response, P prompts, G responses to
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from examples.grpo import loop as grpo
+from examples.grpo.loop import group_advantages
 from trainer_bridge import Correction, Rollout, correct, response_logprobs
 
 TOKENS_PER_PASS = 8192
@@ -101,34 +100,24 @@ def logprobs_of(learner: Learner, batch: Rollout, part: list[int]) -> torch.Tens
     return response_logprobs(learner.model, prompts, responses, batch.temperature)
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a step of training found."""
-
-    correction: Correction
-    trainer_logprobs_BT: torch.Tensor
-    """Before the step; 0 behind the end of a response."""
-    gradient_norm: float
-    """Before it is clipped."""
-
-
-def learn(learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, preset: str) -> Learned:
-    """One on-policy GRPO step on the whole batch."""
+def learn(
+    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, preset: str
+) -> tuple[Correction, float]:
+    """One on-policy GRPO step on the whole batch; returns its correction, and the norm of the
+    gradient before it was clipped."""
     device = learner.model.device
     parts = list(parts_of(batch.prompt_tokens, batch.tokens))
     trainer_BT = torch.zeros(batch.mask_BT.shape, device=device)
     with torch.no_grad():
         for part in parts:
-            logprobs = logprobs_of(learner, batch, part)
-            trainer_BT[part, : logprobs.shape[1]] = logprobs
+            logprobs_BT = logprobs_of(learner, batch, part)
+            trainer_BT[part, : logprobs_BT.shape[1]] = logprobs_BT
     correction = correct(batch, trainer_BT, preset)
-    advantages_B = grpo.group_advantages(rewards_PG).flatten().to(device)
+    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(device)
+    factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
     count = correction.mask_BT.sum().clamp(min=1)
     for part in parts:
-        logprobs = logprobs_of(learner, batch, part)
-        columns = slice(0, logprobs.shape[1])
-        losses = grpo.policy_gradient(
-            logprobs, advantages_B[part], correction.weights_BT[part, columns]
-        )
-        learner.backward((losses * correction.mask_BT[part, columns]).sum() / count)
-    return Learned(correction, trainer_BT, learner.step())
+        logprobs_BT = logprobs_of(learner, batch, part)
+        factors = factors_BT[part, : logprobs_BT.shape[1]]
+        learner.backward((factors * logprobs_BT).sum() / count)
+    return correction, learner.step()

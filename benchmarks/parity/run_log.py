@@ -1,4 +1,4 @@
-"""A run's log and checkpoint: killed at any moment, it goes on without a row lost or doubled.
+"""A run's folder: killed at any moment, the run goes on without a row lost or doubled.
 
 The checkpoint says how long the log was when it was written. What the log got after that belongs to
 steps that are done again, so it is cut off.
@@ -13,11 +13,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.parity.paths import CHECKPOINT, FINISHED, LOG, Row, rows_of
+LOG = "log.jsonl"
+CHECKPOINT = "checkpoint.safetensors"
+FINISHED = "finished"
+"""Empty; exists when the run has come to its end."""
+FINAL = "final"
+"""Folder of a finished run's weights, in BF16."""
+HELD_OUT = "held_out.json"
+"""What ``held_out.py`` found; beside the weights that runs begin with as well."""
+
+Row = dict[str, Any]
+
+
+def rows_of(log: Path) -> list[Row]:
+    """All rows of a log that are whole."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class RunLog:
-    """The files of one run, in ``folder``."""
+    """The log and the checkpoint of one run, in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,20 +47,11 @@ class RunLog:
     def add(self, kind: str, **values: Any) -> None:
         """Append a row, in one write."""
         with self._log.open("a") as file:
-            file.write(json.dumps({"kind": kind, **values}, allow_nan=False) + "\n")
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def resume(self, options: Row) -> tuple[int, dict[str, torch.Tensor]]:
-        """Cut the log back to the checkpoint.
-
-        Args:
-            options: what the run depends on; its first row, under ``options``, must say the same.
-
-        Returns:
-            the step to go on with, and the learner's state, which is empty at step 0.
-
-        Raises:
-            ValueError: the folder holds a run of other options.
-        """
+    def resume(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Cut the log back to the checkpoint; returns the step to go on with, and the learner's
+        state, which is empty at step 0."""
         if not self._checkpoint.exists():
             self._log.unlink(missing_ok=True)
             return 0, {}
@@ -53,14 +59,6 @@ class RunLog:
             about = file.metadata()
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         os.truncate(self._log, int(about["log_bytes"]))
-        before = rows_of(self._log)[0]["options"]
-        if changed := sorted(
-            key for key in before | options if before.get(key) != options.get(key)
-        ):
-            raise ValueError(
-                f"{self.folder} holds a run with other {', '.join(changed)}; give the same "
-                f"options, or another folder"
-            )
         return int(about["step"]), state
 
     def save(self, step: int, state: dict[str, torch.Tensor]) -> None:

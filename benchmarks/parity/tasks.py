@@ -182,6 +182,12 @@ def make_problem(rng: random.Random, held_out: bool = False) -> Problem:
     return problem
 
 
+def draw_problems(count: int, seed: str, held_out: bool = False) -> list[Problem]:
+    """The same ones for the same seed."""
+    rng = random.Random(seed)
+    return [make_problem(rng, held_out) for _ in range(count)]
+
+
 def is_held_out(problem: Problem) -> bool:
     """Whether it is for evaluation: one problem in HELD_OUT_ONE_IN, told by its prompt."""
     return zlib.crc32(problem.prompt.encode()) % HELD_OUT_ONE_IN == 0

@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from benchmarks import headline
 
 ENVIRONMENT = {
@@ -68,34 +66,3 @@ def test_update_is_beside_the_fastest_stock_one() -> None:
     assert headline.update(content(mine, other)).startswith(
         "- A full update takes 12.3 ms for qwen3-8b (2.5 times as fast as stock BF16's); NVIDIA"
     )
-
-
-LEARNT = {"versions": {"sglang": "0.5.17"}, "parameters": {"dense": 2e6, "moe": 3e6}}
-
-
-@pytest.mark.parametrize(
-    ("less", "seeds", "verdict"),
-    [
-        (0.001, 3, "; the same within 0.05 (TOST, largest p < 0.001, pairs of seeds: 3;"),
-        (0.06, 3, "not shown to be the same within 0.05 (TOST, largest p = "),
-        (
-            0.001,
-            1,
-            "not shown to be the same within 0.05 (TOST, largest p = 1.000, pairs of seeds: 1;",
-        ),
-    ],
-)
-def test_learning_says_same_only_where_a_test_does(less: float, seeds: int, verdict: str) -> None:
-    rewards = {"bf16": 0.9, "fp8": 0.9, "fp8-kv8": 0.9 - less, "moe-bf16": 0.8, "moe-fp8": 0.8}
-    rows: list[Any] = [{"kind": "environment", **ENVIRONMENT, **LEARNT}]
-    rows += [
-        {"kind": "run", "arm": arm, "seed": seed, "judged": {"reward": reward + 0.0015 * noise}}
-        for arm, reward in rewards.items()
-        for seed, noise in zip(range(seeds), (0, 1, 1), strict=False)
-    ]
-    told = headline.learning("\n".join(map(json.dumps, rows)))
-    more = 0.001 if seeds == 3 else 0.0  # the mean of the noise
-    assert (
-        f"{0.9 - less + more:.3f} beside {0.9 + more:.3f} (with FP8 KV, 2 M parameters), " in told
-    )
-    assert verdict in told

@@ -1,8 +1,7 @@
-"""Two arms of the experiment on real engines, one of them killed on its way, then judged."""
+"""Two arms of the study on real engines, one of them killed on its way, then evaluated."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.paths import JUDGED, LOG, WARMED, rows_of
-from benchmarks.parity.tasks import MAX_NEW_TOKENS
+from benchmarks.parity.run_log import HELD_OUT, LOG, rows_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "parity"
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1200)]
 
 LIMIT_S = 400
 STEPS, CHECKPOINT_EVERY = 4, 2
 KILL_AFTER = 3  # steps in the log: one more than the checkpoint has
-SETTINGS: dict[str, int] = {
+SETTINGS = {
+    "steps": STEPS,
     "demonstrations": 60,
     "demonstration_batch": 16,
     "prompts": 2,
@@ -30,16 +29,16 @@ SETTINGS: dict[str, int] = {
     "evaluation_problems": 2,
     "evaluate_every": STEPS,
     "checkpoint_every": CHECKPOINT_EVERY,
-    "judged_problems": 4,
+    "held_out_problems": 4,
 }
 
 
 def start(script: str, state: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """A script of the experiment, in a process group of its own."""
-    common = ["--state", str(state), "--steps", str(STEPS), "--settings", json.dumps(SETTINGS)]
-    command = [sys.executable, str(EXAMPLES / script), *common, "--size", "tiny", *words]
+    """A script of the study, in a process group of its own."""
+    common = ["--state", str(state), "--size", "tiny", "--settings", json.dumps(SETTINGS)]
+    command = [sys.executable, "-m", f"benchmarks.parity.{script}", *common, *words]
     with (state / "out").open("ab") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
 
 
 def finish(process: "subprocess.Popen[bytes]", state: Path) -> None:
@@ -59,10 +58,10 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8RL_COMMIT", "abc1234")  # the tree may change between the processes
-    finish(start("run.py", tmp_path, "--arm", "bf16"), tmp_path)
+    finish(start("run", tmp_path, "--arm", "bf16"), tmp_path)
 
     killed = tmp_path / "fp8-kv8-0"
-    process = start("run.py", tmp_path, "--arm", "fp8-kv8")
+    process = start("run", tmp_path, "--arm", "fp8-kv8")
     deadline = time.monotonic() + LIMIT_S
     while len(steps_of(killed)) < KILL_AFTER and time.monotonic() < deadline:
         assert process.poll() is None, (tmp_path / "out").read_text()[-4000:]
@@ -71,7 +70,7 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     process.wait()
     before = steps_of(killed)
     assert len(before) == KILL_AFTER
-    finish(start("run.py", tmp_path, "--arm", "fp8-kv8"), tmp_path)
+    finish(start("run", tmp_path, "--arm", "fp8-kv8"), tmp_path)
 
     for name in ("bf16-0", "fp8-kv8-0"):
         rows = rows_of(tmp_path / name / LOG)
@@ -95,15 +94,6 @@ def test_two_arms_with_a_kill_between(tmp_path: Path, monkeypatch: pytest.Monkey
     kl = {name: sum(row["mismatch_kl_k3"] for row in steps_of(tmp_path / name)) for name in engines}
     assert kl["fp8-kv8-0"] > kl["bf16-0"]
 
-    finish(start("judge.py", tmp_path, "--model", "dense", "--seed", "0"), tmp_path)
-    for name in ("start-dense-tiny", *engines):
-        assert json.loads((tmp_path / name / JUDGED).read_text())["problems"] == 4
-
-
-def test_engines_of_random_weights_warm_up(tmp_path: Path) -> None:
-    finish(start("warm_up.py", tmp_path, "--model", "dense"), tmp_path)
-    assert (tmp_path / "warm-up-dense-tiny" / WARMED).exists()
-    told = re.findall(r"^(fp8[-\w]*): (\d+) tokens$", (tmp_path / "out").read_text(), re.MULTILINE)
-    assert [arm for arm, _ in told] == ["fp8", "fp8-kv8", "fp8"]
-    responses = SETTINGS["prompts"] * SETTINGS["group"]
-    assert all(responses <= int(count) <= responses * MAX_NEW_TOKENS for _, count in told)
+    finish(start("held_out", tmp_path, "--model", "dense", "--seed", "0"), tmp_path)
+    for name in ("start-dense", *engines):
+        assert json.loads((tmp_path / name / HELD_OUT).read_text())["problems"] == 4

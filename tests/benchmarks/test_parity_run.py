@@ -1,6 +1,6 @@
 """One run: learning in parts, planted outliers, and a curve that a kill does not change."""
 
-import json
+import math
 import random
 import time
 from argparse import Namespace
@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity import learner, policies, rollouts, run, tasks
+from benchmarks import environment
+from benchmarks.parity import learner, models, run, sampling, tasks
+from benchmarks.parity.arms import ARMS
 from benchmarks.parity.learner import Learner
-from benchmarks.parity.paths import FINAL, LOG, rows_of, run_folder
-from benchmarks.parity.run_log import RunLog
-from benchmarks.parity.variants import ARMS, CORRECTED
-from examples.grpo import arithmetic, placement
+from benchmarks.parity.run_log import FINAL, FINISHED, LOG, rows_of
+from benchmarks.parity.settings import open_study
+from examples.grpo import arithmetic
 from trainer_bridge import Rollout
 
 STEPS, EVERY = 6, 2
 COMMIT = "abc1234"  # of the tree, which may change while the tests run
 SMALL = {
+    "steps": STEPS,
     "demonstrations": 3,
     "demonstration_batch": 2,
     "prompts": 2,
@@ -51,7 +53,7 @@ def a_batch(problems: list[tasks.Problem], n: int, seed: str) -> Rollout:
 
 
 def a_learner(seed: int = 0) -> Learner:
-    model = policies.build("dense", "tiny", seed).to(torch.bfloat16)
+    model = models.build("dense", "tiny", seed).to(torch.bfloat16)
     return Learner(model, 1e-3)
 
 
@@ -62,9 +64,9 @@ def a_learner(seed: int = 0) -> Learner:
 def test_learning_in_parts_is_learning_from_the_whole_batch(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = rollouts.problems_of(3, "a")
+    problems = tasks.draw_problems(3, "a")
     batch = a_batch(problems, 4, "b")
-    rewards_PG = torch.tensor(rollouts.rewards_of(problems, batch)).view(3, 4)
+    rewards_PG = torch.tensor(sampling.rewards_of(problems, batch)).view(3, 4)
     rewards_PG[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     norms = {}
     for limit in (600, 100_000):
@@ -72,25 +74,24 @@ def test_learning_in_parts_is_learning_from_the_whole_batch(
         parts = list(learner.parts_of(batch.prompt_tokens, batch.tokens))
         assert sorted(i for part in parts for i in part) == list(range(12))
         assert (len(parts) > 2) == (limit == 600)
-        learned = learner.learn(a_learner(), batch, rewards_PG, preset)
-        norms[limit] = learned.gradient_norm
-        assert learned.correction.metrics["tokens"] == sum(map(len, batch.tokens))
+        correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)
+        assert correction.metrics["tokens"] == sum(map(len, batch.tokens))
     assert norms[600] == pytest.approx(norms[100_000], rel=BF16_NOISE)
     # The control: correction changes the gradient.
     other = "disabled" if preset != "disabled" else "decoupled_token_is"
-    corrected = learner.learn(a_learner(), batch, rewards_PG, other)
-    assert corrected.gradient_norm != pytest.approx(norms[600], rel=5 * BF16_NOISE)
+    _, corrected = learner.learn(a_learner(), batch, rewards_PG, other)
+    assert corrected != pytest.approx(norms[600], rel=5 * BF16_NOISE)
 
 
 def test_the_state_is_all_that_a_step_depends_on() -> None:
-    problems = rollouts.problems_of(1, "a")
+    problems = tasks.draw_problems(1, "a")
     batch, rewards_PG = a_batch(problems, 4, "b"), torch.tensor([[1.0, 0.0, 0.0, 1.0]])
     first, second = a_learner(0), a_learner(1)
     learner.learn(first, batch, rewards_PG, "disabled")
     kept = {name: tensor.clone() for name, tensor in first.state().items()}
-    norms = [learner.learn(first, batch, rewards_PG, "disabled").gradient_norm]
+    norms = [learner.learn(first, batch, rewards_PG, "disabled")[1]]
     second.restore(kept)
-    norms.append(learner.learn(second, batch, rewards_PG, "disabled").gradient_norm)
+    norms.append(learner.learn(second, batch, rewards_PG, "disabled")[1])
     assert norms[0] == norms[1]
     ours, theirs = first.state(), second.state()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -109,7 +110,7 @@ class Killed(BaseException):
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engines that respond as the teacher does, each policy version in its own way."""
     facts: dict[str, Any] = {"seeds": [], "kill_at": None, "versions": []}
-    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, COMMIT)
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
 
     @contextmanager
     def running_engine(
@@ -124,7 +125,6 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class Updated:
         seconds = {"total": 0.5}  # noqa: RUF012
-        gpu_seconds = None
 
     def update(model: Any, engine: str, version: int) -> Updated:
         facts["versions"].append(version)
@@ -135,20 +135,16 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise Killed
         return a_batch(problems, n, f"version {version}")
 
-    monkeypatch.setattr(placement, "running_engine", running_engine)
+    monkeypatch.setattr(run, "running_engine", running_engine)
     monkeypatch.setattr(run, "connect", lambda engine: Client())
     monkeypatch.setattr(run, "update", update)
-    monkeypatch.setattr(rollouts, "respond", respond)
+    monkeypatch.setattr(sampling, "respond", respond)
     return facts
 
 
-def arguments(state: Path, *more: str) -> Namespace:
-    words = ["--arm", "fp8", "--seed", "1", "--steps", str(STEPS), "--size", "tiny"]
-    return run.arguments([*words, "--state", str(state), "--settings", json.dumps(SMALL), *more])
-
-
-def go_on(args: Namespace) -> bool:
-    return run.run(args, RunLog(run_folder(args.state, args.arm, args.seed)))
+def go_on(state: Path, until: float = math.inf, **settings: Any) -> bool:
+    args = Namespace(state=state, size="tiny", settings=SMALL | settings)
+    return run.run(open_study(args), ARMS["fp8"], 1, until)
 
 
 def curve(state: Path) -> list[dict[str, Any]]:
@@ -166,20 +162,19 @@ def test_a_killed_run_goes_on_to_the_same_curve(
     tmp_path: Path, fake_engine: dict[str, Any], kill_at: int
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert go_on(arguments(whole))
-    (whole / "start-dense-tiny").rename(tmp_path / "start")
+    assert go_on(whole)
     cut.mkdir()
-    (cut / "start-dense-tiny").symlink_to(tmp_path / "start")
+    (cut / "start-dense").symlink_to(whole / "start-dense")
 
     fake_engine["kill_at"] = kill_at
     with pytest.raises(Killed):
-        go_on(arguments(cut))
+        go_on(cut)
     folder = cut / "fp8-1"
     with (folder / LOG).open("a") as log:
         log.write('{"kind": "step", "step": 99')  # killed while it wrote
     (folder / "checkpoint.tmp").write_bytes(b"half")
     fake_engine["kill_at"] = None
-    assert go_on(arguments(cut))
+    assert go_on(cut)
 
     assert curve(cut) == curve(whole)
     steps = [row for row in curve(cut) if row["kind"] == "step"]
@@ -191,22 +186,8 @@ def test_a_killed_run_goes_on_to_the_same_curve(
     resumed = kill_at // EVERY * EVERY
     assert fake_engine["seeds"][-1] == 1 + run.ENGINE_SEEDS * resumed
     assert (folder / FINAL / "model.safetensors").exists()
-    assert RunLog(folder).is_finished
+    assert (folder / FINISHED).exists()
     assert not list(folder.glob("checkpoint*.safetensors"))
-
-
-@pytest.mark.parametrize("arm", ["fp8", "fp8-uncorrected"])
-def test_a_step_s_row_has_what_alarms_are_judged_by(
-    tmp_path: Path, fake_engine: dict[str, Any], arm: str
-) -> None:
-    assert go_on(arguments(tmp_path, "--arm", arm, "--steps", "1"))
-    [row] = [row for row in rows_of(tmp_path / f"{arm}-1" / LOG) if row["kind"] == "step"]
-    judged = {"mismatch_kl_k3", "rollout_nll", "ratio_mean", "chi2_token", "tokens"}
-    weights = {"weight_ess", "weight_mean"}
-    assert judged <= row.keys()
-    assert weights & row.keys() == (weights if ARMS[arm].correction == CORRECTED else set())
-    assert row["alarms"]  # the logprobs are made up
-    assert {alarm["metric"] for alarm in row["alarms"]} <= row.keys()
 
 
 def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
@@ -215,45 +196,33 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
     clock = iter([0.0, 1.0, 2.0, 3.0])  # read before each step
     real = time.time
     monkeypatch.setattr(time, "time", lambda: next(clock))
-    args = arguments(tmp_path, "--until", "2.5")
-    assert not go_on(args)
+    assert not go_on(tmp_path, until=2.5)
     assert [row["step"] for row in curve(tmp_path) if row["kind"] == "step"] == [0, 1, 2]
     monkeypatch.setattr(time, "time", real)
-    assert not go_on(args)  # it is long past that: it stops at once, and keeps what it has
-    assert go_on(arguments(tmp_path))
+    assert not go_on(tmp_path, until=2.5)  # long past: it stops at once, and keeps what it has
+    assert go_on(tmp_path)
     steps = [row["step"] for row in curve(tmp_path) if row["kind"] == "step"]
     assert steps == list(range(STEPS))
     assert fake_engine["versions"][-STEPS + 2 :] == [3, 4, 5, 6]
 
 
-def test_other_options_do_not_go_on_with_a_run(
+def test_a_study_has_the_same_settings_and_commit_throughout(
     tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ("--engine-args", '{"page_size": 16}')
+    engine: dict[str, Any] = {"engine_args": {"page_size": 16}}
     fake_engine["kill_at"] = 3
     with pytest.raises(Killed):
-        go_on(arguments(tmp_path, *engine))
+        go_on(tmp_path, **engine)
     fake_engine["kill_at"] = None
-    settings = ("--settings", json.dumps(SMALL | {"rate": 1.0}))
-    others = {"rate": (*engine, *settings), "engine_args": (), "steps": (*engine, "--steps", "9")}
-    for name, words in others.items():
-        with pytest.raises(ValueError, match=f"a run with other {name}; give the same options"):
-            go_on(arguments(tmp_path, *words))
-    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, "def5678")
-    with pytest.raises(ValueError, match="a run with other commit; give the same"):
-        go_on(arguments(tmp_path, *engine))
+    for name, settings in {"rate": engine | {"rate": 1.0}, "engine_args": {}}.items():
+        with pytest.raises(ValueError, match=f"a study with other {name}; give the same options"):
+            go_on(tmp_path, **settings)
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "def5678")
+    with pytest.raises(ValueError, match="a study with other commit; give the same"):
+        go_on(tmp_path, **engine)
     # The control: what was refused has left the run as it was, and the same options go on.
-    monkeypatch.setenv(run.environment.COMMIT_VARIABLE, COMMIT)
-    assert go_on(arguments(tmp_path, *engine))
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
+    assert go_on(tmp_path, **engine)
     rows = rows_of(tmp_path / "fp8-1" / LOG)
     assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
-    assert rows[0]["options"]["commit"] == COMMIT
-    assert rows[0]["options"]["engine_args"] == {"page_size": 16}
-
-
-def test_wrong_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = {"{": "is not JSON", '{"rat": 1}': "is no object of", "[]": "is no object of"}
-    for text, reason in refused.items():
-        with pytest.raises(SystemExit):
-            run.arguments(["--arm", "fp8", "--settings", text])
-        assert reason in capsys.readouterr().err
+    assert rows[0]["engine"]["page_size"] == 16

@@ -1,4 +1,4 @@
-"""The experiment's tasks: rewards by a program that knows nothing of the teacher, and his slips."""
+"""The study's tasks: rewards by a program that knows nothing of the teacher, and his slips."""
 
 import random
 import re
@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.parity import rollouts, tasks
+from benchmarks.parity import sampling, tasks
 from examples.grpo.arithmetic import END, decode, encode
 from trainer_bridge import Rollout
 
@@ -87,13 +87,13 @@ def test_every_step_of_a_product_is_right() -> None:
 
 
 def test_held_out_problems_are_never_trained_on() -> None:
-    training = rollouts.problems_of(400, "0 step 3")
-    held_out = rollouts.problems_of(400, "evaluation", held_out=True)
+    training = tasks.draw_problems(400, "0 step 3")
+    held_out = tasks.draw_problems(400, "evaluation", held_out=True)
     assert not any(map(tasks.is_held_out, training))
     assert all(map(tasks.is_held_out, held_out))
     assert {(p.kind, p.level) for p in training} == {(p.kind, p.level) for p in held_out} == {*EACH}
-    assert rollouts.problems_of(5, "0 step 3") == training[:5]
-    assert rollouts.problems_of(5, "0 step 4") != training[:5]
+    assert tasks.draw_problems(5, "0 step 3") == training[:5]
+    assert tasks.draw_problems(5, "0 step 4") != training[:5]
 
 
 def test_rewards_and_the_shape_of_a_batch() -> None:
@@ -108,8 +108,8 @@ def test_rewards_and_the_shape_of_a_batch() -> None:
         finish_reasons=["stop", "stop", "length"],
         temperature=1.0,
     )
-    assert rollouts.rewards_of([problem], batch) == [1.0, 0.0, 0.0]
-    shape = rollouts.shape_of(batch)
+    assert sampling.rewards_of([problem], batch) == [1.0, 0.0, 0.0]
+    shape = sampling.shape_of(batch)
     assert shape["entropy"] == 0.5
     assert shape["unfinished"] == pytest.approx(1 / 3)
     assert shape["response_tokens"] == pytest.approx(fmean(map(len, responses)))

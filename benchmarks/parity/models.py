@@ -1,6 +1,5 @@
 """The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from examples.grpo import tiny_model
 from examples.grpo.arithmetic import END_TOKEN, VOCAB_SIZE
 
 MODELS = ("dense", "moe")
-SIZES = ("tiny", "full")
 CONTEXT = 512
 """Positions; the longest prompt with its response takes 350."""
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -79,14 +77,6 @@ def load(folder: Path, device: torch.device) -> PreTrainedModel:
     """A checkpoint in BF16."""
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
-
-
-def fingerprint(folder: Path) -> str:
-    """Tells whether two checkpoints hold the same weights."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 @torch.no_grad()

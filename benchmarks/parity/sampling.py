@@ -1,20 +1,19 @@
-"""Problems of a step, responses of an engine, their rewards."""
+"""Responses of an engine to problems, and their rewards."""
 
-import random
 from collections import defaultdict
 from statistics import fmean
 from typing import Any
 
 from benchmarks.parity import tasks
-from benchmarks.parity.settings import SAMPLING
 from examples.grpo import arithmetic
 from trainer_bridge import Rollout, rollout
 
-
-def problems_of(count: int, seed: str, held_out: bool = False) -> list[tasks.Problem]:
-    """The same ones for the same seed."""
-    rng = random.Random(seed)
-    return [tasks.make_problem(rng, held_out) for _ in range(count)]
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": tasks.MAX_NEW_TOKENS,
+    "stop_token_ids": [arithmetic.END_TOKEN],
+    "no_stop_trim": True,  # the end token belongs to the response
+}
 
 
 def respond(engine: Any, problems: list[tasks.Problem], version: int, n: int = 1) -> Rollout:
@@ -38,11 +37,10 @@ def shape_of(batch: Rollout) -> dict[str, float]:
 
     The entropy is the mean of -logprob over what was sampled, whose expectation it is.
     """
-    logprobs = [value for row in batch.logprobs for value in row]
     return {
         "response_tokens": fmean(map(len, batch.tokens)),
         "unfinished": fmean(reason == "length" for reason in batch.finish_reasons),
-        "entropy": -fmean(logprobs),
+        "entropy": -fmean(value for row in batch.logprobs for value in row),
     }
 
 
@@ -51,7 +49,7 @@ def evaluate(engine: Any, count: int, version: int) -> dict[str, Any]:
 
     The problems are the same for every run and every step.
     """
-    problems = problems_of(count, "evaluation", held_out=True)
+    problems = tasks.draw_problems(count, "evaluation", held_out=True)
     batch = respond(engine, problems, version)
     rewards = rewards_of(problems, batch)
     groups: dict[str, list[float]] = defaultdict(list)
