@@ -9,7 +9,7 @@ from statistics import fmean
 
 from benchmarks.parity.arms import ARMS, Arm
 from benchmarks.parity.summary import RESULTS
-from benchmarks.parity.tables import rows_of
+from benchmarks.parity.verdict import rows_of
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "parity.png"
 COLOURS = {arm: f"C{i}" for i, arm in enumerate(ARMS)}

@@ -1,21 +1,20 @@
-"""The tables of docs/parity.md and README's line about them, from results/parity.jsonl."""
+"""The tables of docs/parity.md, from the text of results/parity.jsonl."""
 
-import json
-import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
 
 from benchmarks.parity.arms import ARMS
-from benchmarks.parity.comparison import Comparison, compare, powers
+from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import ALPHA, LAST_STEPS, MARGIN
-
-FP8_ARMS = {
-    "fp8": "FP8 weights",
-    "fp8-kv8": "with FP8 KV",
-    "moe-fp8": "FP8 weights, mixture of experts",
-}
-"""Arms whose question was fixed before the runs."""
+from benchmarks.parity.verdict import (
+    at_most,
+    comparisons,
+    held_out_rewards,
+    learning,
+    rows_of,
+    runs_by_arm,
+)
 
 
 def rewards(text: str) -> str:
@@ -30,7 +29,7 @@ def rewards(text: str) -> str:
             _spread([run["evaluations"][-1][1] for run in runs]),
             f"{sum(run['alarm_steps'] for run in runs)} of {sum(run['steps'] for run in runs)}",
         )
-        for arm, runs in _arms(rows).items()
+        for arm, runs in runs_by_arm(rows).items()
     ]
     head = (
         f"arm | seeds | held-out reward | last {LAST_STEPS} steps | own engine at the end "
@@ -94,7 +93,7 @@ def tests(text: str) -> str:
 def mismatch(text: str) -> str:
     """How far rollout and trainer are apart, by arm."""
     lines = []
-    for arm, runs in _arms(rows_of(text)).items():
+    for arm, runs in runs_by_arm(rows_of(text)).items():
         kl, ess, worst, clipped, length = (
             [value for run in runs for value in run["series"].get(name, [])]
             for name in (
@@ -133,7 +132,7 @@ def mismatch(text: str) -> str:
 def alarms(text: str) -> str:
     """Which alarms fired in which arm, and whether they were to."""
     lines: list[Sequence[object]] = []
-    for arm, runs in _arms(rows_of(text)).items():
+    for arm, runs in runs_by_arm(rows_of(text)).items():
         steps = sum(run["steps"] for run in runs)
         fired = sorted({metric for run in runs for metric in run["alarms"]})
         expected = _yes(bool(fired) == ARMS[arm].must_alarm)
@@ -186,30 +185,6 @@ def timing(text: str) -> str:
     return f"{_table(head, lines)}\n\n{note}"
 
 
-def learning(text: str) -> str:
-    """README's line: whether FP8 rollouts teach what BF16 rollouts teach."""
-    rows = rows_of(text)
-    held_out, found = held_out_rewards(rows), comparisons(rows)
-    e = rows[0]
-    parts = []
-    for arm, what in FP8_ARMS.items():
-        reference = ARMS[arm].reference or ""
-        seeds = held_out[arm].keys() & held_out[reference].keys()
-        ours, theirs = (fmean(held_out[n][seed] for seed in seeds) for n in (arm, reference))
-        size = e["parameters"][ARMS[arm].model] / 1e6
-        parts.append(f"{ours:.3f} beside {theirs:.3f} ({what}, {size:.0f} M parameters)")
-    p_tost = [found[arm].p_tost for arm in FP8_ARMS]
-    p = max(1.0 if one is None else one for one in p_tost)  # None: of a single seed
-    pairs = min(len(found[arm].differences) for arm in FP8_ARMS)
-    return (
-        f"GRPO of small models, on FP8 rollouts beside BF16 rollouts of the same engine, ends at a "
-        f"reward of {', '.join(parts)}; "
-        f"{'the same' if p < ALPHA else 'not shown to be the same'} within {MARGIN} (TOST, "
-        f"largest p {_at_most(p)}, pairs of seeds: {pairs}; {e['device']}, SGLang "
-        f"{e['versions']['sglang']}, {e['date'][:10]}, commit {e['commit']})."
-    )
-
-
 BLOCKS = {
     "parity": ("parity.jsonl", rewards),
     "parity_tests": ("parity.jsonl", tests),
@@ -219,38 +194,6 @@ BLOCKS = {
     "headline_learning": ("parity.jsonl", learning),
 }
 """The file that each block is made from, and how."""
-
-
-def rows_of(text: str) -> list[Row]:
-    """The rows of the result file; the first is the environment."""
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def held_out_rewards(rows: list[Row]) -> dict[str, dict[int, float]]:
-    """By arm and seed, in the order of the arms."""
-    return {
-        arm: {run["seed"]: run["held_out"]["reward"] for run in runs}
-        for arm, runs in _arms(rows).items()
-    }
-
-
-def comparisons(rows: list[Row]) -> dict[str, Comparison]:
-    """Each arm beside its reference, where there is a seed of both."""
-    rewards = held_out_rewards(rows)
-    found = {}
-    for arm, mine in rewards.items():
-        theirs = rewards.get(ARMS[arm].reference or "", {})
-        if both := sorted(mine.keys() & theirs.keys()):
-            pair = [mine[seed] for seed in both], [theirs[seed] for seed in both]
-            found[arm] = compare(*pair, MARGIN, ALPHA)
-    return found
-
-
-def _arms(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs by arm, in the order of the arms."""
-    runs = sorted((row for row in rows if row["kind"] == "run"), key=lambda row: row["seed"])
-    found = {arm: [run for run in runs if run["arm"] == arm] for arm in ARMS}
-    return {arm: mine for arm, mine in found.items() if mine}
 
 
 def _table(head: str, lines: Iterable[Sequence[object]]) -> str:
@@ -271,7 +214,7 @@ def _tested(found: Comparison, inside: bool) -> list[str]:
         f"{low:+.3f} to {high:+.3f}",
         _yes(inside),
         f"p = {found.p_t:.2f}, {found.p_permutation:.2f}",
-        f"{_yes(found.p_tost < ALPHA)}, p {_at_most(found.p_tost)}",
+        f"{_yes(found.p_tost < ALPHA)}, p {at_most(found.p_tost)}",
         f"{of_t:.0%}, {of_tost:.0%}",
     ]
 
@@ -285,11 +228,6 @@ def _spread(values: Sequence[float]) -> str:
 def _where(e: Row) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
     return f"{e['device']}, {versions}, commit {e['commit']}"
-
-
-def _at_most(p: float) -> str:
-    """A p value, rounded up."""
-    return "< 0.001" if p < 0.001 else f"= {math.ceil(1e3 * p) / 1e3:.3f}"
 
 
 def _yes(truth: bool) -> str:

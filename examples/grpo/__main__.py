@@ -20,7 +20,7 @@ from .tiny_model import SIZES
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="python -m examples.grpo",
+        prog=f"python -m {__package__}",
         description="GRPO with FP8 and BF16 rollouts, on the GPU if there is one, else on the CPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

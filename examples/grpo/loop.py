@@ -85,7 +85,7 @@ def run(rank: int, world: int, init_method: str, config: Config) -> None:
     tiny_model.save_checkpoint(model, checkpoint)
     pretrained = copy.deepcopy(model.state_dict())
     keywords = KEYWORDS[device.type] | config.engine_args
-    results = []
+    results = {}
     for arm, ignored_layers in ARMS.items():
         model.load_state_dict(pretrained)
         with (
@@ -96,37 +96,36 @@ def run(rank: int, world: int, init_method: str, config: Config) -> None:
             if engine is not None:
                 layers = connect(engine).control({"op": "layers"})["layers"]
                 fp8 = sum(layer["format"] == "fp8" for layer in layers)
-                counts = {"matrices": len(layers), "fp8_matrices": fp8}
-                add_row(log, "engine", arm=arm, **counts, keywords=keywords)
-            results.append(train(arm, model, engine, config, log))
+                add_row(log, "engine", arm=arm, matrices=len(layers), fp8_matrices=fp8)
+            results[arm] = train(arm, model, engine, config, log)
     if rank == 0:
-        print(*results, f"all rows: {log}; curves: sgl-fp8rl plot {log}", sep="\n")
+        for arm, (before, after) in results.items():
+            add_row(log, "evaluation", arm=arm, before=before, after=after)
+        print(f"all rows: {log}; curves: sgl-fp8rl plot {log}")
     dist.destroy_process_group()
 
 
-def train(arm: str, model: PreTrainedModel, engine: Any, config: Config, log: Path) -> str:
+def train(
+    arm: str, model: PreTrainedModel, engine: Any, config: Config, log: Path
+) -> tuple[float, float]:
     """GRPO for one arm; every rank calls, and all but rank 0 with None as the engine.
 
     Returns:
-        how it went, in a line.
+        the evaluation's reward before and after.
     """
-    before = evaluate(engine, config, version=-1) if engine is not None else 0.0
-    kl = []
     rate = tiny_model.learning_rate(LEARNING_RATE, model)
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.0)
+    before = evaluate(engine, config, version=-1)
     for step in range(config.steps):
         started = time.perf_counter()
         updated = update(model, engine, version=step)
-        sampled = sample(engine, config, step) if engine is not None else None
-        batch, rewards_PG, rollout_s = broadcast(sampled)
+        batch, rewards_PG, rollout_s = sample(engine, config, step)
         metrics = learn(model, optimizer, batch, rewards_PG)
-        kl.append(metrics["mismatch_kl_k3"])
         metrics |= {
             "reward": rewards_PG.mean().item(),
             "update_s": updated.seconds["total"],
             "update_bytes": updated.bytes,
             "mapped_bytes": updated.mapped_bytes,
-            "rollout_s": rollout_s,
             "tokens_per_s": sum(map(len, batch.tokens)) / rollout_s,
             "step_s": time.perf_counter() - started,
         }
@@ -140,20 +139,20 @@ def train(arm: str, model: PreTrainedModel, engine: Any, config: Config, log: Pa
                 flush=True,
             )
     update(model, engine, version=config.steps)
-    if engine is None:
-        return ""
-    after = evaluate(engine, config, version=config.steps)
-    add_row(log, "evaluation", arm=arm, before=before, after=after)
-    return f"{arm}: reward {before:.2f} before, {after:.2f} after, mismatch KL {fmean(kl):.1e}"
+    return before, evaluate(engine, config, version=config.steps)
 
 
 def sample(engine: Any, config: Config, step: int) -> tuple[Rollout, torch.Tensor, float]:
-    """A step's rollout, its rewards [P, G], and the seconds that sampling took."""
+    """A step's rollout, its rewards [P, G], and the seconds that sampling took; every rank calls,
+    and rank 0's engine samples."""
     problems = arithmetic.draw_problems(config.prompts, f"{config.seed} step {step}")
     prompts, sampling = arithmetic.prompts_of(problems), {**SAMPLING, "n": config.group}
-    started = time.perf_counter()
-    batch = rollout(engine, prompts, sampling, expected_version=step)
-    seconds = time.perf_counter() - started
+    batch, seconds = None, 0.0
+    if engine is not None:
+        started = time.perf_counter()
+        batch = rollout(engine, prompts, sampling, expected_version=step)
+        seconds = time.perf_counter() - started
+    batch, seconds = broadcast((batch, seconds))
     rewards = torch.tensor(arithmetic.score(problems, batch.tokens))
     return batch, rewards.view(config.prompts, config.group), seconds
 
@@ -186,10 +185,13 @@ def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def evaluate(engine: Any, config: Config, version: int) -> float:
-    """Mean reward of one sampled response to each of the evaluation problems."""
+    """Mean reward of one sampled response to each of the evaluation problems; every rank calls."""
     problems = arithmetic.draw_problems(EVALUATION_PROBLEMS, f"{config.seed} evaluation")
-    batch = rollout(engine, arithmetic.prompts_of(problems), SAMPLING, expected_version=version)
-    return fmean(arithmetic.score(problems, batch.tokens))
+    prompts, reward = arithmetic.prompts_of(problems), 0.0
+    if engine is not None:
+        batch = rollout(engine, prompts, SAMPLING, expected_version=version)
+        reward = fmean(arithmetic.score(problems, batch.tokens))
+    return float(broadcast(reward))
 
 
 def share_of(rank: int, world: int, batch: Rollout) -> Rollout:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import demo
-from benchmarks.parity import picture, summary, tables
+from benchmarks.parity import picture, summary, tables, verdict
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG
 from benchmarks.parity.settings import ALPHA, ENVIRONMENT, MARGIN
@@ -95,11 +95,11 @@ def test_runs_that_are_not_finished_or_not_evaluated_are_left_out(state: Path) -
     (state / "fp8-2" / HELD_OUT).unlink()
     runs = [row for row in summary.summarize(state) if row["kind"] == "run"]
     assert [run["seed"] for run in runs if run["arm"] == "fp8"] == [0]
-    assert len(tables.comparisons(runs)["fp8"].differences) == 1  # only seed 0 has a pair
+    assert len(verdict.comparisons(runs)["fp8"].differences) == 1  # only seed 0 has a pair
 
 
 def test_the_verdict_follows_the_rewards(state: Path) -> None:
-    found = tables.comparisons(summary.summarize(state))
+    found = verdict.comparisons(summary.summarize(state))
     same, worse = found["fp8"], found["fp8-uncorrected"]
     assert same.mean == pytest.approx(0.0, abs=1e-12)
     assert same.p_tost is not None and same.p_tost < ALPHA
@@ -129,7 +129,7 @@ def test_the_picture_is_drawn(state: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("less", "seeds", "verdict"),
+    ("less", "seeds", "sentence"),
     [
         (0.001, 3, "; the same within 0.05 (TOST, largest p < 0.001, pairs of seeds: 3;"),
         (0.06, 3, "; not shown to be the same within 0.05 (TOST, largest p = 1.000, pairs of"),
@@ -137,7 +137,7 @@ def test_the_picture_is_drawn(state: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_line_of_readme_says_same_only_where_a_test_does(
-    state: Path, less: float, seeds: int, verdict: str
+    state: Path, less: float, seeds: int, sentence: str
 ) -> None:
     environment = summary.summarize(state)[0] | {"parameters": {"dense": 2e6, "moe": 3e6}}
     rewards = {"bf16": 0.9, "fp8": 0.9, "fp8-kv8": 0.9 - less, "moe-bf16": 0.8, "moe-fp8": 0.8}
@@ -146,8 +146,8 @@ def test_the_line_of_readme_says_same_only_where_a_test_does(
         for arm, reward in rewards.items()
         for seed in range(seeds)
     ]
-    line = tables.learning("\n".join(map(json.dumps, [environment, *runs])))
-    assert verdict in line
+    line = verdict.learning("\n".join(map(json.dumps, [environment, *runs])))
+    assert sentence in line
 
 
 # ---- what was recorded ---------------------------------------------------------------------------
@@ -155,15 +155,15 @@ def test_the_line_of_readme_says_same_only_where_a_test_does(
 
 def test_the_recorded_study_is_whole_and_equivalent_within_the_margin() -> None:
     stats = pytest.importorskip("scipy.stats")
-    rows = tables.rows_of(RESULTS.read_text())
+    rows = verdict.rows_of(RESULTS.read_text())
     runs = [row for row in rows if row["kind"] == "run"]
-    rewards = tables.held_out_rewards(rows)
+    rewards = verdict.held_out_rewards(rows)
     planted = {arm for arm in ARMS if ARMS[arm].planted}
     assert {arm: len(seeds) for arm, seeds in rewards.items()} == {
         arm: 1 if arm in planted else 3 for arm in ARMS
     }
     assert all(len(run["series"]["reward"]) == 150 for run in runs)
-    for arm in tables.FP8_ARMS:
+    for arm in verdict.FP8_ARMS:
         pairs = rewards[arm], rewards[ARMS[arm].reference or ""]
         differences = [pairs[0][seed] - pairs[1][seed] for seed in range(3)]
         assert stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue < ALPHA

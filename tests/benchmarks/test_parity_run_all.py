@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.parity import models, run_all
+from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run_all import Job, run_jobs
 from benchmarks.parity.settings import SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
@@ -117,6 +118,22 @@ def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     _, timed = run_all.stages(study, timing)
     assert [j.name for j in timed] == ["bf16-0", "fp8-0", "fp8-kv8-0", "moe-bf16-0", "moe-fp8-0"]
     assert all(job.makes[0].parts[-3] == "timing" and "--timing" in job.command for job in timed)
+
+
+def test_a_stage_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def only_starts_end(jobs: list[Job], *rest: object) -> None:
+        ran.extend(job.name for job in jobs)
+        for path in (path for job in jobs if "start" in job.name for path in job.makes):
+            path.parent.mkdir()
+            path.touch()
+
+    monkeypatch.setattr(run_all, "run_jobs", only_starts_end)
+    monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
+    with pytest.raises(SystemExit, match="left: bf16-0, fp8-0, "):
+        run_all.main()
+    assert ran == ["start-dense", "start-moe", *(f"{arm}-0" for arm in ARMS)]
 
 
 def test_engines_that_differ_in_fp8_are_warmed_up() -> None:
