@@ -122,7 +122,7 @@ def open_study(args: argparse.Namespace) -> Study:
     """The study in ``--state``, which is made if there is none.
 
     Raises:
-        TypeError: ``--settings`` has something that is no setting.
+        TypeError: ``--settings`` names something unknown.
         ValueError: the folder holds a study of other settings, commit, versions or device.
     """
     settings = replace(SIZES[args.size], **args.settings)

@@ -26,7 +26,7 @@ SERIES = (
 )
 """What is kept of each step."""
 WARM_UP = 5
-"""Steps at the begin of a run that are not timed."""
+"""First steps of a run, whose times are left out."""
 
 
 def summarize(state: Path) -> list[Row]:

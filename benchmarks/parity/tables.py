@@ -203,7 +203,7 @@ def _table(head: str, lines: Iterable[Sequence[object]]) -> str:
 
 
 def _tested(found: Comparison, inside: bool) -> list[str]:
-    """Cells of the table of tests; of a single seed there is no test."""
+    """Cells of the table of tests; a single seed cannot be tested."""
     mean = f"{found.mean:+.3f}" if round(found.mean, 3) else "0.000"
     if found.interval is None or found.spread is None or found.p_t is None or found.p_tost is None:
         return [mean, "", _yes(inside), "", "", ""]

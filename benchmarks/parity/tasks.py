@@ -189,7 +189,7 @@ def draw_problems(count: int, seed: str, held_out: bool = False) -> list[Problem
 
 
 def is_held_out(problem: Problem) -> bool:
-    """Whether it is for evaluation: one problem in HELD_OUT_ONE_IN, told by its prompt."""
+    """Whether it is for evaluation: one problem in HELD_OUT_ONE_IN, by a hash of its prompt."""
     return zlib.crc32(problem.prompt.encode()) % HELD_OUT_ONE_IN == 0
 
 

@@ -1,4 +1,4 @@
-"""The experiment's statistics, against scipy where it is installed and against printed tables."""
+"""The study's statistics, against scipy where it is installed and against printed tables."""
 
 import math
 import random
