@@ -29,7 +29,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
 demo: $(VENV)/.ready
-	$(VENV)/bin/python examples/grpo.py
+	$(VENV)/bin/python -m examples.grpo
 
 wheel: $(VENV)/.ready
 	rm -rf build

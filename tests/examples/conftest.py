@@ -1,19 +1,10 @@
-"""The examples are scripts beside each other, not a package."""
+"""What the demo's tests share."""
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-# The processes that a test spawns must find both as well.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 import random
 
-import arithmetic
 import pytest
-from arithmetic import Problem, decode, demonstrate, encode, make_problem, reward
+
+from examples.grpo import arithmetic
+from examples.grpo.arithmetic import Problem, decode, demonstrate, encode, make_problem, reward
 
 SUM = Problem((3, 5, -2, 4, -1))
 MANY = 2000
@@ -67,3 +68,12 @@ def test_encoding_goes_both_ways() -> None:
     assert tokens[-1] == arithmetic.END_TOKEN
     with pytest.raises(UnicodeEncodeError):
         encode("3\u00d75")
+
+
+def test_problems_repeat_by_seed_and_responses_are_scored_by_problem() -> None:
+    problems = arithmetic.draw_problems(8, "0 step 3")
+    assert arithmetic.draw_problems(8, "0 step 3") == problems
+    assert arithmetic.draw_problems(8, "0 step 4") != problems
+    other = Problem((1, 1, 1, 1, 9))  # for which 13 is right
+    responses = [encode(text) for text in ("8,6,10,9\n", "8,10,14,13\n") * 2]
+    assert arithmetic.score([SUM, other], responses) == [1.0, 0.0, 0.0, 1.0]

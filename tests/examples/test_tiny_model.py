@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import arithmetic
 import pytest
-import tiny_model
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3ForCausalLM
+
+from examples.grpo import arithmetic, tiny_model
 
 STEPS = 6
 

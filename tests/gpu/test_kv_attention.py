@@ -3,22 +3,17 @@
 Inputs and stand-ins are those of the benchmark (``examples/benchmarks/attention_kernels.py``).
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-
-import attention_kernels as kernels
-from attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
-
+from benchmarks import attention_kernels as kernels
+from benchmarks.attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))

@@ -1,0 +1,171 @@
+"""Measure correction and metrics of 1M tokens, on one core and on a GPU if there is one.
+
+    python examples/benchmarks/correction.py
+
+All metrics are computed and read, by position too, and by four policy versions where the case says
+so. Launches are on a core what torch dispatches of one block of rows, views aside, on a GPU the
+kernels and copies that run there, with their time. Figures go to results/correction.json, of a
+machine with a GPU to results/correction_gpu.json.
+"""
+
+import argparse
+import itertools
+import platform
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import result_rows
+from benchmarks.environment import commit, environment
+from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
+from trainer_bridge.metrics import mismatch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+TOKENS = 1 << 20
+LENGTHS = (4096, 32768)
+MISMATCH = 0.02  # nats, as FP8 rollouts have it
+VERSIONS = 4
+CONFIGS = {
+    "token TIS": PRESETS["decoupled_token_is"],
+    "geometric rejection, sequence TIS": PRESETS["decoupled_geo_rs_seq_tis"],
+    "three rejections, veto, normalised TIS": CorrectionConfig(
+        rollout_is_batch_normalize=True,
+        rollout_rs={"token_k1": 2.0, "seq_mean_k3": 0.01, "seq_max_k2": 1.0},
+        veto_threshold=1e-4,
+    ),
+}
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts what torch dispatches, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aliases = [value.alias_info for value in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        is_empty = "empty" in func._schema.name
+        self.count += not (is_view or is_empty)
+        return func(*args, **(kwargs or {}))
+
+
+def launches(function: Callable[[], Any], device: str) -> dict[str, list[float]]:
+    """Of one call: what the GPU runs, kernels and copies, or what torch dispatches on a CPU."""
+    if device == "cpu":
+        with Dispatched() as dispatched:
+            function()
+        return {"correction_launches": [dispatched.count]}
+    function()  # nothing is compiled or kept while it is counted
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        function()
+    run = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    took_us = sum(event.self_device_time_total for event in run)
+    return {"correction_launches": [len(run)], "correction_kernels_ms": [took_us / 1e3]}
+
+
+def batch(length: int, device: str) -> list[torch.Tensor]:
+    """Trainer and rollout logprobs, mask and versions: TOKENS tokens, full sequences."""
+    generator = torch.Generator().manual_seed(0)
+    shape = TOKENS // length, length
+    rollout_BT = -torch.rand(shape, generator=generator)
+    trainer_BT = rollout_BT + MISMATCH * torch.randn(shape, generator=generator)
+    mask_BT = torch.ones(shape, dtype=torch.bool)
+    versions_BT = (torch.arange(shape[0]) % VERSIONS)[:, None].expand(shape).contiguous()
+    return [tensor.to(device) for tensor in (trainer_BT, rollout_BT, mask_BT, versions_BT)]
+
+
+def timed(function: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
+    """Wall time until the metrics are there; reading them waits for the GPU."""
+    for _ in range(3):
+        function()
+    found = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        function()
+        found.append((time.perf_counter() - started) * 1e3)
+    return {"correction_ms": found}
+
+
+def measure(device: str, repeats: int) -> list[result_rows.Report]:
+    reports = []
+    counted: list[tuple[result_rows.Report, Callable[[], Any]]] = []
+    for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
+        *given, versions_BT = batch(length, device)
+        rows_counted = max(1, mismatch.CPU_TOKENS // length) if device == "cpu" else None
+        few = [tensor[:rows_counted] for tensor in given]
+        alone = partial(correct_logprobs, *given, config)
+        cases: dict[str, Callable[[], Any]] = {name: alone}
+        if config == PRESETS["decoupled_token_is"]:
+            cases[f"{name}, {VERSIONS} versions"] = partial(alone, versions_BT=versions_BT)
+        for case, function in cases.items():
+            report: result_rows.Report = {
+                "arm": "one core" if device == "cpu" else "one GPU",
+                "model": f"{TOKENS >> 20}M tokens",
+                "case": f"{TOKENS // length}x{length}, {case}",
+                "values": timed(function, repeats),
+            }
+            reports.append(report)
+            if function is alone:
+                counted.append((report, partial(correct_logprobs, *few, config)))
+    # a profiler, once it was there, slows down every launch of its process
+    for report, function in counted:
+        report["values"] |= launches(function, device)
+    for report in reports:
+        found = {name: median(values) for name, values in report["values"].items()}
+        print(report["arm"], report["case"], found)
+    return reports
+
+
+def facts(command: str) -> dict[str, Any]:
+    """The benchmark's environment, on a machine without a GPU as well."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    if torch.cuda.is_available():
+        return environment(command) | {"cpu": cpu}
+    return {
+        "device": cpu,
+        "count": 1,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
+        "command": command,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Correction and metrics of 1M tokens.")
+    parser.add_argument("--repeats", type=int, default=30, help="of each case (30)")
+    name = "correction_gpu.json" if torch.cuda.is_available() else "correction.json"
+    parser.add_argument("--output", type=Path, default=RESULTS / name)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    reports = measure("cpu", options.repeats)
+    if torch.cuda.is_available():
+        reports += measure("cuda", options.repeats)
+    command = f"python examples/benchmarks/correction.py --repeats {options.repeats}"
+    result_rows.save(options.output, facts(command), result_rows.rows_of(reports), [])
+
+
+if __name__ == "__main__":
+    main()

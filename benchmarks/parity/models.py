@@ -1,0 +1,101 @@
+"""The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from examples.grpo import tiny_model
+from examples.grpo.arithmetic import END_TOKEN, VOCAB_SIZE
+
+MODELS = ("dense", "moe")
+CONTEXT = 512
+"""Positions; the longest prompt with its response takes 350."""
+EXPERTS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        **tiny_model.SIZES["tiny"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
+    "full": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,  # of dense layers, of which there is none
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+    },
+}
+# Four query heads a KV head, as in Qwen3-8B: XQA is compiled for each such number.
+DENSE = {
+    "tiny": tiny_model.SIZES["tiny"],
+    "full": {**tiny_model.SIZES["small"], "num_key_value_heads": 4},
+}
+OUTLIER_GAIN = 2.0**9
+"""A power of two, so that planting changes no bit of what attention computes in BF16. K is then
+up to 3000: at scale 1 its planted channels are cut off beyond 0.9 of their standard deviation."""
+
+
+def build(model: str, size: str, seed: int) -> PreTrainedModel:
+    """A random model in FP32. Every FP8 matrix has sides that are multiples of 128."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": None,
+    }
+    if model == "dense":
+        return Qwen3ForCausalLM(Qwen3Config(**common, **DENSE[size]))
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**common, **EXPERTS[size], norm_topk_prob=True, decoder_sparse_step=1)
+    )
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write a BF16 checkpoint as Hugging Face has it."""
+    disable_progress_bar()
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def load(folder: Path, device: torch.device) -> PreTrainedModel:
+    """A checkpoint in BF16."""
+    disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+
+
+@torch.no_grad()
+def plant(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Give K outlier channels, and Q the inverse: attention, and so the policy, stays what it is.
+
+    Every other pair of channels that RoPE turns into each other gets OUTLIER_GAIN in the weight of
+    K's norm. Real models have few such channels but lean on them; here attention leans on no
+    channel in particular, so half of them are planted, or cutting them off would cost nothing.
+
+    Returns:
+        the norms' weights, which are not to be trained: Adam's steps know nothing of the gain.
+    """
+    norms = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        pairs = torch.arange(0, attention.head_dim // 2, 2)
+        channels = torch.cat((pairs, pairs + attention.head_dim // 2)).to(model.device)
+        attention.k_norm.weight[channels] *= OUTLIER_GAIN
+        attention.q_norm.weight[channels] /= OUTLIER_GAIN
+        norms += [attention.q_norm.weight, attention.k_norm.weight]
+    return norms

@@ -1,0 +1,59 @@
+"""Responses of an engine to problems, and their rewards."""
+
+from collections import defaultdict
+from statistics import fmean
+from typing import Any
+
+from benchmarks.parity import tasks
+from examples.grpo import arithmetic
+from trainer_bridge import Rollout, rollout
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": tasks.MAX_NEW_TOKENS,
+    "stop_token_ids": [arithmetic.END_TOKEN],
+    "no_stop_trim": True,  # the end token belongs to the response
+}
+
+
+def respond(engine: Any, problems: list[tasks.Problem], version: int, n: int = 1) -> Rollout:
+    """``n`` responses to each problem, by policy ``version``."""
+    prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+    return rollout(engine, prompts, {**SAMPLING, "n": n}, expected_version=version)
+
+
+def rewards_of(problems: list[tasks.Problem], batch: Rollout) -> list[float]:
+    """Reward of each response; those to one problem stand side by side."""
+    n = len(batch.tokens) // len(problems)
+    repeated = [problem for problem in problems for _ in range(n)]
+    return [
+        tasks.reward(problem, arithmetic.decode(tokens))
+        for problem, tokens in zip(repeated, batch.tokens, strict=True)
+    ]
+
+
+def shape_of(batch: Rollout) -> dict[str, float]:
+    """How long responses are, how many did not end, and the policy's entropy, nats a token.
+
+    The entropy is the mean of -logprob over what was sampled, whose expectation it is.
+    """
+    return {
+        "response_tokens": fmean(map(len, batch.tokens)),
+        "unfinished": fmean(reason == "length" for reason in batch.finish_reasons),
+        "entropy": -fmean(value for row in batch.logprobs for value in row),
+    }
+
+
+def evaluate(engine: Any, count: int, version: int) -> dict[str, Any]:
+    """Mean reward of one response to each of ``count`` held-out problems, in all and by kind.
+
+    The problems are the same for every run and every step.
+    """
+    problems = tasks.draw_problems(count, "evaluation", held_out=True)
+    batch = respond(engine, problems, version)
+    rewards = rewards_of(problems, batch)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for problem, reward in zip(problems, rewards, strict=True):
+        groups[f"{problem.kind} {problem.level}"].append(reward)
+    by_kind = {name: round(fmean(found), 4) for name, found in sorted(groups.items())}
+    return {"reward": fmean(rewards), **shape_of(batch), "by_kind": by_kind}

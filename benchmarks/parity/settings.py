@@ -1,0 +1,145 @@
+"""What all runs of a study have in common, and the folder that keeps them.
+
+STATE/environment.json      device, versions, commit and settings: the same for every run
+STATE/start-MODEL/          the weights that all runs of a model begin with
+STATE/ARM-SEED/             a run, see run_log.py; under STATE/timing/ a timed one
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import commit
+from examples.grpo.environment import environment
+
+MARGIN = 0.05
+"""Of reward. Two means that differ by less are called the same; see docs/parity.md."""
+ALPHA = 0.05
+LAST_STEPS = 20
+"""Steps of the end whose mean reward is reported."""
+TIMING_STEPS = 20
+ENVIRONMENT = "environment.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the start and of GRPO; fixed before the arms run."""
+
+    steps: int = 150
+    """GRPO steps."""
+    demonstrations: int = 3000
+    """Steps of training on demonstrations, before GRPO, at most."""
+    start_reward: float = 0.3
+    """Of held-out problems; demonstrations end when it is reached."""
+    demonstration_batch: int = 128
+    demonstration_rate: float = 2e-3
+    """Learning rates are of the tiny size; ``tiny_model.learning_rate`` brings them to others."""
+    prompts: int = 16
+    """Problems of a GRPO step."""
+    group: int = 8
+    """Responses to each."""
+    rate: float = 5e-5
+    evaluation_problems: int = 256
+    """Held-out problems of an evaluation: of the model while it learns from demonstrations, then by
+    the arm's own engine."""
+    evaluate_every: int = 25
+    checkpoint_every: int = 50
+    held_out_problems: int = 4096
+    """Held-out problems for the final weights of every run, by one BF16 engine."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """More keywords of every ``sglang.Engine``."""
+
+
+SIZES = {
+    "full": Settings(),
+    "tiny": Settings(
+        demonstrations=300,
+        demonstration_batch=32,
+        prompts=4,
+        group=4,
+        evaluation_problems=32,
+        checkpoint_every=25,
+        held_out_problems=64,
+    ),
+}
+
+ENGINE: dict[str, dict[str, Any]] = {
+    "cpu": {"max_total_tokens": 16384, "sleep_on_idle": True},
+    # 128 responses take 45000 tokens at most. Others share the GPU: the static part is of what they
+    # leave free, and what bounds the cache is its number of tokens.
+    "cuda": {
+        "attention_backend": "flashinfer",
+        "max_total_tokens": 49152,
+        "max_running_requests": 128,
+        "mem_fraction_static": 0.3,
+        "fp8rl_bucket_bytes": 256 << 20,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": [1, 8, 16, 32, 64, 96, 128],
+    },
+}
+"""Keywords of ``sglang.Engine`` in every arm, by kind of device."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs that differ in arm and seed alone."""
+
+    state: Path
+    size: str
+    settings: Settings
+    device: torch.device
+
+    def start_folder(self, model: str) -> Path:
+        """Of the weights that runs of a model begin with."""
+        return self.state / f"start-{model}"
+
+    def run_folder(self, arm: str, seed: int, is_timed: bool = False) -> Path:
+        """Of one run."""
+        return (self.state / "timing" if is_timed else self.state) / f"{arm}-{seed}"
+
+    def engine(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """All keywords of an engine, given an arm's."""
+        return ENGINE[self.device.type] | keywords | self.settings.engine_args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that all scripts of the study share."""
+    size = "full" if torch.cuda.is_available() else "tiny"
+    parser.add_argument("--state", type=Path, default=Path("runs/parity"), help="study's folder")
+    parser.add_argument("--size", choices=SIZES, default=size, help=f"of models ({size})")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, metavar="JSON", help="settings for a try-out"
+    )
+
+
+def open_study(args: argparse.Namespace) -> Study:
+    """The study in ``--state``, which is made if there is none.
+
+    Raises:
+        TypeError: ``--settings`` names something unknown.
+        ValueError: the folder holds a study of other settings, commit, versions or device.
+    """
+    settings = replace(SIZES[args.size], **args.settings)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = asdict(settings) | {"size": args.size}
+    facts = environment(device) | {"commit": commit(), "options": options}
+    path = args.state / ENVIRONMENT
+    if path.exists():
+        before = json.loads(path.read_text())
+        ours, theirs = (each | each["options"] for each in (facts, before))
+        changed = {name for name in ours if ours[name] != theirs.get(name)} - {"date", "options"}
+        if changed:
+            raise ValueError(
+                f"{args.state} holds a study with other {', '.join(sorted(changed))}; give the "
+                f"same options, or another folder as --state"
+            )
+    else:
+        args.state.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(facts))
+    return Study(args.state, args.size, settings, device)

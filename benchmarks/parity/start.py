@@ -1,0 +1,146 @@
+"""The weights that all runs of a model begin with: trained from scratch on the teacher's
+demonstrations, until they solve a given part of the problems. On a GPU its engines are run as well.
+
+    python -m benchmarks.parity.start --model dense --state runs/parity
+"""
+
+import argparse
+import os
+import random
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from benchmarks.parity import models, sampling, tasks
+from benchmarks.parity.arms import ALL_BF16, ARMS, Arm
+from benchmarks.parity.learner import Learner, parts_of
+from benchmarks.parity.settings import Settings, Study, add_options, open_study
+from examples.grpo import arithmetic, tiny_model
+from examples.grpo.engine import running_engine
+from trainer_bridge import connect, response_logprobs
+
+SEED = 0
+LINE_EVERY = 25  # steps
+EVALUATE_EVERY = 200
+PADDING = 0  # no character of the tasks
+AUX_LOSS = 0.01
+"""Weight of the loss that keeps a router's experts in use."""
+WARMED = "warmed"
+"""Empty; exists when the model's kernels have been compiled and measured."""
+
+
+def start_of(study: Study, model: str) -> Path:
+    """Folder of the checkpoint to begin with; trained here if there is none yet."""
+    folder = study.start_folder(model)
+    if not folder.exists():
+        unfinished = folder.with_suffix(f".{os.getpid()}")
+        models.save(train(model, study.size, study.settings, study.device), unfinished)
+        unfinished.rename(folder)
+        if study.device.type == "cuda":
+            torch.cuda.empty_cache()  # what is to come is smaller
+    return folder
+
+
+def train(model: str, size: str, settings: Settings, device: torch.device) -> PreTrainedModel:
+    """The trained model, in BF16."""
+    # the same weights on the same machine, wherever torch has a deterministic kernel
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    rng = random.Random(f"{SEED} demonstrations")
+    made = models.build(model, size, SEED).to(device, torch.bfloat16)
+    learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
+    aux: list[torch.Tensor] = []
+    if model == "moe":
+        made.config.output_router_logits = True
+        made.register_forward_hook(lambda module, given, output: aux.append(output.aux_loss))
+    schedule = tiny_model.warm_up_and_decay(learner.optimizer, settings.demonstrations)
+    for step in range(1, settings.demonstrations + 1):
+        problems = [tasks.make_problem(rng) for _ in range(settings.demonstration_batch)]
+        prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+        texts = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
+        responses = [arithmetic.encode(text) for text in texts]
+        tokens = sum(map(len, responses))
+        total = torch.zeros((), device=device)
+        for part in parts_of(prompts, responses):
+            shown = [responses[index] for index in part]
+            logprobs_BT = response_logprobs(made, [prompts[i] for i in part], shown)
+            loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens
+            share = sum(map(len, shown)) / tokens
+            learner.backward(loss + AUX_LOSS * share * aux.pop() if aux else loss)
+            total += loss.detach()
+        learner.step()
+        schedule.step()
+        if step % LINE_EVERY == 0:
+            print(f"demonstrations  step {step}  loss {total.item():.3f} nats a token", flush=True)
+        if step % EVALUATE_EVERY == 0:
+            made.config.output_router_logits = False  # which sampling cannot make
+            reward = reward_of(made, settings.evaluation_problems)
+            made.config.output_router_logits = model == "moe"
+            aux.clear()
+            print(f"demonstrations  step {step}  held-out {reward:.3f}", flush=True)
+            if reward >= settings.start_reward:
+                break
+    torch.use_deterministic_algorithms(False)
+    made.config.output_router_logits = False
+    return made
+
+
+@torch.no_grad()
+def reward_of(model: PreTrainedModel, count: int) -> float:
+    """Mean reward of one response to each of ``count`` held-out problems, without SGLang."""
+    problems = tasks.draw_problems(count, "demonstrations", held_out=True)
+    prompts = [torch.tensor(arithmetic.encode(problem.prompt)) for problem in problems]
+    tokens_BL = pad_sequence(prompts, batch_first=True, padding_side="left").to(model.device)
+    sampled_BT = model.generate(
+        tokens_BL,
+        attention_mask=(tokens_BL != PADDING).long(),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=tasks.MAX_NEW_TOKENS,
+        eos_token_id=arithmetic.END_TOKEN,
+        pad_token_id=PADDING,
+    )[:, tokens_BL.shape[1] :]
+    texts = [arithmetic.decode([t for t in row if t != PADDING]) for row in sampled_BT.tolist()]
+    return fmean(tasks.reward(*pair) for pair in zip(problems, texts, strict=True))
+
+
+def warm_up(study: Study, model: str) -> None:
+    """Compile and measure the kernels of a model's FP8 engines.
+
+    The first FP8 engine of a model measures GEMMs for half a minute and keeps what it found. Runs
+    that start side by side would all do that, and measure each other.
+    """
+    folder = study.start_folder(model)
+    for arm in fp8_engines_of(model) if study.device.type == "cuda" else []:
+        problems = tasks.draw_problems(study.settings.prompts, "warm-up")
+        with running_engine(folder, arm.ignored_layers, 0, study.engine(arm.engine)) as engine:
+            version = connect(engine).control({"op": "layout"})["version"]
+            sampling.respond(engine, problems, version, study.settings.group)
+    (folder / WARMED).touch()
+
+
+def fp8_engines_of(model: str) -> list[Arm]:
+    """Arms whose engines differ in FP8, and the first again: it finishes what it had no time for,
+    since an engine measures for a bounded time and the first that it does is to compile."""
+    arms = [arm for arm in ARMS.values() if arm.model == model and arm.is_timed]
+    quantized = [arm for arm in arms if arm.ignored_layers != ALL_BF16]
+    return [*quantized, quantized[0]]
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parser = argparse.ArgumentParser(description="Train the weights that runs begin with.")
+    add_options(parser)
+    parser.add_argument("--model", choices=models.MODELS, required=True)
+    args = parser.parse_args()
+    study = open_study(args)
+    start_of(study, args.model)
+    warm_up(study, args.model)
+
+
+if __name__ == "__main__":
+    main()

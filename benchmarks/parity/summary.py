@@ -1,0 +1,143 @@
+"""From the folder of a study to the rows of results/parity.jsonl.
+
+python -m benchmarks.parity.summary runs/parity
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.parity.arms import ARMS
+from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG, Row, rows_of
+from benchmarks.parity.settings import ENVIRONMENT, LAST_STEPS
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "parity.jsonl"
+SERIES = (
+    "reward",
+    "mismatch_kl_k3",
+    "ess",
+    "clipped_fraction",
+    "logprob_abs_diff_max",
+    "entropy",
+    "response_tokens",
+)
+"""What is kept of each step."""
+WARM_UP = 5
+"""First steps of a run, whose times are left out."""
+
+
+def summarize(state: Path) -> list[Row]:
+    """Rows of kind environment, start, run and timing; of runs that are finished, and evaluated
+    where they are not timed."""
+    logs = {
+        folder: rows_of(folder / LOG)
+        for folder in sorted([*state.glob("*-*"), *state.glob("timing/*")])
+        if (folder / FINISHED).exists()
+    }
+    runs = [_run(f, rows) for f, rows in logs.items() if (f / HELD_OUT).exists()]
+    timings = [_timing(rows) for f, rows in logs.items() if f.parent.name == "timing"]
+    headers = [rows[0] for rows in logs.values()]
+    parameters = {ARMS[header["arm"]].model: header["parameters"] for header in headers}
+    starts = [
+        {"kind": "start", "model": folder.name.removeprefix("start-"), **_held_out(folder)}
+        for folder in sorted(state.glob("start-*"))
+        if (folder / HELD_OUT).exists()
+    ]
+    environment = json.loads((state / ENVIRONMENT).read_text())
+    return [
+        {"kind": "environment", **environment, "parameters": parameters},
+        *runs,
+        *timings,
+        *starts,
+    ]
+
+
+def _held_out(folder: Path) -> Row:
+    return {"held_out": json.loads((folder / HELD_OUT).read_text())}
+
+
+def _run(folder: Path, rows: list[Row]) -> Row:
+    header, engines = rows[0], _of("engine", rows)
+    steps = _of("step", rows)
+    last = steps[-LAST_STEPS:]
+    return {
+        "kind": "run",
+        "arm": header["arm"],
+        "seed": header["seed"],
+        "steps": len(steps),
+        "engine_starts": len(engines),
+        "matrices": engines[0]["matrices"],
+        "fp8_matrices": engines[0]["fp8_matrices"],
+        "last_reward": _short(fmean(row["reward"] for row in last)),
+        "last_unfinished": _short(fmean(row["unfinished"] for row in last)),
+        "evaluations": [[row["step"], _short(row["reward"])] for row in _of("evaluation", rows)],
+        **_held_out(folder),
+        "alarm_steps": sum(bool(row["alarms"]) for row in steps),
+        "alarms": _alarms(steps),
+        "series": {
+            name: [_short(row[name]) for row in steps] for name in SERIES if name in steps[0]
+        },
+    }
+
+
+def _alarms(steps: list[Row]) -> Row:
+    """By metric: how often, when first, and the row of the step with the worst value."""
+    fired: dict[str, list[Row]] = defaultdict(list)
+    for row in steps:
+        for alarm in row["alarms"]:
+            fired[alarm["metric"]].append(alarm | {"step": row["step"]})
+    return {
+        metric: {
+            "count": len(found),
+            "first_step": found[0]["step"],
+            **max(found, key=lambda alarm: abs(alarm["value"] - alarm["threshold"])),
+        }
+        for metric, found in sorted(fired.items())
+    }
+
+
+def _timing(rows: list[Row]) -> Row:
+    every = _of("step", rows)
+    steps = every[WARM_UP:]
+    times: dict[str, list[float]] = {
+        "step_s": [row["update_s"] + row["rollout_s"] + row["learn_s"] for row in steps],
+        **{name: [row[name] for row in steps] for name in ("rollout_s", "learn_s", "update_s")},
+        "tokens_per_s": [row["tokens"] / row["rollout_s"] for row in steps],
+    }
+    return {
+        "kind": "timing",
+        "arm": rows[0]["arm"],
+        "seed": rows[0]["seed"],
+        "n": len(steps),
+        "steps": len(every),
+        "alarm_steps": sum(bool(row["alarms"]) for row in every),
+        **{
+            name: {"median": _short(median(v)), "min": _short(min(v)), "max": _short(max(v))}
+            for name, v in times.items()
+        },
+    }
+
+
+def _of(kind: str, rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write the result file from a study's folder.")
+    parser.add_argument("state", type=Path, help="the folder given to run_all as --state")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args: Any = parser.parse_args(argv)
+    rows = summarize(args.state)
+    args.output.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    print(f"{args.output}: {sum(row['kind'] == 'run' for row in rows)} runs")
+
+
+if __name__ == "__main__":
+    main()

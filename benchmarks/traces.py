@@ -1,0 +1,140 @@
+"""A torch profiler's trace, as SGLang writes it, becomes a table of where a step's time goes."""
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from benchmarks import kernel_classes
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+"""The trace's categories of what the GPU does."""
+GRAPH_KERNELS = 32
+"""A launch of so many kernels is a CUDA graph; any model has more of them."""
+NAME_LENGTH = 160
+"""Of a kernel in a result file: its template's arguments may fill a page."""
+
+
+class Kernel(NamedTuple):
+    """One execution, in microseconds."""
+
+    name: str
+    start: float
+    duration: float
+    launch: int
+    """Of the CUDA graph, for all of its kernels."""
+
+
+class Step(NamedTuple):
+    """The kernels of one step, in the order of their start, and when the step ends."""
+
+    kernels: Sequence[Kernel]
+    end: float
+
+    @property
+    def wall_us(self) -> float:
+        """From the first kernel to the end."""
+        return self.end - self.kernels[0].start
+
+    @property
+    def busy_us(self) -> float:
+        """Time in which at least one kernel runs."""
+        total, until = 0.0, 0.0
+        for kernel in self.kernels:
+            end = kernel.start + kernel.duration
+            total += max(0.0, end - max(until, kernel.start))
+            until = max(until, end)
+        return total
+
+
+def kernels(path: Path) -> list[Kernel]:
+    """All kernels and copies of a trace, in the order of their start.
+
+    Raises:
+        ValueError: it has none.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    found = [
+        Kernel(e["name"], float(e["ts"]), float(e["dur"]), int(e["args"]["correlation"]))
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") in ON_GPU
+    ]
+    if not found:
+        raise ValueError(f"{path.name} has no kernel of a GPU; profile the activity GPU")
+    return sorted(found, key=lambda kernel: kernel.start)
+
+
+def decode_steps(found: Sequence[Kernel], count: int, edge: int) -> list[Step]:
+    """``count`` steps, each from the start of one CUDA graph to that of the next.
+
+    Args:
+        edge: last steps to leave out, of which the very last has no end.
+
+    Raises:
+        ValueError: the trace has too few CUDA graphs.
+    """
+    sizes = Counter(kernel.launch for kernel in found)
+    starts: dict[int, int] = {}
+    for index, kernel in enumerate(found):
+        if sizes[kernel.launch] >= GRAPH_KERNELS:
+            starts.setdefault(kernel.launch, index)
+    bounds = list(starts.values())
+    if len(bounds) < count + edge:
+        raise ValueError(
+            f"the trace has {len(bounds)} launches of a CUDA graph, {count + edge} are needed; "
+            f"is the batch above cuda_graph_max_bs_decode?"
+        )
+    bounds = bounds[len(bounds) - edge - count :][: count + 1]
+    return [Step(found[a:b], found[b].start) for a, b in pairwise(bounds)]
+
+
+def whole(found: Sequence[Kernel]) -> Step:
+    """All kernels of a trace as one step."""
+    return Step(found, max(kernel.start + kernel.duration for kernel in found))
+
+
+def table(steps: Sequence[Step]) -> dict[str, Any]:
+    """Means over steps, in us: wall, busy and idle time, by class of kernel and by kernel.
+
+    ``gap_us`` is the time in which no kernel runs. Classes are summed, so kernels that run side by
+    side count in full.
+    """
+    by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for step in steps:
+        kinds = kernel_classes.classes([kernel.name for kernel in step.kernels])
+        for kernel, kind in zip(step.kernels, kinds, strict=True):
+            by_name[kind, kernel.name[:NAME_LENGTH]].append(kernel.duration)
+    wall = fmean(step.wall_us for step in steps)
+    busy = fmean(step.busy_us for step in steps)
+    rows = [
+        {"class": kind, "name": name, **_mean(times, len(steps), wall)}
+        for (kind, name), times in by_name.items()
+    ]
+    by_class: dict[str, list[float]] = defaultdict(list)
+    for (kind, _), times in by_name.items():
+        by_class[kind] += times
+    return {
+        "steps": len(steps),
+        "step_us": round(wall, 2),
+        "busy_us": round(busy, 2),
+        "gap_us": round(wall - busy, 2),
+        "classes": _largest_first(
+            [{"class": kind, **_mean(times, len(steps), wall)} for kind, times in by_class.items()]
+        ),
+        "kernels": _largest_first(rows),
+    }
+
+
+def _mean(times: list[float], steps: int, wall: float) -> dict[str, float]:
+    us = sum(times) / steps
+    return {"us": round(us, 2), "calls": round(len(times) / steps, 2), "share": round(us / wall, 4)}
+
+
+def _largest_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: -row["us"])

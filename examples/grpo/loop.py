@@ -1,0 +1,218 @@
+"""GRPO on FP8 rollouts, with a weight update at every step, beside a BF16 control arm.
+
+Every FSDP2 rank trains; rank 0 also owns the engine. Both arms begin with the same weights and run
+the same engine and code; in the BF16 arm the FP8 quantization ignores every layer.
+
+Shapes: B sequences of this rank, T tokens of the longest response, P prompts, G responses to each.
+"""
+
+import copy
+import json
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from trainer_bridge import (
+    Rollout,
+    connect,
+    correct,
+    policy_loss,
+    response_logprobs,
+    rollout,
+    update,
+)
+from trainer_bridge.metrics import append_jsonl
+
+from . import arithmetic, tiny_model
+from .engine import KEYWORDS, running_engine
+from .environment import environment
+
+ARMS = {"fp8": "", "bf16": "re:.*"}  # which layers stay BF16
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # Python objects go by gloo
+LEARNING_RATE = 5e-5  # of the tiny size
+EVALUATION_PROBLEMS = 256
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": arithmetic.MAX_NEW_TOKENS,
+    "stop_token_ids": [arithmetic.END_TOKEN],
+    "no_stop_trim": True,  # the end token belongs to the response
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options; ``python -m examples.grpo --help`` has their defaults."""
+
+    size: str
+    steps: int
+    demonstrations: int
+    prompts: int
+    group: int
+    seed: int
+    out: Path
+    engine_args: dict[str, Any]
+
+
+def run(rank: int, world: int, init_method: str, config: Config) -> None:
+    """One FSDP2 rank: train on demonstrations, then run GRPO once for each arm."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        BACKENDS[device.type], init_method=init_method, rank=rank, world_size=world
+    )
+    log = config.out / "grpo.jsonl"
+    model = tiny_model.build_model(config.seed, config.size).to(device)
+    if rank == 0:
+        config.out.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        options = asdict(config) | {"out": str(config.out), "ranks": world}
+        parameters = model.num_parameters()
+        add_row(log, "environment", **environment(device), parameters=parameters, **options)
+    tiny_model.shard(model)
+    for step, loss in tiny_model.pretrain(model, config.seed, config.demonstrations):
+        if rank == 0 and step % 25 == 0:
+            print(f"demonstrations, step {step}: loss {loss:.3f} nats a token", flush=True)
+    checkpoint = config.out / "checkpoint"
+    tiny_model.save_checkpoint(model, checkpoint)
+    pretrained = copy.deepcopy(model.state_dict())
+    keywords = KEYWORDS[device.type] | config.engine_args
+    results = {}
+    for arm, ignored_layers in ARMS.items():
+        model.load_state_dict(pretrained)
+        with (
+            running_engine(checkpoint, ignored_layers, config.seed, keywords)
+            if rank == 0
+            else nullcontext()
+        ) as engine:
+            if engine is not None:
+                layers = connect(engine).control({"op": "layers"})["layers"]
+                fp8 = sum(layer["format"] == "fp8" for layer in layers)
+                add_row(log, "engine", arm=arm, matrices=len(layers), fp8_matrices=fp8)
+            results[arm] = train(arm, model, engine, config, log)
+    if rank == 0:
+        for arm, (before, after) in results.items():
+            add_row(log, "evaluation", arm=arm, before=before, after=after)
+        print(f"all rows: {log}; curves: sgl-fp8rl plot {log}")
+    dist.destroy_process_group()
+
+
+def train(
+    arm: str, model: PreTrainedModel, engine: Any, config: Config, log: Path
+) -> tuple[float, float]:
+    """GRPO for one arm; every rank calls, and all but rank 0 with None as the engine.
+
+    Returns:
+        the evaluation's reward before and after.
+    """
+    rate = tiny_model.learning_rate(LEARNING_RATE, model)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.0)
+    before = evaluate(engine, config, version=-1)
+    for step in range(config.steps):
+        started = time.perf_counter()
+        updated = update(model, engine, version=step)
+        batch, rewards_PG, rollout_s = sample(engine, config, step)
+        metrics = learn(model, optimizer, batch, rewards_PG)
+        metrics |= {
+            "reward": rewards_PG.mean().item(),
+            "update_s": updated.seconds["total"],
+            "update_bytes": updated.bytes,
+            "mapped_bytes": updated.mapped_bytes,
+            "tokens_per_s": sum(map(len, batch.tokens)) / rollout_s,
+            "step_s": time.perf_counter() - started,
+        }
+        if engine is not None:
+            append_jsonl(log, step, metrics, kind="step", arm=arm)
+            print(
+                f"{arm}, step {step}: reward {metrics['reward']:.2f}, "
+                f"mismatch KL {metrics['mismatch_kl_k3']:.1e}, ESS {metrics['ess']:.4f}, "
+                f"update {1e3 * metrics['update_s']:.1f} ms, "
+                f"{metrics['tokens_per_s']:.0f} tokens/s",
+                flush=True,
+            )
+    update(model, engine, version=config.steps)
+    return before, evaluate(engine, config, version=config.steps)
+
+
+def sample(engine: Any, config: Config, step: int) -> tuple[Rollout, torch.Tensor, float]:
+    """A step's rollout, its rewards [P, G], and the seconds that sampling took; every rank calls,
+    and rank 0's engine samples."""
+    problems = arithmetic.draw_problems(config.prompts, f"{config.seed} step {step}")
+    prompts, sampling = arithmetic.prompts_of(problems), {**SAMPLING, "n": config.group}
+    batch, seconds = None, 0.0
+    if engine is not None:
+        started = time.perf_counter()
+        batch = rollout(engine, prompts, sampling, expected_version=step)
+        seconds = time.perf_counter() - started
+    batch, seconds = broadcast((batch, seconds))
+    rewards = torch.tensor(arithmetic.score(problems, batch.tokens))
+    return batch, rewards.view(config.prompts, config.group), seconds
+
+
+def learn(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Rollout,
+    rewards_PG: torch.Tensor,
+) -> dict[str, float]:
+    """One policy gradient step on the whole batch; every rank calls. Returns its metrics."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = share_of(rank, world, batch)
+    advantages_B = group_advantages(rewards_PG).flatten().chunk(world)[rank].to(model.device)
+    logprobs_BT = response_logprobs(model, mine.prompt_tokens, mine.tokens, mine.temperature)
+    correction = correct(mine, logprobs_BT.detach(), group=dist.group.WORLD)
+    losses_BT = policy_loss(logprobs_BT, advantages_B[:, None], correction)
+    tiny_model.global_mean(losses_BT, correction.mask_BT).backward()
+    gradient_norm = tiny_model.take_step(model, optimizer)
+    return {"gradient_norm": gradient_norm, **correction.metrics}
+
+
+def group_advantages(rewards_PG: torch.Tensor) -> torch.Tensor:
+    """(reward - mean) / std of each prompt's group, [P, G]; 0 where all rewards are equal.
+
+    GRPO: Shao et al. 2024, arXiv:2402.03300.
+    """
+    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    return centred_PG / (rewards_PG.std(dim=1, correction=0, keepdim=True) + 1e-6)
+
+
+def evaluate(engine: Any, config: Config, version: int) -> float:
+    """Mean reward of one sampled response to each of the evaluation problems; every rank calls."""
+    problems = arithmetic.draw_problems(EVALUATION_PROBLEMS, f"{config.seed} evaluation")
+    prompts, reward = arithmetic.prompts_of(problems), 0.0
+    if engine is not None:
+        batch = rollout(engine, prompts, SAMPLING, expected_version=version)
+        reward = fmean(arithmetic.score(problems, batch.tokens))
+    return float(broadcast(reward))
+
+
+def share_of(rank: int, world: int, batch: Rollout) -> Rollout:
+    """This rank's sequences: an equal slice of every list."""
+    count = len(batch.tokens) // world
+    mine = slice(rank * count, (rank + 1) * count)
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    lists: dict[str, Any] = {k: v[mine] for k, v in values.items() if isinstance(v, list)}
+    return replace(batch, **lists)
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def add_row(log: Path, kind: str, **values: Any) -> None:
+    """Append a row to the log, and print it."""
+    row = json.dumps({"kind": kind, **values})
+    with log.open("a") as file:
+        file.write(row + "\n")
+    print(row, flush=True)

@@ -1,0 +1,126 @@
+"""The models of the study, and the weights that its runs begin with."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.parity import models, start, tasks
+from benchmarks.parity.learner import Learner
+from benchmarks.parity.settings import SIZES, Study
+from benchmarks.parity.tasks import Problem
+from examples.grpo import arithmetic, tiny_model
+from examples.grpo.arithmetic import END
+from trainer_bridge import KVCalibrator, response_logprobs
+
+CPU = torch.device("cpu")
+SMALL = replace(SIZES["tiny"], demonstrations=3, demonstration_batch=4)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_planting_changes_k_but_not_the_policy() -> None:
+    model = models.build("dense", "tiny", 0).to(torch.bfloat16)
+    tokens = torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(0))
+
+    def look() -> tuple[torch.Tensor, torch.Tensor]:
+        calibrator = KVCalibrator.of(model, margin=448)  # its scales are then magnitudes
+        with torch.no_grad(), calibrator.watch(model):
+            logits = model(tokens, use_cache=False).logits
+        return logits, calibrator.scales()[:, 0].amin()
+
+    before, amax = look()
+    frozen = models.plant(model)
+    after, planted = look()
+    assert torch.equal(before, after)
+    assert amax < 20 < 448 < planted
+    assert len(frozen) == 2 * model.config.num_hidden_layers
+    trained = Learner(model, 1e-3, frozen).state()
+    assert not any("q_norm" in name or "k_norm" in name for name in trained)
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
+    with torch.device("meta"):
+        made = models.build(model, size, seed=0)
+    for name, weight in made.named_parameters():
+        if "_proj" in name:
+            assert all(n % 128 == 0 for n in weight.shape[-2:]), name
+    if size == "full":
+        assert 100e6 < made.num_parameters() < 200e6
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_the_start_is_made_once_and_repeats_by_seed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, other = (Study(tmp_path / n, "tiny", SMALL, CPU) for n in ("a", "b", "c"))
+    folder = start.start_of(first, model)
+    assert [path.name for path in first.state.iterdir()] == [f"start-{model}"]
+    mine, again = weights_of(folder), weights_of(start.start_of(second, model))
+    assert all(torch.equal(mine[name], again[name]) for name in mine)
+    assert not torch.are_deterministic_algorithms_enabled()
+    before = models.build(model, "tiny", start.SEED).state_dict()
+    after = models.load(folder, CPU)
+    routers = [name for name in before if name.endswith("mlp.gate.weight")]
+    assert bool(routers) == (model == "moe")
+    for name in (*routers, "lm_head.weight"):
+        assert not torch.equal(after.state_dict()[name], before[name].to(torch.bfloat16)), name
+    assert not getattr(after.config, "output_router_logits", False)
+    monkeypatch.setattr(start, "SEED", 1)
+    assert start.start_of(first, model) == folder  # made once
+    changed = weights_of(start.start_of(other, model))
+    assert not torch.equal(mine["lm_head.weight"], changed["lm_head.weight"])
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_the_start_ends_at_the_reward_that_was_asked_for(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "EVALUATE_EVERY", 2)
+    monkeypatch.setattr(tasks, "MAX_NEW_TOKENS", 40)
+    found: list[float] = []
+    true_reward = start.reward_of
+
+    def reward_of(model: Any, count: int) -> float:
+        assert count == SMALL.evaluation_problems
+        assert true_reward(model, count) == 0  # so early
+        found.append(0.1 * (len(found) + 1))
+        return found[-1]
+
+    monkeypatch.setattr(start, "reward_of", reward_of)
+    start.train(model, "tiny", replace(SMALL, demonstrations=9, start_reward=0.2), CPU)
+    assert found == [0.1, 0.2]
+    found.clear()
+    start.train(model, "tiny", replace(SMALL, demonstrations=5, start_reward=2.0), CPU)
+    assert found == [0.1, 0.2]  # demonstrations were at an end
+
+
+@pytest.mark.parametrize("model", models.MODELS)
+def test_reward_is_of_the_problems_that_a_policy_solves(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths, of which the policy has learnt some by heart."""
+    answers = {"T+9=": "9", "T+1+2+3=": "6", "Sba=": "ab", "Sdcba=": "abcd", "P2*3=": "6"}
+    problems = [
+        Problem({"T": "total", "S": "sort", "P": "product"}[prompt[0]], 1, prompt, answer)
+        for prompt, answer in answers.items()
+    ]
+    shown = [answer if index < 3 else "no" for index, answer in enumerate(answers.values())]
+    made = models.build(model, "tiny", 0)
+    learner = Learner(made, 3e-3)
+    prompts = [arithmetic.encode(problem.prompt) for problem in problems]
+    responses = [arithmetic.encode(text + END) for text in shown]
+    for _ in range(40):
+        logprobs_BT = response_logprobs(made, prompts, responses)
+        learner.backward(-logprobs_BT[tiny_model.mask_of(responses)].mean())
+        learner.step()
+    monkeypatch.setattr(tasks, "draw_problems", lambda *args, **kwargs: problems)
+    assert start.reward_of(made, len(problems)) == pytest.approx(3 / 5)
+    assert start.reward_of(models.build(model, "tiny", 0), len(problems)) == 0

@@ -1,0 +1,98 @@
+"""README and docs: measured blocks, links, and the loop that README shows."""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import trainer_bridge
+from benchmarks import readme
+from tests.trainer_bridge.moe_models import tiny
+
+README = readme.ROOT / "README.md"
+LINES = 150
+LOOP_LINES = 25
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def test_each_block_stands_on_one_page() -> None:
+    found = [name for page in readme.PAGES for name in names_of(page)]
+    assert sorted(found) == sorted(readme.BLOCKS)
+
+
+def names_of(page: Path) -> list[str]:
+    return [name for _, name, _ in readme.BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
+def test_blocks_hold_what_their_result_files_give(page: Path) -> None:
+    text = page.read_text()
+    for match in readme.BLOCK.finditer(text):
+        assert readme.filled(match) == match[0], f"{match[2]}: run python examples/readme.py"
+    assert text.count("<!-- measured:") == len(names_of(page))
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files(page: Path) -> None:
+    for target, _ in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (readme.ROOT / "docs" / "README.md").read_text()
+    linked = {target for target, _ in LINK.findall(index)}
+    assert {page.name for page in readme.PAGES[1:]} - {"README.md"} <= linked
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= LINES
+
+
+class FakeEngine:
+    """Stands for ``sglang.Engine``."""
+
+    def __init__(self, **keywords: Any) -> None:
+        assert keywords["quantization"] == "fp8rl"
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an engine: logprobs of the rollouts are those of the model itself."""
+    (loop,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(loop.splitlines()) <= LOOP_LINES
+    model = tiny("qwen3")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    versions: list[int] = []
+
+    def update(model: Any, engine: Any, version: int) -> None:
+        versions.append(version)
+
+    def rollout(engine: Any, prompts: Any, sampling: Any, **_: Any) -> trainer_bridge.Rollout:
+        n = sampling["n"]
+        tokens = [[(7 * i) % 60 + 1, 5, 9][: 1 + i % 3] for i in range(n * len(prompts))]
+        repeated = [[3, 4] for _ in tokens]
+        with torch.no_grad():
+            logprobs_BT = trainer_bridge.response_logprobs(model, repeated, tokens)
+        rows = [row[: len(t)].tolist() for row, t in zip(logprobs_BT, tokens, strict=True)]
+        stamps = [[versions[-1]] * len(t) for t in tokens]
+        return trainer_bridge.Rollout(repeated, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+
+    monkeypatch.setattr(trainer_bridge, "rollout", rollout)
+    monkeypatch.setattr(trainer_bridge, "update", update)
+    monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
+    auto = SimpleNamespace(from_pretrained=lambda *_, **__: model)
+    task = SimpleNamespace(PROMPTS=["a", "b"], reward=lambda tokens: float(len(tokens)))
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=FakeEngine))
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoModelForCausalLM=auto))
+    monkeypatch.setitem(sys.modules, "my_task", task)
+    exec(compile(loop, "README.md", "exec"), {"__name__": "__main__"})
+    assert versions == list(range(len(versions))) and len(versions) > 1
+    after = list(model.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
