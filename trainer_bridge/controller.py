@@ -36,9 +36,11 @@ class Request:
     """An option that the engine must be restarted with."""
 
     kind: Literal["kv_cache_dtype", "ignored_layers"]
+    """The option."""
     value: str
     """The whole value: "bf16", or the names of all layers so far, separated by spaces."""
     reason: str
+    """One sentence with the figures that led to it."""
 
     @property
     def flag(self) -> str:
@@ -53,6 +55,7 @@ class Decision:
     """What to use from the next step on."""
 
     config: CorrectionConfig
+    """The config for ``correct``."""
     requests: tuple[Request, ...]
     """All requests, open or fulfilled: what the engine should run with beside its own options."""
     reasons: tuple[str, ...]
