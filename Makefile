@@ -7,7 +7,7 @@ VENV := .venv/$(OLDEST)
 READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PIP := python -m pip --disable-pip-version-check
 
-# The modules of the API reference; ``sgl_fp8rl`` itself re-exports names of the first two packages.
+# Pages of the API reference; sgl_fp8rl itself only re-exports from trainer_bridge and server_args.
 API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
 	trainer_bridge.router_replay server_args sgl_fp8rl.options
 

@@ -57,7 +57,7 @@ class Decision:
     config: CorrectionConfig
     """The config for ``correct``."""
     requests: tuple[Request, ...]
-    """All requests, open or fulfilled: what the engine should run with beside its own options."""
+    """All requests, open or fulfilled: what the engine needs in addition to its own options."""
     reasons: tuple[str, ...]
     """One sentence on what changed in this step, or why nothing may change; else empty."""
 
@@ -188,8 +188,8 @@ class Controller:
                 return f"{too_few}: {_describe(rungs[before])} becomes {_describe(rungs[rung])}"
         if kl > self.budget_kl:
             return self._ask(
-                f"mismatch_kl_k3 is {kl:.2g} nats a token, above the budget of {self.budget_kl:g}, "
-                f"and no correction lowers it"
+                f"mismatch_kl_k3 is {kl:.2g} nats per token, above the budget of "
+                f"{self.budget_kl:g}, and no correction lowers it"
             )
         if weight_ess < least:
             return self._ask(f"{too_few}, and correction cannot do more")

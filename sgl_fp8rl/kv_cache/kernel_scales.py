@@ -11,9 +11,9 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 K, V, Q = range(len(KV_SCALE_ROWS))
 MAX_OCTAVES = (4, 24, 4)
-"""How far a head's K, V and Q scale may be below its layer's, in powers of two. V's ratio scales
-out. K's scales q before XQA rounds q to E4M3, where it would underflow a small q: the error of
-q . k is 3.7% up to 2^-4, 4.6% at 2^-6 and 57% at 2^-10 (simulated, normal q and k)."""
+"""How far a head's K, V and Q scale may be below its layer's, in powers of two. V's ratio
+multiplies out. K's multiplies q before XQA rounds q to E4M3, where a small q would underflow: the
+error of q . k is 3.7% up to 2^-4, 4.6% at 2^-6 and 57% at 2^-10 (simulated, normal q and k)."""
 
 
 @dataclass(frozen=True)
