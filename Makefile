@@ -7,11 +7,15 @@ VENV := .venv/$(OLDEST)
 READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PIP := python -m pip --disable-pip-version-check
 
+# Pages of the API reference; sgl_fp8rl itself only re-exports from trainer_bridge and server_args.
+API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
+	trainer_bridge.router_replay server_args sgl_fp8rl.options
+
 # The test models are tiny: more threads only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
 .PRECIOUS: .venv/%/.ready
-.PHONY: test test-full fast lint demo wheel clean
+.PHONY: test test-full fast lint demo api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -30,6 +34,10 @@ lint: $(VENV)/.ready
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/python -m examples.grpo
+
+api: $(VENV)/.ready
+	rm -rf build/api
+	$(VENV)/bin/python -m pdoc --docformat google --output-directory build/api $(API)
 
 wheel: $(VENV)/.ready
 	rm -rf build

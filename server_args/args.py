@@ -53,7 +53,7 @@ class Fp8RLServerArgs:
         default=(),
         metadata=_option("layers that stay BF16: substrings or re:REGEX", _parse_patterns),
     )
-    """Patterns of layers that stay BF16; default none. See :func:`server_args.matches`.
+    """Patterns of layers that stay BF16; default none. See ``server_args.matches``.
 
     In text form they are separated by spaces, since a regex may contain commas.
     """
@@ -148,7 +148,7 @@ class Fp8RLServerArgs:
         return cls(**_values_of_env(environ))
 
     def to_env(self) -> dict[str, str]:
-        """The variables from which :meth:`from_env` makes an equal object.
+        """The variables from which ``from_env`` makes an equal object.
 
         Returns:
             Name and text of each option that is not None.

@@ -11,6 +11,7 @@ from typing import Any
 
 from sgl_fp8rl import doctor
 from sgl_fp8rl.options import current_options
+from sgl_fp8rl.tables import align
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,12 +222,8 @@ def render_layers(layers: list[dict[str, Any]]) -> str:
         )
         for layer in layers
     ]
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    return "\n".join([*table, "", _summary(layers)])
+    table = align([header, *rows], left=range(len(header)))
+    return "\n".join([table, "", _summary(layers)])
 
 
 def _summary(layers: list[dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.tables import align
 
 if TYPE_CHECKING:
     from sgl_fp8rl.selftest import Float64
@@ -72,10 +73,9 @@ def run_checks() -> list[Check]:
 
 def render(checks: list[Check]) -> str:
     """A plain text table and a line that counts each status."""
-    width = max(len(check.name) for check in checks)
-    lines = [f"{check.status:4}  {check.name:{width}}  {check.message}" for check in checks]
+    table = align([(check.status, check.name, check.message) for check in checks], left=range(3))
     counts = Counter(check.status for check in checks)
-    return "\n".join([*lines, "", ", ".join(f"{counts[name]} {name}" for name in counts)])
+    return "\n".join([table, "", ", ".join(f"{counts[name]} {name}" for name in counts)])
 
 
 def check_versions() -> Iterator[Check]:

@@ -36,9 +36,11 @@ class Request:
     """An option that the engine must be restarted with."""
 
     kind: Literal["kv_cache_dtype", "ignored_layers"]
+    """The option."""
     value: str
     """The whole value: "bf16", or the names of all layers so far, separated by spaces."""
     reason: str
+    """One sentence with the figures that led to it."""
 
     @property
     def flag(self) -> str:
@@ -53,8 +55,9 @@ class Decision:
     """What to use from the next step on."""
 
     config: CorrectionConfig
+    """The config for ``correct``."""
     requests: tuple[Request, ...]
-    """All requests, open or fulfilled: what the engine should run with beside its own options."""
+    """All requests, open or fulfilled: what the engine needs in addition to its own options."""
     reasons: tuple[str, ...]
     """One sentence on what changed in this step, or why nothing may change; else empty."""
 
@@ -185,8 +188,8 @@ class Controller:
                 return f"{too_few}: {_describe(rungs[before])} becomes {_describe(rungs[rung])}"
         if kl > self.budget_kl:
             return self._ask(
-                f"mismatch_kl_k3 is {kl:.2g} nats a token, above the budget of {self.budget_kl:g}, "
-                f"and no correction lowers it"
+                f"mismatch_kl_k3 is {kl:.2g} nats per token, above the budget of "
+                f"{self.budget_kl:g}, and no correction lowers it"
             )
         if weight_ess < least:
             return self._ask(f"{too_few}, and correction cannot do more")

@@ -13,7 +13,15 @@ HTTP_TIMEOUT_S = 600.0
 
 
 class EngineError(RuntimeError):
-    """The engine refused something; ``status`` is the HTTP status where there is one."""
+    """The engine refused a request, or cannot be reached.
+
+    Args:
+        message: one sentence: what, where, what to do.
+        status: as the attribute.
+    """
+
+    status: int | None
+    """The HTTP status, if there is one; 503 in quarantine."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,10 +50,14 @@ class EngineClient(Protocol):
 
 
 def connect(engine: Any, key: str | None = None) -> EngineClient:
-    """A client of ``engine``: an ``sgl.Engine``, an ``http://`` address, or a client.
+    """Make a client of an engine.
 
     Args:
+        engine: an ``sgl.Engine`` of this process, an ``http://`` address, or a client.
         key: the server's shared secret; default the variable ``FP8RL_KEY``.
+
+    Returns:
+        The client; ``engine`` itself if it is one.
 
     Raises:
         EngineError: it is none of these, or an ``sgl.Engine`` without the plugin.

@@ -106,9 +106,6 @@ class KVCalibrator:
         Args:
             model: a transformers model, plain or wrapped.
 
-        Yields:
-            Nothing.
-
         Raises:
             ValueError: this is not a transformers model; call ``observe`` in its attention.
             ValueError: (in the forward) the mask is not ``[B, T]``, or ``observe`` refuses.

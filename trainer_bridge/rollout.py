@@ -60,6 +60,7 @@ class Rollout:
     """Sampled sequences, one list entry each; the n samples of a prompt are adjacent."""
 
     prompt_tokens: list[list[int]]
+    """Token ids of each prompt."""
     tokens: list[list[int]]
     """Sampled token ids, without the prompt."""
     logprobs: list[list[float]]

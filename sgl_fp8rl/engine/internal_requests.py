@@ -12,7 +12,7 @@ from sgl_fp8rl import compat
 
 WARM_UP_PREFIX = "FP8RL_WARM_UP"
 WARM_UP_TOKENS = 8
-"""Maximum of SGLang's warm-up."""
+"""SGLang's warm-up generates at most this many tokens."""
 PREFIX_NAMESPACE = "fp8rl probe"
 """Their namespace in the prefix cache."""
 

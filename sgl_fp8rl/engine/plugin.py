@@ -136,7 +136,7 @@ def _given(argv: list[str]) -> dict[str, Any]:
 
 
 def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
-    """The arguments that an FP8 KV cache needs beside those given.
+    """The arguments that an FP8 KV cache needs in addition to those given.
 
     Raises:
         ValueError: the user's choice cannot apply KV scales here.

@@ -1,4 +1,4 @@
-"""A hook on SGLang's sampler: plain sampling without passes over the vocabulary beside the draw.
+"""A hook on SGLang's sampler: plain sampling without passes over the vocabulary besides the draw.
 
 Stock converts logits to probabilities, and these to log-probabilities of all tokens, to keep one
 number per row: twenty reads and writes of ``[batch, vocabulary]`` in FP32, here three. The random

@@ -24,7 +24,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.ops.reference import BLOCK
 
 Config = Mapping[str, Any]
-"""Parameters of a kernel beside its operands; empty if there is nothing to choose."""
+"""Parameters of a kernel besides its operands; empty if there is nothing to choose."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``kernel(codes_MK, scales_Mk, weight_NK, scales_nk)`` returns a new BF16 ``y_MN``."""
 

@@ -24,6 +24,7 @@ from sgl_fp8rl.gemm.tune import (
     rows_of,
 )
 from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.tables import align
 
 BUCKETS = (*DECODE_ROWS, *PREFILL_ROWS)
 COPIED_BYTES = 1 << 30
@@ -124,7 +125,7 @@ def render(tuned: Table, bytes_per_us: float) -> str:
             floor = (n * k + entry.m * k + 2 * entry.m * n) / bytes_per_us
             config = " ".join(f"{name}={value}" for name, value in entry.config.items())
             rows.append(_row(f"{n} x {k}", entry, floor, f"{entry.kernel} {config}".strip()))
-    return _aligned(rows)
+    return align(rows, left=[len(header) - 1])
 
 
 def render_experts(tuned: expert_tiles.Table, bytes_per_us: float) -> str:
@@ -137,7 +138,7 @@ def render_experts(tuned: expert_tiles.Table, bytes_per_us: float) -> str:
             floor = floor_bytes(shape, pair.m) / bytes_per_us
             tiles = f"{_tiles(pair.up)}; {_tiles(pair.down)}"
             rows.append(_row(f"{E} x {H} x {I}, {T}", pair, floor, tiles))
-    return _aligned(rows)
+    return align(rows, left=[len(header) - 1])
 
 
 def _row(shape: str, entry: Entry | Pair, floor_us: float, kernel: str) -> tuple[str, ...]:
@@ -160,14 +161,6 @@ def _tiles(config: Config) -> str:
     block = "x".join(str(config[f"BLOCK_SIZE_{axis}"]) for axis in "MNK")
     rest = (f"{name}={int(value)}" for name, value in config.items() if "BLOCK" not in name)
     return " ".join([block, *rest])
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    )
 
 
 def copy_bytes_per_us() -> float:

@@ -41,7 +41,7 @@ REASONS = {
 
 
 def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | int]:
-    """The arguments that an FP8 KV cache needs beside the user's.
+    """The arguments that an FP8 KV cache needs in addition to the user's.
 
     Args:
         given: ``ARGUMENTS`` as the user set them; missing or None if unset.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_fp8rl.ops.reference import FP8_MAX
+from sgl_fp8rl.tables import align
 from trainer_bridge.engine_client import connect
 
 Reply = dict[str, Any]
@@ -159,15 +160,8 @@ def render(reply: Reply, lines: list[Line]) -> str:
         )
         for line in lines
     ]
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    aligned = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (HEADER, *rows)
-    ]
-    return "\n".join([title(reply), "", *aligned, "", *_remarks(reply, lines)])
+    table = align([HEADER, *rows], left=(0, 1))
+    return "\n".join([title(reply), "", table, "", *_remarks(reply, lines)])
 
 
 def title(reply: Reply) -> str:

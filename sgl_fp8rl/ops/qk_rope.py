@@ -135,7 +135,7 @@ def check(
         if weight_D.dtype != torch.bfloat16 or weight_D.shape != (D,) or weight_D.stride(0) != 1:
             raise ValueError(
                 f"a norm's weight is {weight_D.dtype} of shape {list(weight_D.shape)}; "
-                f"give {D} contiguous BF16"
+                f"pass {D} contiguous BF16"
             )
     factor_H = cache.q_factor_H
     if factor_H.dtype != torch.float32 or factor_H.shape != (H,):

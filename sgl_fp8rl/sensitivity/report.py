@@ -9,6 +9,7 @@ from server_args.args import flag_name
 from sgl_fp8rl.sensitivity.divergence import Divergence
 from sgl_fp8rl.sensitivity.groups import BF16_BYTES, Group
 from sgl_fp8rl.sensitivity.search import Damage, Point
+from sgl_fp8rl.tables import align
 
 FLAG = flag_name("ignored_layers")
 BUDGET_SHARE = 0.5
@@ -136,11 +137,11 @@ def render(found: dict[str, Any]) -> str:
     parts = [
         f"{found['model']}: {found['tokens']} tokens of {found['sequences']} sequences, "
         f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}; nats per token",
-        _table(layers),
+        align(layers),
         f"all in FP8: KL {whole:.2e}; the layers alone add up to {total:.2e}"
         + (f", {total / whole:.2f} of it" if whole else "")
         + f"; rounding of {found['arithmetic']} arithmetic alone: {found['kl_noise']:.0e}",
-        _table(mitigations),
+        align(mitigations),
         f"KL {found['kl']:.2e} is within the budget of {found['budget_kl']:.2e} with "
         f"{len(found['ignored_layers'])} of {len(found['layers'])} layers in BF16",
     ]
@@ -149,15 +150,3 @@ def render(found: dict[str, Any]) -> str:
 
 def _relative(found: dict[str, Any]) -> str:
     return f"{found['kl_error'] / found['kl']:.0%}" if found["kl"] else ""
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns, the first to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

@@ -158,7 +158,7 @@ class _Point(metadata.EntryPoint):
         (["sgl_fp8rl.engine.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
         (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other leaves it out"),
         ([], "", "has nothing under this name"),
-        (["elsewhere:register"], "", "holds elsewhere:register under this name"),
+        (["elsewhere:register"], "", "has elsewhere:register under this name"),
         (["sgl_fp8rl.engine.plugin:register"] * 2, "", "reinstall"),
     ],
 )

@@ -72,8 +72,8 @@ def test_it_says_why_with_the_figures() -> None:
     )
     (reason,) = feed(controller(fp8_kv=True), APART).reasons
     assert reason == (
-        "mismatch_kl_k3 is 0.02 nats a token, above the budget of 0.005, and no correction lowers "
-        "it: start the engine with --kv-cache-dtype bf16"
+        "mismatch_kl_k3 is 0.02 nats per token, above the budget of 0.005, and no correction "
+        "lowers it: start the engine with --kv-cache-dtype bf16"
     )
 
 

@@ -104,7 +104,7 @@ class CorrectionConfig:
 
     @property
     def means(self) -> tuple[str, ...]:
-        """Names of the per-token means beside the mismatch."""
+        """Names of the per-token means besides those of the mismatch."""
         weighs = ("weight_mean", "clipped_fraction") if self.rollout_is is not None else ()
         return (*weighs, *(("masked_fraction",) if self.rejects else ()))
 

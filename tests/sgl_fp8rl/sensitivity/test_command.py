@@ -207,7 +207,7 @@ def test_memory_that_is_not_there_is_a_sentence(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     monkeypatch.setattr(command, "measure", full)
-    assert "does not fit into the GPU's memory" in fails(capsys, checkpoint("qwen3"))
+    assert "do not fit into the GPU's memory" in fails(capsys, checkpoint("qwen3"))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
 def test_text_that_has_no_token_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .* has no token in its prompt or response"):
+    with pytest.raises(ValueError, match=r"line 2 of .* has no tokens in its prompt or response"):
         tokens.read_texts(path, words)
 
 
