@@ -174,12 +174,12 @@ def test_other_configs() -> None:
     masked = CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_mean_k3": 0.01})
     assert feed(controller(config=masked, fp8_kv=True), TAIL).config == masked  # it has no C
     for config in ("decoupled_seq_is", "decoupled_geo_rs"):
-        with pytest.raises(ValueError, match=r"rollout_is is .*give a config with 'token'"):
+        with pytest.raises(ValueError, match=r"rollout_is .*'token'"):
             Controller(BUDGET, PRESETS[config])
     for budget in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="must all be above zero"):
+        with pytest.raises(ValueError, match="budget_kl"):
             Controller(budget)
-    with pytest.raises(ValueError, match="metrics lack weight_ess, weight_mean"):
+    with pytest.raises(ValueError, match="weight_ess, weight_mean"):
         Controller(BUDGET).observe(mismatch_metrics(*[torch.zeros(1, 2)] * 2, torch.ones(1, 2) > 0))
 
 

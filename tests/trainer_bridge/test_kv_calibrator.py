@@ -258,7 +258,7 @@ def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: floa
     with torch.no_grad():
         getattr(layers[1][0], row)[1, -1, 3, 5] = bad
     observed(calibrator, layers)
-    with pytest.raises(ValueError, match=f"^layer 1 has NaN or Inf in {row.upper()};"):
+    with pytest.raises(ValueError, match=f"layer 1 .*NaN or Inf.* {row.upper()}"):
         calibrator.scales()
     # the next step knows nothing of it
     assert same(observed(calibrator, kept).scales(), expected(kept, 2, percentile))
@@ -267,16 +267,16 @@ def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: floa
 @pytest.mark.parametrize("percentile", [None, 99.0])
 def test_a_layer_that_saw_no_tokens_is_refused(percentile: float | None) -> None:
     calibrator = KVCalibrator(3, 2, percentile=percentile)
-    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
     for layer in (0, 2):
         observed(calibrator, [[]] * layer + [[batch(layer)]])
-    with pytest.raises(ValueError, match=r"^layer 1 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 1 .*tokens"):
         calibrator.scales()
     padding = batch(0)._replace(mask=torch.zeros(2, 7))
     empty = Batch(*(x[:, :, :0] for x in batch(0)[:3] if x is not None))
     observed(calibrator, [[padding], [empty, batch(1)], [batch(2)]])
-    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
     layers = [[padding, batch(0)], [batch(1), empty], [batch(2)]]
     assert observed(calibrator, layers).scales().shape == (3, 3, 2)
@@ -391,17 +391,17 @@ def test_a_margin_is_room_for_larger_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"layers": 0}, "whole numbers from 1"),
-        ({"layers": 2.0}, "whole numbers from 1"),
-        ({"kv_heads": -1}, "whole numbers from 1"),
-        ({"kv_heads": [2, 2]}, "whole numbers from 1"),
-        ({"percentile": 0}, "percentile is 0;"),
-        ({"percentile": 100.1}, "percentile is"),
-        ({"percentile": float("nan")}, "percentile is"),
-        ({"margin": 0}, "margin is 0;"),
-        ({"margin": float("inf")}, "margin is"),
-        ({"decay": 1}, "decay is 1;"),
-        ({"decay": -0.1}, "decay is"),
+        ({"layers": 0}, "layers.*from 1"),
+        ({"layers": 2.0}, "layers.*from 1"),
+        ({"kv_heads": -1}, "kv_heads.*from 1"),
+        ({"kv_heads": [2, 2]}, "kv_heads.*from 1"),
+        ({"percentile": 0}, "percentile"),
+        ({"percentile": 100.1}, "percentile"),
+        ({"percentile": float("nan")}, "percentile"),
+        ({"margin": 0}, "margin"),
+        ({"margin": float("inf")}, "margin"),
+        ({"decay": 1}, "decay"),
+        ({"decay": -0.1}, "decay"),
     ],
 )
 def test_arguments_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
@@ -414,10 +414,10 @@ def test_what_cannot_be_attention_of_this_model() -> None:
     wide = one.k.repeat_interleave(3, 1)
     mask = torch.ones(2, 7)
     refused: list[tuple[str, tuple[Any, ...]]] = [
-        ("layer 2 was observed by a calibrator of 2 layers", (2, *one[:3])),
-        ("layer -1 was observed", (-1, *one[:3])),
-        ("before they are repeated", (0, one.q, wide, one.v)),
-        ("before they are repeated", (0, one.q, one.k, wide)),
+        ("layer 2 .*2 layers", (2, *one[:3])),
+        ("layer -1 .*2 layers", (-1, *one[:3])),
+        ("repeated", (0, one.q, wide, one.v)),
+        ("repeated", (0, one.q, one.k, wide)),
         ("2 heads", (0, one.q[:, :3], one.k, one.v)),
         ("2 heads", (0, one.q[0], one.k[0], one.v[0])),
         ("earlier tokens", (0, one.q[:, :, :1], one.k, one.v)),

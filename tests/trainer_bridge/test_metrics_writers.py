@@ -107,7 +107,7 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
     assert draw(runs, picture) == ["reward", "ess"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert draw(runs, picture, ["ess"]) == ["ess"]
-    with pytest.raises(ValueError, match="no run has kl; there are ess, reward"):
+    with pytest.raises(ValueError, match=r"\bkl\b.*ess, reward"):
         draw(runs, picture, ["kl"])
 
 
@@ -141,16 +141,16 @@ def test_a_mismatch_is_drawn_over_decades(
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for text, message in (
-        ('{"kind": "note"}\n', "has no row with a step"),
-        ("step 1\n", ":1 is no JSON"),
-        ("[1]\n", ":1 is no JSON object"),
+        ('{"kind": "note"}\n', "run.jsonl.*step"),
+        ("step 1\n", "run.jsonl:1 .*JSON"),
+        ("[1]\n", "run.jsonl:1 .*JSON object"),
     ):
         path = tmp_path / "run.jsonl"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_runs([path])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no row with a step"):
+    with pytest.raises(ValueError, match=r"empty.*step"):
         read_runs([tmp_path / "empty"])
 
 
