@@ -79,7 +79,7 @@ def test_no_request_is_aborted_where_that_was_not_chosen(
 
 def test_an_unknown_choice_is_refused_before_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, BEGUN)
-    with pytest.raises(ControlError, match="in_flight is 'wait'; give one of abort, finish") as no:
+    with pytest.raises(ControlError, match=r"in_flight.*'wait'.*abort, finish") as no:
         engine.begin(in_flight="wait")
     assert no.value.status == 400
     assert engine.asked == []
@@ -103,7 +103,7 @@ def test_requests_that_do_not_end_are_given_up_on(
 ) -> None:
     monkeypatch.setattr(control_module, f"{limit}_TIMEOUT_S", -1.0)
     engine = Engine(monkeypatch, BUSY)
-    with pytest.raises(ControlError, match=f"were still running .*'{in_flight}'") as refused:
+    with pytest.raises(ControlError, match=f"in_flight.*'{in_flight}'") as refused:
         engine.begin(in_flight=in_flight)
     assert refused.value.status == 503
     assert not engine.manager.is_pause
