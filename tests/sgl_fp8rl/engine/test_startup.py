@@ -18,7 +18,10 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.reference import quantize_weight
+from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.gemm import fakes
+
+pytestmark = pytest.mark.usefixtures("publish")
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
@@ -45,11 +48,6 @@ class Rank:
         backend = SimpleNamespace(is_auto=lambda: True, value="auto")
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
         patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
-        self.deterministic = SimpleNamespace(
-            enable_deterministic_inference=False, rl_on_policy_target=None
-        )
-        resolved = SimpleNamespace(deterministic=self.deterministic)
-        patch.setattr(compat, "get_exec", lambda: resolved, raising=False)
         patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
@@ -153,33 +151,34 @@ def in_fp16(rank: Rank) -> None:
     rank.runner.model_config.dtype = torch.float16
 
 
-def deterministic(rank: Rank) -> None:
-    rank.deterministic.enable_deterministic_inference = True
-
-
-def on_policy(rank: Rank) -> None:
-    rank.deterministic.rl_on_policy_target = "fsdp"
+def unchanged(rank: Rank) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "arguments", "word"),
     [
-        (chosen_by_user, "--fp8-gemm-backend flashinfer_deepgemm"),
-        (on_blackwell, "Hopper"),
-        (in_fp16, "float16"),
-        (deterministic, "deterministic"),
-        (on_policy, "deterministic"),
+        (chosen_by_user, {}, "--fp8-gemm-backend flashinfer_deepgemm"),
+        (on_blackwell, {}, "Hopper"),
+        (in_fp16, {}, "float16"),
+        (unchanged, {"enable_deterministic_inference": True}, "deterministic"),
+        (unchanged, {"rl_on_policy_target": "fsdp"}, "deterministic"),
     ],
 )
 def test_sglangs_own_kernels_stay(
-    change: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    change: Any,
+    arguments: dict[str, Any],
+    word: str,
+    publish: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rank = Rank(monkeypatch)
+    publish(**arguments)
     change(rank)
     with caplog.at_level("INFO"):
         assert rank.start() == [None] * 3
     assert rank.found == []
-    assert sentence in caplog.text
+    assert word in caplog.text
 
 
 def test_a_model_without_fp8_is_not_spoken_of(

@@ -19,6 +19,8 @@ from tests.sgl_fp8rl.gemm import expert_fakes, fakes
 from tests.sgl_fp8rl.gemm.expert_fakes import SHAPE, config
 from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
 
+pytestmark = pytest.mark.usefixtures("publish")
+
 RENDERED = """\
      N x K  M up to    us  DeepGEMM us  ratio  floor us  kernel
 512 x 1024       64  20.0         40.0   2.00       1.3  deep_gemm_split_n parts=2
@@ -68,11 +70,7 @@ class Tuned:
         wrong = {1: expert_fakes.raising, 3: expert_fakes.clipping}
         bench = expert_fakes.Bench(patch, self._us, wrong)
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-        exec_config = SimpleNamespace(
-            deterministic=SimpleNamespace(enable_deterministic_inference=False)
-        )
         patch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
-        patch.setattr(compat, "get_exec", lambda: exec_config, raising=False)
         patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patch.setattr(expert_tiles, "stock", lambda shape, m: (stock, stock))
         patch.setattr(expert_tune, "stock", lambda shape, m: (stock, stock))

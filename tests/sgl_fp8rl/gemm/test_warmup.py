@@ -17,6 +17,7 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import compile_pool, warmup
+from tests.sgl_fp8rl.conftest import Publish
 
 STOCK_SIZES = list(range(1, 16385))
 SHAPES = [(6144, 4096), (4096, 12288)]
@@ -81,11 +82,9 @@ class Engine:
             _IS_FIRST_RANK_ON_NODE=True,
             _BUILTIN_M_LIST=STOCK_SIZES,
         )
-        schedule = SimpleNamespace(chunked_prefill_size=8192, max_running_requests=256)
         patch.delenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", raising=False)
         patch.setenv("DG_JIT_CACHE_DIR", "cache-of-the-user")
         patch.setattr(compat, "deep_gemm_warmup", self.stock, raising=False)
-        patch.setattr(compat, "get_schedule", lambda: schedule, raising=False)
         patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
         self.shapes = SHAPES
         patch.setattr(warmup, "compile_ahead", lambda *args: self.compiled.append(args))
@@ -97,7 +96,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+def engine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> Engine:
+    publish(chunked_prefill_size=8192, max_running_requests=256)
     return Engine(monkeypatch)
 
 
