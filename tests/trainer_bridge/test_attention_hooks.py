@@ -204,13 +204,16 @@ def test_nothing_is_left_behind(untouched: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_takes_its_mask_along(fails: bool) -> None:
     """Also one that failed. The next has none; an older one would not fit."""
-    model, ids, mask = tiny(), tokens(), padded(True)
-    calibrator = KVCalibrator.of(model)
+    model, ids, mask, other = tiny(), tokens(), padded(True), tokens(seed=1, count=5)
+    calibrator = KVCalibrator.of(model, margin=448)
     with torch.no_grad(), calibrator.watch(model):
         with suppress(IndexError):
             model(ids + fails * VOCABULARY, attention_mask=mask)
-        model.model(tokens(count=5))
-    calibrator.scales()
+        model.model(other)
+    expected = by_hand(model, other)
+    if not fails:
+        expected = torch.maximum(expected, by_hand(model, ids, mask))
+    assert float((calibrator.scales().double() / expected - 1).abs().max()) < NEAR
 
 
 def test_the_decoder_may_be_called_alone() -> None:

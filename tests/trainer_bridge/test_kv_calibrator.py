@@ -1,6 +1,7 @@
 """What a calibrator measures, held against a float64 oracle in numpy that shares no code."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -454,14 +455,14 @@ def merge(rank: int, folder: Path) -> None:
         calibrator = KVCalibrator(2, 2, percentile=percentile)
         scales = observed(calibrator, own if rank == 1 else []).scales()
         assert same(scales, expected([[one] for one in everywhere[1]], 2, percentile))
-        assert "layer 0 saw no tokens" in failure(calibrator.scales)[1]
+        assert re.search("layer 0 .*tokens", failure(calibrator.scales)[1])
 
         # NaN on one rank is a number on none
         bad = [[Batch(*(x.clone() for x in b[:3] if x is not None))] for (b,) in own]
         if rank == 1:
             bad[1][0].v[0, 0, 0, 0] = float("nan")
         observed(calibrator, bad)
-        assert failure(calibrator.scales)[1].startswith("layer 1 has NaN or Inf in V;")
+        assert re.search("layer 1 .*NaN or Inf.* V\\b", failure(calibrator.scales)[1])
 
     calls: list[int] = []
     reduce = dist.all_reduce

@@ -40,8 +40,14 @@ def m_rotary() -> Any:
     return rotary(MRotaryEmbedding, [8, 12, 12])
 
 
-def norm(size: int = HEAD_DIM, eps: float = 1.0, dtype: torch.dtype = BF16) -> Any:
-    return RMSNorm(size, eps, weight_dtype=dtype)
+class OtherNorm(RMSNorm):  # type: ignore[misc]
+    """As Gemma's, which multiplies by 1 + weight."""
+
+
+def norm(
+    size: int = HEAD_DIM, eps: float = 1.0, dtype: torch.dtype = BF16, kind: type = RMSNorm
+) -> Any:
+    return kind(size, eps, weight_dtype=dtype)
 
 
 class Radix(RadixAttention):  # type: ignore[misc]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
-from sglang.srt.layers.layernorm import GemmaRMSNorm
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -19,6 +18,7 @@ from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.engine.decode_fakes import (
     BF16,
     MellumAttention,
+    OtherNorm,
     Qwen3Attention,
     WrappedRotary,
     llama3_rotary,
@@ -80,7 +80,7 @@ UNFIT: dict[str, Callable[[Any], object]] = {
     "partial": lambda m: setattr(m.rotary_emb, "rotary_dim", D // 2),
     "fallback kernel": lambda m: setattr(m.rotary_emb, "use_fallback_kernel", True),
     "BF16 table": lambda m: setattr(m.rotary_emb, "cos_sin_cache", torch.zeros(8, D, dtype=BF16)),
-    "other norm": lambda m: setattr(m, "k_norm", GemmaRMSNorm(D)),
+    "other norm": lambda m: setattr(m, "k_norm", norm(kind=OtherNorm)),
     "two eps": lambda m: setattr(m.k_norm, "variance_epsilon", 0.5),
     "FP32 weight": lambda m: setattr(m, "q_norm", norm(dtype=torch.float32)),
     "norm over all heads": lambda m: setattr(m, "q_norm", norm(N * D)),

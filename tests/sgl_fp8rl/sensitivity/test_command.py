@@ -92,12 +92,12 @@ def test_the_table(
 ) -> None:
     kept = report(checkpoint("qwen3"), tmp_path, "--budget-kl", "0")
     shown = capsys.readouterr().out
-    assert "layer, most damaging first" in shown and shown.rstrip().endswith(kept["flag"])
+    assert all(layer in shown for layer in kept["ignored_layers"]) and kept["flag"] in shown
     assert kept["kl"] == 0.0 and len(kept["ignored_layers"]) == 8
-    assert "with 8 of 8 layers in BF16" in shown
+    assert "8 of 8 layers" in shown
     assert run(checkpoint("qwen3"), "--budget-kl", "9") == 0
     shown = capsys.readouterr().out
-    assert "with 0 of 8 layers in BF16" in shown and "--fp8rl-ignored-layers" not in shown
+    assert "0 of 8 layers" in shown and "--fp8rl-ignored-layers" not in shown
 
 
 def plant(path: Path, to: Path, layer: int) -> Path:
