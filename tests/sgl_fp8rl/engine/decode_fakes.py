@@ -11,6 +11,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from tests.qk_rope_oracle import Got, exact
@@ -101,6 +102,5 @@ def made(normed: bool = True) -> tuple[Qwen3Attention, Got, Any, torch.Tensor]:
     got = exact((TOKENS, HEADS, KV_HEADS, HEAD_DIM), normed=normed).on("cpu")
     module = Qwen3Attention(got, normed)
     module.qkv = got.qkv
-    mode = SimpleNamespace(is_decode=lambda: True)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=got.slots)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=got.slots)
     return module, got, batch, torch.zeros(TOKENS, 128, dtype=BF16)

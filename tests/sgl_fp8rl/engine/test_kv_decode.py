@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -116,7 +117,7 @@ STEPS: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]] = {
         m,
         p,
         h,
-        SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False)),
+        SimpleNamespace(forward_mode=ForwardMode.EXTEND),
     ),
     "quantized activations": lambda m, p, h, b: (m, p, (h, h), b),
     "FP16": lambda m, p, h, b: (m, p, h.half(), b),
@@ -208,7 +209,6 @@ def test_sglang_hands_our_keyword_to_the_decode_backend() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     calls: list[Any] = []
