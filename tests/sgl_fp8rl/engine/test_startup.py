@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.layers.quantization.fp8_utils import Fp8GemmRunnerBackend
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -45,14 +46,13 @@ class Rank:
             model=nn.Module(),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
-        backend = SimpleNamespace(is_auto=lambda: True, value="auto")
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
         patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
         patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
         patch.setattr(compat, "cuda_graph_fully_disabled", lambda: False, raising=False)
-        self.set_backend(backend)
+        self.set_backend("auto")
         patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
         patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
@@ -60,7 +60,8 @@ class Rank:
         self.compiled: list[Any] = []
         patch.setattr(startup, "compile_choices", self.compiled.append)
 
-    def set_backend(self, backend: Any) -> None:
+    def set_backend(self, name: str) -> None:
+        backend = Fp8GemmRunnerBackend(name)
         self.patch.setattr(compat, "get_fp8_gemm_runner_backend", lambda: backend, raising=False)
 
     def _layer(self, n: int, k: int) -> nn.Module:
@@ -140,7 +141,7 @@ def test_engines_without_cuda_graphs_do_not_measure(monkeypatch: pytest.MonkeyPa
 
 
 def chosen_by_user(rank: Rank) -> None:
-    rank.set_backend(SimpleNamespace(is_auto=lambda: False, value="flashinfer_deepgemm"))
+    rank.set_backend("flashinfer_deepgemm")
 
 
 def on_blackwell(rank: Rank) -> None:
