@@ -29,8 +29,7 @@ def test_grouped_products_are_compiled_once_for_each_shape(
 ) -> None:
     layers = [Experts(), Experts(), Experts(top_k=4), Experts(activation="gelu")]
     publish(chunked_prefill_size=512, max_running_requests=64)
-    stock = SimpleNamespace(_BUILTIN_M_LIST=[64, 2048])
-    monkeypatch.setattr(compat, "deep_gemm_warmup", stock, raising=False)
+    monkeypatch.setattr(compat.deep_gemm_warmup, "_BUILTIN_M_LIST", [64, 2048])
     compiled: list[Any] = []
     monkeypatch.setattr(startup_experts, "compile_grouped", lambda *args: compiled.append(args))
     startup_experts.compile_experts(nn.ModuleList([nn.Linear(1, 1), *layers]))

@@ -163,8 +163,7 @@ def test_shapes_are_tuned_kept_and_printed(
         return [Attempt(m, kind, {}) for m in (8, 16) for kind in bench.candidates.values()]
 
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-    stock = SimpleNamespace(_DO_COMPILE_ALL=True)
-    monkeypatch.setattr(compat, "deep_gemm_warmup", stock, raising=False)
+    monkeypatch.setattr(compat.deep_gemm_warmup, "_DO_COMPILE_ALL", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(command, "BUCKETS", (8, 16, 16384))
     monkeypatch.setattr(command, "list_attempts", list_attempts)
@@ -179,11 +178,9 @@ def test_shapes_are_tuned_kept_and_printed(
         (16384, STOCK),
     ]
     out, err = capsys.readouterr()
-    assert "256 x 128       16  50.0        100.0   2.00" in out
+    assert ["256 x 128", "16", "50.0", "100.0", "2.00"] in [row[:5] for row in cells(out)]
     assert "top k" not in out and "experts-" not in out
-    assert (
-        "passed over 2 times: deep_gemm_split_n: RuntimeError: no kernel image is available" in out
-    )
-    assert "passed over" in out and "triton: its error" in out
+    assert re.search("2 times.*deep_gemm_split_n.*no kernel image is available", out)
+    assert re.search("triton.*error", out)
     assert str(FILES.path(machine, str(tmp_path))) in out
     assert "8/8" in err

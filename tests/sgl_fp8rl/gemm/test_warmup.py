@@ -75,16 +75,17 @@ class Engine:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
         self.compiled: list[Any] = []
-        self.stock = SimpleNamespace(
-            ENABLE_JIT_DEEPGEMM=True,
-            _ENABLE_JIT_DEEPGEMM_PRECOMPILE=True,
-            _IN_PRECOMPILE_STAGE=False,
-            _IS_FIRST_RANK_ON_NODE=True,
-            _BUILTIN_M_LIST=STOCK_SIZES,
-        )
+        self.stock = compat.deep_gemm_warmup
+        for name, value in {
+            "ENABLE_JIT_DEEPGEMM": True,
+            "_ENABLE_JIT_DEEPGEMM_PRECOMPILE": True,
+            "_IN_PRECOMPILE_STAGE": False,
+            "_IS_FIRST_RANK_ON_NODE": True,
+            "_BUILTIN_M_LIST": STOCK_SIZES,
+        }.items():
+            patch.setattr(self.stock, name, value)
         patch.delenv("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", raising=False)
         patch.setenv("DG_JIT_CACHE_DIR", "cache-of-the-user")
-        patch.setattr(compat, "deep_gemm_warmup", self.stock, raising=False)
         patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
         self.shapes = SHAPES
         patch.setattr(warmup, "compile_ahead", lambda *args: self.compiled.append(args))
