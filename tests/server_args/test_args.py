@@ -1,6 +1,7 @@
 """Options: validation, and the way through the environment into spawned processes."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -94,43 +95,56 @@ def test_sizes(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["1GB", "1gib", "1.5GiB", "-1", "0x200", "1 2", "GiB", "1e9"])
 def test_sizes_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"FP8RL_BUCKET_BYTES: .*is not a size"):
+    with pytest.raises(ValueError, match=rf"FP8RL_BUCKET_BYTES.*{re.escape(text)}"):
         Fp8RLServerArgs.from_env({"FP8RL_BUCKET_BYTES": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("true", True), ("True", True), ("1", True), ("false", False), ("0", False)],
+)
+def test_switches(text: str, expected: bool) -> None:
+    assert Fp8RLServerArgs.from_env({"FP8RL_KV_PER_HEAD": text}).kv_per_head is expected
+
+
+def test_switches_refused() -> None:
+    with pytest.raises(ValueError, match=r"FP8RL_KV_PER_HEAD.*'yes'.*true"):
+        Fp8RLServerArgs.from_env({"FP8RL_KV_PER_HEAD": "yes"})
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("bucket_bytes", 0, "positive multiple of 512"),
-        ("bucket_bytes", -512, "positive multiple of 512"),
-        ("bucket_bytes", 768, "positive multiple of 512"),
-        ("bucket_bytes", 1e9, "integer"),
-        ("bucket_bytes", True, "integer"),
+        ("bucket_bytes", 0, "multiple of 512"),
+        ("bucket_bytes", -512, "multiple of 512"),
+        ("bucket_bytes", 768, "multiple of 512"),
+        ("bucket_bytes", 1e9, "whole number"),
+        ("bucket_bytes", True, "whole number"),
         ("ignored_layers", "lm_head", "tuple"),
-        ("ignored_layers", ("",), "would match every layer"),
-        ("ignored_layers", ("re:",), "would match every layer"),
-        ("ignored_layers", ("re:(",), "not a valid regular expression"),
-        ("ignored_layers", ("a,b",), "contains a comma"),
-        ("ignored_layers", ("a b",), "contains a space"),
-        ("kv_scheme", "per_token", "one of engine, trainer, unit"),
-        ("kv_scales", " ", "name a file"),
-        ("tune_cache", " ", "name a folder"),
-        ("key", "", "printable ASCII"),
-        ("key", "two words", "printable ASCII"),
-        ("key", "line\nbreak", "printable ASCII"),
-        ("key", "schl\u00fcssel", "printable ASCII"),
-        ("listen", "0.0.0.0", "one of loopback, any"),
-        ("listen", "any", "needs a key"),
-        ("session_timeout_s", 0.0, "positive number"),
-        ("session_timeout_s", float("nan"), "positive number"),
-        ("session_timeout_s", float("inf"), "positive number"),
+        ("ignored_layers", ("",), "every layer"),
+        ("ignored_layers", ("re:",), "every layer"),
+        ("ignored_layers", ("re:(",), "regular expression"),
+        ("ignored_layers", ("a,b",), "comma"),
+        ("ignored_layers", ("a b",), "space"),
+        ("kv_scheme", "per_token", "engine, trainer, unit"),
+        ("kv_per_head", "true", "True or False"),
+        ("kv_scales", " ", "file"),
+        ("tune_cache", " ", "folder"),
+        ("key", "", "ASCII"),
+        ("key", "two words", "ASCII"),
+        ("key", "line\nbreak", "ASCII"),
+        ("key", "schl\u00fcssel", "ASCII"),
+        ("listen", "0.0.0.0", "loopback, any"),
+        ("listen", "any", "key"),
+        ("session_timeout_s", 0.0, "positive"),
+        ("session_timeout_s", float("nan"), "positive"),
+        ("session_timeout_s", float("inf"), "positive"),
     ],
 )
 def test_refusals_name_the_option(field: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         Fp8RLServerArgs(**{field: value})
-    assert str(refusal.value).startswith(field)
-    assert env_name(field) in str(refusal.value)
+    assert {field, env_name(field)} <= set(re.findall(r"\w+", str(refusal.value)))
 
 
 def test_key_is_never_printed() -> None:
@@ -138,7 +152,7 @@ def test_key_is_never_printed() -> None:
     args = Fp8RLServerArgs(key=secret, listen="any")
     assert secret not in repr(args)
     assert secret not in f"{args}"
-    with pytest.raises(ValueError, match="printable") as refusal:
+    with pytest.raises(ValueError, match="ASCII") as refusal:
         Fp8RLServerArgs(key=secret + " ")
     assert secret not in str(refusal.value)
 

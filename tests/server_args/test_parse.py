@@ -60,22 +60,22 @@ def test_flag_mends_a_bad_default_of_the_environment_only_for_its_own_option() -
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
-        ("--fp8rl-bucket-byte", "did you mean --fp8rl-bucket-bytes?"),
-        ("--fp8rl-bucket_bytes=1024", "did you mean --fp8rl-bucket-bytes?"),
-        ("--fp8rl_listen", "did you mean --fp8rl-listen?"),
-        ("--fp8rl-ignored", "did you mean --fp8rl-ignored-layers?"),
-        ("--fp8rl-zzzzzzzzzzzzz", "the flags are --fp8rl-bucket-bytes, "),
+        ("--fp8rl-bucket-byte", "--fp8rl-bucket-bytes"),
+        ("--fp8rl-bucket_bytes=1024", "--fp8rl-bucket-bytes"),
+        ("--fp8rl_listen", "--fp8rl-listen"),
+        ("--fp8rl-ignored", "--fp8rl-ignored-layers"),
+        ("--fp8rl-zzzzzzzzzzzzz", "--fp8rl-bucket-bytes, "),
     ],
 )
 def test_mistyped_flags_are_refused(argument: str, hint: str) -> None:
-    with pytest.raises(ValueError, match="unknown flag") as refusal:
+    with pytest.raises(ValueError, match=rf"{argument.partition('=')[0]}\b") as refusal:
         parse(["--tp", "2", argument, "1"], {})
     assert hint in str(refusal.value)
 
 
 def test_no_abbreviations() -> None:
     """argparse would otherwise take ``--fp8rl-l`` for ``--fp8rl-listen``."""
-    with pytest.raises(ValueError, match="unknown flag"):
+    with pytest.raises(ValueError, match=r"--fp8rl-l\b"):
         parse(["--fp8rl-l", "any", "--fp8rl-key", "k"], {})
 
 

@@ -1,6 +1,7 @@
 """``sgl-fp8rl layers`` and ``kv-report``: what they print, and what a real engine answers."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -15,9 +16,9 @@ import torch
 from sgl_fp8rl import cli
 from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
+from sgl_fp8rl.kv_cache import kv_report
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
-from tests.sgl_fp8rl.kv_cache.test_kv_report import TABLE as KV_TABLE
 
 LAYERS: list[dict[str, Any]] = [
     {"name": name, "format": format_, "reason": reason, "shape": shape, "top_k": top_k}
@@ -29,22 +30,20 @@ LAYERS: list[dict[str, Any]] = [
     )
 ]
 
-TABLE = """\
-layer                         shape      format  reason
-model.embed_tokens            512x256    bf16    embedding
-model.layers.0.mlp.down_proj  256x384    fp8
-model.layers.0.mlp.experts    4x256x256  fp8
-lm_head                       512x256    bf16    output head
-
-2 of 4 in FP8; not FP8: 1 embedding; 1 output head"""
-
 
 def test_layer_table() -> None:
-    assert cli.render_layers(LAYERS) == TABLE
-
-
-def test_no_layers() -> None:
-    assert cli.render_layers([]).endswith("0 of 0 in FP8")
+    """A line for each layer, with its facts, and the counts of those in FP8 and of the reasons."""
+    header, *rows, _, summary = cli.render_layers(LAYERS).splitlines()
+    assert [re.split(r"  +", row) for row in (header, *rows)] == [
+        ["layer", "shape", "format", "reason"],
+        ["model.embed_tokens", "512x256", "bf16", "embedding"],
+        ["model.layers.0.mlp.down_proj", "256x384", "fp8"],
+        ["model.layers.0.mlp.experts", "4x256x256", "fp8"],
+        ["lm_head", "512x256", "bf16", "output head"],
+    ]
+    for count in ("2 of 4", "1 embedding", "1 output head"):
+        assert count in summary
+    assert "0 of 0" in cli.render_layers([])
 
 
 def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,12 +63,13 @@ def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])
     assert exit_.value.code == 2
-    assert "{doctor,layers,tune,precision,kv-report,plot}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("doctor", "layers", "tune", "kv-report", "plot"))
 
 
 def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(SystemExit, match="needs SGLang"):
+    with pytest.raises(SystemExit, match="SGLang"):
         cli.main(["layers", "some/model"])
 
 
@@ -90,17 +90,17 @@ def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert cli.main(["tune", "some/model"]) == 0
     assert [given[:2] for given in tuned[1:]] == [(linears, []), ([], experts)]
     monkeypatch.setattr(cli, "read_layers", lambda *_: [embedding])
-    with pytest.raises(SystemExit, match="some/model has no FP8 layers with a choice of kernels"):
+    with pytest.raises(SystemExit, match="some/model"):
         cli.main(["tune", "some/model"])
 
 
 def test_tune_needs_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="no Hopper GPU"):
+    with pytest.raises(SystemExit, match="Hopper"):
         cli.main(["tune", "some/model"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    with pytest.raises(SystemExit, match="no Hopper GPU"):
+    with pytest.raises(SystemExit, match="Hopper"):
         cli.main(["tune", "some/model"])
 
 
@@ -140,15 +140,16 @@ def test_kv_report_of_an_engine(
 ) -> None:
     saved = tmp_path / "kv.json"
     assert cli.main(["kv-report", address, "--json", str(saved)]) == 0
-    assert capsys.readouterr().out == KV_TABLE + "\n"
+    table = capsys.readouterr().out
+    assert kv_report.render(a_reply(), kv_report.lines_of(a_reply())) in table
     assert json.loads(saved.read_text()).items() >= a_reply().items()
     assert cli.main(["kv-report", str(saved)]) == 0
-    assert capsys.readouterr().out == KV_TABLE + "\n"
+    assert capsys.readouterr().out == table
 
 
 def test_kv_report_without_the_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FP8RL_KEY")
-    with pytest.raises(SystemExit, match="kv-report: the key is missing"):
+    with pytest.raises(SystemExit, match=r"FP8RL_KEY|key is missing"):
         cli.main(["kv-report", address])
 
 
@@ -156,8 +157,8 @@ def test_kv_report_asks_to_observe(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["kv-report", address, "--observe"]) == 0
-    assert capsys.readouterr().out.startswith("the next 4096 prefilled tokens are measured")
-    with pytest.raises(SystemExit, match="is not an engine"):
+    assert capsys.readouterr().out.split()[2] == "4096"
+    with pytest.raises(SystemExit, match=r"--observe.*http://"):
         cli.main(["kv-report", str(tmp_path), "--observe"])
 
 
@@ -176,9 +177,9 @@ def test_kv_report_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kv_report_faults_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:1 cannot be reached"):
+    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:1\b"):
         cli.main(["kv-report", "http://127.0.0.1:1"])
-    with pytest.raises(SystemExit, match="cannot be read"):
+    with pytest.raises(SystemExit, match=r"none\.json.*kv-report --json"):
         cli.main(["kv-report", str(tmp_path / "none.json")])
     saved = tmp_path / "kv.json"
     saved.write_text(json.dumps(a_reply()))
@@ -228,5 +229,5 @@ def test_runs_are_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["plot", *runs, "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
     assert capsys.readouterr().out.strip() == str(picture)
-    with pytest.raises(SystemExit, match=r"sgl-fp8rl plot: .*no-such"):
+    with pytest.raises(SystemExit, match="no-such"):
         cli.main(["plot", str(tmp_path / "no-such.jsonl")])

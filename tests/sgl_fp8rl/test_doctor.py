@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -45,9 +46,10 @@ def test_exit_code_tells_of_failures_only(
 
 
 def test_table() -> None:
-    assert doctor.render([OK, WARN]) == (
-        "ok    a            well\nwarn  longer name  hm\n\n1 ok, 1 warn"
-    )
+    first, second, _, counts = doctor.render([OK, WARN]).splitlines()
+    assert first.split() == [OK.status, OK.name, OK.message]
+    assert second.split(maxsplit=1) == [WARN.status, f"{WARN.name}  {WARN.message}"]
+    assert "1 ok" in counts and "1 warn" in counts
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +71,7 @@ def test_a_check_that_raises_is_a_failure_and_the_others_still_run(
     first, failure, last = doctor.run_checks()
     assert (first, last) == (OK, WARN)
     assert (failure.name, failure.status) == ("broken", "fail")
-    assert failure.message == "OSError: no such thing"
+    assert "OSError" in failure.message and "no such thing" in failure.message
     assert "Traceback" in failure.detail
 
 
@@ -138,7 +140,9 @@ def test_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(doctor.compat, "check_attributes", lambda: [("sglang.C.d", False)])
     check = only(doctor.check_sglang_symbols())
-    assert (check.status, check.message) == ("fail", "2 of 3 missing: sglang.b, sglang.C.d")
+    assert check.status == "fail"
+    assert all(name in check.message for name in ("sglang.b", "sglang.C.d"))
+    assert "sglang.a" not in check.message
 
 
 class _Point(metadata.EntryPoint):
@@ -156,9 +160,9 @@ class _Point(metadata.EntryPoint):
     [
         (["sgl_fp8rl.engine.plugin:register"], "", "ok"),
         (["sgl_fp8rl.engine.plugin:register"], "other, fp8rl,fp8rl_cpu", "ok"),
-        (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other leaves it out"),
-        ([], "", "has nothing under this name"),
-        (["elsewhere:register"], "", "has elsewhere:register under this name"),
+        (["sgl_fp8rl.engine.plugin:register"], "other", "SGLANG_PLUGINS=other"),
+        ([], "", "nothing"),
+        (["elsewhere:register"], "", "elsewhere:register"),
         (["sgl_fp8rl.engine.plugin:register"] * 2, "", "reinstall"),
     ],
 )
@@ -205,7 +209,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expe
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
     checks = list(doctor.check_device())
     assert [check.status for check in checks] == [expected] * 2
-    assert checks[1].message.startswith(f"Card 1, SM {capability[0]}.{capability[1]}, driver")
+    assert checks[1].message.startswith(f"Card 1, SM {capability[0]}.{capability[1]}")
 
 
 @pytest.mark.usefixtures("sglang_stub")
@@ -269,11 +273,11 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     assert only(doctor.check_environment()).status == "ok"
     monkeypatch.setenv("FP8RL_BUCKET_BYTES", "1GiB")
-    assert only(doctor.check_environment()).message == "FP8RL_BUCKET_BYTES set"
+    assert "FP8RL_BUCKET_BYTES" in only(doctor.check_environment()).message
     monkeypatch.setenv("FP8RL_BUCKET_BYTE", "1GiB")
     check = only(doctor.check_environment())
     assert check.status == "warn"
-    assert "FP8RL_BUCKET_BYTE:" in check.message
+    assert re.search(r"FP8RL_BUCKET_BYTE\b", check.message)
     monkeypatch.setenv("FP8RL_BUCKET_BYTES", "much")
     with pytest.raises(ValueError, match="FP8RL_BUCKET_BYTES"):
         list(doctor.check_environment())
@@ -323,7 +327,7 @@ def test_numerics_fail_on_a_wrong_quantizer(monkeypatch: pytest.MonkeyPatch, fau
         if check.name == "update on cuda":
             continue  # quantized by a kernel, which has no fault
         assert check.status == "fail"
-        assert "are not what E4M3 gives" in check.message
+        assert "E4M3" in check.message
 
 
 def test_update_fails_on_swapped_projections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +354,7 @@ def test_a_plugin_that_refuses_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(doctor, "PROBES", {"quantization fp8rl": refuse})
     (check,) = doctor.run_checks()
-    assert (check.status, check.message) == ("fail", "SystemExit: sgl-fp8rl cannot start: reason")
+    assert check.status == "fail" and "sgl-fp8rl cannot start: reason" in check.message
 
 
 def test_this_installation_is_well(tmp_path: Path) -> None:

@@ -197,20 +197,23 @@ def test_nothing_is_left_behind(untouched: Callable[[], bool]) -> None:
     assert untouched() and hooks(model) == before
     calibrator.scales()
     model(tokens())
-    with pytest.raises(ValueError, match="saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_takes_its_mask_along(fails: bool) -> None:
     """Also one that failed. The next has none; an older one would not fit."""
-    model, ids, mask = tiny(), tokens(), padded(True)
-    calibrator = KVCalibrator.of(model)
+    model, ids, mask, other = tiny(), tokens(), padded(True), tokens(seed=1, count=5)
+    calibrator = KVCalibrator.of(model, margin=448)
     with torch.no_grad(), calibrator.watch(model):
         with suppress(IndexError):
             model(ids + fails * VOCABULARY, attention_mask=mask)
-        model.model(tokens(count=5))
-    calibrator.scales()
+        model.model(other)
+    expected = by_hand(model, other)
+    if not fails:
+        expected = torch.maximum(expected, by_hand(model, ids, mask))
+    assert float((calibrator.scales().double() / expected - 1).abs().max()) < NEAR
 
 
 def test_the_decoder_may_be_called_alone() -> None:
@@ -366,7 +369,7 @@ def test_a_mask_that_does_not_tell_padding() -> None:
     full = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     with torch.no_grad(), KVCalibrator.of(model).watch(model):
         for mask in (full, {"full_attention": full}):
-            with pytest.raises(ValueError, match="which does not mark padding"):
+            with pytest.raises(ValueError, match=r"attention_mask.*\[batch, tokens\]"):
                 model(tokens(), attention_mask=mask)
 
 
@@ -387,15 +390,19 @@ def test_a_calibrator_of_another_model() -> None:
     ):
         model(tokens())
     short = KVCalibrator(LAYERS - 1, KV_HEADS)
-    with torch.no_grad(), short.watch(model), pytest.raises(ValueError, match="layer 2 was"):
+    with (
+        torch.no_grad(),
+        short.watch(model),
+        pytest.raises(ValueError, match=r"layer 2 .*2 layers"),
+    ):
         model(tokens())
 
 
 def test_what_is_no_transformers_model() -> None:
-    with pytest.raises(ValueError, match="Linear is not a transformers model"):
+    with pytest.raises(ValueError, match=r"Linear.*observe\(\)"):
         KVCalibrator.of(nn.Linear(2, 2))
     with (
-        pytest.raises(ValueError, match="Linear is not a transformers model"),
+        pytest.raises(ValueError, match=r"Linear.*observe\(\)"),
         KVCalibrator(1, 1).watch(nn.Linear(2, 2)),
     ):
         pass
@@ -406,7 +413,7 @@ def test_a_compiled_model_is_not_observed_by_halves() -> None:
     model, ids = tiny(), tokens()
     expected = by_hand(model, ids)
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match="not compiled"):
+    with pytest.raises(ValueError, match=r"layer 0 .*compiled"):
         seen(compiled, ids)
     with torch.compiler.set_stance("force_eager"):
         found, _ = seen(compiled, ids)

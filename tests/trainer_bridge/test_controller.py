@@ -66,29 +66,25 @@ def test_a_heavy_tail_tightens_c_and_then_masks() -> None:
 
 def test_it_says_why_with_the_figures() -> None:
     (reason,) = feed(controller(), TAIL | {"weight_mean": 1 - 0.0123}).reasons
-    assert reason == (
-        "weight_ess is 0.9500, below exp(-2 x 0.005) = 0.9900, with 1.23% of the ratios' mass "
-        "truncated: TIS at C = 2 becomes TIS at C = 1.7"
-    )
+    for part in ("weight_ess", "0.9500", "0.9900", "1.23%", "C = 2 ", "C = 1.7"):
+        assert part in reason
     (reason,) = feed(controller(fp8_kv=True), APART).reasons
-    assert reason == (
-        "mismatch_kl_k3 is 0.02 nats per token, above the budget of 0.005, and no correction "
-        "lowers it: start the engine with --kv-cache-dtype bf16"
-    )
+    for part in ("mismatch_kl_k3", "0.02 nats", "0.005", "--kv-cache-dtype bf16"):
+        assert part in reason
 
 
 def test_it_acts_on_policies_that_are_far_apart_whatever_tail_was_missed() -> None:
     below = APART | {"mismatch_kl_k3": 0.2, "ratio_mean": 0.95}
     assert feed(controller(fp8_kv=True), below).requests
     (reason,) = controller(fp8_kv=True).observe(below | {"ratio_mean": 1.05}).reasons  # control
-    assert reason.startswith("nothing changes: ratio_mean is 1.05")
+    assert "ratio_mean" in reason and "1.05" in reason
 
 
 def test_c_is_left_where_it_does_not_help() -> None:
     given = metrics(ess=0.95, weights=0.95, top=1.6)  # C = 1.7 would cut nothing
     decision = feed(controller(fp8_kv=True), given)
     assert decision.config == CorrectionConfig() and len(decision.requests) == 1
-    assert "correction cannot do more: start the engine" in decision.reasons[0]
+    assert "--kv-cache-dtype bf16" in decision.reasons[0]
 
 
 def test_a_tail_with_much_mass_is_masked_at_once() -> None:
@@ -135,7 +131,7 @@ def test_it_loosens_one_step_at_a_time_and_only_well_below_the_budget() -> None:
             assert feed(made, given, 20).config == strict
     back = [feed(made, FINE) for _ in range(3)]
     assert [d.config.rollout_is_threshold for d in back] == [1.5, pytest.approx(1.7), 2.0]
-    assert "becomes TIS at C = 2 again" in back[-1].reasons[0]
+    assert "C = 2 " in back[-1].reasons[0]
     assert feed(made, FINE, 20).config == CorrectionConfig()
 
 
@@ -145,7 +141,7 @@ def test_wrong_logprobs_pull_no_lever() -> None:
     for _ in range(10):
         decision = made.observe(wrong)
         assert decision.config == CorrectionConfig() and not decision.requests
-        assert decision.reasons[0].startswith("nothing changes: ratio_mean is 1.05, above")
+        assert "ratio_mean" in decision.reasons[0] and "1.05" in decision.reasons[0]
     assert feed(made, APART).requests  # control: the same with right ones
 
 
@@ -174,12 +170,12 @@ def test_other_configs() -> None:
     masked = CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_mean_k3": 0.01})
     assert feed(controller(config=masked, fp8_kv=True), TAIL).config == masked  # it has no C
     for config in ("decoupled_seq_is", "decoupled_geo_rs"):
-        with pytest.raises(ValueError, match=r"rollout_is is .*pass a config with 'token'"):
+        with pytest.raises(ValueError, match=r"rollout_is .*'token'"):
             Controller(BUDGET, PRESETS[config])
     for budget in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="must all be positive"):
+        with pytest.raises(ValueError, match="budget_kl"):
             Controller(budget)
-    with pytest.raises(ValueError, match="metrics lack weight_ess, weight_mean"):
+    with pytest.raises(ValueError, match="weight_ess, weight_mean"):
         Controller(BUDGET).observe(mismatch_metrics(*[torch.zeros(1, 2)] * 2, torch.ones(1, 2) > 0))
 
 
@@ -201,4 +197,4 @@ def test_tightening_wins_sample_size_and_does_not_change_the_kl() -> None:
     assert len({kl for kl, _ in seen}) == 1
     sizes = [size for _, size in seen]
     assert sizes[0] < math.exp(-2 * 0.004) < sizes[-1] and sizes == sorted(sizes)
-    assert decision.requests and "no correction lowers it" in reasons[-1]
+    assert decision.requests and "--kv-cache-dtype bf16" in reasons[-1]

@@ -254,14 +254,14 @@ def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_is": "sequences"}, "rollout_is is 'sequences'; use one of"),
-        ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0; pass a positive"),
-        ({"rollout_is_threshold": (2.0, 0.5)}, "ascending order"),
-        ({"rollout_is_threshold": math.inf}, "positive finite number"),
-        ({"rollout_rs": {"geo": 1.0}}, "rollout_rs has"),
-        ({"rollout_rs": {"seq_max_k2": (0.5, 2.0)}}, "one upper bound, only k1 has two"),
-        ({"veto_threshold": 2.0}, "veto_threshold is 2.0"),
-        ({"loss_type": "gspo"}, "loss_type is 'gspo'"),
+        ({"rollout_is": "sequences"}, "rollout_is .*'sequences'.*token"),
+        ({"rollout_is_threshold": 0.0}, r"rollout_is_threshold .*0\.0.*positive"),
+        ({"rollout_is_threshold": (2.0, 0.5)}, "rollout_is_threshold .*ascending"),
+        ({"rollout_is_threshold": math.inf}, "rollout_is_threshold .*finite"),
+        ({"rollout_rs": {"geo": 1.0}}, "rollout_rs .*geo"),
+        ({"rollout_rs": {"seq_max_k2": (0.5, 2.0)}}, "seq_max_k2.*one "),
+        ({"veto_threshold": 2.0}, "veto_threshold .*2.0"),
+        ({"loss_type": "gspo"}, "loss_type .*gspo"),
     ],
 )
 def test_a_config_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
@@ -289,11 +289,11 @@ def test_configs_in_verls_writing() -> None:
 
 def test_other_unusable_inputs_are_refused() -> None:
     sampled = make_rollout([[-1.0, -2.0]])
-    with pytest.raises(ValueError, match="no preset is named 'tis'; use a CorrectionConfig, or"):
+    with pytest.raises(ValueError, match=r"'tis'.*CorrectionConfig.*decoupled_token_is"):
         correct(sampled, torch.zeros(1, 2), "tis")
-    with pytest.raises(ValueError, match=r"shape \(2, 3\), but"):
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 2\)"):
         correct(sampled, torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"1 sequences .* NaN or infinite"):
+    with pytest.raises(ValueError, match=r"1 sequences .*finite"):
         correct(sampled, torch.tensor([[math.nan, -1.0]]), "decoupled_geo_rs_seq_tis")
     everything = CorrectionConfig(
         rollout_rs=dict.fromkeys(REJECTIONS, 1.5),
@@ -301,5 +301,5 @@ def test_other_unusable_inputs_are_refused() -> None:
         rollout_is_batch_normalize=True,
     )
     for rows in ([[], []], []):
-        with pytest.raises(ValueError, match="mask_BT selects no token"):
+        with pytest.raises(ValueError, match="mask_BT"):
             correct_logprobs(pad(rows), pad(rows), mask_of(rows), everything)

@@ -55,7 +55,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.mark.parametrize("engine", [None, 3, object(), [], {"control": 1}])
 def test_connect_refuses_what_is_no_engine(engine: Any) -> None:
-    with pytest.raises(EngineError, match=f"{type(engine).__name__} is not an engine"):
+    with pytest.raises(EngineError, match=f"{type(engine).__name__} .*quantization='fp8rl'"):
         connect(engine)
 
 
@@ -63,13 +63,13 @@ def test_connect_refuses_an_engine_without_the_plugin() -> None:
     class Stock:
         def generate(self) -> None: ...
 
-    with pytest.raises(EngineError, match=r"Stock is not an engine.*quantization='fp8rl'"):
+    with pytest.raises(EngineError, match=r"Stock .*quantization='fp8rl'"):
         connect(Stock())
 
 
 @pytest.mark.parametrize("address", ["localhost:30000", "", "ftp://host", "/tmp/socket"])
 def test_connect_refuses_what_is_no_address(address: str) -> None:
-    with pytest.raises(EngineError, match="write it as http://host:port"):
+    with pytest.raises(EngineError, match=f"{address!r}.*http://host:port"):
         connect(address)
 
 
@@ -132,7 +132,7 @@ def test_http_errors_become_sentences(
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b"", b"\xff"])
 def test_a_page_instead_of_a_reply(server: Server, body: bytes) -> None:
     server.answers(200, body)
-    with pytest.raises(EngineError, match="cannot be reached") as caught:
+    with pytest.raises(EngineError, match=server.address) as caught:
         connect(server.address).control({"op": "layout"})
     assert caught.value.status is None
 
@@ -141,7 +141,7 @@ def test_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EngineError, match=f"{address} cannot be reached .* is it up"):
+        with pytest.raises(EngineError, match=f"{address}.* is it up"):
             connect(address).control({"op": "layout"})
 
 
@@ -159,8 +159,9 @@ def test_a_server_that_breaks_off(answer: bytes) -> None:
 
         thread = threading.Thread(target=once, daemon=True)
         thread.start()
-        with pytest.raises(EngineError, match="cannot be reached"):
-            HTTPEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", None).control({})
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EngineError, match=address):
+            HTTPEngine(address, None).control({})
         thread.join(10)
 
 
@@ -227,7 +228,7 @@ def test_a_refused_message(fault: Exception, status: int | None) -> None:
 
 def test_a_refused_generation_keeps_its_status() -> None:
     fault = HTTPException(503, "engine weights are quarantined: it broke off")
-    with pytest.raises(EngineError, match="quarantined: it broke off") as caught:
+    with pytest.raises(EngineError, match="it broke off") as caught:
         connect(Engine(fault)).generate({"input_ids": [1]})
     assert caught.value.status == 503
 

@@ -103,7 +103,7 @@ def test_the_layout_is_asked_again_after_a_failure() -> None:
 def test_the_layout_is_asked_again_where_the_bucket_was_too_small() -> None:
     client = Client(bucket_bytes=512)
     connection = EngineConnection(client)
-    with pytest.raises(ManifestError, match="larger --fp8rl-bucket-bytes"):
+    with pytest.raises(ManifestError, match="--fp8rl-bucket-bytes"):
         plan_for(connection, weights(a=(128, 4)))
     client.layout["bucket_bytes"] = BUCKET_BYTES
     assert plan_for(connection, weights(a=(128, 4))).manifest.chunk_bytes == BUCKET_BYTES // 2
@@ -431,13 +431,13 @@ def test_scales_that_are_not_for_this_engine() -> None:
     """A new engine at the address may be what they are for, so it is asked again."""
     good = torch.ones(2, 3, 4)
     bad: list[tuple[str, Any]] = [
-        (r"shape \(3, 3, 4\), and the engine's KV cache \(2, 3, 4\)", torch.ones(3, 3, 4)),
-        (r"shape \(2, 2, 4\)", torch.ones(2, 2, 4)),
-        (r"shape \(2, 3, 2\)", torch.ones(2, 3, 2)),
+        (r"\(3, 3, 4\).*\(2, 3, 4\)", torch.ones(3, 3, 4)),
+        (r"\(2, 2, 4\)", torch.ones(2, 2, 4)),
+        (r"\(2, 3, 2\)", torch.ones(2, 3, 2)),
         ("float64", good.double()),
         ("bfloat16", good.bfloat16()),
         ("list", good.tolist()),
-        *(("not a positive number", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
+        *(("positive", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
     ]
     client = kv_client()
     connection = EngineConnection(client)
@@ -450,7 +450,7 @@ def test_scales_that_are_not_for_this_engine() -> None:
     for layout in ({}, {"kv_cache": None}):
         client = Client((GPU,), **layout)
         connection = EngineConnection(client)
-        with pytest.raises(ManifestError, match="start it with --kv-cache-dtype fp8_e4m3"):
+        with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
             connection.kv_scales(good, None)
         client.layout["kv_cache"] = KV_CACHE
         assert torch.equal(connection.kv_scales(good, None), good)
@@ -623,10 +623,12 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("engine", [None, object(), "host:1", 3])
-def test_what_is_no_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("engine", "name"), [(None, "NoneType"), (object(), "object"), ("host:1", "host:1"), (3, "int")]
+)
+def test_what_is_no_engine(engine: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_connections", {})
-    with pytest.raises(EngineError, match=r"is not an engine|is not an address"):
+    with pytest.raises(EngineError, match=f"{name}.*http://"):
         connection_to(engine)
     assert connection_module._connections == {}
 

@@ -135,7 +135,7 @@ def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
 def test_a_rank_that_refuses_it(tmp_path: Path, bucket: HostBucket, answer: Answer) -> None:
     ranks = [Rank(tmp_path), Rank(tmp_path, answer)]
     connected = connect(ranks)
-    with pytest.raises(EngineError, match=r"^no memory$|the engine ended the update"):
+    with pytest.raises(EngineError, match=r"no memory|ended"):
         bucket.share(connected)
     connected.close()
     for rank in ranks:
@@ -144,6 +144,6 @@ def test_a_rank_that_refuses_it(tmp_path: Path, bucket: HostBucket, answer: Answ
 
 def test_memory_that_no_machine_has() -> None:
     before = held()
-    with pytest.raises(EngineError, match=f"no bucket of {1 << 62} bytes could be shared"):
+    with pytest.raises(EngineError, match=str(1 << 62)):
         HostBucket(1 << 62)
     assert held() == before

@@ -1,6 +1,7 @@
 """What a calibrator measures, held against a float64 oracle in numpy that shares no code."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -258,7 +259,7 @@ def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: floa
     with torch.no_grad():
         getattr(layers[1][0], row)[1, -1, 3, 5] = bad
     observed(calibrator, layers)
-    with pytest.raises(ValueError, match=f"^layer 1 has NaN or Inf in {row.upper()};"):
+    with pytest.raises(ValueError, match=f"layer 1 .*NaN or Inf.* {row.upper()}"):
         calibrator.scales()
     # the next step knows nothing of it
     assert same(observed(calibrator, kept).scales(), expected(kept, 2, percentile))
@@ -267,16 +268,16 @@ def test_nan_and_inf_are_refused_by_layer(bad: float, row: str, percentile: floa
 @pytest.mark.parametrize("percentile", [None, 99.0])
 def test_a_layer_that_saw_no_tokens_is_refused(percentile: float | None) -> None:
     calibrator = KVCalibrator(3, 2, percentile=percentile)
-    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
     for layer in (0, 2):
         observed(calibrator, [[]] * layer + [[batch(layer)]])
-    with pytest.raises(ValueError, match=r"^layer 1 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 1 .*tokens"):
         calibrator.scales()
     padding = batch(0)._replace(mask=torch.zeros(2, 7))
     empty = Batch(*(x[:, :, :0] for x in batch(0)[:3] if x is not None))
     observed(calibrator, [[padding], [empty, batch(1)], [batch(2)]])
-    with pytest.raises(ValueError, match=r"^layer 0 saw no tokens"):
+    with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
         calibrator.scales()
     layers = [[padding, batch(0)], [batch(1), empty], [batch(2)]]
     assert observed(calibrator, layers).scales().shape == (3, 3, 2)
@@ -391,17 +392,17 @@ def test_a_margin_is_room_for_larger_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"layers": 0}, "positive integers"),
-        ({"layers": 2.0}, "positive integers"),
-        ({"kv_heads": -1}, "positive integers"),
-        ({"kv_heads": [2, 2]}, "positive integers"),
-        ({"percentile": 0}, "percentile is 0;"),
-        ({"percentile": 100.1}, "percentile is"),
-        ({"percentile": float("nan")}, "percentile is"),
-        ({"margin": 0}, "margin is 0;"),
-        ({"margin": float("inf")}, "margin is"),
-        ({"decay": 1}, "decay is 1;"),
-        ({"decay": -0.1}, "decay is"),
+        ({"layers": 0}, "layers.*from 1"),
+        ({"layers": 2.0}, "layers.*from 1"),
+        ({"kv_heads": -1}, "kv_heads.*from 1"),
+        ({"kv_heads": [2, 2]}, "kv_heads.*from 1"),
+        ({"percentile": 0}, "percentile"),
+        ({"percentile": 100.1}, "percentile"),
+        ({"percentile": float("nan")}, "percentile"),
+        ({"margin": 0}, "margin"),
+        ({"margin": float("inf")}, "margin"),
+        ({"decay": 1}, "decay"),
+        ({"decay": -0.1}, "decay"),
     ],
 )
 def test_arguments_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
@@ -414,10 +415,10 @@ def test_what_cannot_be_attention_of_this_model() -> None:
     wide = one.k.repeat_interleave(3, 1)
     mask = torch.ones(2, 7)
     refused: list[tuple[str, tuple[Any, ...]]] = [
-        ("layer 2 was observed by a calibrator of 2 layers", (2, *one[:3])),
-        ("layer -1 was observed", (-1, *one[:3])),
-        ("before they are repeated", (0, one.q, wide, one.v)),
-        ("before they are repeated", (0, one.q, one.k, wide)),
+        ("layer 2 .*2 layers", (2, *one[:3])),
+        ("layer -1 .*2 layers", (-1, *one[:3])),
+        ("repeated", (0, one.q, wide, one.v)),
+        ("repeated", (0, one.q, one.k, wide)),
         ("2 heads", (0, one.q[:, :3], one.k, one.v)),
         ("2 heads", (0, one.q[0], one.k[0], one.v[0])),
         ("earlier tokens", (0, one.q[:, :, :1], one.k, one.v)),
@@ -454,14 +455,14 @@ def merge(rank: int, folder: Path) -> None:
         calibrator = KVCalibrator(2, 2, percentile=percentile)
         scales = observed(calibrator, own if rank == 1 else []).scales()
         assert same(scales, expected([[one] for one in everywhere[1]], 2, percentile))
-        assert "layer 0 saw no tokens" in failure(calibrator.scales)[1]
+        assert re.search("layer 0 .*tokens", failure(calibrator.scales)[1])
 
         # NaN on one rank is a number on none
         bad = [[Batch(*(x.clone() for x in b[:3] if x is not None))] for (b,) in own]
         if rank == 1:
             bad[1][0].v[0, 0, 0, 0] = float("nan")
         observed(calibrator, bad)
-        assert failure(calibrator.scales)[1].startswith("layer 1 has NaN or Inf in V;")
+        assert re.search("layer 1 .*NaN or Inf.* V\\b", failure(calibrator.scales)[1])
 
     calls: list[int] = []
     reduce = dist.all_reduce

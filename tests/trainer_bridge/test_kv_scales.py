@@ -107,11 +107,11 @@ def test_without_them_nothing_is_sent(engine: Engine) -> None:
 
 def test_an_engine_without_an_fp8_kv_cache_refuses_before_anything_begins(tmp_path: Path) -> None:
     engine = Engine(tmp_path, 1, kv_cache=None)
-    with pytest.raises(ManifestError, match="FP8 KV cache, and the engine has none"):
+    with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
     engine.layout["kv_cache"] = {**KV_CACHE, "layers": LAYERS + 1}
-    with pytest.raises(ManifestError, match="has shape"):
+    with pytest.raises(ManifestError, match=r"\(\d+, 3, \d+\).*\(\d+, 3, \d+\)"):
         update(WEIGHTS, engine, version=0, kv_scales=scales(0))
     assert engine.manifests == []
     engine.layout["kv_cache"] = KV_CACHE

@@ -181,17 +181,17 @@ def test_unusable_inputs_are_refused() -> None:
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     for broken in (-math.inf, math.inf, math.nan):
         for pair in ((zeros, torch.tensor([[-1.0, broken]])), (torch.full((1, 2), broken), zeros)):
-            with pytest.raises(ValueError, match=r"1 sequences have .* NaN or infinite"):
+            with pytest.raises(ValueError, match=r"1 sequences .*finite"):
                 mismatch_metrics(*pair, mask)
-    with pytest.raises(ValueError, match="NaN or infinite"):  # inf - inf
+    with pytest.raises(ValueError, match=r"1 sequences .*finite"):  # inf - inf
         mismatch_metrics(zeros + math.inf, zeros + math.inf, mask)
-    with pytest.raises(ValueError, match=r"mask_BT has dtype torch.float32; pass it as bool"):
+    with pytest.raises(ValueError, match=r"mask_BT.*float32.*bool"):
         mismatch_metrics(zeros, zeros, mask.float())
-    with pytest.raises(ValueError, match=r"shape \(1, 2\), but"):
+    with pytest.raises(ValueError, match=r"\(1, 2\).*\(1, 3\)"):
         mismatch_metrics(zeros, torch.zeros(1, 3), mask)
-    with pytest.raises(ValueError, match=r"on several devices, .*'mask_BT': 'meta'"):
+    with pytest.raises(ValueError, match="'mask_BT': 'meta'"):
         mismatch_metrics(zeros, zeros, mask.to("meta"))
     for empty in ((1, 2), (2, 0), (0, 4), (0, 0)):
         nothing = torch.zeros(empty)
-        with pytest.raises(ValueError, match="mask_BT selects no token"):
+        with pytest.raises(ValueError, match="mask_BT"):
             mismatch_metrics(nothing, nothing, nothing.bool())

@@ -65,13 +65,13 @@ def test_only_what_every_rank_has_open_is_known(
 
 
 def test_a_rank_cannot_be_reached(tmp_path: Path, ranks: list[Rank]) -> None:
-    with pytest.raises(EngineError, match=r"cannot be reached .* one host, as the same user"):
+    with pytest.raises(EngineError, match=r"one host.*same user"):
         RankClients([*(rank.path for rank in ranks), str(tmp_path / "none")], TOKEN)
 
 
 def test_a_rank_hangs_up_at_once(ranks: list[Rank]) -> None:
     ranks[0].answer = lambda message: None
-    with pytest.raises(EngineError, match="cannot be reached"):
+    with pytest.raises(EngineError, match=r"one host.*same user"):
         connect(ranks)
     RankClients([ranks[1].path], TOKEN).close()  # it was not called on yet
 
@@ -102,7 +102,7 @@ def test_a_rank_that_is_gone_is_told_no_more(ranks: list[Rank], gone: int) -> No
     """It is when its reply is awaited that this is known; the others still hear what is sent."""
     ranks[gone].answer, ranks[1 - gone].answer = hang_up("finish"), hang_up("abort")
     connected = connect(ranks)
-    with pytest.raises(EngineError, match=r"the engine ended the update .* see its log"):
+    with pytest.raises(EngineError, match=r"engine.* log"):
         connected.ask({"op": "finish"})
     ranks[gone].join()
     connected.send({"op": "abort"})
@@ -126,6 +126,6 @@ def test_the_last_word_of_a_rank_that_is_gone_is_heard(ranks: list[Rank]) -> Non
 def test_a_rank_that_does_not_answer(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_client_module, "SOCKET_TIMEOUT_S", 0.3)
     connected = connect(ranks)
-    with pytest.raises(EngineError, match=r"the engine ended the update \(timed out\)"):
+    with pytest.raises(EngineError, match=r"timed out.* log"):
         connected.wait()
     connected.close()

@@ -112,7 +112,7 @@ def test_strings_come_back_as_the_engines_tokens() -> None:
     assert client.payloads[0]["text"] == ["ab", "ab", "c", "c"]
     assert result.prompt_tokens == [[97, 98], [97, 98], [99], [99]]
     client.edit = lambda reply: reply.pop("prompt_token_ids")
-    with pytest.raises(ValueError, match="reply 0 lacks the token ids of its prompt"):
+    with pytest.raises(ValueError, match=r"reply 0 .*pass prompts as token ids"):
         rollout(client, ["ab"], {})
 
 
@@ -131,7 +131,7 @@ def test_raw_logprobs_need_temperature_one() -> None:
     for temperature in (1.0, 0.0):  # greedy logprobs are of unscaled logits either way
         assert rollout(client, PROMPTS, {"temperature": temperature}).temperature == 1.0
     client.payloads.clear()
-    with pytest.raises(ValueError, match=r"raw logprobs but would sample at temperature 0\.5"):
+    with pytest.raises(ValueError, match=r"0\.5.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
         rollout(client, PROMPTS, {"temperature": 0.5})
     assert not client.payloads
 
@@ -156,7 +156,7 @@ def test_raw_logprobs_need_temperature_one() -> None:
 )
 def test_options_that_change_the_distribution_are_refused(name: str, value: Any) -> None:
     client = FakeEngine()
-    with pytest.raises(ValueError, match=rf"sampling\['{name}'\] = .* logprobs differ from what"):
+    with pytest.raises(ValueError, match=rf"\['{name}'\].*leave it out"):
         rollout(client, PROMPTS, {name: value})
     assert not client.payloads
 
@@ -164,13 +164,13 @@ def test_options_that_change_the_distribution_are_refused(name: str, value: Any)
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"beam_width": 4}, r"sampling has \['beam_width'\], which may change the logprobs"),
-        ({"custom_params": {"a": 1}}, r"sampling has \['custom_params'\]"),
-        ({"n": 0}, r"sampling\['n'\] = 0 is not a positive integer"),
-        ({"n": 1.5}, r"sampling\['n'\] = 1\.5 is not a positive integer"),
-        ({"n": 2, "sampling_seed": 1}, "gives 2 copies of one sample"),
-        ({"temperature": -1.0}, r"sampling\['temperature'\] = -1\.0 is not a temperature"),
-        ({"temperature": math.nan}, r"sampling\['temperature'\] = nan is not a temperature"),
+        ({"beam_width": 4}, "beam_width.*leave out all but"),
+        ({"custom_params": {"a": 1}}, "custom_params.*leave out all but"),
+        ({"n": 0}, r"\['n'\] = 0\b.*integer from 1"),
+        ({"n": 1.5}, r"\['n'\] = 1\.5\b.*integer from 1"),
+        ({"n": 2, "sampling_seed": 1}, "sampling_seed.*leave the seed out"),
+        ({"temperature": -1.0}, r"\['temperature'\] = -1\.0\b.*number from 0"),
+        ({"temperature": math.nan}, r"\['temperature'\] = nan\b.*number from 0"),
     ],
 )
 def test_other_sampling_mistakes_are_refused(sampling: dict[str, Any], message: str) -> None:
@@ -203,13 +203,13 @@ def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (spoil("output_token_logprobs"), "reply 0 has no logprobs"),
-        (spoil("policy_version"), "reply 0 has no policy versions"),
-        (spoil("output_token_logprobs", []), "has 1 tokens but 0 logprobs and 1 policy versions"),
-        (spoil("policy_version", [3, 3]), "has 1 tokens but 1 logprobs and 2 policy versions"),
-        (spoil("output_token_logprobs", [[-0.5, 9, None]]), "logprobs of tokens that it does not"),
-        (spoil("output_token_logprobs", [[None, 0, None]]), "a logprob that is not a finite"),
-        (spoil("output_token_logprobs", [[-math.inf, 0, None]]), "a logprob that is not a finite"),
+        (spoil("output_token_logprobs"), "reply 0 .*logprobs.*--quantization fp8rl"),
+        (spoil("policy_version"), "reply 0 .*policy versions.*--quantization fp8rl"),
+        (spoil("output_token_logprobs", []), "1 tokens.* 0 logprobs.* 1 policy"),
+        (spoil("policy_version", [3, 3]), "1 tokens.* 1 logprobs.* 2 policy"),
+        (spoil("output_token_logprobs", [[-0.5, 9, None]]), "reply 0 .*other tokens"),
+        (spoil("output_token_logprobs", [[None, 0, None]]), "reply 0 .*logprob.*NaN or Inf"),
+        (spoil("output_token_logprobs", [[-math.inf, 0, None]]), "reply 0 .*logprob.*NaN or Inf"),
     ],
 )
 def test_a_reply_that_breaks_the_contract_is_refused(
@@ -226,7 +226,7 @@ def test_a_lost_reply_is_noticed() -> None:
         def generate(self, payload: dict[str, Any]) -> list[Reply]:
             return super().generate(payload)[1:]
 
-    with pytest.raises(ValueError, match="sent 1 replies to 2 requests"):
+    with pytest.raises(ValueError, match=r"1 replies.* 2 requests"):
         rollout(Forgetful(), PROMPTS, {})
 
 
@@ -234,11 +234,11 @@ def test_the_expected_version_is_checked_before_and_after_sampling() -> None:
     client = FakeEngine(version=4)
     assert rollout(client, PROMPTS, {}, expected_version=4).policy_versions == [4]
     client.payloads.clear()
-    with pytest.raises(ValueError, match=r"serves policy version 4, not the expected 5; call upda"):
+    with pytest.raises(ValueError, match=r"version 4\b.*update\(.*version=5"):
         rollout(client, PROMPTS, {}, expected_version=5)
     assert not client.payloads
     client.edit = spoil("policy_version", [5])
-    with pytest.raises(ValueError, match=r"policy versions \[5\], expected only 4"):
+    with pytest.raises(ValueError, match=r"reply 0 .*\[5\].* 4\b"):
         rollout(client, [[5]], {}, expected_version=4)
     assert rollout(client, [[5]], {}).policy_versions == [5]
 
@@ -264,7 +264,7 @@ def test_a_refusal_by_the_engine_is_an_engine_error() -> None:
     client = FakeEngine()
     refusal = {"type": "abort", "status_code": 503, "message": "quarantined: update 4 broke off"}
     client.edit = spoil("finish_reason", refusal)
-    with pytest.raises(EngineError, match="refused request 0: quarantined") as raised:
+    with pytest.raises(EngineError, match=r"request 0.*quarantined") as raised:
         rollout(client, PROMPTS, {})
     assert raised.value.status == 503
 
@@ -328,20 +328,20 @@ def test_routed_experts_are_only_asked_for_when_wanted() -> None:
     assert rollout(client, PROMPTS, {}).routed_experts is None
     assert "return_routed_experts" not in client.payloads[0]
     client.captures = False
-    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
         rollout(client, PROMPTS, {}, routed_experts=True)
     assert len(client.payloads) == 1  # refused before anything was sampled
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [(9, "144 bytes of int32 expert ids where 2 tokens"), (None, "no routed experts")],
+    [(9, "144 bytes.* 2 tokens"), (None, "no routed experts")],
 )
 def test_experts_of_another_length_or_missing_are_refused(tokens: int | None, message: str) -> None:
     sent = tokens and base64.b64encode(experts_of([1] * tokens).int().numpy().tobytes()).decode()
     client = FakeMoE()
     client.edit = lambda reply: reply["meta_info"].update(routed_experts=sent)
-    with pytest.raises(ValueError, match=f"reply 0 has {message}"):
+    with pytest.raises(ValueError, match=f"reply 0 .*{message}"):
         rollout(client, PROMPTS, {}, routed_experts=True)
 
 
@@ -409,7 +409,7 @@ def test_over_http_the_result_is_the_same() -> None:
 def test_over_http_a_quarantined_engine_is_an_engine_error() -> None:
     with (
         serve(FakeEngine(), refuse="quarantined: update 4 broke off") as url,
-        pytest.raises(EngineError, match="quarantined: update 4 broke off") as raised,
+        pytest.raises(EngineError, match="update 4 broke off") as raised,
     ):
         rollout(url, PROMPTS, {})
     assert raised.value.status == 503

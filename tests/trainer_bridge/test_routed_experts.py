@@ -49,7 +49,7 @@ def test_a_response_without_a_token_has_no_rows() -> None:
 
 @pytest.mark.parametrize("layout", [{}, {"routed_experts": None}])
 def test_an_engine_without_the_flag_is_told_of_it(layout: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="start it with --enable-return-routed-experts"):
+    with pytest.raises(ValueError, match="--enable-return-routed-experts"):
         ExpertLayout.of(layout)
 
 
@@ -62,20 +62,20 @@ def spoiled(value: int, layer: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        ({}, "reply 7 has no routed experts, though"),
-        ({"routed_experts": None}, "reply 7 has no routed experts, though"),
-        (sent(captured(5)), "96 bytes of int32 expert ids where 3 tokens of 3 layers with 2"),
-        (sent(captured(3)), "48 bytes of int32 expert ids where 3 tokens"),
-        ({"routed_experts": ""}, "0 bytes of int32 expert ids where 3 tokens"),
-        ({"routed_experts": sent(captured())["routed_experts"][:-4]}, "69 bytes of int32"),
-        ({"routed_experts": sent(captured())["routed_experts"][:-3]}, "0 bytes of int32"),
-        (spoiled(-1, 2), "expert -1, not one of 0 to 3"),
-        (spoiled(4, 1), "expert 4, not one of 0 to 3"),
-        (spoiled(0, 1), "the same expert twice"),  # a row that was never written
+        ({}, "routed experts"),
+        ({"routed_experts": None}, "routed experts"),
+        (sent(captured(5)), "96 bytes.* 3 tokens of 3 layers"),
+        (sent(captured(3)), "48 bytes.* 3 tokens"),
+        ({"routed_experts": ""}, "0 bytes.* 3 tokens"),
+        ({"routed_experts": sent(captured())["routed_experts"][:-4]}, "69 bytes"),
+        ({"routed_experts": sent(captured())["routed_experts"][:-3]}, "0 bytes"),
+        (spoiled(-1, 2), "expert -1,.*0 to 3"),
+        (spoiled(4, 1), "expert 4,.*0 to 3"),
+        (spoiled(0, 1), "expert twice"),  # a row that was never written
     ],
 )
 def test_what_no_router_chose_is_refused(meta: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"rollout: reply 7 has .*{message.split('has ')[-1]}"):
+    with pytest.raises(ValueError, match=f"reply 7 .*{message}"):
         ExpertLayout.of({"routed_experts": LAYOUT}).read(meta, 4, 7)
 
 
@@ -89,7 +89,7 @@ def test_equal_experts_far_apart_in_a_row_are_found() -> None:
     rows = torch.tensor([0, 1, 2]).expand(3, 3, 3).clone()
     assert layout.read(sent(rows), 4, 0).shape == (3, 2, 3)
     rows[2, 2] = torch.tensor([3, 1, 3])
-    with pytest.raises(ValueError, match="the same expert twice"):
+    with pytest.raises(ValueError, match=r"reply 0 .*expert twice"):
         layout.read(sent(rows), 4, 0)
 
 
@@ -109,9 +109,9 @@ def test_disagreement_counts_sets_by_token_and_layer() -> None:
 @pytest.mark.parametrize(
     ("ours", "message"),
     [
-        ([], "1 and 0 sequences"),
-        ([torch.zeros(1, 2, 2)], r"sequence 0 is \[2, 2, 2\] and \[1, 2, 2\]"),
-        ([torch.zeros(2, 1, 2)], r"sequence 0 is \[2, 2, 2\] and \[2, 1, 2\]"),
+        ([], "1 .*0 sequences"),
+        ([torch.zeros(1, 2, 2)], r"sequence 0 .*\[2, 2, 2\].*\[1, 2, 2\]"),
+        ([torch.zeros(2, 1, 2)], r"sequence 0 .*\[2, 2, 2\].*\[2, 1, 2\]"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(ours: list[torch.Tensor], message: str) -> None:
@@ -120,5 +120,5 @@ def test_what_cannot_be_compared_is_refused(ours: list[torch.Tensor], message: s
 
 
 def test_no_token_has_no_disagreement() -> None:
-    with pytest.raises(ValueError, match="there is no token"):
+    with pytest.raises(ValueError, match="response"):
         routing_disagreement([torch.zeros(0, 2, 2)], [torch.zeros(1, 2, 2)])

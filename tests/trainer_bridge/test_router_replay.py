@@ -156,7 +156,7 @@ def test_a_part_of_a_sequence_needs_its_positions() -> None:
     ids, sequences, positions = tokens_S[None, :5], torch.zeros(1, 5).long(), torch.arange(5)[None]
     whole = replayed(model, tokens_S, experts_SLK)
     with (
-        pytest.raises(ValueError, match="sequence 0 has 5 tokens here and experts for 8"),
+        pytest.raises(ValueError, match=r"sequence 0 has 5 .* 8; .*position_ids"),
         replay_routing(model, [experts_SLK], sequence_ids=sequences),
     ):
         pass
@@ -285,7 +285,7 @@ def test_checkpointing_that_would_not_notice_is_refused() -> None:
     model = tiny().train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with (
-        pytest.raises(ValueError, match="use_reentrant=True, which would not notice"),
+        pytest.raises(ValueError, match="'use_reentrant': False"),
         replay_routing(model, [random_experts(3, 0)], attention_mask=ones(4)),
     ):
         pass
@@ -310,28 +310,28 @@ def replay(model: Any, experts: list[torch.Tensor], **which: Any) -> None:
 @pytest.mark.parametrize(
     ("experts", "which", "message"),
     [
-        ([random_experts(4, 0)], {}, "either attention_mask .* or sequence_ids"),
+        ([random_experts(4, 0)], {}, "attention_mask .* or sequence_ids"),
         (
             [random_experts(4, 0)],
             {"attention_mask": ones(5), "sequence_ids": ones(5)},
-            "either attention_mask .* or sequence_ids",
+            "attention_mask .* or sequence_ids",
         ),
         ([random_experts(4, 0)], {"attention_mask": ones(5)[0]}, "has 1 dimensions"),
         ([random_experts(4, 0)] * 2, {"attention_mask": ones(5)}, "has 1 rows, .* 2 sequences"),
-        ([], {"sequence_ids": ones(5)}, "there are no experts"),
-        ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "to sequence 1, .* experts of 1"),
-        ([random_experts(3, 0)], {"attention_mask": ones(5)}, "has 5 tokens here and .* for 3"),
-        ([random_experts(6, 0)], {"attention_mask": ones(5)}, "has 5 tokens here and .* for 6"),
-        ([random_experts(5, 0)], {"attention_mask": ones(6)}, "5 tokens, and 6 were described"),
+        ([], {"sequence_ids": ones(5)}, "no sequence"),
+        ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "sequence 1.* of 1"),
+        ([random_experts(3, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 3"),
+        ([random_experts(6, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 6"),
+        ([random_experts(5, 0)], {"attention_mask": ones(6)}, "5 tokens.* 6"),
         (
             [random_experts(4, 0)],
             {"sequence_ids": ones(5) - 1, "position_ids": ones(4)},
-            "4 position_ids for 5 tokens",
+            "4 position_ids.* 5 tokens",
         ),
         (
             [random_experts(4, 0)],
             {"sequence_ids": ones(5) - 1, "position_ids": ones(5) * -1},
-            "sequence 0 has 5 tokens here",
+            "sequence 0 .*5 tokens",
         ),
         ([random_experts(4, 0)[:, :1]], {"attention_mask": ones(5)}, r"2 routers of 2 experts"),
         ([random_experts(4, 0)[..., :1]], {"attention_mask": ones(5)}, r"2 routers of 2 experts"),
@@ -341,13 +341,13 @@ def replay(model: Any, experts: list[torch.Tensor], **which: Any) -> None:
 def test_what_does_not_fit_is_refused(
     experts: list[torch.Tensor], which: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"router replay: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         replay(tiny(), experts, **which)
 
 
 def test_a_forward_pass_that_went_around_the_routers_is_noticed() -> None:
     with (
-        pytest.raises(ValueError, match="0 of 2 routers ran"),
+        pytest.raises(ValueError, match="0 of 2 routers"),
         replay_routing(tiny(), [random_experts(4, 0)], attention_mask=ones(5)),
     ):
         pass
@@ -375,8 +375,8 @@ class PlainRouter(SigmoidRouter):
 @pytest.mark.parametrize(
     ("router", "message"),
     [
-        (SigmoidRouter, "SigmoidRouter has gates that are not a softmax"),
-        (PlainRouter, "PlainRouter does not return logits, gates and experts"),
+        (SigmoidRouter, "SigmoidRouter.*softmax"),
+        (PlainRouter, "PlainRouter.*logits, gates"),
     ],
 )
 def test_other_routers_are_refused(router: type[nn.Module], message: str) -> None:
@@ -388,5 +388,5 @@ def test_other_routers_are_refused(router: type[nn.Module], message: str) -> Non
 
 
 def test_a_dense_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no router of a known kind"):
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM.*router"):
         replay(tiny("qwen3"), [random_experts(4, 0)], attention_mask=ones(5))

@@ -1,6 +1,5 @@
 """``update`` end to end without SGLang: real transport, sockets and sessions, a fake scheduler."""
 
-import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -141,7 +140,7 @@ def test_a_refused_update_asks_for_the_layout_again() -> None:
     update(toy.checkpoint(), address, version=3)
     engine = address.engine = engine_of(1, SMALL)
     engine.ranks[0].version = 7
-    with pytest.raises(EngineError, match="is not newer"):
+    with pytest.raises(EngineError, match=r"version 4 .*version 7"):
         update(toy.checkpoint(), address, version=4)
     tensors = toy.checkpoint(1)
     update(tensors, address, version=8)
@@ -281,7 +280,7 @@ def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:
 
 @pytest.mark.parametrize("op", ["bucket", "chunk", "finish", "commit"])
 @pytest.mark.parametrize(
-    ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended the update")]
+    ("fault", "sentence"), [(refuse, "^rank 1 ran out of luck$"), (hang_up, "ended")]
 )
 def test_a_rank_that_fails_ends_the_session_of_all(
     sockets: Sockets, op: str, fault: Any, sentence: str
@@ -324,14 +323,14 @@ def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
 
 @pytest.mark.parametrize("version", [-1, True, 1.5, "1", None, torch.tensor(3)])
 def test_a_version_that_is_no_whole_number(version: Any) -> None:
-    refused(engine_of(1), toy.checkpoint(), version, "whole number from 0 up")
+    refused(engine_of(1), toy.checkpoint(), version, "whole number")
 
 
 def test_a_version_that_does_not_grow() -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=4)
     engine.ops.clear()
-    refused(engine, toy.checkpoint(), 4, "version 4 is not newer than the engine's version 4")
+    refused(engine, toy.checkpoint(), 4, "version 4 .*version 4")
 
 
 def test_names_and_shapes_that_are_not_the_models() -> None:
@@ -339,15 +338,20 @@ def test_names_and_shapes_that_are_not_the_models() -> None:
     without = {n: t for n, t in tensors.items() if n != "norm.weight"}
     refused(engine_of(2), without, 0, r"missing: norm\.weight")
     refused(engine_of(1), {**tensors, "x": torch.zeros(2)}, 0, "unknown: x")
-    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(2)}, 0, r"has shape \(2,\)")
-    refused(engine_of(1), [*tensors.items(), *tensors.items()], 0, "comes twice")
-    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(128, dtype=torch.int64)}, 0, "int")
+    refused(engine_of(1), {**tensors, "norm.weight": torch.zeros(2)}, 0, r"norm\.weight.*\(2,\)")
+    refused(engine_of(1), [*tensors.items(), *tensors.items()], 0, "twice")
+    refused(
+        engine_of(1),
+        {**tensors, "norm.weight": torch.zeros(128, dtype=torch.int64)},
+        0,
+        "norm.weight.*int64",
+    )
     codes = {"norm.weight": tensors["norm.weight"].to(toy.FP8)}
-    refused(engine_of(1), {**tensors, **codes}, 0, "only matrices can be FP8")
+    refused(engine_of(1), {**tensors, **codes}, 0, r"norm\.weight.*matrices")
 
 
 def test_what_is_no_engine() -> None:
-    with pytest.raises(EngineError, match="NoneType is not an engine"):
+    with pytest.raises(EngineError, match=r"NoneType.*quantization='fp8rl'"):
         update(toy.checkpoint(), None, version=0)
 
 
@@ -391,7 +395,7 @@ class FailingRank(EngineWeights):
 def test_a_rank_that_fails_at_finish_ends_all_ranks() -> None:
     engine = engine_of(2)
     engine.ranks[1].__class__ = FailingRank
-    fails(engine, toy.checkpoint(), "RuntimeError: rank 1 ran out of luck")
+    fails(engine, toy.checkpoint(), "rank 1 ran out of luck")
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
     engine.ranks[1].__class__ = EngineWeights
     heals(engine)
@@ -400,7 +404,7 @@ def test_a_rank_that_fails_at_finish_ends_all_ranks() -> None:
 def test_a_bucket_that_is_too_small_for_128_rows() -> None:
     """It is known from the manifest, so no session begins."""
     engine = engine_of(2, 4096)
-    refused(engine, toy.checkpoint(), 0, "larger --fp8rl-bucket-bytes")
+    refused(engine, toy.checkpoint(), 0, "--fp8rl-bucket-bytes")
     engine.bucket_bytes = SMALL
     heals(engine)
 
@@ -420,7 +424,7 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(engine, "_begin", second_is_elsewhere)
     monkeypatch.setattr("sgl_fp8rl.weight_update.rank_server.CONNECT_TIMEOUT_S", 0.5)
-    fails(engine, toy.checkpoint(), "cannot be reached")
+    fails(engine, toy.checkpoint(), "one host.*same user")
     assert {w.state for w in engine.ranks} == {State.SERVING}
     monkeypatch.setattr(engine, "_begin", begin)
     heals(engine)
@@ -448,7 +452,7 @@ def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
         update(Broken(), engine, version=0)
     assert engine.ops[-1] == "end"
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
-    assert re.search("the trainer (gave up|is gone)", engine.ranks[0].reason)
+    assert "trainer" in engine.ranks[0].reason
     heals(engine)
 
 
@@ -465,5 +469,5 @@ def test_an_engine_that_dies_is_the_error_that_is_raised(monkeypatch: pytest.Mon
         return control(message)
 
     monkeypatch.setattr(engine, "control", dies)
-    with pytest.raises(EngineError, match=r"norm\.weight holds NaN"):
+    with pytest.raises(EngineError, match=r"norm\.weight.*NaN"):
         update(tensors, engine, version=0)

@@ -1,9 +1,17 @@
-"""An attention module of SGLang with its parts, as far as the hook on decode steps reads them."""
+"""An attention module of SGLang as the hook on decode steps reads it: its parts are SGLang's own,
+its projections and its attention are not.
+"""
 
 from types import SimpleNamespace
 from typing import Any
 
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import MRotaryEmbedding, RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from tests.qk_rope_oracle import Got, exact
@@ -12,52 +20,42 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64
 BF16 = torch.bfloat16
 
 
-class Rotary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_size = self.rotary_dim = HEAD_DIM
-        self.is_neox_style, self.use_fallback_kernel = True, False
-        self.cos_sin_cache = torch.zeros(8, HEAD_DIM)
-
-    def forward(self) -> None: ...
-
-    def forward_cuda(self) -> None: ...
-
-
-class Llama3Rotary(Rotary):
-    """Fills the table otherwise."""
-
-
-class MRotary(Rotary):
-    def forward_cuda(self) -> None: ...
-
-
-class WrappedRotary(Rotary):
+class WrappedRotary(RotaryEmbedding):  # type: ignore[misc]
     def forward(self) -> None: ...
 
 
-class Norm(nn.Module):
-    def __init__(self, weight_D: torch.Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight_D)
-        self.variance_epsilon = eps
-        self.cast_x_before_out_mul, self.variance_size_override = False, None
+def rotary(kind: type = RotaryEmbedding, *more: Any) -> Any:
+    """One of SGLang's as it is on a GPU; ``more`` is what its kind takes besides."""
+    made = kind(HEAD_DIM, HEAD_DIM, 8, 10000, True, BF16, *more)
+    made.use_fallback_kernel = False
+    made.cos_sin_cache = made.cos_sin_cache.float()
+    return made
 
 
-class GemmaNorm(Norm):
-    """Multiplies by 1 + weight."""
+def llama3_rotary() -> Any:
+    """It fills the table otherwise."""
+    return rotary(Llama3RotaryEmbedding, 8.0, 1.0, 4.0, 8)
 
 
-class Radix(nn.Module):
-    """What is read of a ``RadixAttention``, and how it was called."""
+def m_rotary() -> Any:
+    return rotary(MRotaryEmbedding, [8, 12, 12])
+
+
+class OtherNorm(RMSNorm):  # type: ignore[misc]
+    """As Gemma's, which multiplies by 1 + weight."""
+
+
+def norm(
+    size: int = HEAD_DIM, eps: float = 1.0, dtype: torch.dtype = BF16, kind: type = RMSNorm
+) -> Any:
+    return kind(size, eps, weight_dtype=dtype)
+
+
+class Radix(RadixAttention):  # type: ignore[misc]
+    """Notes how it is called."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer_id = 5
-        self.tp_q_head_num, self.tp_k_head_num, self.tp_v_head_num = HEADS, KV_HEADS, KV_HEADS
-        self.head_dim = self.qk_head_dim = self.v_head_dim = HEAD_DIM
-        self.is_cross_attention = False
-        self.fp8rl_layer: Any = None
+        super().__init__(HEADS, HEAD_DIM, 1.0, KV_HEADS, layer_id=5)
         self.calls: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> str:
@@ -69,7 +67,7 @@ class Qwen3Attention(nn.Module):
     def __init__(self, got: Got, normed: bool = True) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = HEADS, KV_HEADS, HEAD_DIM
-        self.rotary_emb: Any = Rotary()
+        self.rotary_emb: Any = rotary()
         self.attn: Any = Radix()
         self.attn.fp8rl_layer = SimpleNamespace(
             k_scale_h=got.cache.k_scale_H,
@@ -80,8 +78,8 @@ class Qwen3Attention(nn.Module):
         self.rotary_emb.cos_sin_cache = got.cos_sin
         if normed:
             assert got.norms is not None
-            self.q_norm: Any = Norm(got.norms.q_D, got.norms.eps)
-            self.k_norm: Any = Norm(got.norms.k_D, got.norms.eps)
+            self.q_norm, self.k_norm = norm(eps=got.norms.eps), norm(eps=got.norms.eps)
+            self.q_norm.weight.data, self.k_norm.weight.data = got.norms.q_D, got.norms.k_D
         self.seen: list[Any] = []
 
     def qkv_proj(self, hidden_states: Any) -> tuple[Any, None]:
@@ -104,6 +102,5 @@ def made(normed: bool = True) -> tuple[Qwen3Attention, Got, Any, torch.Tensor]:
     got = exact((TOKENS, HEADS, KV_HEADS, HEAD_DIM), normed=normed).on("cpu")
     module = Qwen3Attention(got, normed)
     module.qkv = got.qkv
-    mode = SimpleNamespace(is_decode=lambda: True)
-    batch = SimpleNamespace(forward_mode=mode, out_cache_loc=got.slots)
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, out_cache_loc=got.slots)
     return module, got, batch, torch.zeros(TOKENS, 128, dtype=BF16)

@@ -4,7 +4,6 @@ SGLang's own RMSNorm and SiluAndMul on the CPU: their CUDA forward is their nati
 kernels are their twins. Around them are layers of the form that SGLang's have.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from sgl_fp8rl.ops import activation, activation_triton
 from sgl_fp8rl.ops.activation import Quantized, attach, attached, quantize_tokens
 from tests.activation_oracle import apart, rows
 from tests.experts_fakes import Experts
+from tests.sgl_fp8rl.conftest import Publish
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -29,11 +29,9 @@ HIDDEN, INTER = 256, 384
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
     for owner in (RMSNorm, sglang_activation.SiluAndMul):
         monkeypatch.setattr(owner, "forward_cuda", lambda self, *args: self.forward_native(*args))
-    plain = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
-    monkeypatch.setattr(sglang_activation, "get_exec", lambda: plain)
     for name in ("rms_norm_quantize", "silu_mul_quantize"):
         monkeypatch.setattr(activation_triton, name, getattr(activation, name))
 

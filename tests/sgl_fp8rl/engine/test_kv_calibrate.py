@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 import torch.distributed as dist
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_fp8rl.engine import internal_requests, kv_attention, kv_calibrate
 from sgl_fp8rl.engine.kv_calibrate import MARGIN, SMALL_MARGIN, SMALL_SAMPLE
@@ -13,10 +16,7 @@ from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
 
-
-@pytest.fixture(autouse=True)
-def _without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kv_calibrate.compat.__dict__, "HEALTH_CHECK_RID_PREFIX", "HEALTH_CHECK")
+PROBE = f"{HEALTH_CHECK_RID_PREFIX}_1"
 
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, margin: float) -> torch.Tensor:
@@ -105,13 +105,8 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
 # -- when
 
 
-class Mode:
-    def __init__(self, is_extend: bool) -> None:
-        self.is_extend = lambda: is_extend
-
-
 def forward(
-    scales: KVScales | None, rids: list[str] | None, is_extend: bool = True, tokens: int = 8
+    scales: KVScales | None, rids: list[str] | None, mode: ForwardMode = ForwardMode.EXTEND
 ) -> bool:
     """One forward pass of a model of one layer through the hooks; whether it was measured."""
     runner = SimpleNamespace(model=SimpleNamespace(fp8rl_kv=scales))
@@ -121,29 +116,30 @@ def forward(
         seen.append(scales is not None and scales.measuring)
         return "logits"
 
-    given = SimpleNamespace(rids=rids, forward_mode=Mode(is_extend))
+    given = SimpleNamespace(rids=rids, forward_mode=mode)
     assert kv_calibrate.watch_forward(original, runner, given) == "logits"
     assert scales is None or not scales.measuring
     return seen[0]
 
 
 @pytest.mark.parametrize(
-    ("rids", "is_extend", "measured"),
+    ("rids", "mode", "measured"),
     [
-        (["one"], True, True),
-        (["HEALTH_CHECK_1", "one"], True, True),
-        (["HEALTH_CHECK_1"], True, False),
-        ([f"{internal_requests.WARM_UP_PREFIX}_1"], True, False),
-        (["one"], False, False),  # decode
-        (None, True, False),  # graph capture and dummy batches have no requests
-        ([], True, False),
+        (["one"], ForwardMode.EXTEND, True),
+        ([PROBE, "one"], ForwardMode.EXTEND, True),
+        ([PROBE], ForwardMode.EXTEND, False),
+        ([f"{internal_requests.WARM_UP_PREFIX}_1"], ForwardMode.EXTEND, False),
+        (["one"], ForwardMode.DECODE, False),
+        # graph capture and dummy batches have no requests
+        (None, ForwardMode.EXTEND, False),
+        ([], ForwardMode.EXTEND, False),
     ],
 )
-def test_which_pass_is_measured(rids: list[str] | None, is_extend: bool, measured: bool) -> None:
+def test_which_pass_is_measured(rids: list[str] | None, mode: ForwardMode, measured: bool) -> None:
     scales, _ = fakes.scaled()
-    assert not forward(scales, rids, is_extend), "nothing is pending"
+    assert not forward(scales, rids, mode), "nothing is pending"
     scales.recalibrate()
-    assert forward(scales, rids, is_extend) is measured
+    assert forward(scales, rids, mode) is measured
 
 
 def test_models_without_scales_run_as_ever() -> None:
@@ -157,7 +153,7 @@ def test_a_pass_that_fails_ends_the_measurement() -> None:
     def original(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    given = SimpleNamespace(rids=["one"], forward_mode=Mode(True))
+    given = SimpleNamespace(rids=["one"], forward_mode=ForwardMode.EXTEND)
     with pytest.raises(RuntimeError, match="out of memory"):
         kv_calibrate.watch_forward(
             original, SimpleNamespace(model=SimpleNamespace(fp8rl_kv=scales)), given
@@ -192,7 +188,7 @@ def test_the_first_prefill_measures_before_it_stores_and_later_ones_do_not() -> 
 @pytest.mark.parametrize(
     ("rid", "namespace"),
     [
-        ("HEALTH_CHECK_7", internal_requests.PREFIX_NAMESPACE),
+        (PROBE, internal_requests.PREFIX_NAMESPACE),
         (f"{internal_requests.WARM_UP_PREFIX}_7", internal_requests.PREFIX_NAMESPACE),
         ("7", "the user's"),
     ],
@@ -204,7 +200,7 @@ def test_probes_have_a_namespace_of_their_own(rid: str, namespace: str) -> None:
 
 
 def test_a_probe_for_an_embedding_has_no_namespace() -> None:
-    request = SimpleNamespace(rid="HEALTH_CHECK_7")
+    request = SimpleNamespace(rid=PROBE)
     internal_requests.isolate_prefix(request)
     assert not hasattr(request, "extra_key")
 

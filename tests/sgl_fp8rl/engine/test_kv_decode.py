@@ -7,23 +7,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import kv_decode
 from tests.qk_rope_oracle import assert_equal, exact
+from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.engine.decode_fakes import (
     BF16,
-    GemmaNorm,
-    Llama3Rotary,
     MellumAttention,
-    MRotary,
-    Norm,
+    OtherNorm,
     Qwen3Attention,
-    Rotary,
     WrappedRotary,
+    llama3_rotary,
+    m_rotary,
     made,
+    norm,
+    rotary,
 )
 from tests.sgl_fp8rl.engine.decode_fakes import HEAD_DIM as D
 from tests.sgl_fp8rl.engine.decode_fakes import HEADS as N
@@ -32,17 +35,7 @@ from tests.sgl_fp8rl.engine.decode_fakes import TOKENS as T
 from tests.sgl_fp8rl.engine.test_kv_attention import xqa_step
 from tests.sgl_fp8rl.kv_cache import fakes
 
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    settings = SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False)
-    for name, value in {
-        "get_exec": lambda: SimpleNamespace(deterministic=settings),
-        "RotaryEmbedding": Rotary,
-        "RMSNorm": Norm,
-    }.items():
-        monkeypatch.setitem(compat.__dict__, name, value)
-    return settings
+pytestmark = pytest.mark.usefixtures("publish")
 
 
 def never(*args: Any) -> str:
@@ -69,7 +62,7 @@ def test_subclasses_and_other_classes_are_left_alone() -> None:
 
 def test_tables_that_are_filled_otherwise_fit() -> None:
     module = made()[0]
-    module.rotary_emb = Llama3Rotary()
+    module.rotary_emb = llama3_rotary()
     assert kv_decode.is_fusable(module)
 
 
@@ -82,16 +75,16 @@ UNFIT: dict[str, Callable[[Any], object]] = {
     "KV heads": lambda m: setattr(m.attn, "tp_v_head_num", H + 1),
     "cross attention": lambda m: setattr(m.attn, "is_cross_attention", True),
     "no rotary embedding": lambda m: setattr(m, "rotary_emb", nn.Identity()),
-    "M-RoPE": lambda m: setattr(m, "rotary_emb", MRotary()),
-    "forward of its own": lambda m: setattr(m, "rotary_emb", WrappedRotary()),
+    "M-RoPE": lambda m: setattr(m, "rotary_emb", m_rotary()),
+    "forward of its own": lambda m: setattr(m, "rotary_emb", rotary(WrappedRotary)),
     "interleaved": lambda m: setattr(m.rotary_emb, "is_neox_style", False),
     "partial": lambda m: setattr(m.rotary_emb, "rotary_dim", D // 2),
     "fallback kernel": lambda m: setattr(m.rotary_emb, "use_fallback_kernel", True),
     "BF16 table": lambda m: setattr(m.rotary_emb, "cos_sin_cache", torch.zeros(8, D, dtype=BF16)),
-    "other norm": lambda m: setattr(m, "k_norm", GemmaNorm(m.k_norm.weight.data, 1.0)),
+    "other norm": lambda m: setattr(m, "k_norm", norm(kind=OtherNorm)),
     "two eps": lambda m: setattr(m.k_norm, "variance_epsilon", 0.5),
-    "FP32 weight": lambda m: setattr(m, "q_norm", Norm(m.q_norm.weight.data.float(), 1.0)),
-    "norm over all heads": lambda m: setattr(m, "q_norm", Norm(torch.ones(N * D).to(BF16), 1.0)),
+    "FP32 weight": lambda m: setattr(m, "q_norm", norm(dtype=torch.float32)),
+    "norm over all heads": lambda m: setattr(m, "q_norm", norm(N * D)),
     "HF's rounding": lambda m: setattr(m.q_norm, "cast_x_before_out_mul", True),
     "part of a head": lambda m: setattr(m.k_norm, "variance_size_override", D // 2),
 }
@@ -109,11 +102,10 @@ def test_modules_that_do_not_fit_are_not_marked(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("rl_on_policy_target", "fsdp"), ("enable_deterministic_inference", True)]
 )
-def test_deterministic_engines_keep_their_kernels(
-    deterministic: SimpleNamespace, name: str, value: Any
-) -> None:
-    setattr(deterministic, name, value)
-    assert not kv_decode.is_fusable(made()[0])
+def test_deterministic_engines_keep_their_kernels(publish: Publish, name: str, value: Any) -> None:
+    module = made()[0]
+    publish(**{name: value})
+    assert not kv_decode.is_fusable(module)
 
 
 # -- steps
@@ -125,7 +117,7 @@ STEPS: dict[str, Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]]] = {
         m,
         p,
         h,
-        SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False)),
+        SimpleNamespace(forward_mode=ForwardMode.EXTEND),
     ),
     "quantized activations": lambda m, p, h, b: (m, p, (h, h), b),
     "FP16": lambda m, p, h, b: (m, p, h.half(), b),
@@ -217,7 +209,6 @@ def test_sglang_hands_our_keyword_to_the_decode_backend() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     calls: list[Any] = []

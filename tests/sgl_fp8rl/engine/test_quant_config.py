@@ -1,23 +1,16 @@
 """What is told of an engine's layers."""
 
-from types import SimpleNamespace
-
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from torch import nn
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.engine.quant_config import LayerFormat, list_layers
 from tests.experts_fakes import E, Experts, H, I, T
 
 
-def test_experts_tell_how_many_a_token_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("publish")
+def test_experts_tell_how_many_a_token_takes() -> None:
     """Those whose products are chosen here, and no other layer."""
-    exec_config = SimpleNamespace(
-        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
-        comm=SimpleNamespace(enable_symm_mem=False),
-    )
-    monkeypatch.setattr(compat, "get_exec", lambda: exec_config, raising=False)
     layers = {"mlp": Experts(), "sglangs": Experts(activation="gelu"), "head": nn.Linear(4, 2)}
     shape = (E, 2 * I, H)
     assert list_layers(nn.ModuleDict(layers)) == [

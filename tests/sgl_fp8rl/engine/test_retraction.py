@@ -110,7 +110,7 @@ def test_what_would_wait_for_ever_is_answered() -> None:
     assert refusal.rid == "too long"
     assert refusal.finished_reason["type"] == "abort"
     assert "status_code" not in refusal.finished_reason  # its tokens are no error
-    assert "do not fit the KV cache again" in refusal.finished_reason["message"]
+    assert "KV cache" in refusal.finished_reason["message"]
 
 
 def test_an_abort_that_was_put_off_is_not_lost() -> None:

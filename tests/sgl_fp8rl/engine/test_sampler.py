@@ -1,7 +1,6 @@
 """Our draw beside SGLang's own sampler: the same tokens and logprobs, and whom it serves."""
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,32 +11,22 @@ from sglang.srt.layers import sampler as stock
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.engine import sampler
 from sgl_fp8rl.ops import sample
+from tests.sgl_fp8rl.conftest import Publish
 
 ROWS, VOCAB = 12, 3001
-QUANTIZATION = SimpleNamespace(quantization="fp8rl")
 
 
 @pytest.fixture(autouse=True)
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What SGLang's sampler reads of an engine that serves fp8rl."""
-    arguments = SimpleNamespace(
-        deterministic=SimpleNamespace(
-            rl_on_policy_target=None, enable_deterministic_inference=False
-        ),
-        kernel=SimpleNamespace(sampling_backend="pytorch"),
-        features=SimpleNamespace(sampling_mask_max_tokens=8),
-    )
+def engine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
+    """What SGLang's sampler reads of an engine that serves fp8rl, on one rank."""
+    publish(quantization="fp8rl", sampling_backend="pytorch", sampling_mask_max_tokens=8)
     group = SimpleNamespace(device_group=None)
     parallel = SimpleNamespace(tp_group=group, attn_cp_size=1, attn_tp_group=group)
-    monkeypatch.setattr(stock, "get_exec", lambda: arguments)
     monkeypatch.setattr(stock, "get_tp_group", lambda: group, raising=False)
     monkeypatch.setattr(stock, "get_parallel", lambda: parallel)
     monkeypatch.setattr(stock, "is_dp_attention_enabled", lambda: False)
-    monkeypatch.setattr(compat, "get_model_args", lambda: QUANTIZATION, raising=False)
-    yield
 
 
 def batch(**changes: Any) -> SamplingBatchInfo:
@@ -297,10 +286,8 @@ def test_who_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_other_engines_are_undisturbed(
-    quantization: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(QUANTIZATION, "quantization", quantization)
+def test_other_engines_are_undisturbed(quantization: str | None, publish: Publish) -> None:
+    publish(quantization=quantization, sampling_backend="pytorch")
     assert left()
 
 

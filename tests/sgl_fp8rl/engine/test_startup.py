@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.layers.quantization.fp8_utils import Fp8GemmRunnerBackend
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -18,7 +19,10 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.reference import quantize_weight
+from tests.sgl_fp8rl.conftest import Publish
 from tests.sgl_fp8rl.gemm import fakes
+
+pytestmark = pytest.mark.usefixtures("publish")
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
@@ -42,19 +46,13 @@ class Rank:
             model=nn.Module(),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
-        backend = SimpleNamespace(is_auto=lambda: True, value="auto")
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
         patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
-        self.deterministic = SimpleNamespace(
-            enable_deterministic_inference=False, rl_on_policy_target=None
-        )
-        resolved = SimpleNamespace(deterministic=self.deterministic)
-        patch.setattr(compat, "get_exec", lambda: resolved, raising=False)
         patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
         patch.setattr(compat, "cuda_graph_fully_disabled", lambda: False, raising=False)
-        self.set_backend(backend)
+        self.set_backend("auto")
         patch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
         patch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
@@ -62,7 +60,8 @@ class Rank:
         self.compiled: list[Any] = []
         patch.setattr(startup, "compile_choices", self.compiled.append)
 
-    def set_backend(self, backend: Any) -> None:
+    def set_backend(self, name: str) -> None:
+        backend = Fp8GemmRunnerBackend(name)
         self.patch.setattr(compat, "get_fp8_gemm_runner_backend", lambda: backend, raising=False)
 
     def _layer(self, n: int, k: int) -> nn.Module:
@@ -142,7 +141,7 @@ def test_engines_without_cuda_graphs_do_not_measure(monkeypatch: pytest.MonkeyPa
 
 
 def chosen_by_user(rank: Rank) -> None:
-    rank.set_backend(SimpleNamespace(is_auto=lambda: False, value="flashinfer_deepgemm"))
+    rank.set_backend("flashinfer_deepgemm")
 
 
 def on_blackwell(rank: Rank) -> None:
@@ -153,33 +152,34 @@ def in_fp16(rank: Rank) -> None:
     rank.runner.model_config.dtype = torch.float16
 
 
-def deterministic(rank: Rank) -> None:
-    rank.deterministic.enable_deterministic_inference = True
-
-
-def on_policy(rank: Rank) -> None:
-    rank.deterministic.rl_on_policy_target = "fsdp"
+def unchanged(rank: Rank) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "arguments", "word"),
     [
-        (chosen_by_user, "--fp8-gemm-backend flashinfer_deepgemm is set"),
-        (on_blackwell, "for Hopper"),
-        (in_fp16, "the model computes in torch.float16"),
-        (deterministic, "deterministic inference"),
-        (on_policy, "deterministic inference"),
+        (chosen_by_user, {}, "--fp8-gemm-backend flashinfer_deepgemm"),
+        (on_blackwell, {}, "Hopper"),
+        (in_fp16, {}, "float16"),
+        (unchanged, {"enable_deterministic_inference": True}, "deterministic"),
+        (unchanged, {"rl_on_policy_target": "fsdp"}, "deterministic"),
     ],
 )
 def test_sglangs_own_kernels_stay(
-    change: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    change: Any,
+    arguments: dict[str, Any],
+    word: str,
+    publish: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     rank = Rank(monkeypatch)
+    publish(**arguments)
     change(rank)
     with caplog.at_level("INFO"):
         assert rank.start() == [None] * 3
     assert rank.found == []
-    assert sentence in caplog.text
+    assert word in caplog.text
 
 
 def test_a_model_without_fp8_is_not_spoken_of(

@@ -14,29 +14,22 @@ from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.tune_cache import Machine
 from tests.experts_fakes import E, Experts, H, I, T
+from tests.sgl_fp8rl.conftest import Publish
 
 SHAPE = ExpertShape(E, H, I, T)
 CONFIG = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1}
 TILES = Tiles.of([Pair(1, CONFIG, CONFIG)])
 
 
-@pytest.fixture(autouse=True)
-def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    exec_config = SimpleNamespace(
-        moe=SimpleNamespace(enable_fused_moe_sum_all_reduce=False),
-        comm=SimpleNamespace(enable_symm_mem=False),
-    )
-    monkeypatch.setattr(compat, "get_exec", lambda: exec_config, raising=False)
+pytestmark = pytest.mark.usefixtures("publish")
 
 
 def test_grouped_products_are_compiled_once_for_each_shape(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, publish: Publish
 ) -> None:
     layers = [Experts(), Experts(), Experts(top_k=4), Experts(activation="gelu")]
-    schedule = SimpleNamespace(chunked_prefill_size=512, max_running_requests=64)
-    monkeypatch.setattr(compat, "get_schedule", lambda: schedule, raising=False)
-    stock = SimpleNamespace(_BUILTIN_M_LIST=[64, 2048])
-    monkeypatch.setattr(compat, "deep_gemm_warmup", stock, raising=False)
+    publish(chunked_prefill_size=512, max_running_requests=64)
+    monkeypatch.setattr(compat.deep_gemm_warmup, "_BUILTIN_M_LIST", [64, 2048])
     compiled: list[Any] = []
     monkeypatch.setattr(startup_experts, "compile_grouped", lambda *args: compiled.append(args))
     startup_experts.compile_experts(nn.ModuleList([nn.Linear(1, 1), *layers]))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from sgl_fp8rl.gemm import expert_tiles, table
 from sgl_fp8rl.gemm.expert_tiles import FILES, ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
 from sgl_fp8rl.gemm.tune_cache import Machine
+from tests.sgl_fp8rl.conftest import Publish
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 SHAPE, OTHER = ExpertShape(128, 2048, 768, 8), ExpertShape(128, 2048, 384, 8)
@@ -37,13 +37,9 @@ PAIRS = [pair(1), pair(64), pair(512, 64, BLOCK_SIZE_N=128)]
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's flags."""
-    flags = SimpleNamespace(enable_deterministic_inference=False)
-    exec_config = SimpleNamespace(deterministic=flags)
-    monkeypatch.setattr(compat, "get_exec", lambda: exec_config, raising=False)
+def engine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
+    """One without tiles of the user's."""
     monkeypatch.delenv("SGLANG_MOE_CONFIG_DIR", raising=False)
-    return flags
 
 
 # ---- one batch
@@ -79,8 +75,6 @@ def test_without_measured_tiles_it_takes_sglangs(monkeypatch: pytest.MonkeyPatch
 def test_tiles_of_sglangs_with_two_scales_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it has for an H100: its kernel would take the first one's for both."""
     configs = importlib.import_module(compat.try_get_optimal_moe_config.__module__)
-    exec_config = compat.get_exec()
-    monkeypatch.setattr(configs, "get_exec", lambda: exec_config)
     monkeypatch.setattr(configs, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     theirs = configs.get_moe_configs(512, 256, "fp8_w8a8", 128, 128)
     assert theirs[64]["BLOCK_SIZE_K"] == 256, "control: it is so"
@@ -163,15 +157,15 @@ def test_an_empty_list_is_no_tiles(tmp_path: Path) -> None:
 
 
 def test_not_where_the_user_chose_or_runs_are_deterministic(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: Publish
 ) -> None:
     """The user's own file neither."""
     FILES.save(FILES.path(MACHINE, str(tmp_path)), MACHINE, {OTHER: PAIRS})
     shapes = [SHAPE, OTHER]
     assert set(expert_tiles.find(shapes, MACHINE, str(tmp_path))) == {SHAPE, OTHER}
-    deterministic.enable_deterministic_inference = True
+    publish(enable_deterministic_inference=True)
     assert expert_tiles.find(shapes, MACHINE, str(tmp_path)) == {}
-    deterministic.enable_deterministic_inference = False
+    publish(enable_deterministic_inference=False)
     monkeypatch.setenv("SGLANG_MOE_CONFIG_DIR", "somewhere")
     assert expert_tiles.find(shapes, MACHINE, str(tmp_path)) == {}
 

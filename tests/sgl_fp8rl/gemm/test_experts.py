@@ -21,6 +21,7 @@ from sgl_fp8rl.ops.activation import attach, attached, quantize_tokens
 from tests import experts_fakes
 from tests.activation_oracle import rows
 from tests.experts_fakes import E, Experts, H, I, T, align, grouped, product, routes, total
+from tests.sgl_fp8rl.conftest import Publish
 
 Tensor = torch.Tensor
 TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_K": 128}
@@ -30,7 +31,7 @@ Seen: 0.018; with one wrong expert in fifteen 0.64."""
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def kernels(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> dict[str, Any]:
     """SGLang's kernels in loops; what they were asked for."""
     seen: dict[str, Any] = {"configs": []}
 
@@ -46,17 +47,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["configs"].append((args[14], kwargs["b_use_tma"]))
         product(*args, **kwargs)
 
-    plain = SimpleNamespace(enable_fused_moe_sum_all_reduce=False)
-    exec_config = SimpleNamespace(
-        moe=plain,
-        comm=SimpleNamespace(enable_symm_mem=False),
-        deterministic=SimpleNamespace(enable_deterministic_inference=False),
-    )
     for name, value in {
         "moe_align_block_size": aligned,
         "try_get_optimal_moe_config": configs,
         "invoke_fused_moe_kernel": run,
-        "get_exec": lambda: exec_config,
     }.items():
         monkeypatch.setattr(compat.SYMBOLS[name].replace(":", "."), value)
     sgl_kernel = ModuleType("sgl_kernel")
@@ -72,7 +66,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
     seen["grouped"] = []
-    seen["exec"] = exec_config
     return seen
 
 
@@ -286,7 +279,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("whose")
 @pytest.mark.parametrize("case", [*_OTHERS, "lora", "deep_gemm", "none", "bias", "sum", "memory"])
 @torch.no_grad()
-def test_other_experts_are_sglangs(case: str, kernels: dict[str, Any]) -> None:
+def test_other_experts_are_sglangs(case: str, publish: Publish) -> None:
     layer = Experts(**_OTHERS.get(case, {}))
     if case == "lora":
         layer.quant_method.runner.fused_func = None
@@ -297,9 +290,9 @@ def test_other_experts_are_sglangs(case: str, kernels: dict[str, Any]) -> None:
     if case == "bias":
         layer.w13_weight_bias = torch.zeros(1)
     if case == "sum":
-        kernels["exec"].moe.enable_fused_moe_sum_all_reduce = True
+        publish(enable_fused_moe_sum_all_reduce=True)
     if case == "memory":
-        kernels["exec"].comm.enable_symm_mem = True
+        publish(enable_symm_mem=True)
     assert not experts.takes_codes(layer)
     x = rows(4, H)
     attach(x, quantize_tokens(x))

@@ -1,4 +1,4 @@
-"""An attention layer, a pool and a backend without SGLang, in the shapes of SGLang's own.
+"""SGLang's attention layer, with a pool and a backend in the shapes of its own.
 
 ``reference`` is float64 attention that shares nothing with what is tested: it decodes the pool's
 bytes by ``tests.oracle`` and multiplies each head's scale in.
@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from sgl_fp8rl.engine.kv_setup import attach
@@ -22,22 +24,8 @@ BF16 = torch.bfloat16
 
 
 def layer(layer_id: int = 0, scaling: float = DIM**-0.5) -> nn.Module:
-    """What our hooks read of a ``RadixAttention``."""
-    made = nn.Module()
-    for name, value in {
-        "layer_id": layer_id,
-        "scaling": scaling,
-        "tp_q_head_num": HEADS * GROUP,
-        "tp_k_head_num": HEADS,
-        "tp_v_head_num": HEADS,
-        "head_dim": DIM,
-        "qk_head_dim": DIM,
-        "v_head_dim": DIM,
-        "logit_cap": 0.0,
-        "sliding_window_size": -1,
-    }.items():
-        setattr(made, name, value)
-    return made
+    """SGLang's own attention layer, which holds no tensor."""
+    return RadixAttention(HEADS * GROUP, DIM, scaling, HEADS, layer_id)  # type: ignore[no-any-return]
 
 
 def scaled(

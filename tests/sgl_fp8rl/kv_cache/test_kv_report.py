@@ -47,22 +47,6 @@ def not_observed() -> dict[str, Any]:
     return a_reply() | {"errors": None}
 
 
-TABLE = """\
-FP8 KV cache: 2 layers, 2 KV heads, scheme engine
-
-layer     tokens  amax         scale  headroom  clipped   error
-0      K     100    56          0.25         2        0  0.0250
-       V     100    28         0.125         2        0  0.0264
-1      K     100   448  0.125 to 0.5       0.5    2.00%  0.1250
-       V     100    14             1        32        0  0.0260
-
-least headroom: 0.5 (K of layer 1)
-most clipped: 2.00% (K of layer 1)
-largest error: 0.1250 (K of layer 1)
-V of layer 1: 3 elements are NaN or Inf
-error: over 64 prefilled tokens"""
-
-
 def test_figures_that_were_worked_out_by_hand() -> None:
     k0, v0, k1, v1 = kv_report.lines_of(a_reply())
     assert [(line.layer, line.side) for line in (k0, v0, k1, v1)] == [
@@ -79,14 +63,30 @@ def test_figures_that_were_worked_out_by_hand() -> None:
 
 
 def test_table() -> None:
+    """What the cache is, a row of figures for each layer's K and V, and the worst of each."""
     reply = a_reply()
-    assert kv_report.render(reply, kv_report.lines_of(reply)) == TABLE
+    head, table, worst = kv_report.render(reply, kv_report.lines_of(reply)).split("\n\n")
+    assert all(fact in head for fact in ("2 layers", "2 KV heads", "engine"))
+    names, *rows = (line.split() for line in table.splitlines())
+    assert names == ["layer", "tokens", "amax", "scale", "headroom", "clipped", "error"]
+    assert rows == [
+        ["0", "K", "100", "56", "0.25", "2", "0", "0.0250"],
+        ["V", "100", "28", "0.125", "2", "0", "0.0264"],
+        ["1", "K", "100", "448", "0.125", "to", "0.5", "0.5", "2.00%", "0.1250"],
+        ["V", "100", "14", "1", "32", "0", "0.0260"],
+    ]
+    figures = [("headroom", "0.5"), ("clipped", "2.00%"), ("error", "0.1250")]
+    lines = worst.splitlines()
+    for line, (name, figure) in zip(lines, figures, strict=False):
+        assert all(part in line for part in (name, figure, "K of layer 1"))
+    assert all(part in lines[3] for part in ("V of layer 1", "3", "NaN or Inf"))
+    assert "64" in lines[4] and len(lines) == 5
 
 
 def test_a_small_clip_rate_is_not_rounded_to_none() -> None:
     reply = a_reply()
     reply["statistics"][1]["clipped_k"] = 1
-    assert "most clipped: 3.9e-05" in kv_report.render(reply, kv_report.lines_of(reply))
+    assert "3.9e-05" in kv_report.render(reply, kv_report.lines_of(reply))
 
 
 def test_what_is_not_known_yet_is_told() -> None:
@@ -97,7 +97,7 @@ def test_what_is_not_known_yet_is_told() -> None:
     assert all((li.headroom, li.clip_rate, li.error) == (None, None, None) for li in lines)
     text = kv_report.render(reply, lines)
     assert text.splitlines()[3].split() == ["0", "K", "0", "0", "0.25", "-", "-", "-"]
-    assert "pending: the next prefill" in text and "--observe" in text
+    assert "pending" in text and "--observe" in text
     assert "least headroom" not in text and "most clipped" not in text
 
 
@@ -122,11 +122,11 @@ def test_the_saved_report_is_a_report_again_and_a_file_of_scales(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{", "cannot be read .*http:// address"),
-        ("[1]", "not a reply to the control message kv .*KeyError"),
+        ("{", r"kv\.json.*http://"),
+        ("[1]", r"kv-report --json"),
         ("{}", "KeyError: 'scales'"),
         (json.dumps(a_reply() | {"scales": 3}), "TypeError"),
-        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "not a reply"),
+        (json.dumps(a_reply() | {"scales": [[[1.0]]]}), "kv-report --json"),
         (json.dumps({"scales": [], "statistics": []}), "no layers"),
         (json.dumps(a_reply() | {"statistics": [{}, {}]}), "KeyError: 'tokens'"),
         (json.dumps(a_reply() | {"statistics": [1, 2]}), "TypeError"),
@@ -143,7 +143,7 @@ def test_what_is_no_answer_is_a_sentence(content: str, sentence: str, tmp_path: 
 
 
 def test_no_file_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(kv_report.ReportError, match=r"none\.json cannot be read"):
+    with pytest.raises(kv_report.ReportError, match=r"none\.json"):
         kv_report.read(str(tmp_path / "none.json"))
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_fp8rl.engine.kv_attention import folded_decode, folded_extend
 from sgl_fp8rl.engine.kv_calibrate import watch_forward
@@ -38,20 +41,14 @@ class Engine:
         """One pass over every layer, as ``ModelRunner.forward`` does it."""
         batch = SimpleNamespace(
             rids=["a request"],
-            forward_mode=SimpleNamespace(is_extend=lambda: hook is folded_extend),
+            forward_mode=ForwardMode.EXTEND if hook is folded_extend else ForwardMode.DECODE,
             out_cache_loc=torch.tensor(slots),
         )
 
         def layers(runner: Any, batch: Any) -> None:
             for row in range(LAYERS):
-                layer = SimpleNamespace(
-                    fp8rl_layer=LayerKV(self.scales, row),
-                    layer_id=row,
-                    tp_k_head_num=HEADS,
-                    tp_v_head_num=HEADS,
-                    qk_head_dim=DIM,
-                    v_head_dim=DIM,
-                )
+                layer = RadixAttention(HEADS, DIM, 1.0, HEADS, row)
+                layer.fp8rl_layer = LayerKV(self.scales, row)
                 hook(attend, self, k.clone(), k, v, layer, batch)
 
         model = SimpleNamespace(fp8rl_kv=self.scales)

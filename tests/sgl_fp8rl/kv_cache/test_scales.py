@@ -139,14 +139,14 @@ def test_what_is_no_scale_is_refused(bad: float) -> None:
     wrong = torch.ones(2, 3, 2)
     scales.check(wrong)
     wrong[1, 2, 0] = bad
-    with pytest.raises(KVScalesError, match=f"Q scale of layer 1, KV head 0 is {bad}"):
+    with pytest.raises(KVScalesError, match=f"Q .*layer 1, KV head 0 .*{bad}"):
         scales.check(wrong)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 2, 2), (2, 3, 1), (2, 3, 4), (12,)])
 def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
-    with pytest.raises(KVScalesError, match=r"needs \(2, 3, 2\)"):
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    with pytest.raises(KVScalesError, match=r"\(2, 3, 2\)"):
         scales.check(torch.ones(shape))
 
 
@@ -169,7 +169,6 @@ def test_a_file_round_trips(tmp_path: Path) -> None:
 def test_files_without_scales(content: str, tmp_path: Path) -> None:
     path = tmp_path / "scales.json"
     path.write_text(content)
-    with pytest.raises(KVScalesError, match="no KV scales can be read from"):
-        read_file(path)
-    with pytest.raises(KVScalesError, match="no KV scales can be read from"):
-        read_file(tmp_path / "absent.json")
+    for file in (path, tmp_path / "absent.json"):
+        with pytest.raises(KVScalesError, match=file.name):
+            read_file(file)

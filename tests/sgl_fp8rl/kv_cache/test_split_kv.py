@@ -1,8 +1,10 @@
-"""XQA's splits against what was measured, and against FlashInfer's own formula."""
+"""XQA's splits: what FlashInfer makes of them, and that they beat its own on measured shapes."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgl_fp8rl.kv_cache.split_kv import MAX_SPLITS, num_splits, sm_count
+from sgl_fp8rl.kv_cache.split_kv import CTAS_OF_SM, MAX_SPLITS, num_splits, sm_count
 
 SMS, HEADS = 132, 8
 MEASURED = {
@@ -17,37 +19,37 @@ MEASURED = {
 }
 """Microseconds by splits, of (sequences, tokens of each) on an H200: median of 10 replays of 8
 calls, 32 query and 8 KV heads x 128, FP8 cache in pages of 64, FlashInfer 0.6.15.post1."""
-SLACK = 1.06
-"""Healthy: 1.053 (1 x 8192: between 24 and 32 splits), 1.012 otherwise."""
-STOCK_PARTS = {1: 12, 8: 2}
-"""What FlashInfer makes of so many sequences; one split of more."""
+GAINS = {(8, 8192): 1.2, (16, 30016): 1.3, (64, 8192): 1.1}
+"""At least so many times as fast as FlashInfer's own splits; elsewhere never slower."""
 
 
-def measured(batch: int, length: int, count: int) -> float:
+def flashinfer_splits(items: int, count_of_sms: int) -> int:
+    """``mha_sm90.cu``: integers up to the factor, then round half away from zero."""
+    return max(1, int(count_of_sms * 3 // items * 0.25 + 0.5))
+
+
+def microseconds(batch: int, length: int, count: int) -> float:
     """At ``count`` splits, or at the nearest larger number that was measured."""
     times = MEASURED[batch, length]
     return times[min(n for n in times if n >= count)]
 
 
 @pytest.mark.parametrize(("batch", "length"), MEASURED)
-def test_the_parts_are_the_fastest_that_were_measured(batch: int, length: int) -> None:
-    us = measured(batch, length, num_splits(batch * HEADS, SMS))
-    assert us <= SLACK * min(MEASURED[batch, length].values())
+def test_the_splits_beat_flashinfers_own(batch: int, length: int) -> None:
+    items = batch * HEADS
+    ours = microseconds(batch, length, num_splits(items, SMS))
+    stock = microseconds(batch, length, flashinfer_splits(items, SMS))
+    assert ours * GAINS.get((batch, length), 1.0) <= stock
 
 
-def test_control_flashinfers_own_parts_are_not() -> None:
-    slower = [
-        (batch, length)
-        for (batch, length), times in MEASURED.items()
-        if measured(batch, length, STOCK_PARTS.get(batch, 1)) > SLACK * min(times.values())
-    ]
-    assert slower == [(1, 8192), (8, 8192), (16, 30016), (64, 8192)]
-
-
-@pytest.mark.parametrize("items", [1, 2, 7, 8, 64, 128, 396, 397, 512, 1024, 5000])
-@pytest.mark.parametrize("sms", [78, 114, 132])
-def test_flashinfer_makes_the_parts_that_were_chosen(items: int, sms: int) -> None:
+@given(st.integers(1, 1 << 14), st.integers(1, 256))
+def test_flashinfer_makes_the_splits_that_were_chosen(items: int, sms: int) -> None:
     count = num_splits(items, sms)
     assert 1 <= count <= MAX_SPLITS
-    # mha_sm90.cu: integers up to the factor, then round half away from zero
-    assert max(1, int(sm_count(items, sms) * 3 // items * 0.25 + 0.5)) == count
+    assert flashinfer_splits(items, sm_count(items, sms)) == count
+
+
+@given(st.integers(1, 256))
+def test_whole_waves_are_not_split(sms: int) -> None:
+    """Every SM is busy to the end already, and a merge would only cost."""
+    assert num_splits(CTAS_OF_SM * sms, sms) == 1

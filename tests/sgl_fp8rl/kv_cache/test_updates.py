@@ -81,7 +81,7 @@ def test_bad_scales_fail_the_update_and_are_not_put_in_force(bad: float) -> None
     sent = tensors(wrong, seed=1)
     session = toy.begin(weights, sent, version=1)
     toy.write(session, sent)
-    with pytest.raises(KVScalesError, match="K scale of layer 1, KV head 3"):
+    with pytest.raises(KVScalesError, match=r"K .*layer 1, KV head 3"):
         session.finish()
     assert not session.finished and session.dirty
     weights.quarantine("bad scales")
@@ -104,18 +104,18 @@ def test_a_failed_update_applies_no_scales() -> None:
 
 def test_wrong_shapes_are_refused_before_anything_is_written() -> None:
     weights = engine()
-    with pytest.raises(ManifestError, match=r"of shape \(2, 3, 4\)"):
+    with pytest.raises(ManifestError, match=r"\(2, 3, 4\)"):
         toy.begin(weights, tensors(torch.ones(LAYERS, 3, 3)))
     assert weights.state is State.SERVING and weights.session is None
 
 
 def test_scheme_trainer_needs_scales_in_each_update() -> None:
     weights = engine("trainer")
-    with pytest.raises(ManifestError, match="brings no kv_scales"):
+    with pytest.raises(ManifestError, match="kv_scales"):
         toy.begin(weights, tensors())
     assert weights.state is State.SERVING
     toy.update(weights, tensors(SCALES))
-    with pytest.raises(ManifestError, match="brings no kv_scales"):
+    with pytest.raises(ManifestError, match="kv_scales"):
         toy.begin(weights, tensors(), version=1)
 
 
@@ -131,7 +131,7 @@ def test_an_update_without_scales(scheme: str, pending: bool) -> None:
 
 def test_a_cache_that_is_not_fp8_refuses_scales() -> None:
     weights = toy.engine(toy.toy(), toy.SHAPES)
-    with pytest.raises(ManifestError, match="the engine's KV cache is not FP8"):
+    with pytest.raises(ManifestError, match=r"KV cache.*FP8"):
         toy.begin(weights, tensors(SCALES))
 
 

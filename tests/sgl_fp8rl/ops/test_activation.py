@@ -213,10 +213,10 @@ def test_nothing_is_attached_where_changes_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("x", "sentence"),
     [
-        (torch.zeros(2, 256), r"activations are torch\.float32 \[2, 256\]"),
+        (torch.zeros(2, 256), r"BF16.*torch\.float32 \[2, 256\]"),
         (torch.zeros(2, 2, 128, dtype=BF16), r"\[2, 2, 128\]"),
         (torch.zeros(256, 128, dtype=BF16).t(), r"strides \(1, 128\)"),
-        (torch.zeros(2, 100, dtype=BF16), "have 100 channels, not a multiple of 128"),
+        (torch.zeros(2, 100, dtype=BF16), r"\b100 .*\b128\b.*BF16"),
     ],
 )
 def test_what_cannot_be_quantized(x: Tensor, sentence: str) -> None:
@@ -226,9 +226,9 @@ def test_what_cannot_be_quantized(x: Tensor, sentence: str) -> None:
 
 def test_what_cannot_be_normalized() -> None:
     x_MK = rows(2, 128)
-    with pytest.raises(ValueError, match=r"128 channels got a weight \[256\]"):
+    with pytest.raises(ValueError, match=r"\b128 .*\[256\]"):
         rms_norm_quantize(x_MK, torch.ones(256), 1e-6)
-    with pytest.raises(ValueError, match=r"a residual \[3, 128\]"):
+    with pytest.raises(ValueError, match=r"\[2, 128\].*\[3, 128\]"):
         rms_norm_quantize(x_MK, torch.ones(128), 1e-6, rows(3, 128))
-    with pytest.raises(ValueError, match="have 64 channels, not a multiple"):
+    with pytest.raises(ValueError, match=r"\b64 .*\b128\b"):
         silu_mul_quantize(rows(2, 256)[:, :128])

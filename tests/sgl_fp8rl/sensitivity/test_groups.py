@@ -41,7 +41,7 @@ def test_experts_of_ragged_size_stay_bf16(load: Load) -> None:
 
 
 def test_a_layer_that_is_not_known_is_refused(load: Load) -> None:
-    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa of a deepseek_v2 model"):
+    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa.*deepseek_v2"):
         fp8_groups(load("deepseek_v2"))
 
 
@@ -50,7 +50,7 @@ def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
     for layer in model.model.layers:
         layer.mlp.gate_proj = nn.Linear(200, 512)  # gate shares its layer with up
         layer.mlp.down_proj = nn.Linear(512, 200)
-    with pytest.raises(ValueError, match="no layer of this model would run in FP8"):
+    with pytest.raises(ValueError, match=r"no layer.*\b128\b"):
         fp8_groups(model)
 
 

@@ -67,10 +67,10 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .* is not a prompt"):
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl"):
         tokens.read_texts(path, words)
     path.write_text("\n")
-    with pytest.raises(ValueError, match="has no prompts"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl.*at least one"):
         tokens.read_texts(path, words)
 
 
@@ -78,7 +78,7 @@ def test_a_line_that_is_no_prompt(line: str, tmp_path: Path) -> None:
 def test_text_that_has_no_token_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"line 2 of .* has no tokens in its prompt or response"):
+    with pytest.raises(ValueError, match=r"line 2 of .*prompts\.jsonl.*token"):
         tokens.read_texts(path, words)
 
 
@@ -134,7 +134,7 @@ def test_as_many_texts_as_tokens_are_asked_for(load: Load) -> None:
     assert [len(text.response or []) for text in some] == [64, 64, 64]
     long = tokens.complete(model, [*given[:1], asked[7]], 240, 0)
     assert [len(text.response or []) for text in long] == [40, 200]
-    with pytest.raises(ValueError, match="outside the model's vocabulary of 512"):
+    with pytest.raises(ValueError, match=r"vocabulary.*\b512\b"):
         tokens.complete(model, [Text([512], [1])], 10, 0)
 
 
@@ -160,5 +160,5 @@ def test_batches_measure_responses_only() -> None:
 def test_nan_logits_are_refused(load: Load) -> None:
     model = load("qwen3")
     model.lm_head.weight.data[5] = torch.inf
-    with pytest.raises(ValueError, match="own logits are NaN or Inf"):
+    with pytest.raises(ValueError, match=r"logits.*NaN or Inf"):
         tokens.sample(model, [[1]], 3, 0)
