@@ -37,7 +37,7 @@ def missing(messages: list[str]) -> list[str]:
     return [
         piece
         for message in messages
-        for piece in message.split("...")
+        for piece in map(str.strip, message.split("..."))
         if len(piece) >= LEAST and not any(piece in literal for literal in code)
     ]
 

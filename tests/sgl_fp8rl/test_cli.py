@@ -158,7 +158,7 @@ def test_kv_report_asks_to_observe(
 ) -> None:
     assert cli.main(["kv-report", address, "--observe"]) == 0
     assert capsys.readouterr().out.split()[2] == "4096"
-    with pytest.raises(SystemExit, match=r"--observe.*http://"):
+    with pytest.raises(SystemExit, match=r"http://.*--observe"):
         cli.main(["kv-report", str(tmp_path), "--observe"])
 
 

@@ -17,8 +17,8 @@ import torch
 import trainer_bridge
 from sgl_fp8rl import doctor, selftest
 from sgl_fp8rl.doctor import Check
+from sgl_fp8rl.formats import block_fp8
 from sgl_fp8rl.ops import reference
-from sgl_fp8rl.weight_update import torch_writer
 from tests import oracle
 
 OK = Check("a", "ok", "well")
@@ -322,7 +322,7 @@ def test_numerics_fail_on_a_wrong_quantizer(monkeypatch: pytest.MonkeyPatch, fau
 
     original = reference.quantize_weight
     monkeypatch.setattr(reference, "quantize_weight", quantize)
-    monkeypatch.setattr(torch_writer, "quantize_weight", quantize)
+    monkeypatch.setattr(block_fp8, "quantize_weight", quantize)
     for check in doctor.check_numerics():
         if check.name == "update on cuda":
             continue  # quantized by a kernel, which has no fault

@@ -157,5 +157,5 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     assert not correct_logprobs(trainer, rollout, torch.ones_like(trainer).bool()).alarms
     assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
     assert "NaN or infinite" in first["infinite"] and first["infinite"] == second["infinite"]
-    assert "has shape (1, 2) against" in first["misshapen"]
+    assert "trainer_logprobs_BT has shape (1, 2)" in first["misshapen"]
     assert "1 other ranks refused" in second["misshapen"]

@@ -318,7 +318,7 @@ def replay(model: Any, experts: list[torch.Tensor], **which: Any) -> None:
         ),
         ([random_experts(4, 0)], {"attention_mask": ones(5)[0]}, "has 1 dimensions"),
         ([random_experts(4, 0)] * 2, {"attention_mask": ones(5)}, "has 1 rows, .* 2 sequences"),
-        ([], {"sequence_ids": ones(5)}, "no sequence"),
+        ([], {"sequence_ids": ones(5)}, "no experts"),
         ([random_experts(4, 0)], {"sequence_ids": ones(5)}, "sequence 1.* of 1"),
         ([random_experts(3, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 3"),
         ([random_experts(6, 0)], {"attention_mask": ones(5)}, "sequence 0 .* 5 tokens.* 6"),

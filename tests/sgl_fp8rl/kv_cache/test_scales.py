@@ -145,7 +145,7 @@ def test_what_is_no_scale_is_refused(bad: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 2, 2), (2, 3, 1), (2, 3, 4), (12,)])
 def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", False, CPU)
+    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
     with pytest.raises(KVScalesError, match=r"\(2, 3, 2\)"):
         scales.check(torch.ones(shape))
 
