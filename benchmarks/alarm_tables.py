@@ -1,69 +1,73 @@
-"""The docs' tables of alarms, from results/alarms.json."""
+"""The measured blocks of docs/correction.md about alarms."""
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
-from trainer_bridge.metrics import alarms
+from benchmarks.markdown import Column, Form, Row, facts, failures, grid, joined, table
+from trainer_bridge.metrics import alarms as thresholds
 
+Results = Mapping[str, Any]
+FIRED = "alarm: "
+"""A metric with this before an alarm's name is the number of batches in which the alarm fired."""
 JUDGED = {
-    "kl_of_entropy": ("mismatch_kl_k3", alarms.KL_OF_ENTROPY),
-    "token_mult_prob_error": ("token_mult_prob_error", alarms.PROB_ERROR),
-    "ess": ("ess", alarms.ESS),
-    "ratio_mean": ("ratio_mean", alarms.RATIO_BIAS),
+    "kl_of_entropy": ("mismatch_kl_k3", thresholds.KL_OF_ENTROPY),
+    "token_mult_prob_error": ("token_mult_prob_error", thresholds.PROB_ERROR),
+    "ess": ("ess", thresholds.ESS),
+    "ratio_mean": ("ratio_mean", thresholds.RATIO_BIAS),
 }
 """A row's metric -> the alarm that is about it, and where that fires."""
 
-Rows = list[dict[str, Any]]
 
-
-def faults(text: str) -> str:
+def faults(results: Results) -> str:
     """One line a rollout: what it looks like, and which alarms fire."""
-    content = json.loads(text)
-    rows, e = content["rows"], content["environment"]
+    rows = results["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    heads = [f"{head}, {model}" for head in ("KL of entropy", "mean ratio") for model in models]
-    lines = [
-        f"| rollout | {' | '.join(heads)} | alarms, {' | '.join(models)} |",
-        "|---" * (1 + 3 * len(models)) + "|",
-    ]
-    for state in dict.fromkeys(row["case"] for row in rows):
-        lines.append(f"| **{state}** |{' |' * (3 * len(models))}")
-        for arm in dict.fromkeys(row["arm"] for row in rows if row["case"] == state):
-            mine = [[r for r in rows if (r["arm"], r["model"]) == (arm, m)] for m in models]
-            cells = [_share(_of(part, "kl_of_entropy")["median"]) for part in mine]
-            cells += [f"{_of(part, 'ratio_mean')['median']:.4f}" for part in mine]
-            cells += [_fired(part) for part in mine]
-            lines.append(f"| {arm} | {' | '.join(cells)} |")
     batches = max(row["n"] for row in rows)
+
+    def fired(row: Row) -> str:
+        version, _, name = row["metric"].removeprefix(FIRED).rpartition("/")
+        times = "" if row["median"] == batches else f" {row['median']:.0f}"
+        return f"{'v:' if version else ''}`{name}`{times}"
+
+    every: dict[str, Form] = dict.fromkeys(
+        sorted({row["metric"] for row in rows if row["metric"].startswith(FIRED)}), fired
+    )
+    shown: dict[str, dict[str, Form]] = {
+        "KL of entropy": {"kl_of_entropy": lambda row: _share(row["median"])},
+        "mean ratio": {"ratio_mean": "{median:.4f}"},
+        "alarms": every,
+    }
+    columns = [
+        Column(f"{head}, {model}", metrics, {"model": model})
+        for head, metrics in shown.items()
+        for model in models
+    ]
     tokens = [row["median"] for row in rows if row["metric"] == "tokens"]
-    return "\n".join(lines) + (
-        f"\n\n`{e['command']}`, {e['device']}, torch {e['torch']}, {e['date']}, commit "
-        f"{e['commit']}: medians of {batches} batches of {min(tokens):.0f} to {max(tokens):.0f} "
-        f"tokens{_trained(e)}. A number behind an alarm: it fired in so many of them only; v: for "
-        f"the policy version at fault."
+    return joined(
+        table(rows, ["case", "arm"], columns, "rollout"),
+        failures(results),
+        f"{facts(results['environment'])}. Medians of {batches} batches of {min(tokens):.0f} to "
+        f"{max(tokens):.0f} tokens.",
     )
 
 
-def margins(text: str) -> str:
+def margins(results: Results) -> str:
     """One line an alarm: how far healthy rollouts stay away, and what fires it."""
-    rows: Rows = json.loads(text)["rows"]
-    lines = ["| alarm | worst healthy | fires | faults that fire it |", "|---|---|---|---|"]
+    rows = results["rows"]
+    lines = []
     for metric, (alarm, threshold) in JUDGED.items():
-        healthy = [r for r in rows if (r["metric"], r["case"]) == (metric, "healthy")]
-        sick = [
-            found
-            for first in rows
-            if first["case"] == "faulty" and alarm in first.get("alarms", ())
-            for found in rows
-            if (found["arm"], found["model"], found["metric"])
-            == (first["arm"], first["model"], metric)
-        ]
-        lines.append(f"| `{alarm}` | {' | '.join(_margin(metric, healthy, threshold, sick))} |")
-    return "\n".join(lines)
+        judged = [row for row in rows if row["metric"] == metric]
+        healthy = [row for row in judged if row["case"] == "healthy"]
+        fired = {(r["arm"], r["model"]) for r in rows if r["metric"] == f"{FIRED}{alarm}"}
+        faulty = [r for r in judged if r["case"] == "faulty" and (r["arm"], r["model"]) in fired]
+        lines.append([f"`{alarm}`", *_margin(metric, healthy, threshold, faulty)])
+    return grid(["alarm", "worst healthy", "fires", "faults that fire it"], lines)
 
 
-def _margin(metric: str, healthy: Rows, threshold: float, sick: Rows) -> tuple[str, str, str]:
-    medians = sorted(row["median"] for row in sick)
+def _margin(
+    metric: str, healthy: list[Row], threshold: float, faulty: list[Row]
+) -> tuple[str, str, str]:
+    medians = sorted(row["median"] for row in faulty)
     if metric == "ess":
         worst = min(row["min"] for row in healthy)
         return f"{worst:.4f}", f"below {threshold}", f"{medians[0]:.2f} to {medians[-1]:.2f}"
@@ -72,42 +76,18 @@ def _margin(metric: str, healthy: Rows, threshold: float, sick: Rows) -> tuple[s
         away = sorted(abs(median - 1) for median in medians)
         return (
             f"{worst:.4f} from 1",
-            f"{threshold} from 1, and {alarms.RATIO_SIGMAS:.0f} standard errors",
+            f"{threshold} from 1, and {thresholds.RATIO_SIGMAS:.0f} standard errors",
             f"{away[0]:.4f} to {away[-1]:.2f} from 1",
         )
     worst = max(row["max"] for row in healthy)
     if metric == "kl_of_entropy":
         return (
             f"{worst:.1%} of the entropy",
-            f"above {threshold:.0%} of it, or {alarms.KL_MOST} nats",
+            f"above {threshold:.0%} of it, or {thresholds.KL_MOST} nats",
             f"{_share(medians[0])} to {_share(medians[-1])}",
         )
     return f"{worst:.3f}", f"above {threshold}", f"{medians[0]:.2f} to {medians[-1]:.0f}"
 
 
-def _trained(environment: dict[str, Any]) -> str:
-    """Which commits trained the policies, where they are others than the one that measured."""
-    return "".join(
-        f"; policy {name} trained by commit {commit}"
-        for name, commit in environment.get("policies", {}).items()
-        if commit != environment["commit"]
-    )
-
-
 def _share(value: float) -> str:
     return f"{value:.2%}" if value < 1 else f"{value:.1f} times"
-
-
-def _of(rows: Rows, metric: str) -> dict[str, Any]:
-    return next(row for row in rows if row["metric"] == metric)
-
-
-def _fired(rows: Rows) -> str:
-    """The alarms of one arm and model, each once."""
-    counts: dict[str, int] = rows[0]["alarms"]
-    shown = []
-    for name, count in counts.items():
-        version, _, bare = name.rpartition("/")
-        times = "" if count == rows[0]["n"] else f" {count}"
-        shown.append(f"{'v:' if version else ''}`{bare}`{times}")
-    return ", ".join(shown)

@@ -1,13 +1,14 @@
 """The first figures of the README, a sentence from each of four result files."""
 
-import json
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from benchmarks.markdown import Row
 from benchmarks.parity import summary, tables
 from benchmarks.parity.settings import ALPHA, MARGIN
 from benchmarks.parity.variants import ARMS
-from benchmarks.performance_tables import REFERENCE, of_runs
+from benchmarks.tables import REFERENCE
 
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"
@@ -19,59 +20,62 @@ LEARNING = {
 """Arms of the experiment whose question was fixed before the runs."""
 
 
-def decode(text: str) -> str:
+Results = Mapping[str, Any]
+
+
+def decode(results: Results) -> str:
     """How much faster decode steps are, from the least to the most of all loads."""
-    content = json.loads(text)
-    steps = [row for row in content["rows"] if row["metric"] == "decode_step_ms"]
+    steps = [row for row in results["rows"] if row["metric"] == "decode_step_ms"]
     rows = [row for row in steps if row["arm"] == OURS]
-    ratios = [row["ratios"][f"{REFERENCE}, {row['case']}"] for row in rows]
-    best = [_best_stock(steps, row) / row["median"] for row in rows]
+    ratios = [_best(steps, row, REFERENCE) / row["median"] for row in rows]
+    stock = [_best(steps, row, "stock") / row["median"] for row in rows]
     batches, contexts = zip(*(map(int, row["case"].split("x")) for row in rows), strict=True)
     models = " and ".join(dict.fromkeys(row["model"] for row in rows))
     return (
         f"- A decode step is {min(ratios):.2f} to {max(ratios):.2f} times as fast as in BF16, and "
-        f"{min(best):.2f} to {max(best):.2f} times as fast as in the best stock arm ({models}, "
+        f"{min(stock):.2f} to {max(stock):.2f} times as fast as in the best stock arm ({models}, "
         f"{min(batches)} to {max(batches)} sequences, {min(contexts)} to {max(contexts)} tokens of "
-        f"context; {_where(content)})."
+        f"context; {_where(results)})."
     )
 
 
-def _best_stock(steps: list[dict[str, Any]], ours: dict[str, Any]) -> float:
-    """The median of the fastest stock arm under the same load."""
+def _best(rows: list[Row], ours: Row, prefix: str) -> float:
+    """The least median of arms whose name begins so, under the same load."""
     place = ours["model"], ours["case"]
-    stock = [row for row in steps if row["arm"].startswith("stock")]
-    return float(min(row["median"] for row in stock if (row["model"], row["case"]) == place))
+    mine = [row for row in rows if (row["model"], row["case"]) == place]
+    if prefix == REFERENCE:
+        mine = [row for row in mine if row["arm"] == REFERENCE]
+    return float(min(row["median"] for row in mine if row["arm"].startswith(prefix)))
 
 
-def rollout(text: str) -> str:
+def rollout(results: Results) -> str:
     """How much faster the longest rollout is as a whole."""
-    content = json.loads(text)
-    found = {(row["arm"], row["case"], row["metric"]): row for row in content["rows"]}
+    found = {(row["arm"], row["case"], row["metric"]): row for row in results["rows"]}
     cases = {case for arm, case, metric in found if (arm, metric) == (OURS, "rollout_s")}
     case = max(cases, key=lambda name: int(name.rpartition(" ")[2]))
-    time = found[OURS, case, "rollout_s"]
+    time, reference = found[OURS, case, "rollout_s"], found[REFERENCE, case, "rollout_s"]
     retracted = [found[arm, case, "retracted_requests"]["median"] for arm in (REFERENCE, OURS)]
     return (
         f"- A {case} requests with a long tail of lengths is "
-        f"{time['ratios'][f'{REFERENCE}, {case}']:.2f} times as fast as in BF16: BF16 retracts "
-        f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; {_where(content)}). "
-        f"{of_runs([time])}"
+        f"{reference['median'] / time['median']:.2f} times as fast as in BF16: BF16 retracts "
+        f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; "
+        f"{_where(results)}). Runs an arm: {time['n']}."
     )
 
 
-def update(text: str) -> str:
+def update(results: Results) -> str:
     """How long a full update takes where trainer and engine share a GPU."""
-    content = json.loads(text)
-    wanted = "fp8rl", MAPPED, "update_wall_ms"
-    rows = [r for r in content["rows"] if (r["arm"], r["case"], r["metric"]) == wanted]
+    rows = [row for row in results["rows"] if row["metric"] == "update_wall_ms"]
     parts = []
     for row in rows:
-        stock = [v for name, v in row["ratios"].items() if name.startswith(f"{REFERENCE},")]
-        parts.append(
-            f"{row['median']:.1f} ms for {row['model']} ({min(stock):.1f} times as fast as stock "
-            f"BF16's)"
-        )
-    return f"- A full update takes {' and '.join(parts)}; {_where(content)}."
+        if (row["arm"], row["case"]) == ("fp8rl", MAPPED):
+            same = [r for r in rows if (r["model"], r["arm"]) == (row["model"], REFERENCE)]
+            faster = min(r["median"] for r in same) / row["median"]
+            parts.append(
+                f"{row['median']:.1f} ms for {row['model']} ({faster:.1f} times as fast as stock "
+                f"BF16's)"
+            )
+    return f"- A full update takes {' and '.join(parts)}; {_where(results)}."
 
 
 def learning(text: str) -> str:
@@ -99,6 +103,6 @@ def learning(text: str) -> str:
     )
 
 
-def _where(content: dict[str, Any]) -> str:
-    e = content["environment"]
+def _where(results: Results) -> str:
+    e = results["environment"]
     return f"{e['device']}, SGLang {e['sglang']}, {e['date']}, commit {e['commit']}"

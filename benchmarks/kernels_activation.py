@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_pair import LAYERS, SHAPE, TOKENS, Pair, hold_close, hold_same, sets_of
+from benchmarks.kernels_pair import LAYERS, SHAPE, TOKENS, Pair, assert_close, assert_same, sets_of
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import activation_triton as ours
 
@@ -35,7 +35,7 @@ def quantize(tokens: int) -> Pair:
 
     def check() -> None:
         (x,) = inputs[0]
-        _hold_quantized(x, ours.quantize_tokens(x))
+        _assert_quantized(x, ours.quantize_tokens(x))
 
     return Pair(
         "quantize",
@@ -61,9 +61,9 @@ def norm(tokens: int) -> Pair:
         stock, mine = (x.clone(), residual.clone()), (x.clone(), residual.clone())
         stock_norm(*stock, weight)
         y, quantized = fused(*mine, weight)
-        hold_close("RMSNorm", y, stock[0])
-        hold_same("the residual", mine[1], stock[1])
-        _hold_quantized(y, quantized)
+        assert_close("RMSNorm", y, stock[0])
+        assert_same("the residual", mine[1], stock[1])
+        _assert_quantized(y, quantized)
 
     return Pair(
         "add + RMSNorm + quantize",
@@ -83,8 +83,8 @@ def silu(tokens: int) -> Pair:
     def check() -> None:
         (gate_up,) = inputs[0]
         y, quantized = ours.silu_mul_quantize(gate_up)
-        hold_close("SiLU", y, stock_silu(gate_up)[0])
-        _hold_quantized(y, quantized)
+        assert_close("SiLU", y, stock_silu(gate_up)[0])
+        _assert_quantized(y, quantized)
 
     return Pair(
         "SiLU + quantize",
@@ -122,9 +122,9 @@ def stock_silu(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return y_MI, stock_quantize(y_MI)
 
 
-def _hold_quantized(y_MK: torch.Tensor, quantized: Any) -> None:
+def _assert_quantized(y_MK: torch.Tensor, quantized: Any) -> None:
     for name, mine, other in zip(("codes", "scales"), quantized, stock_quantize(y_MK), strict=True):
-        hold_same(name, mine, other)
+        assert_same(name, mine, other)
 
 
 def _drawn(tokens: int, channels: int, count: int = 1) -> list[Inputs]:

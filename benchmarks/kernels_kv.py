@@ -15,8 +15,8 @@ from benchmarks.kernels_pair import (
     SHAPE,
     TOKENS,
     Pair,
-    hold_close,
-    hold_same,
+    assert_close,
+    assert_same,
     sets_of,
 )
 from benchmarks.measuring import Call
@@ -57,9 +57,9 @@ def qk_rope() -> Iterator[Pair]:
             qkv, positions, table = shared
             q = qk_rope_triton.norm_rope_store(qkv, positions, table, norms[0], slots, mine)
             want = stock_qk_rope(qkv.clone(), positions, table, norms[0], slots, other)
-            hold_close("q", q, want)
-            hold_close("K", _at(mine.k_SHD, slots), _at(other.k_SHD, slots))
-            hold_same("V", _at(mine.v_SHD, slots), _at(other.v_SHD, slots))
+            assert_close("q", q, want)
+            assert_close("K", _at(mine.k_SHD, slots), _at(other.k_SHD, slots))
+            assert_same("V", _at(mine.v_SHD, slots), _at(other.v_SHD, slots))
 
         yield Pair(
             "QK-norm + RoPE + KV store",
@@ -117,8 +117,8 @@ def store() -> Iterator[Pair]:
                 k, v = kvs[0]
                 our_store(k, v, slots, mine)
                 stock(k, v, slots, other)
-                hold_same("K", _at(mine.k_SHD, slots), _at(other.k_SHD, slots))
-                hold_same("V", _at(mine.v_SHD, slots), _at(other.v_SHD, slots))
+                assert_same("K", _at(mine.k_SHD, slots), _at(other.k_SHD, slots))
+                assert_same("V", _at(mine.v_SHD, slots), _at(other.v_SHD, slots))
 
             yield Pair(
                 f"KV store ({backend})",
@@ -178,7 +178,7 @@ def factors() -> Iterator[Pair]:
 
         def check(x: Tensor = inputs[0]) -> None:
             mine, other = heads_triton.scale_heads(x, factor_H), heads.scale_heads(x, factor_H)
-            hold_same("heads", mine, other)
+            assert_same("heads", mine, other)
 
         yield Pair(
             "heads x factors (torch)",

@@ -1,4 +1,4 @@
-"""What SGLang runs and what we run in its place: held to agree, then timed.
+"""What SGLang runs and what we run in its place: checked to compute the same, then timed.
 
 Each arm of a pair is a list of calls, most often one a layer with tensors of its own, as in a step.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import measuring, models, result_rows
+from benchmarks import measuring, models
+from benchmarks.benchmark import Report
 from benchmarks.measuring import Call
 
 MODEL = "qwen3-8b"
@@ -45,13 +46,13 @@ class Pair:
         return f"{self.kernel}: {self.size}"
 
 
-def reports(pairs: Iterable[Pair], copy_tb_s: float) -> list[result_rows.Report]:
+def reports(pairs: Iterable[Pair], copy_tb_s: float) -> list[Report]:
     """Two reports a pair; the floor is with ours.
 
     Raises:
         RuntimeError: a pair does not agree.
     """
-    made: list[result_rows.Report] = []
+    made: list[Report] = []
     for pair in pairs:
         pair.check()
         ours = {
@@ -72,32 +73,32 @@ def sets_of(nbytes: int) -> int:
     return max(2, min(LAYERS, BUDGET_BYTES // nbytes))
 
 
-def hold_same(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
-    """Hold that two tensors have the same bytes.
+def assert_same(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+    """Check that two tensors have the same bytes.
 
     Raises:
         RuntimeError: they have not.
     """
-    _hold_alike(what, mine, other)
+    _assert_alike(what, mine, other)
     differ = int((_bits(mine) != _bits(other)).sum())
     if differ:
         raise RuntimeError(f"{what}: {differ} of {mine.numel()} values are not SGLang's")
 
 
-def hold_close(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
-    """Hold that nearly all values are the same and the others are neighbours.
+def assert_close(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+    """Check that nearly all values are the same and the others are neighbours.
 
     Raises:
         RuntimeError: they are not.
     """
-    _hold_alike(what, mine, other)
+    _assert_alike(what, mine, other)
     steps = (_in_order(mine) - _in_order(other)).abs()
     equal, apart = float((steps == 0).float().mean()), int(steps.max())
     if apart > STEPS_APART or equal < LEAST_EQUAL:
         raise RuntimeError(f"{what}: {equal:.4f} of values are SGLang's, others {apart} steps off")
 
 
-def _hold_alike(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+def _assert_alike(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
     if (mine.shape, mine.dtype) != (other.shape, other.dtype):
         raise RuntimeError(
             f"{what}: ours is {mine.dtype} {list(mine.shape)}, SGLang's {other.dtype} "

@@ -46,7 +46,7 @@ def pair(sampler: Any, rows: int, vocab: int) -> Pair:
 
     def check() -> None:
         for info in (ones, mixed):
-            hold_alike(sampler, rows, vocab, info)
+            assert_alike(sampler, rows, vocab, info)
 
     return Pair(
         "sample + logprobs",
@@ -59,8 +59,8 @@ def pair(sampler: Any, rows: int, vocab: int) -> Pair:
     )
 
 
-def hold_alike(sampler: Any, rows: int, vocab: int, info: Any) -> None:
-    """Hold that a seed gives both the same tokens and numbers after them, and right logprobs.
+def assert_alike(sampler: Any, rows: int, vocab: int, info: Any) -> None:
+    """Check that a seed gives both the same tokens and numbers after them, and right logprobs.
 
     Raises:
         RuntimeError: it does not.

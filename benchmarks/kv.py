@@ -1,160 +1,123 @@
-"""Measure the FP8 KV cache on one GPU, ours beside stock SGLang's: kv.py [--cases NAME ...].
+"""The FP8 KV cache on one GPU, ours beside stock SGLang's.
 
-Each case runs in a process of its own, one after the other; what crashes or hangs becomes a row
-with the reason. On an H200, where kernels were compiled before (the first run compiles them):
-
-  attention, attention-bf16-mma   error against float64, time of a call       30 s each
-  engine-*                        capacity, prefill, decode of Qwen3-8B       65 to 80 s each
-  logprobs-*                      error against a BF16 KV cache, 6 layers     30 s each
-  update                          updates with KV scales and without          75 s
-
-Without --cases all but engine-stock-bf16-kv8-xqa and engine-fp8rl-kv8-per-head run. Cases may be
-run in several calls: rows of the others stay where machine and commit are the same; or side by side
-on several GPUs of one host, to be joined by --merge. Ratios are between arms of one file. Logprobs
-need ``logprobs-bf16`` in the same call. Figures go to
-results/kv.json, from which examples/readme.py makes a table of docs/performance.md.
+attention, attention-bf16-mma   error of attention against float64, time of a call
+engine-*                        capacity, prefill and decode of Qwen3-8B
+logprobs-*                      error against a BF16 KV cache, 6 layers
+update                          updates with KV scales and without
 """
 
-import argparse
-import time
-from pathlib import Path
-from statistics import fmean
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import processes, result_rows
-from benchmarks.environment import environment, host
-from benchmarks.kv_cases import CASES, CUT_MODEL, DEFAULT, MODEL, NAMES, REFERENCE, Case
+from benchmarks import kv_attention, kv_logprobs, kv_updates, measuring, models, serving
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
+from benchmarks.engines import (
+    BLOCK_FP8,
+    ENGINE,
+    FLASHINFER,
+    FULL,
+    OURS,
+    OURS_KV8,
+    PER_HEAD,
+    SMALL,
+    STOCK_XQA,
+    is_stock,
+)
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "kv.json"
-
-Raw = dict[str, dict[str, Any]]
-"""What ``kv_engines.logprobs`` found, by weights."""
-
-
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", nargs="+", choices=NAMES, default=list(DEFAULT), metavar="NAME")
-    parser.add_argument("--layers", type=int, help="a try-out of the engines with fewer layers")
-    parser.add_argument("--limit-s", type=float, default=240.0, help="time limit of a case")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
-    options = parser.parse_args(argv)
-    if options.layers is not None and options.output == RESULTS:
-        parser.error("--layers gives no figures of the whole model; name another --output")
-    asked = [case for case in CASES if case.name in options.cases]
-    if any(case.part == "logprobs" for case in asked) and REFERENCE not in asked:
-        parser.error(f"logprobs are held against those of {REFERENCE.name}; name it as well")
-    return options
+MODEL = "qwen3-8b"
+LOADS = (serving.Load(128, 512, 256), serving.Load(64, 8192, 256))
 
 
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run; cases may be run one by one, and paths are of one machine only."""
-    words = ["python examples/benchmarks/kv.py"]
-    if options.layers is not None:
-        words.append(f"--layers {options.layers}")
-    return " ".join(words)
+@dataclass(frozen=True)
+class Case:
+    """What one process measures."""
+
+    name: str
+    part: str
+    """"attention", "engine", "logprobs" or "update"."""
+    arm: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``sglang.Engine`` besides ``ENGINE``."""
+    trainer_scales: bool = False
+    """Whether the trainer measures KV scales and sends them with each update."""
+    by_default: bool = True
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """All keywords of ``sglang.Engine``."""
+        return ENGINE | (FULL if self.part == "engine" else SMALL) | self.engine
 
 
-def run_case(
-    case: Case, options: argparse.Namespace, to_score: dict[str, Any]
-) -> processes.Outcome:
-    """Run one case in its process."""
-    job = {"name": case.name, "layers": options.layers, "to_score": to_score}
-    environ = processes.engine_environment(case.stock)
-    return processes.run_job(HERE / "kv_arm.py", job, options.limit_s, environ)
+def _engine(arm: str, engine: dict[str, Any], by_default: bool = True) -> Case:
+    name = f"engine-{arm}".replace(", ", "-").replace(" ", "-")
+    return Case(name, "engine", arm, engine, by_default=by_default)
 
 
-def sampled(raws: dict[str, Raw]) -> dict[str, dict[str, Any]]:
-    """What the reference is to score: sequences by weights and arm."""
-    found: dict[str, dict[str, Any]] = {}
-    for arm, raw in raws.items():
-        for planted, mine in raw.items():
-            found.setdefault(planted, {})[arm] = mine["sampled"]
-    return found
+def _scheme(name: str, engine: dict[str, Any], trainer_scales: bool = False) -> Case:
+    arm = f"fp8rl-kv8, {name.replace('-', ' ')} scales"
+    return Case(f"logprobs-{name}", "logprobs", arm, engine, trainer_scales)
 
 
-def logprob_reports(raws: dict[str, Raw]) -> list[result_rows.Report]:
-    """Mean |difference| of each sequence's logprobs to those of prefill over BF16 KV.
+REFERENCE = Case("logprobs-bf16", "logprobs", "fp8rl, BF16 KV", {**OURS, **FLASHINFER})
+"""What the others' logprobs are compared with; it runs after them, for it scores their samples."""
 
-    ``logprob_error`` of prefill on the same sequences, ``logprob_error_decode`` of decode on the
-    sequences that were sampled. The reference has the second one only: its own decode's.
+CASES = (
+    Case("attention", "attention", "attention kernels"),
+    Case("attention-bf16-mma", "attention", "xqa-bf16-mma"),
+    _engine("stock-bf16", FLASHINFER),
+    _engine("stock-bf16-kv8-xqa", STOCK_XQA, by_default=False),
+    _engine("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
+    _engine("fp8rl", {**OURS, **FLASHINFER}),
+    _engine("fp8rl-kv8", OURS_KV8),
+    _engine("fp8rl-kv8, per head", {**OURS_KV8, **PER_HEAD}, by_default=False),
+    _scheme("unit", {**OURS_KV8, "fp8rl_kv_scheme": "unit"}),
+    _scheme("engine", {**OURS_KV8, "fp8rl_kv_scheme": "engine"}),
+    _scheme("trainer", {**OURS_KV8, "fp8rl_kv_scheme": "trainer"}, trainer_scales=True),
+    _scheme("per-head", {**OURS_KV8, "fp8rl_kv_scheme": "engine", **PER_HEAD}),
+    REFERENCE,
+    Case("update", "update", "fp8rl-kv8", OURS_KV8),
+)
+
+
+def measure(case: Case, run: Run) -> list[Report]:
+    """Measure the case. A scheme's logprobs are reported by the reference, which runs last.
+
+    Raises:
+        RuntimeError: the case did not do what its name says.
     """
-    reference = raws[REFERENCE.arm]
-    reports: list[result_rows.Report] = []
-    for arm, raw in raws.items():
-        for planted, mine in raw.items():
-            wanted = reference[planted]
-            values = {"logprob_error_decode": distances(mine["decode"], wanted["scored"][arm])}
-            if arm != REFERENCE.arm:
-                values["logprob_error"] = distances(mine["prefill"], wanted["prefill"])
-            case = f"logprobs, {planted}"
-            reports.append({"arm": arm, "case": case, "model": CUT_MODEL, "values": values})
-    return reports
+    if case.part == "attention":
+        bf16_mma = case.arm == "xqa-bf16-mma"
+        return kv_attention.reports(bf16_mma, measuring.copy_tb_s())
+    shape = models.MODELS[MODEL]
+    if case.part == "logprobs":
+        shape = kv_logprobs.cut(shape)
+    elif run.options["layers"] is not None:
+        shape = replace(shape, layers=run.options["layers"])
+    models.save_config(shape, run.folder)
+    if case.part == "logprobs":
+        reference = case == REFERENCE
+        work = kv_logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
+        return kv_logprobs.measure(work, shape, run)
+    if case.part == "update":
+        return serving.reports(
+            case.arm, MODEL, kv_updates.measure(case.keywords, shape, str(run.folder))
+        )
+    values = serving.speed(case.keywords, shape, str(run.folder), LOADS)
+    return serving.reports(case.arm, MODEL, values)
 
 
-def distances(some: list[list[float]], others: list[list[float]]) -> list[float]:
-    """Mean |difference| of each pair of rows."""
-    return [
-        fmean(abs(a - b) for a, b in zip(mine, theirs, strict=True))
-        for mine, theirs in zip(some, others, strict=True)
-    ]
-
-
-def failed(case: Case, failure: str) -> result_rows.Report:
-    """The report of a case without figures."""
-    model = CUT_MODEL if case.part == "logprobs" else MODEL
-    return {"arm": case.arm, "case": case.part, "model": model, "failure": failure}
-
-
-def rows_of(reports: dict[str, list[result_rows.Report]]) -> list[result_rows.Row]:
-    """Rows of all cases, with ratios between arms of one load; each names its case's process."""
-    return result_rows.compared(
-        [
-            row | {"process": name}
-            for name, found in reports.items()
-            for row in result_rows.rows_of(found)
-        ]
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
-    if options.merge:
-        facts, every = result_rows.merged(options.merge, "rows", result_rows.identity)
-        every.sort(key=lambda row: NAMES.index(row["process"]))
-        result_rows.save(options.output, facts, result_rows.compared(every), [])
-        return
-    facts = environment(command(options)) | {"host": host()}
-    kept = [
-        row
-        for row in result_rows.kept(options.output, facts, [])
-        if row["process"] not in options.cases
-    ]
-    reports: dict[str, list[result_rows.Report]] = {}
-    raws: dict[str, Raw] = {}
-    for case in (case for case in CASES if case.name in options.cases):
-        started = time.perf_counter()
-        outcome = run_case(case, options, sampled(raws) if case == REFERENCE else {})
-        if outcome.report is None:
-            reports[case.name] = [failed(case, str(outcome.failure))]
-        elif case.part == "logprobs":
-            raws[case.arm] = outcome.report["logprobs"]
-        else:
-            reports[case.name] = outcome.report["reports"]
-        if case == REFERENCE and case.arm in raws:
-            by_arm = {found.arm: found.name for found in CASES if found.part == "logprobs"}
-            for report in logprob_reports(raws):
-                reports.setdefault(by_arm[report["arm"]], []).append(report)
-        how = outcome.failure or "done"
-        print(f"{case.name}: {how} ({time.perf_counter() - started:.0f} s)", flush=True)
-        result_rows.save(options.output, facts, rows_of(reports), kept)
-    for row in rows_of(reports):
-        print(result_rows.line(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    jobs=tuple(
+        Job(
+            case.name,
+            case,
+            stock=case.part == "engine" and is_stock(case.engine),
+            by_default=case.by_default,
+            needs=(REFERENCE.name,) if case.part == "logprobs" and case != REFERENCE else (),
+        )
+        for case in CASES
+    ),
+    measure=measure,
+    limit_s=240.0,
+    options=(LAYERS,),
+)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from benchmarks import attention_kernels as kernels
-from benchmarks import measuring, result_rows
+from benchmarks import measuring
 from benchmarks.attention_inputs import Inputs, Load, draw, errors, exact
+from benchmarks.benchmark import Report
 
 MODEL = "qwen3-8b"
 LOADS = tuple(
@@ -29,13 +30,13 @@ Attends = dict[tuple[str, str], tuple[kernels.Caches, Callable[[], kernels.Atten
 """By kernel and scheme: caches, and what makes the function that attends to them."""
 
 
-def reports(bf16_mma: bool, copy_tb_s: float) -> list[result_rows.Report]:
+def reports(bf16_mma: bool, copy_tb_s: float) -> list[Report]:
     """One report a load, kernel and scheme.
 
     Args:
         bf16_mma: XQA's BF16 MMA variant instead of everything else.
     """
-    made: list[result_rows.Report] = []
+    made: list[Report] = []
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)

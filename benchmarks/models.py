@@ -1,8 +1,10 @@
 """Shapes of the benchmarked models: parameters as transformers 5 names them, and config.json."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -93,6 +95,11 @@ def _mlp(shape: Shape, mlp: str) -> Iterator[Parameter]:
     yield Parameter(f"{mlp}gate.weight", (shape.experts, hidden))
     yield Parameter(f"{mlp}experts.gate_up_proj", (shape.experts, 2 * inner, hidden), fp8=True)
     yield Parameter(f"{mlp}experts.down_proj", (shape.experts, hidden, inner), fp8=True)
+
+
+def save_config(shape: Shape, folder: Path) -> None:
+    """Write ``config.json``, from which an engine with dummy weights starts."""
+    (folder / "config.json").write_text(json.dumps(config(shape)))
 
 
 def config(shape: Shape) -> dict[str, Any]:

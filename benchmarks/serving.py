@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import kv_weights, measuring, models, result_rows, stock_push, traffic
+from benchmarks import kv_weights, measuring, models, stock_push, traffic
+from benchmarks.benchmark import Report
+from benchmarks.engines import Keywords, is_stock, weight_format
 
 DEVICE = "cuda"
 QUARTERS = 4
@@ -19,8 +21,6 @@ BEGIN = 16
 """Tokens of a decode before those that are timed."""
 
 Prompts = list[list[int]]
-Keywords = dict[str, Any]
-"""Of ``sglang.Engine``."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,6 @@ def start(folder: str, keywords: Keywords) -> Any:
     return sglang.Engine(model_path=folder, **keywords)
 
 
-def is_stock(keywords: Keywords) -> bool:
-    """Whether SGLang runs as it is, without our quantization."""
-    return keywords.get("quantization") != "fp8rl"
-
-
-def form(keywords: Keywords) -> str:
-    """How the engine holds its linears: "fp8" or "bf16"."""
-    return "fp8" if keywords.get("quantization") else "bf16"
-
-
 def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
     """The same random weights for every engine, in the form that it holds them in.
 
@@ -66,7 +56,7 @@ def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
         RuntimeError: they did not take the place of the dummy ones.
     """
     if is_stock(keywords):
-        stock_push.push(engine, kv_weights.shared(shape, DEVICE, form(keywords)))
+        stock_push.push(engine, kv_weights.shared(shape, DEVICE, weight_format(keywords)))
     else:
         import trainer_bridge
 
@@ -110,7 +100,7 @@ def prompts_of(seed: int, count: int, length: int, vocab: int) -> Prompts:
 
 
 def assert_calibrated(engine: Any) -> None:
-    """Hold that no layer of an FP8 KV cache of ours waits for its scales.
+    """Check that no layer of an FP8 KV cache of ours waits for its scales.
 
     Raises:
         RuntimeError: one does.
@@ -195,7 +185,7 @@ def capacity(keywords: Keywords, shape: models.Shape, free: int) -> float:
 
     What the engine's process takes for itself (context, kernels, workspaces) is not taken off.
     """
-    held = traffic.payload_bytes(models.parameters(shape), form(keywords))
+    held = traffic.payload_bytes(models.parameters(shape), weight_format(keywords))
     static = float(keywords["mem_fraction_static"] * free)
     return (static - held) / traffic.kv_token_bytes(shape, keywords.get("kv_cache_dtype", "auto"))
 
@@ -204,14 +194,12 @@ def decode_floor_ms(keywords: Keywords, shape: models.Shape, load: Load, copy_tb
     """Least time of a step: the weights and the KV cache, read once at the bandwidth of a copy."""
     token = traffic.kv_token_bytes(shape, keywords.get("kv_cache_dtype", "auto"))
     weights = traffic.step_weight_bytes(
-        models.parameters(shape), form(keywords), shape.experts_read(load.batch)
+        models.parameters(shape), weight_format(keywords), shape.experts_read(load.batch)
     )
     return traffic.floor_ms(round(weights + load.batch * load.mean_length * token), copy_tb_s)
 
 
-def reports(
-    arm: str, model: str, layers: int, values: dict[str, dict[str, list[float]]]
-) -> list[result_rows.Report]:
+def reports(arm: str, model: str, values: dict[str, dict[str, list[float]]]) -> list[Report]:
     """A report of each case."""
-    common = {"arm": arm, "model": model, "layers": layers}
+    common = {"arm": arm, "model": model}
     return [common | {"case": name, "values": found} for name, found in values.items()]

@@ -11,7 +11,7 @@ BUCKET_BYTES = 512 << 20
 IDLE_S = 30.0
 POLL_S = 0.02
 PROBE = list(range(1000, 1064))
-"""A prompt whose own logprobs tell that weights arrived."""
+"""A prompt whose own logprobs show that weights arrived."""
 
 
 def buckets(named: Named, bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
@@ -58,10 +58,10 @@ def send(engine: Any, named: Named, last: bool, update: str) -> None:
 
 
 def push(engine: Any, named: Named) -> None:
-    """Replace the dummy weights of a stock engine, and hold that each part of them is in force.
+    """Replace the dummy weights of a stock engine, and check that each part of them is in force.
 
     Of SGLang's dummy FP8 codes 98% are zero: it draws from +-1e-3, and up to half of E4M3's least
-    value, 2**-9, rounds to zero. Arithmetic on zeros takes less power, so the card runs faster than
+    value, 2**-9, rounds to zero. Arithmetic on zeros takes less power, so the GPU runs faster than
     with any model. Each part is sent by itself and must change what the engine computes.
 
     Raises:

@@ -1,6 +1,6 @@
 """Decode attention over FP8 KV without an engine: our hooks on FA2 and XQA, and stock SGLang's.
 
-Inputs and stand-ins are those of the benchmark (``examples/benchmarks/attention_kernels.py``).
+Inputs and stand-ins are those of the benchmark (``benchmarks/attention_kernels.py``).
 """
 
 from collections.abc import Callable

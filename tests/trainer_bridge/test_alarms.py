@@ -13,7 +13,7 @@ from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import alarms as module
 from trainer_bridge.metrics import mismatch_metrics
 
-RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HEALTHY = {
     "tokens": 20_000.0,  # the standard error of the mean ratio is below 0.0008
     "mismatch_kl_k3": 0.004,  # of 8B models, published

@@ -1,28 +1,32 @@
-"""The picture of docs/performance.md, from the results of rollout.py."""
+"""The picture of docs/performance.md, from the results of the rollout benchmark."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from benchmarks.performance_tables import REFERENCE, arms_of, cases_of
+from benchmarks.tables import REFERENCE, loads_of, models_of
 
 COLOURS = {"stock": "tab:blue", "fp8rl": "tab:orange"}
 
 
-def draw(text: str, path: Path) -> None:
+def draw(results: Mapping[str, Any], path: Path) -> None:
     """Decode speed over stock BF16, a group of bars a load, with the floor of each arm above."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    content = json.loads(text)
-    e = content["environment"]
+    e, rows = results["environment"], results["rows"]
     found = {
-        (row["arm"], f"{row['model']}\n{row['case']}", row["metric"]): row
-        for row in content["rows"]
+        (row["arm"], f"{row['model']}\n{row['case']}", row["metric"]): row["median"] for row in rows
     }
-    arms = arms_of(found, "decode_step_ms")
-    cases = [case for case in cases_of(found) if (REFERENCE, case, "decode_step_ms") in found]
+    arms = list(dict.fromkeys(arm for arm, _, metric in found if metric == "decode_step_ms"))
+    cases = [
+        f"{model}\n{load}"
+        for model in models_of(rows)
+        for load in loads_of([row for row in rows if row["model"] == model])
+        if (REFERENCE, f"{model}\n{load}", "decode_step_ms") in found
+    ]
     figure, axis = pyplot.subplots(figsize=(11, 5), layout="constrained")
     width = 0.8 / max(1, len(arms))
     shades = {kind: iter((0.35, 0.5, 0.65, 0.8, 0.9, 1.0)) for kind in COLOURS}
@@ -30,9 +34,9 @@ def draw(text: str, path: Path) -> None:
         kind = "stock" if arm.startswith("stock") else "fp8rl"
         there = [i for i, case in enumerate(cases) if (arm, case, "decode_step_ms") in found]
         at = [i + (number - (len(arms) - 1) / 2) * width for i in there]
-        base = [found[REFERENCE, cases[i], "decode_step_ms"]["median"] for i in there]
-        step = [found[arm, cases[i], "decode_step_ms"]["median"] for i in there]
-        floor = [found[arm, cases[i], "decode_floor_ms"]["median"] for i in there]
+        base = [found[REFERENCE, cases[i], "decode_step_ms"] for i in there]
+        step = [found[arm, cases[i], "decode_step_ms"] for i in there]
+        floor = [found[arm, cases[i], "decode_floor_ms"] for i in there]
         speeds = [b / s for b, s in zip(base, step, strict=True)]
         axis.bar(at, speeds, width, color=COLOURS[kind], alpha=next(shades[kind]), label=arm)
         limits = [b / f for b, f in zip(base, floor, strict=True)]

@@ -2,20 +2,20 @@
 
 import json
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import alarm_arms, alarm_tables, alarm_tasks, alarms
+from benchmarks import alarm_arms, alarm_tasks, alarms
+from benchmarks.alarm_tables import FIRED
 from benchmarks.alarm_tasks import TASKS, Policy
+from benchmarks.benchmark import Run
+from benchmarks.run import RESULTS
 from trainer_bridge.metrics import check_alarms
 
-DOCS = Path(__file__).parents[2] / "docs" / "correction.md"
 LOGIT_GAIN = 6.0
 SEQUENCES, LENGTH = 128, 16  # 512 tokens a quarter, which is what one policy version needs
 
@@ -71,58 +71,45 @@ def test_planted_faults_fire(policy: Policy, name: str) -> None:
     assert not any(metric.startswith("version_20/") for metric in found)
 
 
-def test_what_was_measured_is_of_its_commit(
+def test_a_policy_is_trained_once_for_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metrics are measured again by another commit; a policy is not, and tells its own."""
-    measured, now = [], "first"
-
-    def roll_out(policy: Policy, arm: alarm_arms.Arm, *_: Any) -> Any:
-        measured.append((now, arm.name))
-        return SimpleNamespace(metrics=dict.fromkeys(alarms.SHOWN, 0.5))
-
-    monkeypatch.setattr(alarm_arms, "roll_out", roll_out)
-    monkeypatch.setattr(alarm_tasks, "teach", lambda *_: iter(()))
+    trained: list[alarm_tasks.Task] = []
+    healthy = SimpleNamespace(metrics=dict.fromkeys(alarms.SHOWN, 0.5))
+    monkeypatch.setattr(alarm_arms, "roll_out", lambda *_: healthy)
+    monkeypatch.setattr(alarm_tasks, "teach", lambda task, *_: trained.append(task) or iter(()))
     monkeypatch.setattr(alarm_tasks, "reinforce", lambda *_: None)
-    monkeypatch.setattr(alarms, "commit", lambda: now)
-    monkeypatch.setattr(alarms, "facts", lambda command: {"commit": now})
-    output = tmp_path / "alarms.json"
-    monkeypatch.setattr(
-        sys, "argv", f"alarms --tasks sums --work {tmp_path} --output {output}".split()
-    )
-    for now in ("first", "first", "second"):
-        alarms.main()
-        assert json.loads(output.read_text())["environment"] == {
-            "commit": now,
-            "policies": {"sums": "first"},
-        }
-    batches = [arm for arm in alarm_arms.ARMS for _ in range(alarms.BATCHES)]
-    assert measured == [(commit, arm) for commit in ("first", "second") for arm in batches]
+    run = Run(tmp_path, tmp_path, tmp_path / "log", {"work": str(tmp_path)})
+    for commit, times in (("first", 1), ("first", 1), ("second", 2)):
+        monkeypatch.setattr(alarms, "commit", lambda commit=commit: commit)
+        reports = alarms.measure(TASKS["sums"], run)
+        assert [report["arm"] for report in reports] == list(alarm_arms.ARMS)
+        assert len(reports[0]["values"]["ess"]) == alarms.BATCHES and len(trained) == times
 
 
-def test_the_results_are_of_todays_thresholds_and_make_the_tables() -> None:
-    text = alarms.RESULTS.read_text()
-    every = json.loads(text)["rows"]
-    first = [row for row in every if "alarms" in row]
-    assert {(row["model"], row["arm"], row["case"]) for row in first} == {
+def test_the_results_are_of_todays_thresholds() -> None:
+    rows = json.loads((RESULTS / "alarms.json").read_text())["rows"]
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        place = row["model"], row["arm"], row["case"]
+        found.setdefault(place, {})[row["metric"]] = row["median"]
+    assert found.keys() == {
         (model, arm.name, case)
         for model in TASKS
         for case, arms in alarm_arms.STATES.items()
         for arm in arms
     }
-    for row in first:
-        assert not (row["case"] == "healthy" and row["alarms"]), row["arm"]
+    fired: dict[tuple[str, str], dict[str, float]] = {}
+    for (model, arm, case), metrics in found.items():
+        counts = {k.removeprefix(FIRED): n for k, n in metrics.items() if k.startswith(FIRED)}
+        fired[model, arm] = counts
+        assert not (case == "healthy" and counts), arm
         # judged anew, from medians of the batches
-        mine = [r for r in every if (r["model"], r["arm"]) == (row["model"], row["arm"])]
-        again = {alarm.metric for alarm in check_alarms({r["metric"]: r["median"] for r in mine})}
-        whole = {name: count for name, count in row["alarms"].items() if "/" not in name}
-        always = {name for name, count in whole.items() if count == row["n"]}
-        assert always <= again <= whole.keys(), row["arm"]
-    for model in TASKS:
-        fired = {row["arm"]: row["alarms"] for row in first if row["model"] == model}
-        if model == "text":  # where 20 steps change as much as FP8 does
-            fired |= {name: "silent" for name in FAULTS if "20 steps" in name}
-        for name in ("one matrix's scales doubled", *TRAINED_ONLY, *FAULTS):
-            assert fired[name], name
-    assert alarm_tables.margins(text) in DOCS.read_text()
-    assert alarm_tables.faults(text) in DOCS.read_text()
+        again = {alarm.metric for alarm in check_alarms(metrics)}
+        whole = {name: count for name, count in counts.items() if "/" not in name}
+        always = {name for name, count in whole.items() if count == alarms.BATCHES}
+        assert always <= again <= whole.keys(), arm
+    for name in ("one matrix's scales doubled", *TRAINED_ONLY, *FAULTS):
+        assert fired["sums", name], name
+        # of "text", 20 steps change as much as FP8 does
+        assert fired["text", name] or "20 steps" in name, name
