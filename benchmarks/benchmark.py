@@ -17,12 +17,12 @@ BENCHMARKS = {
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
-    "kv": "benchmarks.kv:BENCHMARK",
-    "kernels": "benchmarks.kernels:BENCHMARK",
-    "mitigations": "benchmarks.mitigations:BENCHMARK",
+    "kv": "benchmarks.kv.cases:BENCHMARK",
+    "kernels": "benchmarks.kernels.parts:BENCHMARK",
+    "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "correction": "benchmarks.correction:CPU",
     "correction_gpu": "benchmarks.correction:GPU",
-    "alarms": "benchmarks.alarms:BENCHMARK",
+    "alarms": "benchmarks.alarms.faults:BENCHMARK",
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models, rollout, serving, traces
+from benchmarks import rollout, traces
 from benchmarks.benchmark import LAYERS, Benchmark, Report, Run
+from benchmarks.engines import models, serving
 
 ARMS = ("stock-bf16", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
 """By default."""

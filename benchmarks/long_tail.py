@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from benchmarks import measuring, models, rollout, serving, stock_push
+from benchmarks import measuring, rollout
 from benchmarks.benchmark import LAYERS, Benchmark, Option, Report, Run
+from benchmarks.engines import models, serving, stock_push
 
 PROMPT = 1024
 MEDIAN, SIGMA, CAP = 4000, 0.8, 20000

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import alarm_tables, headline, kernel_tables, pictures
-from benchmarks import tables as engine_tables
 from benchmarks.environment import ROOT
-from benchmarks.markdown import Column, joined, table
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
+from benchmarks.tables import alarms as alarm_tables
+from benchmarks.tables import engines as engine_tables
+from benchmarks.tables import headline, pictures
+from benchmarks.tables import kernels as kernel_tables
+from benchmarks.tables.markdown import Column, joined, table
 from examples.grpo import report
 
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks import models, serving
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
-from benchmarks.engines import (
+from benchmarks.engines import models, serving
+from benchmarks.engines.keywords import (
     BLOCK_FP8,
     ENGINE,
     FLASHINFER,
@@ -21,7 +21,7 @@ from benchmarks.engines import (
     STOCK_XQA,
     is_stock,
 )
-from benchmarks.serving import Load
+from benchmarks.engines.serving import Load
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import models
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
-from benchmarks.engines import BLOCK_FP8
+from benchmarks.engines import models
+from benchmarks.engines.keywords import BLOCK_FP8
 
 DEVICE = "cuda"
 MODEL = "qwen3-8b"
@@ -143,7 +143,7 @@ def kernels(cache: Path) -> Counter[str]:
 def give_weights(engine: Any, shape: models.Shape) -> None:
     """Update an fp8rl engine on dummy weights, which is quarantined until then."""
     import trainer_bridge
-    from benchmarks import weights
+    from benchmarks.engines import weights
 
     trainer_bridge.update(weights.bf16_module(shape, DEVICE), engine, version=0)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import measuring, models, stock_push, traffic, weights
+from benchmarks import measuring
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
+from benchmarks.engines import models, stock_push, traffic, weights
 
 DEVICE = "cuda"
 MIB = 1 << 20

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import alarm_arms, alarm_tasks, alarms
-from benchmarks.alarm_tables import FIRED
-from benchmarks.alarm_tasks import TASKS, Policy
+from benchmarks.alarms import arms as alarm_arms
+from benchmarks.alarms import faults as alarms
+from benchmarks.alarms import tasks as alarm_tasks
+from benchmarks.alarms.tasks import TASKS, Policy
 from benchmarks.benchmark import Run
 from benchmarks.run import RESULTS
+from benchmarks.tables.alarms import FIRED
 from trainer_bridge.metrics import check_alarms
 
 LOGIT_GAIN = 6.0

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import decode_profile, kernel_classes, models, rollout, serving, traces
+from benchmarks import decode_profile, kernel_classes, rollout, traces
 from benchmarks.benchmark import Run
+from benchmarks.engines import models, serving
 
 LAYERS = 3
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kv, long_tail, mitigations, rollout, start, update
-from benchmarks.engines import is_stock
+from benchmarks import long_tail, rollout, start, update
+from benchmarks.engines.keywords import is_stock
+from benchmarks.kv import cases as kv
+from benchmarks.mitigations import cases as mitigations
 
 
 def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:

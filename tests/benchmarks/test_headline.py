@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import headline
+from benchmarks.tables import headline
 
 ENVIRONMENT = {
     "device": "NVIDIA H200",

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    kernels,
-    kernels_activation,
-    kernels_kv,
-    kernels_pair,
-    kernels_sampler,
-    measuring,
-)
+from benchmarks import measuring
 from benchmarks.benchmark import Run
+from benchmarks.kernels import activation as kernels_activation
+from benchmarks.kernels import kv as kernels_kv
+from benchmarks.kernels import pair as kernels_pair
+from benchmarks.kernels import parts as kernels
+from benchmarks.kernels import sampler as kernels_sampler
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import (
     activation,
@@ -112,7 +110,7 @@ def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = Run(tmp_path, tmp_path, tmp_path / "log")
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
     for job in kernels.BENCHMARK.jobs:
-        module = importlib.import_module(f"benchmarks.{job.spec.module}")
+        module = importlib.import_module(f"benchmarks.kernels.{job.spec.module}")
         monkeypatch.setattr(module, job.spec.function, lambda: [a_pair("KV store", "1", 2, 1)])
         found = kernels.measure(job.spec, run)
         assert [report["arm"] for report in found] == ["stock", "ours"] and job.stock

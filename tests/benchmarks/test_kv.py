@@ -11,19 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    kv,
-    kv_logprobs,
-    kv_updates,
-    kv_weights,
-    measuring,
-    models,
-    serving,
-    stock_push,
-    weights,
-)
+from benchmarks import measuring
 from benchmarks.benchmark import Report, Run
-from benchmarks.engines import is_stock
+from benchmarks.engines import kv_weights, models, serving, stock_push, weights
+from benchmarks.engines.keywords import is_stock
+from benchmarks.kv import cases as kv
+from benchmarks.kv import logprobs as kv_logprobs
+from benchmarks.kv import updates as kv_updates
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=4096)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention_inputs as inputs_of
-from benchmarks import attention_kernels as kernels
-from benchmarks import kernels_xqa, kv_attention
+from benchmarks.kernels import xqa as kernels_xqa
+from benchmarks.kv import attention as kv_attention
+from benchmarks.kv import attention_inputs as inputs_of
+from benchmarks.kv import attention_kernels as kernels
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOAD = inputs_of.Load(2, 128)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.markdown import Column, table, with_ratio, with_share
+from benchmarks.tables.markdown import Column, table, with_ratio, with_share
 
 
 def row(arm: str, case: str, metric: str, median: float) -> dict[str, Any]:

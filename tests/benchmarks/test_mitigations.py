@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import mitigations, mitigations_trainer, serving
+from benchmarks.engines import serving
+from benchmarks.mitigations import cases as mitigations
+from benchmarks.mitigations import trainer as mitigations_trainer
 from server_args import matches
 from sgl_fp8rl.sensitivity import tokens
 from sgl_fp8rl.sensitivity.groups import fp8_groups

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    kv_weights,
-    measuring,
-    models,
-    rollout,
-    serving,
-    stock_push,
-    traffic,
-    weights,
-)
+from benchmarks import measuring, rollout
+from benchmarks.engines import kv_weights, models, serving, stock_push, traffic, weights
 from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models, start
+from benchmarks import start
 from benchmarks.benchmark import Run
+from benchmarks.engines import models
 from benchmarks.environment import ROOT
 
 AHEAD = "[2026-01-01 00:00:00] Compiled DeepGEMM kernels in 20.5 s\n"

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import measuring, models, stock_push, traffic, update, weights
+from benchmarks import measuring, update
 from benchmarks.benchmark import Run
+from benchmarks.engines import models, stock_push, traffic, weights
 
 TINY_MOE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=512)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import models, stock_push, traffic, weights
+from benchmarks.engines import models, stock_push, traffic, weights
 from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
 
 TINY_DENSE = models.Shape(hidden=256, intermediate=384, layers=2, heads=2, kv_heads=1, vocab=512)

@@ -15,7 +15,7 @@ estimated error alike. A tail that is unsampled without any other trace still pa
 Greedy rollouts are drawn from no distribution, so what is said of ratio_mean is not for them.
 
 A NaN or an infinity is no alarm: ``correct`` refuses it. What is published and what was measured,
-fault by fault, is in docs/correction.md, the measurement in benchmarks/alarms.py.
+fault by fault, is in docs/correction.md, the measurement in benchmarks/alarms.
 """
 
 import logging
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 # Beside each threshold: the worst healthy batch of 5000 tokens, then medians of faults that fire
-# it, of benchmarks/alarms.py: policies of 2 and 4 layers, of 0.1 and 1.3 nats of entropy.
+# it, of benchmarks/alarms: policies of 2 and 4 layers, of 0.1 and 1.3 nats of entropy.
 KL_OF_ENTROPY = 0.05  # FP8 0.0014, FP8 KV 0.018; scales doubled 0.06, lost 0.8, an old policy 0.29
 KL_MOST = 0.1  # nats, verl's guide, for policies that are sure of little: FP8 0.0006, lost 2.2
 ENTROPY_FLOOR = 0.02  # nats: a policy that is sure of everything may differ by 0.001

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import models, weights
-from benchmarks.attention_inputs import (
+from benchmarks.engines import models, weights
+from benchmarks.kv.attention_inputs import (
     BEYOND,
     BEYOND_WEIGHT,
     GAIN_SPREAD,

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks import measuring
-from benchmarks.kernels_pair import DECODE, SHAPE, Pair
+from benchmarks.kernels.pair import DECODE, SHAPE, Pair
 
 DEVICE = "cuda"
 CALLS = 20

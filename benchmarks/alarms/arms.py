@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks import alarm_tasks, fault_injection
-from benchmarks.alarm_tasks import Policy
+from benchmarks.alarms import fault_injection
+from benchmarks.alarms import tasks as alarm_tasks
+from benchmarks.alarms.tasks import Policy
 from trainer_bridge.correction import Correction, CorrectionConfig, correct_logprobs
 
 Engine = Callable[[Policy], PreTrainedModel]

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import kv_weights, models, serving
 from benchmarks.benchmark import Report, Run
-from benchmarks.engines import Keywords
+from benchmarks.engines import kv_weights, models, serving
+from benchmarks.engines.keywords import Keywords
 
 CUT_LAYERS = 6
 CUT_VOCAB = 32768

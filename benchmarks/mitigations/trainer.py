@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import kv_weights, models, serving
-from benchmarks.models import MODELS, Shape
+from benchmarks.engines import kv_weights, models, serving
+from benchmarks.engines.models import MODELS, Shape
 from sgl_fp8rl.sensitivity import command, tokens
 from sgl_fp8rl.sensitivity.tokens import Text
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.weights import Named
+from benchmarks.engines.weights import Named
 
 BUCKET_BYTES = 512 << 20
 IDLE_S = 30.0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import fault_injection
+from benchmarks.alarms import fault_injection
 from examples.grpo import arithmetic, tiny_model
 
 SEED = 0

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks import measuring, models, serving, weights
-from benchmarks.engines import Keywords
+from benchmarks import measuring
+from benchmarks.engines import models, serving, weights
+from benchmarks.engines.keywords import Keywords
 
 UPDATES = 40
 BLOCK = 10

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import REFERENCE, loads_of, models_of
+from benchmarks.tables.engines import REFERENCE, loads_of, models_of
 
 COLOURS = {"stock": "tab:blue", "fp8rl": "tab:orange"}
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from benchmarks.models import Parameter, Shape
+from benchmarks.engines.models import Parameter, Shape
 
 BLOCK = 128
 BF16, FP8, SCALE = 2, 1, 4  # bytes

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import measuring, models
+from benchmarks import measuring
 from benchmarks.benchmark import Report
+from benchmarks.engines import models
 from benchmarks.measuring import Call
 
 MODEL = "qwen3-8b"

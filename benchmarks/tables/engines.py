@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import (
+from benchmarks.tables.markdown import (
     Column,
     Form,
     Row,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_pair import LAYERS, SHAPE, TOKENS, Pair, assert_close, assert_same, sets_of
+from benchmarks.kernels.pair import LAYERS, SHAPE, TOKENS, Pair, assert_close, assert_same, sets_of
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import activation_triton as ours
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import Column, Form, Row, facts, failures, grid, joined, table
+from benchmarks.tables.markdown import Column, Form, Row, facts, failures, grid, joined, table
 from trainer_bridge.metrics import alarms as thresholds
 
 Results = Mapping[str, Any]

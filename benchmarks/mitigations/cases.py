@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import mitigations_trainer, serving
 from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
-from benchmarks.engines import ENGINE, FLASHINFER, OURS
-from benchmarks.mitigations_trainer import SEED, SHAPES, TINY
-from benchmarks.serving import Load
+from benchmarks.engines import serving
+from benchmarks.engines.keywords import ENGINE, FLASHINFER, OURS
+from benchmarks.engines.serving import Load
+from benchmarks.mitigations import trainer
+from benchmarks.mitigations.trainer import SEED, SHAPES, TINY
 from server_args import matches
 from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
 from trainer_bridge.metrics import mismatch_metrics
@@ -128,16 +129,16 @@ def measure(case: Case, run: Run) -> list[Report]:
     options, work = {**run.options}, WORK[device]
     options["model"] = options["model"] or ("qwen3-8b" if device == "cuda" else TINY)
     trained = options["checkpoint"] is not None
-    model = mitigations_trainer.trainer_of(options, device)
+    model = trainer.trainer_of(options, device)
     sequences = work.trained_sequences if trained or options["prompts"] else work.sequences
-    prompts = mitigations_trainer.prompts_of(options, model, sequences, work.prompt)
+    prompts = trainer.prompts_of(options, model, sequences, work.prompt)
     precision = None
     if case.bf16 == LIST:
-        precision = mitigations_trainer.predicted(model, prompts, work.precision_tokens)
+        precision = trainer.predicted(model, prompts, work.precision_tokens)
     layers = model.config.get_text_config().num_hidden_layers
     listed = [] if precision is None else precision["ignored_layers"]
     patterns = ignored_layers(case.bf16, layers, listed)
-    mitigations_trainer.save_config(options, run.folder)
+    trainer.save_config(options, run.folder)
     keywords = case.keywords(device) | {"fp8rl_ignored_layers": patterns}
     engine = serving.start(str(run.folder), keywords)
     trainer_bridge.update(model, engine, version=0)
@@ -146,7 +147,7 @@ def measure(case: Case, run: Run) -> list[Report]:
     decode = fitting(work.decode, model)
     times = timed(engine, decode, model)
     engine.shutdown()
-    name = mitigations_trainer.name_of(options, model)
+    name = trainer.name_of(options, model)
     rollout = f"rollout {len(prompts)}x{'prompt' if trained else work.prompt}+{work.new}"
     values = {
         rollout: found | {"bf16_layers": [float(bf16)]},
@@ -199,7 +200,7 @@ def mismatch(
         # read in deterministic inference alone, where all rollouts would be the same otherwise
         seeded = sampling | {"sampling_seed": number}
         rollout = trainer_bridge.rollout(engine, prompts, seeded, expected_version=0)
-        trainer_BT = mitigations_trainer.response_logprobs(model, rollout)
+        trainer_BT = trainer.response_logprobs(model, rollout)
         metrics = mismatch_metrics(trainer_BT, rollout.logprobs_BT, rollout.mask_BT)
         for name, metric in METRICS.items():
             found[name].append(metrics[metric])

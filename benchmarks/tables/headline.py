@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from benchmarks.markdown import Row
 from benchmarks.parity import summary, tables
 from benchmarks.parity.settings import ALPHA, MARGIN
 from benchmarks.parity.variants import ARMS
-from benchmarks.tables import REFERENCE
+from benchmarks.tables.engines import REFERENCE
+from benchmarks.tables.markdown import Row
 
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"

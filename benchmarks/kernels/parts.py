@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import kernels_pair, measuring
+from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Report, Run
+from benchmarks.kernels import pair
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Part:
 
 
 PARTS = (
-    Part("activations", "kernels_activation"),
-    Part("qk_rope", "kernels_kv", "qk_rope"),
-    Part("store", "kernels_kv", "store"),
-    Part("factors", "kernels_kv", "factors"),
-    Part("sampler", "kernels_sampler"),
-    Part("xqa", "kernels_xqa"),
+    Part("activations", "activation"),
+    Part("qk_rope", "kv", "qk_rope"),
+    Part("store", "kv", "store"),
+    Part("factors", "kv", "factors"),
+    Part("sampler", "sampler"),
+    Part("xqa", "xqa"),
 )
 
 
@@ -49,8 +50,8 @@ def measure(part: Part, run: Run) -> list[Report]:
         RuntimeError: a pair does not agree.
     """
     torch.manual_seed(0)
-    pairs = getattr(importlib.import_module(f"benchmarks.{part.module}"), part.function)()
-    return kernels_pair.reports(pairs, measuring.copy_tb_s())
+    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{part.module}"), part.function)()
+    return pair.reports(pairs, measuring.copy_tb_s())
 
 
 BENCHMARK = Benchmark(

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.attention_inputs import DIM, GROUP, HEADS, Inputs
+from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
 from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
 from sgl_fp8rl.ops.kv import STATS

@@ -5,10 +5,10 @@ from statistics import median
 
 import torch
 
-from benchmarks import attention_kernels as kernels
-from benchmarks import kv_attention
-from benchmarks.attention_inputs import Load, draw, errors, exact
-from benchmarks.kernels_pair import Pair
+from benchmarks.kernels.pair import Pair
+from benchmarks.kv import attention as kv_attention
+from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv.attention_inputs import Load, draw, errors, exact
 
 DEVICE = "cuda"
 LOADS = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_pair import (
+from benchmarks.kernels.pair import (
     DECODE,
     LAYERS,
     SHAPE,

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.markdown import (
+from benchmarks.tables.engines import copies
+from benchmarks.tables.markdown import (
     Column,
     Form,
     Row,
@@ -14,7 +15,6 @@ from benchmarks.markdown import (
     with_ratio,
     with_share,
 )
-from benchmarks.tables import copies
 
 Results = Mapping[str, Any]
 STOCK_US = ("stock", "kernel_us")

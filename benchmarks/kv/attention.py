@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention_kernels as kernels
 from benchmarks import measuring
-from benchmarks.attention_inputs import Inputs, Load, draw, errors, exact
 from benchmarks.benchmark import Report
+from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 
 MODEL = "qwen3-8b"
 LOADS = tuple(

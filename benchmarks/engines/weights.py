@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from benchmarks.models import Parameter, Shape, parameters
+from benchmarks.engines.models import Parameter, Shape, parameters
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX, quantize_weight
 from trainer_bridge import hf_names
 

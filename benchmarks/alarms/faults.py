@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import alarm_arms, alarm_tasks
-from benchmarks.alarm_tables import FIRED
-from benchmarks.alarm_tasks import Policy, Task
+from benchmarks.alarms import arms as alarm_arms
+from benchmarks.alarms import tasks as alarm_tasks
+from benchmarks.alarms.tasks import Policy, Task
 from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
 from benchmarks.environment import commit
+from benchmarks.tables.alarms import FIRED
 from trainer_bridge.metrics import check_alarms
 
 SEQUENCES = {"sums": 512, "text": 64}  # of a batch: about 5000 tokens each

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import kv_weights, measuring, models, stock_push, traffic
+from benchmarks import measuring
 from benchmarks.benchmark import Report
-from benchmarks.engines import Keywords, is_stock, weight_format
+from benchmarks.engines import kv_weights, models, stock_push, traffic
+from benchmarks.engines.keywords import Keywords, is_stock, weight_format
 
 DEVICE = "cuda"
 QUARTERS = 4

@@ -9,9 +9,10 @@ update                          updates with KV scales and without
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import kv_attention, kv_logprobs, kv_updates, measuring, models, serving
+from benchmarks import measuring
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
-from benchmarks.engines import (
+from benchmarks.engines import models, serving
+from benchmarks.engines.keywords import (
     BLOCK_FP8,
     ENGINE,
     FLASHINFER,
@@ -23,6 +24,7 @@ from benchmarks.engines import (
     STOCK_XQA,
     is_stock,
 )
+from benchmarks.kv import attention, logprobs, updates
 
 MODEL = "qwen3-8b"
 LOADS = (serving.Load(128, 512, 256), serving.Load(64, 8192, 256))
@@ -87,20 +89,20 @@ def measure(case: Case, run: Run) -> list[Report]:
     """
     if case.part == "attention":
         bf16_mma = case.arm == "xqa-bf16-mma"
-        return kv_attention.reports(bf16_mma, measuring.copy_tb_s())
+        return attention.reports(bf16_mma, measuring.copy_tb_s())
     shape = models.MODELS[MODEL]
     if case.part == "logprobs":
-        shape = kv_logprobs.cut(shape)
+        shape = logprobs.cut(shape)
     elif run.options["layers"] is not None:
         shape = replace(shape, layers=run.options["layers"])
     models.save_config(shape, run.folder)
     if case.part == "logprobs":
         reference = case == REFERENCE
-        work = kv_logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
-        return kv_logprobs.measure(work, shape, run)
+        work = logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
+        return logprobs.measure(work, shape, run)
     if case.part == "update":
         return serving.reports(
-            case.arm, MODEL, kv_updates.measure(case.keywords, shape, str(run.folder))
+            case.arm, MODEL, updates.measure(case.keywords, shape, str(run.folder))
         )
     values = serving.speed(case.keywords, shape, str(run.folder), LOADS)
     return serving.reports(case.arm, MODEL, values)
