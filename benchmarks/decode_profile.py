@@ -29,13 +29,13 @@ def measure(arm: rollout.Arm, run: Run) -> list[Report]:
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
-    loads = rollout.LOADS[arm.model]
+    loads, wanted = rollout.LOADS[arm.model], rollout.wanted_loads(arm.model, run)
     keywords = arm.keywords(batches=[load.batch for load in loads])
     engine = serving.start(str(run.folder), keywords)
     serving.give_weights(engine, shape, keywords)
     values = {}
     for seed, load in enumerate(loads):
-        if load.name not in CASES[arm.model] or not run.wants(load.name):
+        if load.name not in CASES[arm.model] or load not in wanted:
             continue
         serving.warm_up(engine, load, seed, shape, keywords)
         prompts = serving.prompts_of(seed, load.batch, load.length, shape.vocab)

@@ -21,7 +21,7 @@ def environment(command: str) -> dict[str, Any]:
         command: how the benchmark was started.
     """
     return {
-        **(_gpus() or {"device": _cpu(), "count": 1}),
+        **(gpus() or {"device": _cpu(), "count": 1}),
         "cpu": _cpu(),
         **{name: _version(package) for name, package in PACKAGES.items()},
         "python": platform.python_version(),
@@ -49,7 +49,7 @@ def commit(root: Path = ROOT) -> str:
     return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changes)
 
 
-def _gpus() -> dict[str, Any] | None:
+def gpus() -> dict[str, Any] | None:
     """Name, number and driver of the GPUs, or None where there are none."""
     try:
         lines = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")

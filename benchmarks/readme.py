@@ -10,8 +10,8 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
+from benchmarks.tables import correction, headline, pictures
 from benchmarks.tables import engines as engine_tables
-from benchmarks.tables import headline, pictures
 from benchmarks.tables import kernels as kernel_tables
 from benchmarks.tables.markdown import Column, joined, table
 from examples.grpo import report
@@ -62,8 +62,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "kv_accuracy": ("kv.json", engine_tables.kv_accuracy),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
-    "correction": ("correction.json", kernel_tables.correction),
-    "correction_gpu": ("correction_gpu.json", kernel_tables.correction),
+    "correction": ("correction.json", correction.correction),
+    "correction_gpu": ("correction_gpu.json", correction.correction),
     "headline_decode": ("rollout.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),

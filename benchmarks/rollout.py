@@ -96,9 +96,22 @@ def measure(arm: Arm, run: Run) -> list[Report]:
     models.save_config(shape, run.folder)
     loads = LOADS[arm.model]
     keywords = arm.keywords(batches=[load.batch for load in loads])
-    wanted = [load for load in loads if run.wants(load.name)]
+    wanted = wanted_loads(arm.model, run)
     values = serving.speed(keywords, shape, str(run.folder), wanted)
     return serving.reports(arm.name, arm.model, values)
+
+
+def wanted_loads(model: str, run: Run) -> list[Load]:
+    """The loads of a model that ``--cases`` names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    wanted = [load for load in LOADS[model] if run.wants(load.name)]
+    if not wanted:
+        names = ", ".join(load.name for load in LOADS[model])
+        raise ValueError(f"--cases names no load of {model}; it has {names}")
+    return wanted
 
 
 def jobs(models: Sequence[str], arms: Sequence[Arm]) -> tuple[Job, ...]:

@@ -9,7 +9,6 @@ CUDA_VISIBLE_DEVICES and an --output of its own; ``--merge A.json B.json`` then 
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -19,10 +18,9 @@ from typing import Any
 
 from benchmarks import processes, result_rows
 from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Option, load
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import ROOT, environment, gpus
 
 RESULTS = Path(__file__).resolve().parent / "results"
-HAS_GPU = shutil.which("nvidia-smi") is not None
 MEMORY = Path("/dev/shm")
 
 
@@ -48,13 +46,13 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
     options = parser.parse_args(argv)
-    own_file = options.output == RESULTS / f"{name}.json"
+    own_file = options.output.resolve() == RESULTS / f"{name}.json"
     for option in benchmark.options:
         if option.tries_out and getattr(options, option.name) is not None and own_file:
             parser.error(
                 f"{_flag(option)} gives no figures of the whole model; name another --output"
             )
-    if not HAS_GPU and not options.merge:
+    if not options.merge and gpus() is None:
         if benchmark.gpu == "needed":
             parser.error("nvidia-smi found no GPU; run it on a machine with an NVIDIA GPU")
         if benchmark.gpu == "optional" and own_file:

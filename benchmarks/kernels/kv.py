@@ -166,7 +166,7 @@ def stock_store_xqa(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, cache: Cache)
 
 
 def factors() -> Iterator[Pair]:
-    """Query heads times a factor of their KV head, beside torch's product."""
+    """Query heads times a factor of their KV head, beside torch's multiplication."""
     factor_H = torch.rand(H, device=DEVICE) + 0.5
     for tokens in TOKENS:
         inputs = [_qkv(tokens)[:, : N * D] for _ in range(sets_of(2 * tokens * (N + 2 * H) * D))]

@@ -150,7 +150,7 @@ def _info(rows: int, vocab: int, *, mixed: bool) -> Any:
 
 @contextmanager
 def _no_engine() -> Iterator[Any]:
-    """SGLang's sampler, told of one GPU and of our quantization as an engine would tell it."""
+    """SGLang's sampler with the settings that an engine on one GPU with our quantization has."""
     from sglang.srt.layers import sampler as stock
 
     from sgl_fp8rl import compat
@@ -165,17 +165,17 @@ def _no_engine() -> Iterator[Any]:
     )
     group = SimpleNamespace(device_group=None)
     parallel = SimpleNamespace(tp_group=group, attn_cp_size=1, attn_tp_group=group)
-    told = {
+    settings = {
         "get_exec": arguments,
         "get_tp_group": group,
         "get_parallel": parallel,
         "is_dp_attention_enabled": False,
     }
     with ExitStack() as stack:
-        for name, answer in told.items():
-            told_so = partial(lambda answer: answer, answer)
+        for name, answer in settings.items():
+            given = partial(lambda answer: answer, answer)
             # not every version asks for all of it
-            stack.enter_context(patch.object(stock, name, told_so, create=True))
+            stack.enter_context(patch.object(stock, name, given, create=True))
         model = SimpleNamespace(quantization=NAME)
         stack.enter_context(patch.object(compat, "get_model_args", lambda: model))
         yield stock.Sampler()

@@ -91,8 +91,8 @@ def learning(text: str) -> str:
         )
         size = e["parameters"][ARMS[arm].model] / 1e6
         parts.append(f"{reward:.3f} beside {reference:.3f} ({what}, {size:.0f} M parameters)")
-    told = [found[arm].p_tost for arm in LEARNING]
-    p = max(1.0 if one is None else one for one in told)  # None: of a single seed
+    p_values = [found[arm].p_tost for arm in LEARNING]
+    p = max(1.0 if one is None else one for one in p_values)  # None: of a single seed
     pairs = min(len(found[arm].differences) for arm in LEARNING)
     return (
         f"GRPO of small models, on FP8 rollouts beside BF16 rollouts of the same engine, ends at a "

@@ -1,4 +1,4 @@
-"""The measured blocks of docs about single kernels, GEMMs and the correction."""
+"""The measured blocks of docs/performance.md about single kernels and GEMMs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,35 +18,6 @@ from benchmarks.tables.markdown import (
 
 Results = Mapping[str, Any]
 STOCK_US = ("stock", "kernel_us")
-
-
-def correction(results: Results) -> str:
-    """A line a case; as many columns as the machine had arms."""
-    e, rows = results["environment"], results["rows"]
-    launches: dict[str, Form] = {"correction_launches": "{median:.0f}"}
-    columns = [
-        Column(head, metrics, {"arm": arm})
-        for arm, cells in {
-            "one core": {"one core": {"correction_ms": _spread}, "operations": launches},
-            "one GPU": {
-                "one GPU": {"correction_ms": _spread},
-                "launches": launches,
-                "kernels": {"correction_kernels_ms": "{median:.2f} ms"},
-            },
-        }.items()
-        for head, metrics in cells.items()
-        if any(row["arm"] == arm for row in rows)
-    ]
-    made = table(rows, ["case"], columns, rows[0]["model"])
-    core = f"; a core of {e['cpu']}" if e.get("cpu", e["device"]) != e["device"] else ""
-    runs = max(row["n"] for row in rows)
-    return joined(made, failures(results), f"{facts(e)}{core}. Medians of {runs} (least to most).")
-
-
-def _spread(row: Row) -> str:
-    digits = 0 if row["median"] >= 10 else 2
-    median, least, most = (f"{row[name]:.{digits}f}" for name in ("median", "min", "max"))
-    return f"{median} ms ({least} to {most})"
 
 
 def kernels(results: Results) -> str:

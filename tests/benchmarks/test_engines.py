@@ -3,11 +3,14 @@
 import inspect
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import long_tail, rollout, start, update
+from benchmarks.benchmark import Run
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
 from benchmarks.mitigations import cases as mitigations
@@ -57,6 +60,13 @@ def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
                 "decode_attention_backend": "trtllm_mha",
                 "page_size": 64,
             }, name
+
+
+def test_a_case_that_no_model_has_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("64x*",))
+    assert [load.name for load in rollout.wanted_loads("qwen3-8b", run)] == ["64x8192"]
+    with pytest.raises(ValueError, match="names no load of qwen3-30b-a3b; it has 64x4096"):
+        rollout.wanted_loads("qwen3-30b-a3b", replace(run, cases=("1x1",)))
 
 
 def test_cuda_graphs_are_those_of_the_loads() -> None:

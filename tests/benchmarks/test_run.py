@@ -100,7 +100,7 @@ def test_a_run_may_be_cut_into_calls(
 def test_what_the_command_line_refuses(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "HAS_GPU", False)
+    monkeypatch.setattr(run, "gpus", lambda: None)
     for words, error in (
         (["tiny", "--layers", "2"], "name another --output"),
         (["tiny", "--only", "absent"], "no job matches absent"),
