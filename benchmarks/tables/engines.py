@@ -78,30 +78,27 @@ def copies(rows: Sequence[Row]) -> str:
 def decode(results: Results) -> str:
     """One line a load: stock BF16, the best of stock's other arms, and the best of ours."""
     rows = with_ratio(results["rows"], "decode_step_ms", is_reference)
-    steps = [row for row in rows if row["metric"] == "decode_step_ms"]
-    best: list[Row] = []
-    for model in models_of(steps):
-        for case in loads_of([row for row in steps if row["model"] == model]):
-            here = [row for row in steps if (row["model"], row["case"]) == (model, case)]
-            stock = [r for r in here if r["arm"].startswith("stock") and not is_reference(r)]
-            ours = [r for r in here if r["arm"].startswith("fp8rl")]
-            fastest = [min(some, key=lambda r: r["median"]) for some in (stock, ours) if some]
-            best += [r for r in rows if is_reference(r) and r in here]
-            best += [
-                r | {"side": side}
-                for side, mine in zip(("stock", "ours"), fastest, strict=False)
-                for r in rows
-                if (r["arm"], r["model"], r["case"]) == (mine["arm"], model, case)
-            ]
+    stock = [row for row in rows if row["arm"].startswith("stock") and not is_reference(row)]
+    ours = [row for row in rows if row["arm"].startswith("fp8rl")]
+    sides = {REFERENCE: filter(is_reference, rows), "stock": fastest(stock), "ours": fastest(ours)}
     step: dict[str, Form] = {"decode_step_ms": "{median:.2f} ms ({arm})"}
     columns = [
         Column(REFERENCE, {"decode_step_ms": "{median:.2f} ms"}, {"side": REFERENCE}),
         Column("best other stock arm", step, {"side": "stock"}),
         Column("ours", step | {"faster": "{median:.2f}x"}, {"side": "ours"}),
     ]
-    best = [{"side": REFERENCE} | row for row in best]
+    best = [row | {"side": side} for side, found in sides.items() for row in found]
     made = table(best, ["model", "case"], columns, "decode step, sequences x prompt")
     return joined(made, f"{facts(results['environment'])}: medians.")
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """For each model and case, the rows of the arm whose decode step is the shortest."""
+    steps = sorted(
+        (row for row in rows if row["metric"] == "decode_step_ms"), key=lambda row: -row["median"]
+    )
+    arms = {(row["model"], row["case"]): row["arm"] for row in steps}  # the last is the shortest
+    return [row for row in rows if arms.get((row["model"], row["case"])) == row["arm"]]
 
 
 def long_tail(results: Results) -> str:
