@@ -10,7 +10,7 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
-from benchmarks.tables import correction, headline, pictures
+from benchmarks.tables import correction, headline, kv, pictures
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 from benchmarks.tables.markdown import Column, joined, table
@@ -58,8 +58,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "grpo_gpu": ("grpo_gpu.jsonl", grpo),
     "update": ("update.json", engine_tables.update),
     "start": ("start.json", engine_tables.start),
-    "kv": ("kv.json", engine_tables.kv),
-    "kv_accuracy": ("kv.json", engine_tables.kv_accuracy),
+    "kv": ("kv.json", kv.speed),
+    "kv_accuracy": ("kv.json", kv.accuracy),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
     "correction": ("correction.json", correction.correction),

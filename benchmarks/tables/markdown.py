@@ -81,7 +81,7 @@ def with_share(rows: Sequence[Row], part: str, whole: str, name: str) -> list[Ro
     found = {(row["arm"], row["model"], row["case"], row["metric"]): row for row in rows}
     made = []
     for (*place, metric), row in found.items():
-        other = found.get((*place, part)) if metric == whole else None  # type: ignore[arg-type]
+        other = found.get((*place, part)) if metric == whole else None
         if other is not None:
             made.append(row | {"metric": name, "median": other["median"] / row["median"]})
     return [*rows, *made]
