@@ -1,23 +1,15 @@
-"""Measure correction and metrics of 1M tokens, on one core and on a GPU if there is one.
-
-    python examples/benchmarks/correction.py
+"""Correction and metrics of 1M tokens, on one core and on a GPU.
 
 All metrics are computed and read, by position too, and by four policy versions where the case says
 so. Launches are on a core what torch dispatches of one block of rows, views aside, on a GPU the
-kernels and copies that run there, with their time. Figures go to results/correction.json, of a
-machine with a GPU to results/correction_gpu.json.
+kernels and copies that run there, with their time.
 """
 
-import argparse
 import itertools
-import platform
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,12 +17,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import result_rows
-from benchmarks.environment import commit, environment
+from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import mismatch
 
-RESULTS = Path(__file__).resolve().parent / "results"
 TOKENS = 1 << 20
 LENGTHS = (4096, 32768)
 MISMATCH = 0.02  # nats, as FP8 rollouts have it
@@ -44,6 +34,17 @@ CONFIGS = {
         veto_threshold=1e-4,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Where it runs."""
+
+    name: str
+    device: str
+
+
+CORE, GPU_ARM = Arm("one core", "cpu"), Arm("one GPU", "cuda")
 
 
 class Dispatched(TorchDispatchMode):
@@ -100,9 +101,12 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
     return {"correction_ms": found}
 
 
-def measure(device: str, repeats: int) -> list[result_rows.Report]:
-    reports = []
-    counted: list[tuple[result_rows.Report, Callable[[], Any]]] = []
+def measure(arm: Arm, run: Run) -> list[Report]:
+    """Time of each case, and launches of those without versions."""
+    torch.set_num_threads(1)
+    device = arm.device
+    reports: list[Report] = []
+    counted: list[tuple[Report, Callable[[], Any]]] = []
     for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
         *given, versions_BT = batch(length, device)
         rows_counted = max(1, mismatch.CPU_TOKENS // length) if device == "cpu" else None
@@ -112,11 +116,11 @@ def measure(device: str, repeats: int) -> list[result_rows.Report]:
         if config == PRESETS["decoupled_token_is"]:
             cases[f"{name}, {VERSIONS} versions"] = partial(alone, versions_BT=versions_BT)
         for case, function in cases.items():
-            report: result_rows.Report = {
-                "arm": "one core" if device == "cpu" else "one GPU",
+            report: Report = {
+                "arm": arm.name,
                 "model": f"{TOKENS >> 20}M tokens",
                 "case": f"{TOKENS // length}x{length}, {case}",
-                "values": timed(function, repeats),
+                "values": timed(function, run.options["repeats"]),
             }
             reports.append(report)
             if function is alone:
@@ -124,48 +128,9 @@ def measure(device: str, repeats: int) -> list[result_rows.Report]:
     # a profiler, once it was there, slows down every launch of its process
     for report, function in counted:
         report["values"] |= launches(function, device)
-    for report in reports:
-        found = {name: median(values) for name, values in report["values"].items()}
-        print(report["arm"], report["case"], found)
     return reports
 
 
-def facts(command: str) -> dict[str, Any]:
-    """The benchmark's environment, on a machine without a GPU as well."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    if torch.cuda.is_available():
-        return environment(command) | {"cpu": cpu}
-    return {
-        "device": cpu,
-        "count": 1,
-        "torch": version("torch"),
-        "python": platform.python_version(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit(),
-        "command": command,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Correction and metrics of 1M tokens.")
-    parser.add_argument("--repeats", type=int, default=30, help="of each case (30)")
-    name = "correction_gpu.json" if torch.cuda.is_available() else "correction.json"
-    parser.add_argument("--output", type=Path, default=RESULTS / name)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    reports = measure("cpu", options.repeats)
-    if torch.cuda.is_available():
-        reports += measure("cuda", options.repeats)
-    command = f"python examples/benchmarks/correction.py --repeats {options.repeats}"
-    result_rows.save(options.output, facts(command), result_rows.rows_of(reports), [])
-
-
-if __name__ == "__main__":
-    main()
+OPTIONS = (Option("repeats", "of each case", default=30),)
+CPU = Benchmark((Job("core", CORE),), measure, limit_s=600.0, options=OPTIONS, gpu="unused")
+GPU = Benchmark((Job("core", CORE), Job("gpu", GPU_ARM)), measure, limit_s=600.0, options=OPTIONS)

@@ -1,120 +1,84 @@
-"""Profile decode steps and a prefill chunk on one GPU, by kernel: decode_profile.py [--arms ...].
+"""Decode steps and a prefill chunk on one GPU, by class of kernel.
 
-Each arm's engine runs in a process of its own, about 90 s. Kernels are timed by torch's profiler in
-the engine, started and stopped through SGLang: for each case 16 decode steps by CUDA graph, and the
-prefill of one chunk. Profiling has a price of its own, so a step lasts longer than in rollout.py;
-shares and kernels' times are what to read. Figures go to results/decode_profile.json, those of the
-mixture of experts to results/decode_profile_moe.json, after each arm, and those of other arms and
-cases stay where machine, boot and commit are the same; --merge makes one file of several, as in
-rollout.py.
+A job is an arm of the rollout benchmark, a case one of its loads. Kernels are timed by torch's
+profiler in the engine, started and stopped through SGLang: 16 decode steps by CUDA graph, and the
+prefill of one chunk. A step lasts longer under the profiler than in the rollout benchmark: shares
+and kernels' times are what to read.
 """
 
-import argparse
-import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import processes, result_rows, rollout_cases
-from benchmarks.environment import environment, host
-from benchmarks.models import MODELS
+from benchmarks import rollout, traces
+from benchmarks.benchmark import LAYERS, Benchmark, Report, Run
+from benchmarks.engines import models, serving
 
-HERE = Path(__file__).resolve().parent
-RESULTS = {
-    "qwen3-8b": HERE / "results" / "decode_profile.json",
-    "qwen3-30b-a3b": HERE / "results" / "decode_profile_moe.json",
-}
-"""By model."""
 ARMS = ("stock-bf16", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
-CASES = ("128x512", "256x512", "64x8192")
-"""By default, where the model has them."""
+"""By default."""
+CASES = {"qwen3-8b": ("128x512", "256x512", "64x8192"), "qwen3-30b-a3b": ("64x4096",)}
+"""Loads that are profiled."""
+STEPS = 16
+"""Decode steps that are averaged."""
+EDGE = 2
+"""Steps after them; as many go before them, when requests may still be joining."""
 
-Profile = dict[str, Any]
+
+def measure(arm: rollout.Arm, run: Run) -> list[Report]:
+    """The mean time of each class of kernel, of decode and of prefill for each load."""
+    shape = models.MODELS[arm.model]
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
+    models.save_config(shape, run.folder)
+    loads, wanted = rollout.LOADS[arm.model], rollout.wanted_loads(arm.model, run)
+    keywords = arm.keywords(batches=[load.batch for load in loads])
+    engine = serving.start(str(run.folder), keywords)
+    serving.give_weights(engine, shape, keywords)
+    values = {}
+    for seed, load in enumerate(loads):
+        if load.name not in CASES[arm.model] or load not in wanted:
+            continue
+        serving.warm_up(engine, load, seed, shape, keywords)
+        prompts = serving.prompts_of(seed, load.batch, load.length, shape.vocab)
+        chunk = prompts[: max(1, keywords["chunked_prefill_size"] // load.length)]
+        found = trace(engine, run.folder, chunk, 1)
+        phases = {f"prefill of {sum(map(len, chunk))} tokens": [traces.whole(found)]}
+        serving.generate(engine, prompts, serving.BEGIN)
+        found = trace(engine, run.folder, prompts, STEPS + 2 * EDGE)
+        phases["decode"] = traces.decode_steps(found, STEPS, EDGE)
+        for phase, steps in phases.items():
+            values[f"{load.name}, {phase}"] = traces.means(steps)
+    engine.shutdown()
+    return serving.reports(arm.name, arm.model, values)
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def trace(engine: Any, folder: Path, prompts: list[list[int]], new: int) -> list[traces.Kernel]:
+    """The kernels that run in the engine while it generates.
+
+    Raises:
+        RuntimeError: SGLang did not leave one trace.
+    """
+    before = set(folder.rglob("*.trace.json.gz"))
+    # the host's own activities would slow what is timed
+    engine.start_profile(
+        output_dir=str(folder), activities=["GPU"], with_stack=False, record_shapes=False
     )
-    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--arms", nargs="+", choices=rollout_cases.NAMES, default=list(ARMS))
-    usual = f"loads of rollout.py ({' '.join(CASES)}, or all that the model has)"
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help=usual)
-    parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of a process")
-    parser.add_argument("--output", type=Path, help="instead of the model's file")
-    parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
-    options = parser.parse_args(argv)
-    known = [load.name for load in rollout_cases.LOADS[options.model]]
-    options.cases = options.cases or [c for c in known if c in CASES] or known
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"no case {', '.join(sorted(unknown))} of {options.model}; it has {known}")
-    options.output = options.output or RESULTS[options.model]
-    if options.layers is not None and options.output in RESULTS.values():
-        parser.error("--layers gives no figures of the whole model; name another --output")
-    return options
+    serving.generate(engine, prompts, new)
+    engine.stop_profile()
+    written = set(folder.rglob("*.trace.json.gz")) - before
+    if len(written) != 1:
+        raise RuntimeError(f"SGLang's profiler left {len(written)} traces in the place of one")
+    return traces.kernels(written.pop())
 
 
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run; arms and cases may be run one by one."""
-    words = ["python examples/benchmarks/decode_profile.py"]
-    if options.layers is not None:
-        words.append(f"--layers {options.layers}")
-    return " ".join(words)
+def _benchmark(model: str) -> Benchmark:
+    jobs = rollout.jobs([model], rollout.ARMS)
+    return Benchmark(
+        jobs=tuple(replace(job, by_default=job.spec.name in ARMS) for job in jobs),
+        measure=measure,
+        limit_s=300.0,
+        options=(LAYERS,),
+    )
 
 
-def identity(profile: Profile) -> tuple[str, ...]:
-    """What a file holds once."""
-    return tuple(profile[key] for key in ("model", "arm", "case", "phase"))
-
-
-def save(path: Path, facts: dict[str, Any], profiles: list[Profile]) -> None:
-    """Write all profiles, in the order of the arms."""
-    order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
-    found = sorted(profiles, key=lambda profile: order[profile["arm"]])
-    result_rows.write(path, {"benchmark": path.stem, "environment": facts, "profiles": found})
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
-    if options.merge:
-        save(options.output, *result_rows.merged(options.merge, "profiles", identity))
-        return
-    facts = environment(command(options)) | {"host": host()}
-    profiles = result_rows.earlier(options.output, facts, "profiles")
-    for arm in options.arms:
-        started = time.perf_counter()
-        job = {key: getattr(options, key) for key in ("model", "layers", "cases")} | {"arm": arm}
-        environ = processes.engine_environment(rollout_cases.find(arm).stock)
-        outcome = processes.run_job(HERE / "profile_arm.py", job, options.limit_s, environ)
-        if outcome.report is not None:
-            found = outcome.report["profiles"]
-            again = {identity(profile) for profile in found}
-            profiles = [p for p in profiles if identity(p) not in again] + found
-            save(options.output, facts, profiles)
-            for profile in found:
-                print(text(profile), flush=True)
-        how = outcome.failure or "done"
-        print(f"{arm}: {how} ({time.perf_counter() - started:.0f} s)", flush=True)
-
-
-def text(profile: Profile) -> str:
-    """A profile as plain text, with the kernels whose class is not known."""
-    lines = [
-        f"{', '.join(identity(profile))}: {profile['step_us']:.0f} us, of which idle "
-        f"{profile['gap_us']:.0f} us"
-    ]
-    lines += [
-        f"  {row['us']:10.1f} us {row['share']:6.1%} {row['calls']:7.1f} calls  {row['class']}"
-        for row in profile["classes"]
-    ]
-    lines += [
-        f"    other: {row['us']:.1f} us, {row['calls']:.1f} calls: {row['name']}"
-        for row in profile["kernels"]
-        if row["class"] == "other"
-    ]
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()
+DENSE = _benchmark("qwen3-8b")
+MOE = _benchmark("qwen3-30b-a3b")

@@ -15,21 +15,20 @@ PACKAGES = {"sglang": "sglang", "torch": "torch", "flashinfer": "flashinfer-pyth
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Card, driver, versions, date and commit. ``command`` is how the benchmark was started.
+    """Device, driver, CPU, versions, date, commit and a mark of the host.
 
-    Raises:
-        RuntimeError: there is no NVIDIA driver.
+    Args:
+        command: how the benchmark was started.
     """
-    device, driver, count = _card()
     return {
-        "device": device,
-        "count": count,
-        "driver": driver,
+        **(gpus() or {"device": _cpu(), "count": 1}),
+        "cpu": _cpu(),
         **{name: _version(package) for name, package in PACKAGES.items()},
         "python": platform.python_version(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit(),
         "command": command,
+        "host": host(),
     }
 
 
@@ -50,16 +49,20 @@ def commit(root: Path = ROOT) -> str:
     return _output("git", "-C", str(root), "rev-parse", "--short", "HEAD") + "+" * bool(changes)
 
 
-def _card() -> tuple[str, str, int]:
+def gpus() -> dict[str, Any] | None:
+    """Name, number and driver of the GPUs, or None where there are none."""
     try:
         lines = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise RuntimeError(
-            "nvidia-smi found no GPU; run the benchmark on a machine with an NVIDIA GPU"
-        ) from error
-    cards = lines.splitlines()
-    device, driver = cards[0].rsplit(", ", 1)
-    return device, driver, len(cards)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    device, driver = lines.splitlines()[0].rsplit(", ", 1)
+    return {"device": device, "count": len(lines.splitlines()), "driver": driver}
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def _version(package: str) -> str:

@@ -1,61 +1,101 @@
-"""A rollout whose answers have a long tail of lengths, from start to the last token."""
+"""A rollout whose answers have a long tail of lengths, from start to the last token.
 
+With fewer ``--requests`` the KV cache of every arm is cut in the same proportion, so that the BF16
+engine still has 1.5 times as much to hold as it can.
+"""
+
+import math
+import random
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
-from benchmarks import measuring, models, serving, stock_push
-from benchmarks import rollout_cases as cases
+from benchmarks import measuring, rollout
+from benchmarks.benchmark import LAYERS, Benchmark, Option, Report, Run
+from benchmarks.engines import models, serving, stock_push
 
+PROMPT = 1024
+MEDIAN, SIGMA, CAP = 4000, 0.8, 20000
+"""Of the output lengths, which are lognormal."""
+DEMAND = 1.5
+"""KV that all requests of a rollout would hold at once, over what the BF16 engine may hold."""
+SEED = 0
 USAGE = re.compile(r"Decode batch.*?#running-req: (\d+),.*? token usage: ([\d.]+)")
 INTERVAL = 40
 """Decode steps from one line of the scheduler's log to the next, SGLang's default."""
-
+BY_DEFAULT = ("qwen3-8b/stock-bf16", "qwen3-8b/fp8rl-kv8")
 BEGINS = "the rollout begins"
 """Printed into the process's log, where the scheduler's lines follow."""
 
-Values = dict[str, list[float]]
 
-
-def run(arm: cases.Arm, shape: models.Shape, folder: str, requests: int) -> dict[str, Values]:
-    """Values by case: ``rollout of N``."""
+def measure(arm: rollout.Arm, run: Run) -> list[Report]:
+    """Time, retractions and KV use of one rollout."""
+    shape = models.MODELS[arm.model]
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
+    models.save_config(shape, run.folder)
+    requests = run.options["requests"]
     copy_tb_s = measuring.copy_tb_s()
-    lengths = cases.output_lengths(requests)
+    lengths = output_lengths(requests)
     keywords = arm.keywords(largest=requests) | {
         "log_level": "info",
         "decode_log_interval": INTERVAL,
     }
     free = measuring.idle_bytes()
-    reference = cases.REFERENCE.keywords(largest=requests)
+    reference = rollout.REFERENCE.keywords(largest=requests)
     reference_tokens = serving.capacity(reference, shape, free)
-    share = cases.pool_share(lengths, reference_tokens)
+    share = pool_share(lengths, reference_tokens)
     if share < 1.0:
         keywords["max_total_tokens"] = int(share * serving.capacity(keywords, shape, free))
-    engine = serving.start(folder, keywords)
+    engine = serving.start(str(run.folder), keywords)
     serving.give_weights(engine, shape, keywords)
-    load = serving.Load(requests, cases.PROMPT, max(lengths))
+    load = serving.Load(requests, PROMPT, max(lengths))
     serving.warm_up(engine, load, 0, shape, keywords)
     stock_push.flush(engine)
     print(BEGINS, flush=True)
-    prompts = serving.prompts_of(1, requests, cases.PROMPT, shape.vocab)
+    prompts = serving.prompts_of(1, requests, PROMPT, shape.vocab)
     metas = []
     seconds = serving.seconds(lambda: metas.extend(serving.generate(engine, prompts, lengths)))
     retractions = [float(meta["num_retractions"]) for meta in metas]
     held = serving.kv_tokens(engine)
     engine.shutdown()
-    return {
-        f"{cases.ROLLOUT} of {requests}": {
-            "rollout_s": [seconds],
-            "rollout_tokens_s": [sum(lengths) / seconds],
-            "retractions": [sum(retractions)],
-            "retracted_requests": [float(sum(count > 0 for count in retractions))],
-            "kv_tokens": [held],
-            "copy_tb_s": [copy_tb_s],
-            "kv_demand": [cases.peak_tokens(lengths) / (share * reference_tokens)],
-        }
+    values = {
+        "rollout_s": [seconds],
+        "rollout_tokens_s": [sum(lengths) / seconds],
+        "retractions": [sum(retractions)],
+        "retracted_requests": [float(sum(count > 0 for count in retractions))],
+        "kv_tokens": [held],
+        "copy_tb_s": [copy_tb_s],
+        "kv_demand": [peak_tokens(lengths) / (share * reference_tokens)],
+        **usage(run.log.read_text(errors="replace")),
     }
+    return serving.reports(arm.name, arm.model, {f"rollout of {requests}": values})
 
 
-def usage(log: str) -> Values:
+def output_lengths(requests: int) -> list[int]:
+    """Tokens to generate for each prompt, the same in every process."""
+    rng = random.Random(SEED)
+    drawn = (round(rng.lognormvariate(math.log(MEDIAN), SIGMA)) for _ in range(requests))
+    return [min(CAP, max(1, length)) for length in drawn]
+
+
+def peak_tokens(lengths: Sequence[int]) -> int:
+    """Most KV tokens held at a time if all requests started together and none had to wait."""
+    longest_first = sorted(lengths, reverse=True)
+    return max(count * (PROMPT + length) for count, length in enumerate(longest_first, start=1))
+
+
+def pool_share(lengths: Sequence[int], capacity: float) -> float:
+    """Part of its KV cache that each engine may use, so that the demand is ``DEMAND``.
+
+    Args:
+        capacity: tokens that the BF16 engine could hold; if that is too little, the part is 1 and
+            the demand is more.
+    """
+    return min(1.0, peak_tokens(lengths) / DEMAND / capacity)
+
+
+def usage(log: str) -> dict[str, list[float]]:
     """Requests that ran and the part of the KV cache in use, at each line of the scheduler.
 
     Raises:
@@ -63,8 +103,19 @@ def usage(log: str) -> Values:
     """
     lines = USAGE.findall(log.partition(BEGINS)[2])
     if not lines:
-        raise ValueError("the scheduler's log tells of no decode; look at SGLang's log level")
+        raise ValueError("the scheduler's log has no line of a decode; look at SGLang's log level")
     return {
         "running_requests": [fmean(float(running) for running, _ in lines)],
         "kv_used": [float(used) for _, used in lines],
     }
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(
+        replace(job, by_default=job.name in BY_DEFAULT)
+        for job in rollout.jobs(tuple(rollout.LOADS), rollout.ARMS)
+    ),
+    measure=measure,
+    limit_s=1800.0,
+    options=(Option("requests", "of a rollout", default=512), LAYERS),
+)

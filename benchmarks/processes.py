@@ -1,12 +1,10 @@
-"""Run one arm in a process group of its own, and learn how it ended even if it is killed."""
+"""Run a command in a process group of its own, and learn how it ended even if it is killed."""
 
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 POLL_S = 0.1
-LOG_LINES = 40  # of a job that failed
+LOG_LINES = 40
+"""Of a job that failed: so many are printed."""
 CRASH = "Scheduler hit an exception"
 """SGLang's scheduler logs this before the traceback, and its parent then kills itself."""
 _EXCEPTION = re.compile(
@@ -26,14 +25,20 @@ _EXCEPTION = re.compile(
 class Outcome:
     """How a process ended: with a report, or with a sentence that says why there is none."""
 
-    report: dict[str, Any] | None
+    report: Any
+    """What the process wrote, or None."""
     failure: str | None
     log: str
     """Its standard output and error."""
 
 
 def run(
-    command: list[str], report: Path, log: Path, limit_s: float, environ: Mapping[str, str]
+    command: list[str],
+    report: Path,
+    log: Path,
+    limit_s: float,
+    environ: Mapping[str, str],
+    cwd: Path,
 ) -> Outcome:
     """Run ``command`` until it ends or ``limit_s`` have passed, and end what it left behind.
 
@@ -45,7 +50,7 @@ def run(
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=dict(environ), start_new_session=True
+            command, stdout=out, stderr=out, env=dict(environ), cwd=cwd, start_new_session=True
         )
     try:
         ended = _wait(process.pid, limit_s)
@@ -60,33 +65,23 @@ def run(
     return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
 
 
-def run_job(
-    script: Path, job: Mapping[str, Any], limit_s: float, environ: Mapping[str, str]
-) -> Outcome:
-    """Run ``script JOB``, where JOB is a file with the job and with two paths: ``folder``, an empty
-    one, and ``report``, which the script writes. The log of one that failed ends on stderr."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report = folder / "report.json"
-        (folder / "job.json").write_text(json.dumps({**job, "folder": name, "report": str(report)}))
-        command = [sys.executable, str(script), str(folder / "job.json")]
-        outcome = run(command, report, folder / "log", limit_s, environ)
-    if outcome.failure is not None:
-        print("\n".join(outcome.log.splitlines()[-LOG_LINES:]), file=sys.stderr)
-    return outcome
+def engine_environment(stock: bool, changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a process with an engine.
 
-
-def engine_environment(stock: bool) -> dict[str, str]:
-    """The environment of a process with an engine."""
+    Args:
+        stock: whether SGLang is to load no plugin.
+        changes: variables to set, or with None to remove.
+    """
     # what is timed was run before, so kernels need not be compiled ahead
     environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
     if stock:
-        environ["SGLANG_PLUGINS"] = "none"  # SGLang then loads no plugin at all
-    return environ
+        environ["SGLANG_PLUGINS"] = "none"
+    kept = {name: value for name, value in environ.items() if name not in changes}
+    return kept | {name: value for name, value in changes.items() if value is not None}
 
 
 def exception_in(log: str) -> str | None:
-    """The line of the exception that a log tells of: the scheduler's first, else the last one."""
+    """The exception's line in a log: the first after SGLang's scheduler crashed, else the last."""
     before, crash, after = log.partition(CRASH)
     found = _EXCEPTION.findall(after if crash else before)
     return (found[0] if crash else found[-1]) if found else None

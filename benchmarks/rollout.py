@@ -1,139 +1,133 @@
-"""Measure rollouts on one GPU, ours beside stock SGLang's: rollout.py [--arms ...] [--cases ...].
+"""Prefill and decode of whole models on one GPU, ours beside stock SGLang's.
 
-Each arm runs in a process of its own, its loads in one and its long-tailed rollout in another, one
-after the other; what crashes or hangs becomes a row with the reason. On an H200, where kernels were
-compiled before:
-
-  32x512 128x512 256x512 64x8192 16x30000   prefill and decode apart       75 to 150 s an arm
-  rollout                                   512 prompts, a long tail       7 to 14 minutes an arm
-
-Figures go to results/rollout.json, or those of ``--cases rollout`` to results/long_tail.json, after
-each process, and rows of other arms and cases stay where machine, boot and commit are the same, so
-a run may be cut into calls. It may also be spread over several GPUs of one host side by side, each
-call with a CUDA_VISIBLE_DEVICES and an --output of its own; then ``rollout.py --merge A.json
-B.json`` makes one file. Ratios are between the arms of one case in a file: one kind of card,
-driver, commit and boot, but with --merge perhaps two cards, whose copy bandwidths are in the file.
-examples/readme.py makes docs/performance.md's tables from it.
-
-``--requests`` makes the rollout smaller. The KV cache of every arm is then cut in the same
-proportion, so that the BF16 engine still has 1.5 times as much to hold as it can.
+A job is an engine; each case is a load, timed apart for prefill and decode. All engines of a model
+have CUDA graphs for all of its loads, whichever are run, because graphs take memory from the KV
+cache.
 """
 
-import argparse
-import time
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks import long_tail, processes, result_rows, rollout_cases
-from benchmarks.environment import environment, host
-from benchmarks.models import MODELS
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
+from benchmarks.engines import models, serving
+from benchmarks.engines.keywords import (
+    BLOCK_FP8,
+    ENGINE,
+    FLASHINFER,
+    FULL,
+    OURS,
+    OURS_KV8,
+    STOCK_XQA,
+    is_stock,
+)
+from benchmarks.engines.serving import Load
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "rollout.json"
-LONG_TAIL = HERE / "results" / "long_tail.json"
-"""Of the long-tailed rollout alone, which takes a machine for as long as all loads do."""
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to serve."""
+
+    name: str
+    engine: dict[str, Any]
+    """Keywords of ``sglang.Engine`` besides those of all arms."""
+    by_default: tuple[str, ...] = ("qwen3-8b", "qwen3-30b-a3b")
+    """Models that it serves where no jobs are named."""
+    model: str = "qwen3-8b"
+
+    def keywords(self, batches: Sequence[int] | None = None, largest: int = 0) -> dict[str, Any]:
+        """All keywords of ``sglang.Engine``.
+
+        Args:
+            batches: sizes of the CUDA graphs, or None for SGLang's own choice up to ``largest``.
+        """
+        graphs: dict[str, Any] = {"cuda_graph_max_bs_decode": max(batches or (largest,))}
+        if batches is not None:
+            graphs["cuda_graph_bs_decode"] = sorted(set(batches))
+        return ENGINE | FULL | graphs | self.engine
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+DENSE = ("qwen3-8b",)
+ARMS = (
+    Arm("stock-bf16", FLASHINFER),
+    # SGLang's own default on Hopper; its library is not installed everywhere
+    Arm("stock-bf16-fa3", {"attention_backend": "fa3"}, ()),
+    Arm("stock-bf16-kv8-xqa", STOCK_XQA, DENSE),
+    Arm("stock-block-fp8", {**BLOCK_FP8, **FLASHINFER}, DENSE),
+    Arm(
+        "stock-block-fp8-flashinfer",
+        {**BLOCK_FP8, **FLASHINFER, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
+        DENSE,
+    ),
+    Arm("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
+    Arm("fp8rl", {**OURS, **FLASHINFER}),
+    Arm("fp8rl-kv8", OURS_KV8),
+)
+REFERENCE = ARMS[0]
+"""What ratios are to."""
+
+NEW = 128
+"""Tokens of a timed decode."""
+LOADS = {
+    "qwen3-8b": (
+        Load(32, 512, NEW),
+        Load(128, 512, NEW),
+        Load(256, 512, NEW),
+        Load(64, 8192, NEW),
+        Load(16, 30000, NEW),
+    ),
+    "qwen3-30b-a3b": (Load(64, 4096, NEW),),
+}
+
+
+def find(name: str) -> Arm:
+    """The arm of that name."""
+    return next(arm for arm in ARMS if arm.name == name)
+
+
+def measure(arm: Arm, run: Run) -> list[Report]:
+    """KV capacity, and prefill and decode of each load.
+
+    Raises:
+        RuntimeError: the engine did not do what it should.
+    """
+    shape = models.MODELS[arm.model]
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
+    models.save_config(shape, run.folder)
+    loads = LOADS[arm.model]
+    keywords = arm.keywords(batches=[load.batch for load in loads])
+    wanted = wanted_loads(arm.model, run)
+    values = serving.speed(keywords, shape, str(run.folder), wanted)
+    return serving.reports(arm.name, arm.model, values)
+
+
+def wanted_loads(model: str, run: Run) -> list[Load]:
+    """The loads of a model that ``--cases`` names.
+
+    Raises:
+        ValueError: there are none.
+    """
+    wanted = [load for load in LOADS[model] if run.wants(load.name)]
+    if not wanted:
+        names = ", ".join(load.name for load in LOADS[model])
+        raise ValueError(f"--cases names no load of {model}; it has {names}")
+    return wanted
+
+
+def jobs(models: Sequence[str], arms: Sequence[Arm]) -> tuple[Job, ...]:
+    """A job of each arm on each model."""
+    return tuple(
+        Job(
+            f"{model}/{arm.name}",
+            replace(arm, model=model),
+            stock=is_stock(arm.engine),
+            by_default=model in arm.by_default,
+        )
+        for model in models
+        for arm in arms
     )
-    names = rollout_cases.NAMES
-    parser.add_argument("--model", choices=MODELS, default="qwen3-8b")
-    parser.add_argument("--arms", nargs="+", choices=names, default=list(rollout_cases.DEFAULT))
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="loads, or 'rollout'")
-    parser.add_argument("--requests", type=int, default=rollout_cases.REQUESTS)
-    parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="time limit of a process")
-    parser.add_argument("--output", type=Path, help=f"results/{RESULTS.name} or {LONG_TAIL.name}")
-    parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
-    options = parser.parse_args(argv)
-    known = [load.name for load in rollout_cases.LOADS[options.model]] + [rollout_cases.ROLLOUT]
-    options.cases = options.cases or known
-    if unknown := set(options.cases) - set(known):
-        parser.error(f"no case {', '.join(sorted(unknown))} of {options.model}; it has {known}")
-    if options.output is None:
-        options.output = LONG_TAIL if options.cases == [rollout_cases.ROLLOUT] else RESULTS
-    if options.layers is not None and options.output in (RESULTS, LONG_TAIL):
-        parser.error("--layers gives no figures of the whole model; name another --output")
-    return options
 
 
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run; arms and cases may be run one by one."""
-    words = ["python examples/benchmarks/rollout.py"]
-    if options.layers is not None:
-        words.append(f"--layers {options.layers}")
-    return " ".join(words)
-
-
-def jobs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each process is to do, all loads first."""
-    loads = [case for case in options.cases if case != rollout_cases.ROLLOUT]
-    common = {"model": options.model, "layers": options.layers}
-    made = []
-    if loads:
-        made += [common | {"arm": arm, "cases": loads, "requests": None} for arm in options.arms]
-    if rollout_cases.ROLLOUT in options.cases:
-        made += [
-            common | {"arm": arm, "cases": [], "requests": options.requests} for arm in options.arms
-        ]
-    return made
-
-
-def cases_of(job: dict[str, Any]) -> list[str]:
-    """The cases of which a process makes rows."""
-    if job["requests"] is not None:
-        return [f"{rollout_cases.ROLLOUT} of {job['requests']}"]
-    return list(job["cases"])
-
-
-def run_job(job: dict[str, Any], limit_s: float) -> list[result_rows.Report]:
-    """Run one process: a report of each case, with figures or the sentence of the failure."""
-    environ = processes.engine_environment(rollout_cases.find(job["arm"]).stock)
-    outcome = processes.run_job(HERE / "rollout_arm.py", job, limit_s, environ)
-    if outcome.report is None:
-        common = {"arm": job["arm"], "model": job["model"], "failure": outcome.failure}
-        return [common | {"case": case} for case in cases_of(job)]
-    found: list[result_rows.Report] = outcome.report["reports"]
-    if job["requests"] is not None:
-        found[0]["values"] |= long_tail.usage(outcome.log)
-    return found
-
-
-def rows_of(reports: list[result_rows.Report]) -> list[result_rows.Row]:
-    """Rows of all reports."""
-    return [row for report in reports for row in result_rows.rows_of([report])]
-
-
-def save(path: Path, facts: dict[str, Any], every: list[result_rows.Row]) -> None:
-    """Write all rows, in the order of the arms, with ratios."""
-    order = {name: number for number, name in enumerate(rollout_cases.NAMES)}
-    result_rows.save(
-        path, facts, result_rows.compared(sorted(every, key=lambda row: order[row["arm"]])), []
-    )
-
-
-def main(argv: list[str] | None = None) -> None:
-    options = arguments(argv)
-    if options.merge:
-        save(options.output, *result_rows.merged(options.merge, "rows", result_rows.identity))
-        return
-    facts = environment(command(options)) | {"host": host()}
-    every = result_rows.kept(options.output, facts, [])
-    for job in jobs(options):
-        started = time.perf_counter()
-        found = rows_of(run_job(job, options.limit_s))
-        again = {(row["model"], row["arm"], row["case"]) for row in found}
-        every = [row for row in every if (row["model"], row["arm"], row["case"]) not in again]
-        every += found
-        save(options.output, facts, every)
-        for row in found:
-            print(result_rows.line(row), flush=True)
-        took = time.perf_counter() - started
-        print(f"{job['arm']}: {', '.join(cases_of(job))}: {took:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    jobs=jobs(tuple(LOADS), ARMS), measure=measure, limit_s=1800.0, options=(LAYERS,)
+)

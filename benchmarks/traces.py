@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks import kernel_classes
 
@@ -15,8 +15,6 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """The trace's categories of what the GPU does."""
 GRAPH_KERNELS = 32
 """A launch of so many kernels is a CUDA graph; any model has more of them."""
-NAME_LENGTH = 160
-"""Of a kernel in a result file: its template's arguments may fill a page."""
 
 
 class Kernel(NamedTuple):
@@ -99,42 +97,32 @@ def whole(found: Sequence[Kernel]) -> Step:
     return Step(found, max(kernel.start + kernel.duration for kernel in found))
 
 
-def table(steps: Sequence[Step]) -> dict[str, Any]:
-    """Means over steps, in us: wall, busy and idle time, by class of kernel and by kernel.
+def means(steps: Sequence[Step]) -> dict[str, list[float]]:
+    """Means over steps as values of metrics: ``CLASS, us`` and ``CLASS, calls`` of each class of
+    kernel, the largest first, then ``step``, ``busy`` and ``idle`` in us, and how many ``steps``.
 
-    ``gap_us`` is the time in which no kernel runs. Classes are summed, so kernels that run side by
-    side count in full.
+    Idle is the time in which no kernel runs. A class is the sum of its kernels, so those that run
+    side by side count in full. Kernels whose class is not known are printed.
     """
-    by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
+    by_class: dict[str, list[float]] = defaultdict(list)
+    unknown: Counter[str] = Counter()
     for step in steps:
         kinds = kernel_classes.classes([kernel.name for kernel in step.kernels])
         for kernel, kind in zip(step.kernels, kinds, strict=True):
-            by_name[kind, kernel.name[:NAME_LENGTH]].append(kernel.duration)
+            by_class[kind].append(kernel.duration)
+            if kind == kernel_classes.OTHER:
+                unknown[kernel.name] += 1
+    for name, count in unknown.most_common():
+        print(f"no class: {count / len(steps):.1f} calls a step: {name}")
+    found: dict[str, list[float]] = {}
+    for kind, times in sorted(by_class.items(), key=lambda item: -sum(item[1])):
+        found[f"{kind}, us"] = [sum(times) / len(steps)]
+        found[f"{kind}, calls"] = [len(times) / len(steps)]
     wall = fmean(step.wall_us for step in steps)
     busy = fmean(step.busy_us for step in steps)
-    rows = [
-        {"class": kind, "name": name, **_mean(times, len(steps), wall)}
-        for (kind, name), times in by_name.items()
-    ]
-    by_class: dict[str, list[float]] = defaultdict(list)
-    for (kind, _), times in by_name.items():
-        by_class[kind] += times
-    return {
-        "steps": len(steps),
-        "step_us": round(wall, 2),
-        "busy_us": round(busy, 2),
-        "gap_us": round(wall - busy, 2),
-        "classes": _largest_first(
-            [{"class": kind, **_mean(times, len(steps), wall)} for kind, times in by_class.items()]
-        ),
-        "kernels": _largest_first(rows),
+    return found | {
+        "step, us": [wall],
+        "busy, us": [busy],
+        "idle, us": [wall - busy],
+        "steps": [len(steps)],
     }
-
-
-def _mean(times: list[float], steps: int, wall: float) -> dict[str, float]:
-    us = sum(times) / steps
-    return {"us": round(us, 2), "calls": round(len(times) / steps, 2), "share": round(us / wall, 4)}
-
-
-def _largest_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: -row["us"])

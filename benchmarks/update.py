@@ -1,118 +1,286 @@
-"""Measure full weight updates on one GPU, ours beside stock SGLang's: update.py [--models ...].
+"""Full weight updates on one GPU that trainer and engine share, ours beside stock SGLang's.
 
-Trainer and engine share the GPU. Each case of each arm runs in a process of its own, one after the
-other; what crashes or hangs becomes a row with the reason. Figures go to results/update.json, from
-which examples/readme.py makes a table of docs/performance.md.
+The job's process is the trainer and holds the engine. Stock SGLang answers an update when its
+copies are queued, not when they are done, so its wall time may be short by the last of them; ours
+answers when every kernel has ended.
 """
 
-import argparse
-import json
-import os
-import sys
-import tempfile
+import itertools
+import math
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks import cases, processes, result_rows
-from benchmarks.environment import environment
-from benchmarks.models import MODELS
+import torch
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "update.json"
-LOG_LINES = 40  # of an arm that failed
+from benchmarks import measuring
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
+from benchmarks.engines import models, stock_push, traffic, weights
 
+DEVICE = "cuda"
+MIB = 1 << 20
+WARM_UP = 2  # the second finds the weights where they were, so the third and later are mapped
+WATCHED = 3
+"""Updates after the timed ones, during which free memory is looked at; that may slow them."""
+PROMPT = list(range(1000, 1064))
+NEW_TOKENS = 4
+NEARLY_ALL = 0.99  # of the payload, so that the kernels hardly wait for the trainer's copies
+COMMON: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "grammar_backend": "none",
+    "log_level": "warning",
+    "dtype": "bfloat16",
+    "attention_backend": "flashinfer",
+    "cuda_graph_max_bs_decode": 8,
+    "cuda_graph_backend_prefill": "disabled",
+    # half of a GPU of 141 GB: the trainer's BF16 weights must fit beside it
+    "mem_fraction_static": 0.5,
+    "max_total_tokens": 16384,
+}
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arms", nargs="+", choices=cases.ARMS, default=list(cases.ARMS))
-    parser.add_argument("--updates", type=int, default=10, help="timed updates a case")
-    parser.add_argument("--layers", type=int, help="a try-out with fewer layers")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="time limit of a case")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args(argv)
-    if options.layers is not None and options.output == RESULTS:
-        parser.error("--layers gives no figures of the whole model; name another --output")
-    return options
-
-
-def command(options: argparse.Namespace) -> str:
-    """How to repeat the run; models may be run one by one, and paths are of one machine only."""
-    words = ["python examples/benchmarks/update.py"]
-    if options.arms != list(cases.ARMS):
-        words.append(f"--arms {' '.join(options.arms)}")
-    for name, default in (("updates", 10), ("layers", None)):
-        if getattr(options, name) != default:
-            words.append(f"--{name} {getattr(options, name)}")
-    return " ".join(words)
+Update = Callable[[int], Any]
+Logprobs = Callable[[], tuple[list[float], list[int] | None]]
 
 
-def run_case(case: cases.Case, model: str, options: argparse.Namespace) -> result_rows.Report:
-    """Run one case in its process: its report, or one with the sentence of its failure."""
-    layers = min(filter(None, (MODELS[model].layers, case.checkpoint_layers, options.layers)))
-    memory = Path("/dev/shm")
-    place = memory if case.checkpoint_layers and memory.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as name:
-        folder = Path(name)
-        report = folder / "report.json"
-        job = {
-            "arm": case.arm,
-            "case": case.name,
-            "model": model,
-            "layers": layers,
-            "updates": options.updates,
-            "folder": name,
-            "report": str(report),
-        }
-        (folder / "job.json").write_text(json.dumps(job))
-        argv = [sys.executable, str(HERE / "arms.py"), str(folder / "job.json")]
-        outcome = processes.run(
-            argv, report, folder / "log", options.limit_s, child_environment(case)
-        )
-    identity = {"arm": case.arm, "case": case.name, "model": model}
-    if outcome.report is None:
-        print("\n".join(outcome.log.splitlines()[-LOG_LINES:]), file=sys.stderr)
-        return identity | {"failure": outcome.failure}
-    return identity | outcome.report
+@dataclass(frozen=True)
+class Case:
+    """One way to update one model."""
+
+    arm: str
+    name: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``sglang.Engine`` besides ``COMMON``."""
+    source: str = "bf16"
+    """What the trainer holds: "bf16", or "fp8" for codes and scales."""
+    target: str = "bf16"
+    """What the engine holds its linears in."""
+    bucket_bytes: int | None = None
+    """Stock only: size of a flattened bucket."""
+    mapped: bool | None = None
+    """True: the engine must read the trainer's memory in place. False: it must not be able to, so
+    the trainer uses expandable segments, which CUDA IPC cannot export. None: either."""
+    checkpoint_layers: int | None = None
+    """For an engine that loads no dummy weights: layers of the random checkpoint it starts on."""
+    model: str = "qwen3-8b"
+
+    @property
+    def stock(self) -> bool:
+        """Whether SGLang runs as it is, without plugins."""
+        return self.bucket_bytes is not None
 
 
-def child_environment(case: cases.Case) -> dict[str, str]:
-    """The environment of an arm's process."""
-    # no GEMM is timed here, so none is compiled ahead
-    environ = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", **os.environ}
-    if case.stock:
-        environ["SGLANG_PLUGINS"] = "none"  # SGLang then loads no plugin at all
-    return environ
+def _fp8rl(name: str, source: str, mapped: bool | None) -> Case:
+    engine = {"quantization": "fp8rl", "load_format": "dummy"}
+    return Case("fp8rl", name, engine, source, "fp8", mapped=mapped)
 
 
-def line(report: result_rows.Report, seconds: float) -> str:
-    """What is printed of a case."""
-    head = f"{report['model']:14s} {report['arm']}, {report['case']}: "
-    if "failure" in report:
-        return f"{head}{report['failure']} ({seconds:.0f} s)"
-    times = report["values"]["update_wall_ms"]
-    return (
-        f"{head}{min(times):.1f} to {max(times):.1f} ms, engine start {report['start_s']:.0f} s, "
-        f"{seconds:.0f} s in all"
+_DUMMY = {"load_format": "dummy"}
+_FLASH_RL = {"quantization": "fp8", "load_format": "flash_rl"}
+
+CASES = (
+    Case("stock-bf16", "buckets of 2 GiB", _DUMMY, bucket_bytes=2048 * MIB),
+    Case("stock-bf16", "buckets of 512 MiB", _DUMMY, bucket_bytes=512 * MIB),
+    Case(
+        "stock-flash-rl",
+        "buckets of 2 GiB, 4 layers",
+        _FLASH_RL,
+        target="fp8",
+        bucket_bytes=2048 * MIB,
+        checkpoint_layers=4,
+    ),
+    _fp8rl("from BF16, mapped", "bf16", mapped=True),
+    _fp8rl("from BF16, bucket", "bf16", mapped=False),
+    _fp8rl("from FP8 + scales", "fp8", mapped=None),
+)
+
+
+def measure(case: Case, run: Run) -> list[Report]:
+    """Start the engine, update it again and again, and report.
+
+    Raises:
+        RuntimeError: the case did not do what its name says.
+    """
+    import sglang
+
+    shape = models.MODELS[case.model]
+    layers = min(filter(None, (shape.layers, case.checkpoint_layers, run.options["layers"])))
+    shape = replace(shape, layers=layers)
+    copy_tb_s = measuring.copy_tb_s()
+    models.save_config(shape, run.folder)
+    if case.checkpoint_layers is not None:
+        weights.save(weights.hf_named(weights.bf16_module(shape, DEVICE)), run.folder)
+        torch.cuda.empty_cache()
+    started = time.perf_counter()
+    engine = sglang.Engine(model_path=str(run.folder), **COMMON, **case.engine)
+    print(f"engine start: {time.perf_counter() - started:.0f} s")
+    # after the engine, which must not inherit the allocator's setting
+    if case.mapped is False:
+        use_expandable_segments()
+    given, tensors = trainer(case, shape)
+    update = stock_update(engine, given, case) if case.stock else our_update(engine, given)
+    measured = timed_updates(
+        update, lambda: weights.renew(tensors), lambda: logprobs(engine), run.options["updates"]
     )
+    engine.shutdown()
+    values = values_of(measured, case, list(models.parameters(shape)), copy_tb_s)
+    return [{"arm": case.arm, "model": case.model, "case": case.name, "values": values}]
 
 
-def main() -> None:
-    options = arguments()
-    facts: dict[str, Any] = environment(command(options))
-    kept = result_rows.kept(options.output, facts, options.models)
-    reports: list[result_rows.Report] = []
-    for model in options.models:
-        for case in cases.CASES:
-            if case.arm not in options.arms:
-                continue
-            started = time.perf_counter()
-            reports.append(run_case(case, model, options))
-            print(line(reports[-1], time.perf_counter() - started), flush=True)
-            result_rows.save(options.output, facts, result_rows.rows_of(reports), kept)
+def trainer(case: Case, shape: models.Shape) -> tuple[Any, list[torch.Tensor]]:
+    """What the update is given, and the tensors that ``renew`` changes."""
+    if case.source == "fp8":
+        named = weights.fp8_named(shape, DEVICE)
+        return named, [tensor for _, tensor in named]
+    module = weights.bf16_module(shape, DEVICE)
+    return (weights.hf_named(module) if case.stock else module), list(module.parameters())
 
 
-if __name__ == "__main__":
-    main()
+def use_expandable_segments() -> None:
+    """Take this process's next allocations from expandable segments, which cannot be exported."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    if not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
+        raise RuntimeError("the allocator did not take expandable segments; use another torch")
+
+
+def stock_update(engine: Any, named: weights.Named, case: Case) -> Update:
+    """Stock SGLang's fastest colocated path: flattened buckets over CUDA IPC."""
+    assert case.bucket_bytes is not None
+    planned = list(stock_push.buckets(named, case.bucket_bytes))
+
+    def update(version: int) -> None:
+        for tensors, last in planned:
+            stock_push.send(engine, tensors, last, f"update {version}")
+
+    return update
+
+
+def our_update(engine: Any, given: Any) -> Update:
+    """``trainer_bridge.update``."""
+    import trainer_bridge
+
+    return lambda version: trainer_bridge.update(given, engine, version=version)
+
+
+def logprobs(engine: Any) -> tuple[list[float], list[int] | None]:
+    """Logprobs of the prompt's tokens, and policy versions of new ones if the engine has them."""
+    replies = engine.generate(
+        input_ids=[PROMPT],
+        sampling_params={"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    meta = replies[0]["meta_info"]
+    values = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+    return values, meta.get("policy_version")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Timed updates."""
+
+    times_ms: list[float]
+    results: list[Any]
+    """What the update returned: ``trainer_bridge.UpdateResult``, or None of stock SGLang."""
+    extra_gib: list[float]
+    """Extra memory: what is free before the first update, less the least that is free during later
+    ones, less what the first generation takes for itself. A bucket that is kept counts."""
+
+
+def timed_updates(
+    update: Update, renew: Callable[[], None], logprobs: Logprobs, updates: int
+) -> Measured:
+    """Update to new values: warm-up, ``updates`` timed ones, and a few with an eye on memory.
+
+    Raises:
+        RuntimeError: the engine does not generate with the last weights.
+    """
+    torch.cuda.empty_cache()
+    free = measuring.free_bytes()
+    versions = itertools.count()
+
+    def one() -> tuple[float, Any]:
+        renew()
+        version = next(versions)
+        return measuring.timed(lambda: update(version))
+
+    one()
+    before = measuring.free_bytes()
+    first, _ = logprobs()
+    free -= before - measuring.free_bytes()
+    for _ in range(WARM_UP - 1):
+        one()
+    timed = [one() for _ in range(updates)]
+    extra = []
+    for _ in range(WATCHED):
+        renew()
+        with measuring.LeastFree() as least:
+            update(next(versions))
+        extra.append((free - least.bytes) / 2**30)
+    last, served = logprobs()
+    version = next(versions) - 1
+    if not all(map(math.isfinite, last)):
+        raise RuntimeError("the engine's logprobs are not finite after the last update")
+    if last == first:
+        raise RuntimeError("the updates changed no logprob: the engine kept its first weights")
+    if served is not None and set(served) != {version}:
+        raise RuntimeError(f"the engine generated with version {served}, not with {version}")
+    return Measured([ms for ms, _ in timed], [result for _, result in timed], extra)
+
+
+def values_of(
+    measured: Measured, case: Case, parameters: list[models.Parameter], copy_tb_s: float
+) -> dict[str, list[float]]:
+    """The values of each metric.
+
+    Raises:
+        RuntimeError: an update did not carry the whole model, or weights were mapped where the
+            case says a bucket, or the other way round.
+    """
+    ours = [] if case.stock else measured.results
+    mapped = [result.mapped_bytes for result in ours] or [0]
+    if (case.mapped and not all(mapped)) or (case.mapped is False and any(mapped)):
+        raise RuntimeError(f"'{case.name}' read {min(mapped)} to {max(mapped)} bytes in place")
+    # our trainer side quantizes into the bucket, so that it holds what the engine keeps
+    bucket = None if all(mapped) else "bf16" if case.stock else case.target
+    payload = traffic.payload_bytes(parameters, bucket or case.source)
+    if any(result.bytes != payload for result in ours):
+        raise RuntimeError(f"an update carried {ours[0].bytes} bytes, the model has {payload}")
+    moved = traffic.update_traffic(parameters, case.source, case.target, bucket)
+    bf16 = traffic.bf16_bytes(parameters)
+    values = {
+        "update_wall_ms": measured.times_ms,
+        "update_gb_s": [bf16 / ms / 1e6 for ms in measured.times_ms],
+        "update_floor_ms": [traffic.floor_ms(moved, copy_tb_s)],
+        "copy_tb_s": [copy_tb_s],
+    }
+    gpu_ms = [1e3 * result.gpu_seconds for result in ours if result.gpu_seconds is not None]
+    if gpu_ms:
+        values["update_gpu_ms"] = gpu_ms
+    if gpu_ms and case.source == "bf16" and min(mapped) / payload > NEARLY_ALL:
+        rates = [moved / ms / 1e9 for ms in gpu_ms]
+        values["quantize_tb_s"] = rates
+        values["quantize_copy_fraction"] = [rate / copy_tb_s for rate in rates]
+    for stage in ours[0].seconds if ours else ():
+        if stage != "total":
+            values[f"update_{stage}_ms"] = [1e3 * result.seconds[stage] for result in ours]
+    return values | {"peak_extra_gib": measured.extra_gib}
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(
+        Job(
+            f"{model}/{case.arm}/{case.name}",
+            replace(case, model=model),
+            stock=case.stock,
+            folder_in_memory=case.checkpoint_layers is not None,
+        )
+        for model in models.MODELS
+        for case in CASES
+    ),
+    measure=measure,
+    limit_s=300.0,
+    options=(Option("updates", "timed updates of a job", default=10), LAYERS),
+)

@@ -1,4 +1,4 @@
-"""The profile of decode steps, without a GPU: classes of kernels, traces, tables, files."""
+"""The profile of decode steps, without a GPU: classes of kernels, and traces."""
 
 import gzip
 import json
@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    decode_profile,
-    kernel_classes,
-    models,
-    performance_tables,
-    processes,
-    profile_arm,
-    readme,
-    rollout_cases,
-    serving,
-    traces,
-)
-from tests.benchmarks import facts
+from benchmarks import decode_profile, kernel_classes, rollout, traces
+from benchmarks.benchmark import Run
+from benchmarks.engines import models, serving
 
 LAYERS = 3
+
+
 NVJET = "nvjet_tst_128x64_64x4_1x2_h_bz_TNT"
+
+
 DEEPGEMM = "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 24576u, 4096u, 1u, 128u>(float*)"
+
+
 ON_SELF_ADD = "at::native::CUDAFunctorOnSelf_add<long>, std::array<char*, 2ul> >()"
+
+
 QUANT = "void per_token_group_quant_flat_kernel<__nv_bfloat16, c10::Float8_e4m3fn>()"
+
+
 STOCK_LAYER = [
     ("norm", "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>()"),
     ("quantize", QUANT),
@@ -44,20 +44,23 @@ STOCK_LAYER = [
     ("quantize", QUANT),
     ("GEMM down", DEEPGEMM),
 ]
+
+
 HEAD = [
     ("norm", "void flashinfer::norm::FusedAddRMSNormKernel<8u, __nv_bfloat16>()"),
     ("GEMM lm_head", NVJET),
 ]
+
+
 AFTER = [
     ("sampling, logprobs", "void at::native::(anonymous)::cunn_SoftMaxForward<4, float>()"),
     ("sampling, logprobs", "void flashinfer::sampling::TopKTopPSamplingFromProbKernel<1024u>()"),
     ("copies", "Memcpy DtoH (Device -> Pinned)"),
     ("other", "void someone_s_new_thing<int>()"),
 ]
+
+
 STEP = STOCK_LAYER * LAYERS + HEAD
-
-
-# ---- classes -------------------------------------------------------------------------------------
 
 
 def test_a_gemm_is_named_by_its_place() -> None:
@@ -69,6 +72,8 @@ FLASHINFER_PREFILL = (
     "void flashinfer::PrefillWithKVCacheKernel<flashinfer::CollectiveMainloop<"
     "RaggedParams::AdditionalParams, flashinfer::AttentionKernelTraits<true, 128, 128, 128>>>()"
 )
+
+
 PREFILL_LAYER = [
     ("norm", "_norm_rows"),
     ("GEMM qkv", DEEPGEMM),
@@ -85,12 +90,16 @@ PREFILL_LAYER = [
     ("SiLU x up", "_silu_mul_tiles"),
     ("GEMM down", DEEPGEMM),
 ]
+
+
 BEFORE_PREFILL = [
     ("scheduling", "alloc_extend_kernel"),
     ("scheduling", "create_flashinfer_kv_indices_triton"),
     ("scheduling", "void at::native::vectorized_elementwise_kernel<2, " + ON_SELF_ADD),
     ("embedding", "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)"),
 ]
+
+
 AFTER_PREFILL = [
     ("sampling, logprobs", "_reduce_chunk"),
     ("sampling, logprobs", "_draw_row"),
@@ -175,9 +184,6 @@ def test_names(name: str, wanted: str) -> None:
     assert kernel_classes.class_of(name) == wanted
 
 
-# ---- traces --------------------------------------------------------------------------------------
-
-
 def write_trace(path: Path, steps: int, graph_kernels: int = len(STEP)) -> Path:
     """As SGLang leaves it: each step a CUDA graph, 2 us a kernel and 1 us of gap, then kernels with
     a launch each; a copy on a stream of its own runs beside the first of them."""
@@ -213,27 +219,19 @@ def write_trace(path: Path, steps: int, graph_kernels: int = len(STEP)) -> Path:
     return path
 
 
-def test_steps_are_cut_at_graphs(tmp_path: Path) -> None:
+def test_steps_are_cut_at_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = traces.kernels(write_trace(tmp_path / "a.trace.json.gz", 20))
     steps = traces.decode_steps(found, count=16, edge=2)
     each = len(STEP) + len(AFTER)
     assert [len(step.kernels) for step in steps] == [each] * 16
-    table = traces.table(steps)
+    means = {metric: value for metric, (value,) in traces.means(steps).items()}
     # the copy takes no time of its own: the next kernel runs beside it
-    assert table["step_us"] == 3 * (each - 1) and table["busy_us"] == 2 * (each - 1)
-    assert table["gap_us"] == table["step_us"] - table["busy_us"] and table["steps"] == 16
-    classes = {row["class"]: row for row in table["classes"]}
-    assert classes["GEMM gate_up"] == {
-        "class": "GEMM gate_up",
-        "us": 2.0 * LAYERS,
-        "calls": LAYERS,
-        "share": round(2 * LAYERS / table["step_us"], 4),
-    }
-    assert classes["other"]["calls"] == 1
-    # nothing is dropped
-    assert sum(row["calls"] for row in table["kernels"]) == each
-    assert sum(row["us"] for row in table["classes"]) == 2 * each
-    assert [r["name"] for r in table["kernels"] if r["class"] == "other"] == [AFTER[-1][1]]
+    assert means["step, us"] == 3 * (each - 1) and means["busy, us"] == 2 * (each - 1)
+    assert means["idle, us"] == means["step, us"] - means["busy, us"] and means["steps"] == 16
+    assert means["GEMM gate_up, us"] == 2.0 * LAYERS and means["GEMM gate_up, calls"] == LAYERS
+    # nothing is dropped, and what has no class is named
+    assert sum(n for metric, n in means.items() if metric.endswith("calls")) == each
+    assert f"no class: 1.0 calls a step: {AFTER[-1][1]}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="20 launches of a CUDA graph, 24 are needed"):
         traces.decode_steps(found, count=22, edge=2)
 
@@ -242,7 +240,7 @@ def test_a_prefill_is_one_step(tmp_path: Path) -> None:
     found = traces.kernels(write_trace(tmp_path / "a.trace.json.gz", 2))
     step = traces.whole(found)
     assert step.wall_us == 2 * 3 * (len(STEP) + len(AFTER) - 1) - 1
-    assert traces.table([step])["steps"] == 1
+    assert traces.means([step])["steps"] == [1]
 
 
 def test_a_trace_without_kernels_is_refused(tmp_path: Path) -> None:
@@ -251,9 +249,6 @@ def test_a_trace_without_kernels_is_refused(tmp_path: Path) -> None:
         json.dump({"traceEvents": []}, file)
     with pytest.raises(ValueError, match=r"a\.trace\.json\.gz has no kernel of a GPU"):
         traces.kernels(path)
-
-
-# ---- arms and files ------------------------------------------------------------------------------
 
 
 class Engine:
@@ -289,13 +284,21 @@ def test_an_arm_profiles_decode_and_prefill(
     monkeypatch.setitem(models.MODELS, "qwen3-8b", shape)
     monkeypatch.setattr(serving, "start", lambda folder, keywords: Engine())
     monkeypatch.setattr(serving, "give_weights", lambda *_: None)
-    job = {"arm": "stock-bf16", "model": "qwen3-8b", "layers": None, "cases": ["128x512"]}
-    prefill, decode = profile_arm.run(job | {"folder": str(tmp_path)})["profiles"]
-    assert prefill["phase"] == "prefill of 16384 tokens" and decode["phase"] == "decode"
-    assert decode["steps"] == profile_arm.STEPS and prefill["steps"] == 1
-    assert {p["case"] for p in (prefill, decode)} == {"128x512"}
+    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("128x512",))
+    prefill, decode = decode_profile.measure(rollout.find("stock-bf16"), run)
+    assert prefill["case"] == "128x512, prefill of 16384 tokens"
+    assert decode["case"] == "128x512, decode"
+    assert decode["values"]["steps"] == [decode_profile.STEPS]
     with pytest.raises(RuntimeError, match="left 2 traces"):
-        profile_arm.trace(Engine(leaves=2), tmp_path, [[1]], 1)
+        decode_profile.trace(Engine(leaves=2), tmp_path, [[1]], 1)
+
+
+def test_arms_and_cases_are_those_of_the_rollout_benchmark() -> None:
+    for benchmark in (decode_profile.DENSE, decode_profile.MOE):
+        for job in benchmark.jobs:
+            loads = {load.name for load in rollout.LOADS[job.spec.model]}
+            assert set(decode_profile.CASES[job.spec.model]) <= loads
+        assert {j.spec.name for j in benchmark.jobs if j.by_default} == set(decode_profile.ARMS)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -305,73 +308,3 @@ def test_sglang_takes_the_profiler_s_keywords() -> None:
 
     fields = set(ProfileReq.__struct_fields__)
     assert {"output_dir", "activities", "with_stack", "record_shapes"} <= fields
-
-
-def test_the_command_line() -> None:
-    options = decode_profile.arguments([])
-    assert options.cases == ["128x512", "256x512", "64x8192"]
-    assert options.arms == list(decode_profile.ARMS)
-    assert options.output.name == "decode_profile.json"
-    assert set(decode_profile.ARMS) < set(rollout_cases.NAMES)
-    moe = decode_profile.arguments(["--model", "qwen3-30b-a3b"])
-    assert moe.cases == ["64x4096"] and moe.output.name == "decode_profile_moe.json"
-    for words in (["--layers", "2"], ["--cases", "1x1"]):
-        with pytest.raises(SystemExit):
-            decode_profile.arguments(words)
-
-
-FACTS = facts.FACTS | {"host": "0123"}
-
-
-def test_profiles_become_a_file_and_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace = traces.kernels(write_trace(tmp_path / "a.trace.json.gz", 20))
-
-    def run_job(script: Path, job: Any, *_: Any) -> processes.Outcome:
-        if job["arm"] == "stock-block-fp8-kv8-xqa":
-            return processes.Outcome(None, "exit status 1: MemoryError", "")
-        head = {key: job[key] for key in ("arm", "model")} | {"phase": "decode"}
-        table = traces.table(traces.decode_steps(trace, 16, 2))
-        return processes.Outcome(
-            {"profiles": [head | {"case": case, **table} for case in job["cases"]]}, None, ""
-        )
-
-    monkeypatch.setattr(processes, "run_job", run_job)
-    monkeypatch.setattr(decode_profile, "environment", lambda words: FACTS | {"command": words})
-    monkeypatch.setattr(decode_profile, "host", lambda: FACTS["host"])
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
-    decode_profile.main(["--arms", "fp8rl-kv8", "--cases", "64x8192", "--output", str(one)])
-    decode_profile.main(["--output", str(two), "--cases", "128x512"])
-    printed = capsys.readouterr().out
-    assert "stock-block-fp8-kv8-xqa: exit status 1: MemoryError" in printed
-    assert "other: 2.0 us, 1.0 calls: void someone_s_new_thing<int>()" in printed
-    path = tmp_path / "decode_profile.json"
-    decode_profile.main(["--merge", str(one), str(two), "--output", str(path)])
-    content = json.loads(path.read_text())
-    found = [(p["arm"], p["case"]) for p in content["profiles"]]
-    assert found == [("stock-bf16", "128x512"), ("fp8rl-kv8", "64x8192"), ("fp8rl-kv8", "128x512")]
-    decode_profile.main(["--arms", "fp8rl-kv8", "--cases", "128x512", "--output", str(path)])
-    assert len(json.loads(path.read_text())["profiles"]) == 3
-    with pytest.raises(ValueError, match="more than one file has qwen3-8b, fp8rl-kv8, 64x8192"):
-        decode_profile.main(["--merge", str(one), str(one), "--output", str(path)])
-
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    made = readme.BLOCK.sub(readme.filled, readme.PERFORMANCE.read_text())
-    lines = made.splitlines()
-    assert "| kernels | stock-bf16 | fp8rl-kv8 |" in lines
-    assert f"| GEMM gate_up | {2 * LAYERS} ({LAYERS}) | {2 * LAYERS} ({LAYERS}) |" in lines
-    assert "### qwen3-8b, 64x8192, decode" in lines
-    assert performance_tables.decode_profile(path.read_text()) in made
-
-
-def test_an_engine_that_was_given_a_job_is_a_process(tmp_path: Path) -> None:
-    script = tmp_path / "arm.py"
-    script.write_text(
-        "import json, sys\nfrom pathlib import Path\n"
-        "job = json.loads(Path(sys.argv[1]).read_text())\n"
-        "Path(job['report']).write_text(json.dumps({'arm': job['arm']}))\n"
-    )
-    outcome = processes.run_job(script, {"arm": "x"}, 30.0, processes.engine_environment(True))
-    assert outcome == processes.Outcome({"arm": "x"}, None, "")
-    assert processes.engine_environment(True)["SGLANG_PLUGINS"] == "none"

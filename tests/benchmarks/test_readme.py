@@ -32,7 +32,7 @@ def names_of(page: Path) -> list[str]:
 def test_blocks_hold_what_their_result_files_give(page: Path) -> None:
     text = page.read_text()
     for match in readme.BLOCK.finditer(text):
-        assert readme.filled(match) == match[0], f"{match[2]}: run python examples/readme.py"
+        assert readme.filled(match) == match[0], f"{match[2]}: run python -m benchmarks.readme"
     assert text.count("<!-- measured:") == len(names_of(page))
 
 

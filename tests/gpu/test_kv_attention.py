@@ -1,6 +1,6 @@
 """Decode attention over FP8 KV without an engine: our hooks on FA2 and XQA, and stock SGLang's.
 
-Inputs and stand-ins are those of the benchmark (``examples/benchmarks/attention_kernels.py``).
+Inputs and stand-ins are those of the benchmark (``benchmarks/kv/attention_kernels.py``).
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention_kernels as kernels
-from benchmarks.attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
+from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))

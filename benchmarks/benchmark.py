@@ -1,0 +1,111 @@
+"""What a benchmark is to the runner: jobs, each of which is measured in a process of its own.
+
+Only light modules are imported here: a process that times an import starts from this one.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+BENCHMARKS = {
+    "update": "benchmarks.update:BENCHMARK",
+    "start": "benchmarks.start:BENCHMARK",
+    "rollout": "benchmarks.rollout:BENCHMARK",
+    "long_tail": "benchmarks.long_tail:BENCHMARK",
+    "decode_profile": "benchmarks.decode_profile:DENSE",
+    "decode_profile_moe": "benchmarks.decode_profile:MOE",
+    "kv": "benchmarks.kv.cases:BENCHMARK",
+    "kernels": "benchmarks.kernels.parts:BENCHMARK",
+    "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
+    "correction": "benchmarks.correction:CPU",
+    "correction_gpu": "benchmarks.correction:GPU",
+    "alarms": "benchmarks.alarms.faults:BENCHMARK",
+}
+"""Module and attribute of each benchmark; the name is also that of its result file."""
+
+Report = dict[str, Any]
+"""``arm``, ``model``, ``case``, and ``values``: by metric, the values that were measured."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A number, word or path on the command line that is passed to the measuring function."""
+
+    name: str
+    help: str
+    default: Any = None
+    type: Callable[[str], Any] = int
+    tries_out: bool = False
+    """Whether figures under it are not those of the whole model, and need another ``--output``."""
+    in_command: bool = True
+    """Whether it is in the recorded command: not where the rows' ``model`` tells it."""
+
+
+LAYERS = Option("layers", "fewer decoder layers, to try the benchmark out", tries_out=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job's process knows besides its spec."""
+
+    folder: Path
+    """An empty folder of this job."""
+    shared: Path
+    """A folder of all jobs of one call of the runner."""
+    log: Path
+    """Standard output and error of this process and of those that it starts."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cases: tuple[str, ...] = ("*",)
+
+    def wants(self, case: str) -> bool:
+        """Whether ``--cases`` names this case of the job."""
+        return any(fnmatch(case, pattern) for pattern in self.cases)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process."""
+
+    name: str
+    """Parts with slashes between them, which ``--only`` matches."""
+    spec: Any
+    """The benchmark's own description of what is measured, a dataclass."""
+    stock: bool = False
+    """Whether SGLang runs without our plugin."""
+    by_default: bool = True
+    needs: tuple[str, ...] = ()
+    """Jobs that must be in the same call; those before this one must succeed."""
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+    """Environment variables to set, or with None to remove."""
+    folder_in_memory: bool = False
+    """Whether its folder holds a checkpoint, and should be in /dev/shm."""
+
+    def matches(self, pattern: str) -> bool:
+        """Whether the pattern is one of the name's parts, or matches the whole name."""
+        return pattern in self.name.split("/") or fnmatch(self.name, pattern)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Jobs and the function that measures one of them in its process."""
+
+    jobs: tuple[Job, ...]
+    measure: Callable[[Any, Run], list[Report]]
+    """Given a job's spec. What it raises becomes the job's failure."""
+    limit_s: float
+    """Time limit of a job, where the command line names none."""
+    options: tuple[Option, ...] = ()
+    gpu: Literal["needed", "optional", "unused"] = "needed"
+    """Optional: without one a tiny model is measured, which never goes to the result file."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment in the result file tells besides."""
+
+
+def load(reference: str) -> Benchmark:
+    """The benchmark at ``module:ATTRIBUTE``."""
+    module, _, attribute = reference.partition(":")
+    found: Benchmark = getattr(importlib.import_module(module), attribute)
+    return found

@@ -1,0 +1,60 @@
+"""Keywords of ``sglang.Engine`` that the benchmarks' arms share."""
+
+import json
+from typing import Any
+
+Keywords = dict[str, Any]
+
+ENGINE: Keywords = {
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "grammar_backend": "none",
+    "log_level": "warning",
+    "cuda_graph_backend_prefill": "disabled",
+    "chunked_prefill_size": 16384,
+    "random_seed": 0,
+}
+FULL: Keywords = {"mem_fraction_static": 0.88, "cuda_graph_max_bs_decode": 128}
+"""Where capacity and speed are measured."""
+SMALL: Keywords = {
+    "mem_fraction_static": 0.5,
+    "cuda_graph_max_bs_decode": 16,
+    "max_total_tokens": 65536,
+}
+"""Beside a trainer with weights of its own."""
+
+FLASHINFER: Keywords = {"attention_backend": "flashinfer"}
+STOCK_XQA: Keywords = {
+    **FLASHINFER,
+    "kv_cache_dtype": "fp8_e4m3",
+    "decode_attention_backend": "trtllm_mha",
+    "page_size": 64,
+}
+BLOCK_FP8: Keywords = {
+    "quantization": "fp8",
+    "json_model_override_args": json.dumps(
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "activation_scheme": "dynamic",
+                "fmt": "e4m3",
+            }
+        }
+    ),
+}
+OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
+# no attention backend is named: the plugin chooses what serves an FP8 KV cache
+OURS_KV8: Keywords = {**OURS, "kv_cache_dtype": "fp8_e4m3"}
+
+
+def is_stock(keywords: Keywords) -> bool:
+    """Whether SGLang runs as it is, without our quantization."""
+    return keywords.get("quantization") != "fp8rl"
+
+
+def weight_format(keywords: Keywords) -> str:
+    """How the engine holds its linears: "fp8" or "bf16"."""
+    return "fp8" if keywords.get("quantization") else "bf16"

@@ -1,0 +1,122 @@
+"""Weights into a stock engine, over SGLang's own fastest colocated path."""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.engines.weights import Named
+
+BUCKET_BYTES = 512 << 20
+IDLE_S = 30.0
+POLL_S = 0.02
+PROBE = list(range(1000, 1064))
+"""A prompt whose own logprobs show that weights arrived."""
+
+
+def buckets(named: Named, bucket_bytes: int) -> Iterator[tuple[Named, bool]]:
+    """Tensors in order, at least ``bucket_bytes`` at a time, and whether they are the last."""
+    bucket: Named = []
+    for index, pair in enumerate(named):
+        bucket.append(pair)
+        last = index == len(named) - 1
+        if last or sum_bytes(bucket) >= bucket_bytes:
+            yield bucket, last
+            bucket = []
+
+
+def sum_bytes(named: Named) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for _, tensor in named)
+
+
+def send(engine: Any, named: Named, last: bool, update: str) -> None:
+    """Send one flattened bucket over CUDA IPC.
+
+    Args:
+        last: whether the prefix cache is to be flushed.
+        update: what an error calls it.
+
+    Raises:
+        RuntimeError: the engine refused it.
+    """
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=named)
+    payload = {
+        "flattened_tensor": bucket.get_flattened_tensor(),
+        "metadata": bucket.get_metadata(),
+    }
+    done, message = engine.update_weights_from_tensor(
+        [MultiprocessingSerializer.serialize(payload, output_str=True)],
+        load_format="flattened_bucket",
+        flush_cache=last,
+    )
+    if not done:
+        raise RuntimeError(f"the engine refused {update}: {message}")
+
+
+def push(engine: Any, named: Named) -> None:
+    """Replace the dummy weights of a stock engine, and check that each part of them is in force.
+
+    Of SGLang's dummy FP8 codes 98% are zero: it draws from +-1e-3, and up to half of E4M3's least
+    value, 2**-9, rounds to zero. Arithmetic on zeros takes less power, so the GPU runs faster than
+    with any model. Each part is sent by itself and must change what the engine computes.
+
+    Raises:
+        RuntimeError: a part of the weights made no difference, or logprobs are not finite.
+    """
+    before = probe(engine)
+    for part, tensors in parts(named).items():
+        for bucket, _ in buckets(tensors, BUCKET_BYTES):
+            send(engine, bucket, False, f"the weights of {part}")
+        flush(engine)
+        after = probe(engine)
+        if not all(map(math.isfinite, after)):
+            raise RuntimeError(f"logprobs are not finite with random weights in {part}")
+        if after == before:
+            raise RuntimeError(
+                f"random weights in {part} changed no logprob: the engine still holds its dummy "
+                f"weights there, and its times would be too short"
+            )
+        before = after
+
+
+def flush(engine: Any) -> None:
+    """Empty the prefix cache. The scheduler refuses as long as it has not put away its last batch,
+    whose replies it sent before; an update that flushes would then end it.
+
+    Raises:
+        RuntimeError: it still refuses after ``IDLE_S``.
+    """
+    deadline = time.monotonic() + IDLE_S
+    while not engine.flush_cache().success:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine is not idle {IDLE_S:.0f} s after its last reply")
+        time.sleep(POLL_S)
+
+
+def parts(named: Named) -> dict[str, Named]:
+    """The matrices (or codes) of attention and of the MLP, and before them all other tensors.
+
+    Scales are among the others, so that nothing but the codes makes the difference of a part.
+    """
+    found: dict[str, Named] = {"all but the linears": [], "attention": [], "the MLP": []}
+    for name, tensor in named:
+        part = "all but the linears"
+        if name.endswith("_proj.weight"):
+            part = "the MLP" if ".mlp." in name else "attention"
+        found[part].append((name, tensor))
+    return found
+
+
+def probe(engine: Any) -> list[float]:
+    """Logprobs of the tokens of ``PROBE`` after the first."""
+    replies = engine.generate(
+        input_ids=[PROBE],
+        sampling_params={"max_new_tokens": 1, "temperature": 0, "ignore_eos": True},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    return [entry[0] for entry in replies[0]["meta_info"]["input_token_logprobs"][1:]]

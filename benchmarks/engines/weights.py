@@ -1,0 +1,108 @@
+"""The trainer's weights: random, on one device, renewed in place as an optimizer step would."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from benchmarks.engines.models import Parameter, Shape, parameters
+from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX, quantize_weight
+from trainer_bridge import hf_names
+
+STD = 0.02
+SCALES = (0.1 * STD / FP8_MAX, 5 * STD / FP8_MAX)
+"""Range of the scales that ``renew`` draws; the largest of 16,384 normal values is 4 STD."""
+EXPERTS_AT_ONCE = 16
+SHARD_BYTES = 4 << 30
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def bf16_module(shape: Shape, device: str) -> nn.Module:
+    """A module with the parameters of transformers' model in BF16, and no arithmetic."""
+    root = nn.Module()
+    root.config = SimpleNamespace(model_type=shape.model_type)  # type: ignore[assignment]
+    for p in parameters(shape):
+        *path, leaf = p.name.split(".")
+        owner = root
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        value = nn.Parameter(_random(p, device), requires_grad=False)
+        owner.register_parameter(leaf, value)
+    return root
+
+
+def hf_named(module: nn.Module) -> Named:
+    """The same memory under the names of a checkpoint: each expert's matrices by themselves."""
+    return [
+        (name, cut(parameter.detach()))
+        for parameter_name, parameter in module.named_parameters()
+        for name, cut in _split(module, parameter_name, parameter)
+    ]
+
+
+def fp8_named(shape: Shape, device: str) -> Named:
+    """Codes with ``<name>_scale_inv`` for what the engine keeps in FP8, BF16 for the rest."""
+    return [pair for p in parameters(shape) for pair in _fp8_pairs(p, shape, device)]
+
+
+def renew(tensors: Iterable[torch.Tensor]) -> None:
+    """New random values in place, without new memory.
+
+    BF16 is drawn again. Codes change their sign and FP32 scales are drawn again, so that every
+    weight is a new one without quantizing the model at each update.
+    """
+    for tensor in tensors:
+        if tensor.dtype == FP8_DTYPE:
+            tensor.view(torch.uint8).bitwise_xor_(0x80)
+        elif tensor.dtype == torch.float32:
+            tensor.uniform_(*SCALES)
+        else:
+            _draw(tensor)
+
+
+def save(named: Named, folder: Path) -> None:
+    """Write a checkpoint in shards of about 4 GiB."""
+    shard: dict[str, torch.Tensor] = {}
+    size = count = 0
+    for index, (name, tensor) in enumerate(named):
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+        if size >= SHARD_BYTES or index == len(named) - 1:
+            save_file(shard, folder / f"model-{count:05d}.safetensors")
+            shard, size, count = {}, 0, count + 1
+
+
+def _split(
+    module: nn.Module, name: str, parameter: torch.Tensor
+) -> Iterator[tuple[str, hf_names.Cut]]:
+    return hf_names.split(name, tuple(parameter.shape), hf_names.model_type(module))
+
+
+def _fp8_pairs(p: Parameter, shape: Shape, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    weight = _random(p, device)
+    if not p.fp8:
+        yield p.name, weight
+        return
+    pieces = weight.split(EXPERTS_AT_ONCE) if weight.dim() == 3 else (weight,)
+    quantized = [quantize_weight(piece) for piece in pieces]
+    codes, scales = (torch.cat(column) for column in zip(*quantized, strict=True))
+    for name, cut in hf_names.split(p.name, tuple(codes.shape), shape.model_type):
+        yield name, cut(codes)
+    # the rows of gate and up are whole blocks, so their scales are cut as they are
+    for name, cut in hf_names.split(p.name, tuple(scales.shape), shape.model_type):
+        yield f"{name}_scale_inv", cut(scales)
+
+
+def _random(p: Parameter, device: str) -> torch.Tensor:
+    return _draw(torch.empty(p.shape, dtype=torch.bfloat16, device=device))
+
+
+def _draw(tensor: torch.Tensor) -> torch.Tensor:
+    """Norms around 1, matrices around 0."""
+    return tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)

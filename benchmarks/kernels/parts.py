@@ -1,0 +1,61 @@
+"""Our kernels of a layer beside what SGLang runs in their place, on one GPU; Qwen3-8B's shapes.
+
+  activations   quantization, alone and in RMSNorm and SiLU
+  qk_rope       QK-norm, rotary embedding, FP8 KV store
+  store         FP8 KV store
+  factors       query heads times factors
+  sampler       temperature sampling with log-probabilities
+  xqa           decode attention over FP8 KV
+
+Before a pair is timed it is checked to compute the same: the same codes, tokens or bytes, or values
+that are next to each other. What is timed is a CUDA graph of 36 calls (8 of attention), each with
+tensors of its own; the sampler runs as the engine runs it, outside of graphs. The first run on a
+machine compiles SGLang's kernels: run it twice.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import measuring
+from benchmarks.benchmark import Benchmark, Job, Report, Run
+from benchmarks.kernels import pair
+
+
+@dataclass(frozen=True)
+class Part:
+    """Pairs of kernels that are measured in one process."""
+
+    name: str
+    module: str
+    function: str = "pairs"
+    """Yields them."""
+
+
+PARTS = (
+    Part("activations", "activation"),
+    Part("qk_rope", "kv", "qk_rope"),
+    Part("store", "kv", "store"),
+    Part("factors", "kv", "factors"),
+    Part("sampler", "sampler"),
+    Part("xqa", "xqa"),
+)
+
+
+def measure(part: Part, run: Run) -> list[Report]:
+    """Check and time the pairs of a part.
+
+    Raises:
+        RuntimeError: a pair does not agree.
+    """
+    torch.manual_seed(0)
+    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{part.module}"), part.function)()
+    return pair.reports(pairs, measuring.copy_tb_s())
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(Job(part.name, part, stock=True) for part in PARTS),
+    measure=measure,
+    limit_s=240.0,
+)

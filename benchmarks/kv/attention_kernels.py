@@ -1,0 +1,219 @@
+"""Decode attention of one layer over a paged cache, by each kernel, as the engine's hooks call it.
+
+The hooks of ``sgl_fp8rl.engine.kv_attention`` are given a small stand-in for SGLang's backend, so
+that what is measured is what the engine runs. Shape suffixes as in ``attention_inputs``.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
+from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
+from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
+
+PAGE = 64
+MARGIN = 2.0
+WORKSPACE_BYTES = 512 << 20
+SCHEMES = ("unit", "layer")
+"""Every scale 1; one per layer."""
+
+Caches = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[Caches], torch.Tensor]
+"""Attention of all sequences over these caches, [S, H, D] each: [B, all query heads * D]."""
+
+
+def layer_of(scheme: str, inputs: Inputs) -> Any:
+    """An attention layer with the scales that ``scheme`` gives these inputs."""
+    device = inputs.k_SHD.device
+    scales = KVScales([1.0], Heads(HEADS, 0, HEADS), "unit", device)
+    if scheme != "unit":
+        scales.write((inputs.amax_3H() * MARGIN / FP8_MAX).unsqueeze(0))
+    return SimpleNamespace(
+        fp8rl_layer=LayerKV(scales, 0),
+        layer_id=0,
+        head_dim=DIM,
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        tp_q_head_num=HEADS * GROUP,
+        tp_k_head_num=HEADS,
+        tp_v_head_num=HEADS,
+        scaling=DIM**-0.5,
+        logit_cap=0.0,
+        sliding_window_size=-1,
+    )
+
+
+def stored(layer: Any, inputs: Inputs) -> Caches:
+    """The codes that the engine would keep of these inputs."""
+    if inputs.k_SHD.is_cuda:
+        from sgl_fp8rl.ops.kv_triton import store_kv
+    else:
+        from sgl_fp8rl.ops.kv import store_kv
+    mine = layer.fp8rl_layer
+    k_cache, v_cache = (torch.empty_like(x, dtype=FP8_DTYPE) for x in (inputs.k_SHD, inputs.v_SHD))
+    slots = torch.arange(len(inputs.k_SHD), device=inputs.k_SHD.device)
+    statistics = torch.zeros(STATS, dtype=torch.int64, device=inputs.k_SHD.device)
+    store_kv(
+        inputs.k_SHD,
+        inputs.v_SHD,
+        slots,
+        k_cache,
+        v_cache,
+        mine.k_scale_h,
+        mine.v_scale_h,
+        statistics,
+        read_back=False,
+    )
+    return k_cache, v_cache
+
+
+def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
+    """FlashInfer's decode wrapper, planned for these inputs as SGLang plans it: its ``run``."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    batch, context = inputs.load.batch, inputs.load.context
+    device = inputs.k_SHD.device
+    # as SGLang has it: a page is one token
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * context
+    indices = torch.arange(batch * context, dtype=torch.int32, device=device)
+    last_page_len = torch.ones(batch, dtype=torch.int32, device=device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        "NHD",
+        backend="fa2",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=indptr.clone(),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=last_page_len.clone(),
+    )
+    wrapper.plan(
+        indptr,
+        indices,
+        last_page_len,
+        HEADS * GROUP,
+        HEADS,
+        DIM,
+        1,
+        q_data_type=torch.bfloat16,
+        kv_data_type=cache_dtype,
+        sm_scale=DIM**-0.5,
+    )
+    return wrapper.run
+
+
+def attend_bf16(inputs: Inputs) -> Attend:
+    """FA2 over a BF16 cache: what stock SGLang does without an FP8 KV cache."""
+    run = fa2(inputs, torch.bfloat16)
+    q = inputs.q_BHGD.flatten(1, 2)
+    return lambda caches: run(q, caches)  # type: ignore[no-any-return]
+
+
+def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
+    """Our hook on FlashInfer's decode: scales folded into q and out. ``run``: see ``fa2``."""
+    q = inputs.q_BHGD.flatten(1)
+
+    def backend(caches: Caches) -> Callable[..., torch.Tensor]:
+        def original(_: Any, q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+            out: torch.Tensor = run(q.view(-1, HEADS * GROUP, DIM), caches)
+            return out.view(len(q), -1)
+
+        return original
+
+    return lambda caches: kv_attention.folded_decode(
+        backend(caches), None, q, None, None, layer, None, save_kv_cache=False
+    )
+
+
+def attend_xqa(
+    inputs: Inputs, layer: Any, *, fp8_mma: bool = True, q_is_ready: bool = False
+) -> Attend:
+    """Our hook on SGLang's ``trtllm_mha`` decode.
+
+    Args:
+        fp8_mma: False: the kernel's other variant, which keeps q and P in BF16.
+        q_is_ready: True: the kernel alone, as behind one that has multiplied q by its factors.
+    """
+    q, backend = inputs.q_BHGD.flatten(1), xqa_backend(inputs)
+
+    def attend(caches: Caches) -> torch.Tensor:
+        backend.token_to_kv_pool.get_kv_buffer = lambda layer_id: caches
+        with _variant(fp8_mma):
+            return kv_attention.xqa_decode(
+                None,
+                backend,
+                q,
+                None,
+                None,
+                layer,
+                None,
+                save_kv_cache=False,
+                fp8rl_q_is_ready=q_is_ready,
+            )
+
+    return attend
+
+
+def attend_stock_xqa(inputs: Inputs) -> Attend:
+    """XQA as SGLang calls it: a scale of 1, as Python floats."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    q, backend = inputs.q_BHGD.flatten(1, 2), xqa_backend(inputs)
+    return lambda caches: xqa_batch_decode_with_kv_cache(
+        q,
+        tuple(paged(cache) for cache in caches),
+        backend.workspace_buffer,
+        backend.page_table,
+        backend.forward_metadata.cache_seqlens_int32,
+        inputs.load.context,
+        bmm1_scale=DIM**-0.5,
+        bmm2_scale=1.0,
+        kv_layout="HND",
+    )
+
+
+def xqa_backend(inputs: Inputs) -> Any:
+    """What ``xqa_decode`` reads of SGLang's backend."""
+    batch, context = inputs.load.batch, inputs.load.context
+    device = inputs.k_SHD.device
+    if context % PAGE:
+        raise ValueError(f"{context} tokens are no whole pages of {PAGE}; take a multiple")
+    pages = torch.arange(batch * context // PAGE, dtype=torch.int32, device=device).view(batch, -1)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+    return SimpleNamespace(
+        is_xqa_impl=True,
+        page_size=PAGE,
+        page_table=pages,
+        workspace_buffer=torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        forward_metadata=SimpleNamespace(cache_seqlens_int32=lengths),
+        token_to_kv_pool=SimpleNamespace(),
+        _get_layer_page_table=lambda layer, forward_batch: pages,
+        _reshape_paged_kv_cache=lambda k, v, layer, dim: (paged(k), paged(v)),
+    )
+
+
+def paged(cache_SHD: torch.Tensor) -> torch.Tensor:
+    """Pages of a cache, heads before tokens, without a copy."""
+    return cache_SHD.view(-1, PAGE, HEADS, DIM).permute(0, 2, 1, 3)
+
+
+def _variant(fp8_mma: bool) -> AbstractContextManager[Any]:
+    """``flashinfer.xqa.xqa`` takes the FP8 MMA on Hopper; the other one is in the same module."""
+    if fp8_mma:
+        return nullcontext()
+    xqa = importlib.import_module("flashinfer.xqa")  # the package has a function of that name
+    get_module = xqa.get_xqa_module
+
+    def other(*key: Any) -> SimpleNamespace:
+        module = get_module(*key)
+        return SimpleNamespace(xqa=lambda _, *rest: module.xqa(False, *rest))
+
+    return patch.object(xqa, "get_xqa_module", other)

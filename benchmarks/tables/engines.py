@@ -1,0 +1,216 @@
+"""The measured blocks of README and docs about engines: what each shows of its result file."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.tables.markdown import (
+    Column,
+    Form,
+    Row,
+    facts,
+    failures,
+    grid,
+    joined,
+    table,
+    with_ratio,
+    with_share,
+)
+
+Results = Mapping[str, Any]
+
+REFERENCE = "stock-bf16"
+PICTURE = "performance.png"
+CLASSES = 12
+"""Classes of a profile that get a line of their own."""
+TOTALS = ("step", "busy", "idle")
+MITIGATIONS = {
+    "bf16": "BF16",
+    "bf16-fp32-head": "BF16, FP32 head",
+    "fp8": "FP8",
+    "fp8-fp32-head": "FP8, FP32 head",
+    "fp8-ends-bf16": "FP8, first and last layer BF16",
+    "fp8-ignore-list": "FP8, ignore list",
+    "fp8-kv8": "FP8, FP8 KV",
+    "fp8-deterministic": "FP8, deterministic",
+}
+
+
+def is_reference(row: Row) -> bool:
+    """Whether a row is of stock SGLang in BF16."""
+    return bool(row["arm"] == REFERENCE)
+
+
+def rollout(results: Results) -> str:
+    """Decode and prefill of each model, each arm beside stock BF16."""
+    rows = with_ratio(results["rows"], "prefill_s", is_reference, "prefill faster")
+    rows = with_ratio(rows, "decode_step_ms", is_reference)
+    rows = with_share(rows, "decode_floor_ms", "decode_step_ms", "of floor")
+    parts = [f"![Decode speed of each arm over stock BF16]({PICTURE})"]
+    decode = {"decode_step_ms": "{median:.2f} ms", "faster": "{median:.2f}x"}
+    decode |= {"of floor": "{median:.0%} of floor"}
+    prefill = {"prefill_s": "{median:.3g} s", "prefill faster": "{median:.2f}x"}
+    for model in models_of(rows):
+        mine = [row for row in rows if row["model"] == model]
+        parts.append(f"### {model}")
+        for head, metrics in (("decode step", decode), ("prefill", prefill)):
+            columns = [Column(load, metrics, {"case": load}) for load in loads_of(mine)]
+            parts.append(table(mine, ["arm"], columns, head))
+    return joined(*parts, failures(results), f"{facts(results['environment'])}. {copies(rows)}")
+
+
+def models_of(rows: Sequence[Row]) -> list[str]:
+    """Models, in the order of the file."""
+    return list(dict.fromkeys(row["model"] for row in rows))
+
+
+def loads_of(rows: Sequence[Row]) -> list[str]:
+    """Cases whose decode was timed, the shortest prompts first."""
+    cases = {row["case"] for row in rows if row["metric"] == "decode_step_ms"}
+    return sorted(cases, key=lambda case: [int(number) for number in case.split("x")][::-1])
+
+
+def copies(rows: Sequence[Row]) -> str:
+    """Bandwidth of a copy where the arms ran."""
+    found = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
+    return f"Bandwidth of a copy: {min(found):.2f} to {max(found):.2f} TB/s." if found else ""
+
+
+def decode(results: Results) -> str:
+    """One line a load: stock BF16, the best of stock's other arms, and the best of ours."""
+    rows = with_ratio(results["rows"], "decode_step_ms", is_reference)
+    stock = [row for row in rows if row["arm"].startswith("stock") and not is_reference(row)]
+    ours = [row for row in rows if row["arm"].startswith("fp8rl")]
+    sides = {REFERENCE: filter(is_reference, rows), "stock": fastest(stock), "ours": fastest(ours)}
+    step: dict[str, Form] = {"decode_step_ms": "{median:.2f} ms ({arm})"}
+    columns = [
+        Column(REFERENCE, {"decode_step_ms": "{median:.2f} ms"}, {"side": REFERENCE}),
+        Column("best other stock arm", step, {"side": "stock"}),
+        Column("ours", step | {"faster": "{median:.2f}x"}, {"side": "ours"}),
+    ]
+    best = [row | {"side": side} for side, found in sides.items() for row in found]
+    made = table(best, ["model", "case"], columns, "decode step, sequences x prompt")
+    return joined(made, f"{facts(results['environment'])}: medians.")
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """For each model and case, the rows of the arm whose decode step is the shortest."""
+    steps = sorted(
+        (row for row in rows if row["metric"] == "decode_step_ms"), key=lambda row: -row["median"]
+    )
+    arms = {(row["model"], row["case"]): row["arm"] for row in steps}  # the last is the shortest
+    return [row for row in rows if arms.get((row["model"], row["case"])) == row["arm"]]
+
+
+def long_tail(results: Results) -> str:
+    """Each rollout as a whole."""
+    rows = with_ratio(results["rows"], "rollout_s", is_reference)
+    columns = [
+        Column("time", {"rollout_s": "{median:.0f} s"}),
+        Column("faster", {"faster": "{median:.2f}x"}),
+        Column("tokens/s", {"rollout_tokens_s": "{median:,.0f}"}),
+        Column("retractions", {"retractions": "{median:.0f}"}),
+        Column("of requests", {"retracted_requests": "{median:.0f}"}),
+        Column("running", {"running_requests": "{median:.0f}"}),
+        Column("KV tokens", {"kv_tokens": "{median:,.0f}"}),
+        Column("KV in use", {"kv_used": "{median:.0%}"}),
+        Column("KV demand", {"kv_demand": "{median:.2f}"}),
+    ]
+    made = table(rows, ["model", "case", "arm"], columns, "rollout")
+    runs = max(row["n"] for row in rows if row["metric"] == "rollout_s")
+    return joined(
+        made,
+        failures(results),
+        f"{facts(results['environment'])}. Runs an arm: {runs}. {copies(rows)}",
+    )
+
+
+def decode_profile(results: Results) -> str:
+    """One table for each model and case: classes of kernels by arm, in us (launches) a step."""
+    rows = results["rows"]
+    parts = []
+    for model, case in dict.fromkeys((row["model"], row["case"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["case"]) == (model, case)]
+        arms = list(dict.fromkeys(row["arm"] for row in mine))
+        found = {(row["arm"], row["metric"]): row["median"] for row in mine}
+        timed = dict.fromkeys(m.removesuffix(", us") for _, m in found if m.endswith(", us"))
+        names = [name for name in timed if name not in TOTALS]
+        most = {n: max(found.get((arm, f"{n}, us"), 0.0) for arm in arms) for n in names}
+        order = sorted(names, key=lambda name: -most[name])
+        groups = [[name] for name in order[:CLASSES]] + [order[CLASSES:]] * (len(order) > CLASSES)
+        lines = [[", ".join(g), *(_kernels(found, arm, g) for arm in arms)] for g in groups]
+        for total in ("idle", "step"):
+            lines.append([total, *(f"{found[arm, f'{total}, us']:.0f}" for arm in arms)])
+        parts += [f"### {model}, {case}", grid(["kernels", *arms], lines)]
+    steps = max(row["median"] for row in rows if row["metric"] == "steps")
+    return joined(
+        *parts,
+        failures(results),
+        f"{facts(results['environment'])}. Means of {steps} decode steps or of one prefill.",
+    )
+
+
+def _kernels(found: Mapping[tuple[str, str], float], arm: str, classes: Sequence[str]) -> str:
+    mine = [name for name in classes if (arm, f"{name}, us") in found]
+    if not mine:
+        return ""
+    us, calls = (sum(found[arm, f"{name}, {what}"] for name in mine) for what in ("us", "calls"))
+    return f"{us:.0f} ({calls:.3g})"
+
+
+def update(results: Results) -> str:
+    """One table a model: how long a full weight update takes, in each arm."""
+    rows = with_ratio(results["rows"], "update_wall_ms", is_reference, same=["model"])
+    columns = [
+        Column("update", {"update_wall_ms": "{median:.1f} ms ({min:.1f} to {max:.1f})"}),
+        Column("faster than stock", {"faster": "{median:.2f}x"}),
+        Column("floor", {"update_floor_ms": "{median:.1f} ms"}),
+        Column("engine's kernels", {"update_gpu_ms": "{median:.1f} ms"}),
+        Column("of copy", {"quantize_copy_fraction": "{median:.0%}"}),
+        Column("extra memory", {"peak_extra_gib": "{max:.2f} GiB"}),
+    ]
+    made = [
+        table([r for r in rows if r["model"] == model], ["arm", "case"], columns, model)
+        for model in models_of(rows)
+    ]
+    updates = max(row["n"] for row in rows)
+    return joined(
+        *made,
+        failures(results),
+        f"{facts(results['environment'])}. Medians of {updates} (least to most). {copies(rows)}",
+    )
+
+
+def start(results: Results) -> str:
+    """How long the start of an engine takes, and what it compiles."""
+    columns = [
+        Column("`Engine()`", {"start_s": "{median:.1f} s"}),
+        Column("of which DeepGEMM's warm-up", {"deep_gemm_s": "{median:.1f} s"}),
+        Column("kernels compiled", {"kernels_compiled": "{median:.0f}"}),
+        Column("after the start", {"kernels_compiled_after_start": "{median:.0f}"}),
+        Column("import of SGLang before", {"import_s": "{median:.1f} s"}),
+    ]
+    made = table(results["rows"], ["arm", "case"], columns, "start")
+    return joined(made, failures(results), f"{facts(results['environment'])}. One start each.")
+
+
+def mitigations(results: Results) -> str:
+    """One table a model: what each mitigation does to logprobs, and what it costs."""
+    rows = with_ratio(results["rows"], "decode_step_ms", lambda row: bool(row["arm"] == "fp8"))
+    k3 = "{median:.1e} ({min:.1e} to {max:.1e})"
+    columns = [
+        Column("k3 (nats)", {"mismatch_kl_k3": k3}),
+        Column("logprob error", {"logprob_error": "{median:.4f}"}),
+        Column("ESS", {"mismatch_ess": "{median:.4f}"}),
+        Column("`precision` predicts", {"precision_kl": "{median:.1e}"}),
+        Column("layers in BF16", {"bf16_layers": "{median:.0f}"}),
+        Column("decode step", {"decode_step_ms": "{median:.2f} ms"}),
+        Column("of FP8's", {"faster": lambda row: f"{1 / row['median']:.2f}x"}),
+    ]
+    made = [
+        table([r for r in rows if r["model"] == model], ["arm"], columns, model, MITIGATIONS)
+        for model in models_of(rows)
+    ]
+    rollouts = max((row["n"] for row in rows if row["metric"] == "mismatch_kl_k3"), default=0)
+    cases = ", ".join(sorted({row["case"] for row in rows}))
+    end = f"{facts(results['environment'])}; {cases}. Medians of {rollouts} rollouts."
+    return joined(*made, failures(results), end)

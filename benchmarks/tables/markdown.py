@@ -1,0 +1,120 @@
+"""Rows of result files as markdown tables."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+Form = str | Callable[[Row], str]
+"""A format string over a row's keys, such as "{median:.1f} ms", or what makes the text of a row."""
+VERSIONS = {"driver": "driver", "sglang": "SGLang", "torch": "torch", "flashinfer": "FlashInfer"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: in each cell the metrics that the line has, with commas between them."""
+
+    head: str
+    metrics: Mapping[str, Form]
+    where: Mapping[str, str] = field(default_factory=dict)
+    """What else the rows must be, such as ``{"case": "64x8192"}``."""
+
+
+def table(
+    rows: Sequence[Row],
+    by: Sequence[str],
+    columns: Sequence[Column],
+    head: str,
+    names: Mapping[str, str] | None = None,
+) -> str:
+    """A line for each value of the keys ``by``, in the order of the rows, that has any cell.
+
+    Args:
+        head: of the first column.
+        names: what lines are called, where not by the values of ``by``.
+
+    Raises:
+        ValueError: more than one row fits a cell.
+    """
+    lines = []
+    for values in dict.fromkeys(tuple(row[key] for key in by) for row in rows):
+        mine = [row for row in rows if tuple(row[key] for key in by) == values]
+        cells = [_cell(mine, column) for column in columns]
+        if any(cells):
+            name = ", ".join(values)
+            lines.append([(names or {}).get(name, name), *cells])
+    return grid([head, *(column.head for column in columns)], lines)
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of these cells, or nothing where it has no lines."""
+    filled = [list(line) for line in lines]
+    if not filled:
+        return ""
+    return "\n".join(f"| {' | '.join(c)} |" for c in (head, ["---"] * len(head), *filled))
+
+
+def with_ratio(
+    rows: Sequence[Row],
+    metric: str,
+    reference: Callable[[Row], bool],
+    name: str = "faster",
+    same: Sequence[str] = ("model", "case"),
+) -> list[Row]:
+    """The rows, and for each ``metric`` how many times less it is than the best reference's.
+
+    Args:
+        reference: which rows are compared with.
+        same: what a row and its reference must have in common.
+    """
+    timed = [row for row in rows if row["metric"] == metric]
+    made = []
+    for row in timed:
+        others = [o["median"] for o in timed if reference(o) and all(o[k] == row[k] for k in same)]
+        if others and not reference(row):
+            made.append(row | {"metric": name, "median": min(others) / row["median"]})
+    return [*rows, *made]
+
+
+def with_share(rows: Sequence[Row], part: str, whole: str, name: str) -> list[Row]:
+    """The rows, and for each arm, model and case the metric ``part`` over the metric ``whole``."""
+    found = {(row["arm"], row["model"], row["case"], row["metric"]): row for row in rows}
+    made = []
+    for (*place, metric), row in found.items():
+        other = found.get((*place, part)) if metric == whole else None
+        if other is not None:
+            made.append(row | {"metric": name, "median": other["median"] / row["median"]})
+    return [*rows, *made]
+
+
+def facts(environment: Mapping[str, Any]) -> str:
+    """Device, versions, date and commit."""
+    count = environment.get("count", 1)
+    words = [environment["device"] + (f" (of {count} in the host)" if count > 1 else "")]
+    words += [f"{name} {environment[key]}" for key, name in VERSIONS.items() if key in environment]
+    return ", ".join([*words, environment["date"], f"commit {environment['commit']}"])
+
+
+def failures(results: Mapping[str, Any], prefix: str = "") -> str:
+    """A paragraph for each job that failed and whose name begins so."""
+    lines = [f"{n} fails: {why}" for n, why in results["failures"].items() if n.startswith(prefix)]
+    return "\n\n".join(lines)
+
+
+def joined(*parts: str) -> str:
+    """Paragraphs and tables, without those that are empty."""
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cell(rows: Sequence[Row], column: Column) -> str:
+    texts = []
+    for metric, form in column.metrics.items():
+        found = [
+            row
+            for row in rows
+            if row["metric"] == metric and all(row[k] == v for k, v in column.where.items())
+        ]
+        if len(found) > 1:
+            raise ValueError(f"{len(found)} rows of {metric} in one cell of {column.head}")
+        texts += [form.format(**row) if isinstance(form, str) else form(row) for row in found]
+    return ", ".join(texts)

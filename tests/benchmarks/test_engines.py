@@ -1,0 +1,75 @@
+"""The keywords that every arm gives to ``sglang.Engine``."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import long_tail, rollout, start, update
+from benchmarks.benchmark import Run
+from benchmarks.engines.keywords import is_stock
+from benchmarks.kv import cases as kv
+from benchmarks.mitigations import cases as mitigations
+
+
+def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    """Name and keywords of each engine, and whether its job runs SGLang without the plugin."""
+    for job in update.BENCHMARK.jobs:
+        yield job.name, job.stock, update.COMMON | job.spec.engine
+    for job in start.BENCHMARK.jobs:
+        yield job.name, job.stock, start.ENGINE | job.spec.engine
+    for job in rollout.BENCHMARK.jobs:
+        yield job.name, job.stock, job.spec.keywords(batches=(64, 32))
+    for job in long_tail.BENCHMARK.jobs:
+        yield job.name, job.stock, job.spec.keywords(largest=512)
+    for job in kv.BENCHMARK.jobs:
+        if job.spec.part != "attention":
+            yield job.name, job.stock, job.spec.keywords
+    for job in mitigations.BENCHMARK.jobs:
+        for device in ("cuda", "cpu"):
+            yield job.name, job.stock, job.spec.keywords(device)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sglang_and_we_know_all_keywords() -> None:
+    pytest.importorskip("sglang")
+    from sglang.srt.server_args import ServerArgs
+
+    from server_args import Fp8RLServerArgs
+
+    known = set(inspect.signature(ServerArgs).parameters)
+    for name, stock, given in keywords():
+        ours = {key.removeprefix("fp8rl_"): v for key, v in given.items() if "fp8rl_" in key}
+        Fp8RLServerArgs(**ours)
+        assert {key for key in given if "fp8rl_" not in key} <= known, name
+        assert stock is is_stock(given) is ("fp8rl" not in json.dumps(given)), name
+
+
+def test_the_plugin_serves_every_fp8_kv_cache_of_ours() -> None:
+    from sgl_fp8rl.kv_cache import backends
+
+    for name, stock, given in keywords():
+        if "kv_cache_dtype" in given and not stock:
+            assert backends.choose(given, (9, 0)) == {
+                "attention_backend": "flashinfer",
+                "prefill_attention_backend": "flashinfer",
+                "decode_attention_backend": "trtllm_mha",
+                "page_size": 64,
+            }, name
+
+
+def test_a_case_that_no_model_has_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None}, ("64x*",))
+    assert [load.name for load in rollout.wanted_loads("qwen3-8b", run)] == ["64x8192"]
+    with pytest.raises(ValueError, match="names no load of qwen3-30b-a3b; it has 64x4096"):
+        rollout.wanted_loads("qwen3-30b-a3b", replace(run, cases=("1x1",)))
+
+
+def test_cuda_graphs_are_those_of_the_loads() -> None:
+    graphs = rollout.find("fp8rl").keywords(batches=(64, 32, 64))
+    assert graphs["cuda_graph_bs_decode"] == [32, 64] and graphs["cuda_graph_max_bs_decode"] == 64
+    assert "cuda_graph_bs_decode" not in rollout.find("fp8rl").keywords(largest=512)

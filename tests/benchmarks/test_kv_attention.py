@@ -1,0 +1,180 @@
+"""Attention over an FP8 KV cache without a GPU: inputs, our hooks, and what is reported."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels import xqa as kernels_xqa
+from benchmarks.kv import attention as kv_attention
+from benchmarks.kv import attention_inputs as inputs_of
+from benchmarks.kv import attention_kernels as kernels
+from sgl_fp8rl.ops.reference import FP8_DTYPE
+
+LOAD = inputs_of.Load(2, 128)
+BEYOND = replace(LOAD, beyond=True)
+BF16_ERROR = 0.01
+"""Of attention over unquantized values with BF16 q and out; 0.002 here."""
+FP8_ERROR = 0.15
+"""Of attention over codes; 0.07 to 0.09 here with calibrated scales, 0.12 with scales of 1."""
+SATURATED = 4.0
+"""By so much at least is the error larger where K is beyond 448 and scales are 1; 8.7 here."""
+
+
+def test_inputs_are_what_they_say() -> None:
+    plain, beyond = inputs_of.draw(LOAD, "cpu"), inputs_of.draw(BEYOND, "cpu")
+    assert torch.equal(plain.k_SHD, inputs_of.draw(LOAD, "cpu").k_SHD)
+    assert plain.amax_3H().max() < 448
+    k_H = beyond.amax_3H()[0]
+    assert bool((k_H[inputs_of.BEYOND_HEADS] > 448).all()) and k_H[2:].max() < 448
+    channels = plain.k_SHD.float().square().mean((0, 1)).sqrt()
+    assert channels[list(inputs_of.OUTLIER_CHANNELS["k"])].min() > 2 * channels.median()
+    # rotation keeps lengths, so tokens are as long as RMS-norm makes them
+    pair = plain.k_SHD[..., [5, 69]].float().norm(dim=-1)
+    assert pair.std() > 0.1
+    assert BEYOND.name == "2x128, K beyond 448" and LOAD.cache_bytes(1) == 2 * 2 * 128 * 1024
+
+
+def test_exact_is_attention() -> None:
+    drawn = inputs_of.draw(LOAD, "cpu")
+    k, v = (x.view(2, 128, 8, 128).double().transpose(1, 2) for x in (drawn.k_SHD, drawn.v_SHD))
+    wanted = torch.nn.functional.scaled_dot_product_attention(drawn.q_BHGD.double(), k, v)
+    torch.testing.assert_close(inputs_of.exact(drawn), wanted)
+    none = inputs_of.errors(wanted, wanted)
+    assert none == {"kv_error": [0.0, 0.0], "kv_error_max": [0.0, 0.0]}
+    half = inputs_of.errors(wanted / 2, wanted)
+    assert half["kv_error"] == pytest.approx([0.5] * 2) == half["kv_error_max"]
+
+
+def a_run(load: inputs_of.Load) -> Any:
+    """What FlashInfer's wrapper computes of q and the caches as they are."""
+
+    def run(q: torch.Tensor, caches: kernels.Caches) -> torch.Tensor:
+        drawn = SimpleNamespace(
+            load=load,
+            q_BHGD=q.view(load.batch, 8, 4, 128),
+            k_SHD=caches[0].to(torch.bfloat16),
+            v_SHD=caches[1].to(torch.bfloat16),
+        )
+        return inputs_of.exact(drawn).to(q.dtype).flatten(1, 2)  # type: ignore[arg-type]
+
+    return run
+
+
+def error_of(load: inputs_of.Load, scheme: str) -> float:
+    drawn = inputs_of.draw(load, "cpu")
+    layer = kernels.layer_of(scheme, drawn)
+    attend = kernels.attend_fa2(drawn, layer, a_run(load))
+    got = attend(kernels.stored(layer, drawn))
+    assert got.shape == (2, 4096) and got.dtype == torch.bfloat16
+    return max(inputs_of.errors(got, inputs_of.exact(drawn))["kv_error"])
+
+
+def test_our_hook_on_fa2() -> None:
+    drawn = inputs_of.draw(LOAD, "cpu")
+    plain = a_run(LOAD)(drawn.q_BHGD.flatten(1, 2), (drawn.k_SHD, drawn.v_SHD))
+    assert max(inputs_of.errors(plain, inputs_of.exact(drawn))["kv_error"]) < BF16_ERROR
+    for load in (LOAD, BEYOND):
+        assert BF16_ERROR < error_of(load, "layer") < FP8_ERROR
+    assert error_of(BEYOND, "unit") > SATURATED * error_of(BEYOND, "layer")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """FlashInfer's own ``xqa``, on a module in torch: which variant each call was for."""
+    pytest.importorskip("flashinfer")
+    module = importlib.import_module("flashinfer.xqa")
+    fp8: list[bool] = []
+
+    def xqa(run_sm90_fp8_mha: bool, *arguments: Any) -> None:
+        (_, kv_heads, window, q_scale, out, out_scale, q, sinks, k, v, *more) = arguments
+        _, _, table, longest, lengths, batch, kv_scale, *_ = more
+        fp8.append(run_sm90_fp8_mha)
+        assert (kv_heads, window, out_scale, sinks, batch) == (8, 0, 1.0, None, 2)
+        assert longest == 128 and lengths.tolist() == [[128], [128]]
+        assert q.is_contiguous() and q.shape == out.shape == (2, 1, 32, 128)
+        caches = [x[table].to(torch.bfloat16).reshape(-1, 8, 128) for x in (k, v)]
+        scaled = (q.float() * q_scale * kv_scale).to(torch.bfloat16)
+        got = a_run(LOAD)(scaled[:, 0], (caches[0], caches[1]))
+        out.copy_((got * kv_scale).view_as(out))
+
+    monkeypatch.setattr(module, "get_xqa_module", lambda *_: SimpleNamespace(xqa=xqa))
+    monkeypatch.setattr(module, "get_compute_capability", lambda _: (9, 0))
+    for name in ("xqa", "decode", "utils"):
+        imported = importlib.import_module(f"flashinfer.{name}")
+        monkeypatch.setattr(imported, "get_device_sm_count", lambda _: 132)
+        monkeypatch.setattr(imported, "device_support_pdl", lambda _: False)
+    monkeypatch.setattr(kernels, "WORKSPACE_BYTES", 9 << 20)
+    return fp8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_hook_on_xqa_reaches_both_variants(hopper: list[bool]) -> None:
+    for load in (LOAD, BEYOND):
+        drawn = inputs_of.draw(load, "cpu")
+        wanted = inputs_of.exact(drawn)
+        layer = kernels.layer_of("layer", drawn)
+        caches = kernels.stored(layer, drawn)
+        for fp8_mma in (True, False):
+            hopper.clear()
+            got = kernels.attend_xqa(drawn, layer, fp8_mma=fp8_mma)(caches)
+            assert hopper == [fp8_mma]
+            assert max(inputs_of.errors(got, wanted)["kv_error"]) < FP8_ERROR
+    drawn = inputs_of.draw(LOAD, "cpu")
+    caches = kernels.stored(kernels.layer_of("unit", drawn), drawn)
+    got = kernels.attend_stock_xqa(drawn)(caches)
+    assert max(inputs_of.errors(got, inputs_of.exact(drawn))["kv_error"]) < FP8_ERROR
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_error_of_xqa_is_checked_before_it_is_timed(
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_xqa, "DEVICE", "cpu")
+    monkeypatch.setattr(kv_attention, "APART_BYTES", 1)
+    pair = kernels_xqa.pair(LOAD)
+    assert (pair.case, pair.nbytes) == ("XQA decode: 2x128", LOAD.cache_bytes(1))
+    assert len(pair.stock) == len(pair.ours) == kv_attention.CALLS
+    pair.check()
+    hopper.clear()
+    pair.ours[0]()
+    assert hopper == [True]
+    attend = kernels.attend_xqa
+    monkeypatch.setattr(
+        kernels,
+        "attend_xqa",
+        lambda *args, **more: lambda caches: attend(*args, **more)(caches) * 2,
+    )
+    with pytest.raises(RuntimeError, match="in our parts"):
+        kernels_xqa.pair(LOAD).check()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_kernel_and_scheme_has_a_report(
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_attention, "LOADS", (LOAD, BEYOND))
+    monkeypatch.setattr(kv_attention, "DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "fa2", lambda inputs, dtype: a_run(inputs.load))
+    monkeypatch.setattr(kv_attention, "times_us", lambda attend, caches: [2.0, 1.0, 3.0])
+    found = kv_attention.reports(False, 4.0)
+    assert [report["arm"] for report in found[:6]] == [
+        "stock-fa2-bf16",
+        "stock-xqa, unit scales",
+        *(f"{k}, {s} scales" for s in kernels.SCHEMES for k in ("fa2", "xqa")),
+    ]
+    assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(2) / 4e6]
+    assert found[1]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
+    assert all(("attention_us" in r["values"]) is (r["case"] == LOAD.name) for r in found)
+    other = kv_attention.reports(True, 4.0)
+    assert [r["arm"] for r in other[:2]] == [f"xqa-bf16-mma, {s} scales" for s in kernels.SCHEMES]
+
+
+def test_codes_are_fp8() -> None:
+    drawn = inputs_of.draw(LOAD, "cpu")
+    caches = kernels.stored(kernels.layer_of("layer", drawn), drawn)
+    assert {cache.dtype for cache in caches} == {FP8_DTYPE}
+    assert kernels.paged(caches[0]).shape == (4, 8, 64, 128)

@@ -1,0 +1,137 @@
+"""Engines that are timed: floors, random weights and their way into stock engines."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import measuring, rollout
+from benchmarks.engines import kv_weights, models, serving, stock_push, traffic, weights
+from sgl_fp8rl.ops.reference import FP8_DTYPE, dequantize_weight, quantize_weight
+
+TINY = models.Shape(hidden=256, intermediate=384, layers=3, heads=2, kv_heads=1, vocab=512)
+
+
+TINY_MOE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=512)
+
+
+QWEN3_8B = models.MODELS["qwen3-8b"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "load", "floor_ms"),
+    [
+        # shared figures of one H200: FP8 linears and FP8 KV, a head in BF16
+        ("fp8rl-kv8", serving.Load(128, 512, 352), 3.45),
+        ("fp8rl-kv8", serving.Load(64, 8192, 224), 11.0),
+        ("stock-bf16", serving.Load(64, 8192, 224), 22.0),
+    ],
+)
+def test_decode_floor(arm: str, load: serving.Load, floor_ms: float) -> None:
+    keywords = rollout.find(arm).keywords(largest=128)
+    assert serving.decode_floor_ms(keywords, QWEN3_8B, load, 4.3) == pytest.approx(
+        floor_ms, rel=0.02
+    )
+
+
+def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
+    assert QWEN3_8B.experts_read(1) == 1.0
+    moe = models.MODELS["qwen3-30b-a3b"]
+    assert moe.experts_read(1) == pytest.approx(8 / 128)
+    assert 0.98 < moe.experts_read(64) < 1.0
+    parameters = list(models.parameters(moe))
+    whole, one = (traffic.step_weight_bytes(parameters, "bf16", n) for n in (1.0, 8 / 128))
+    assert whole == traffic.bf16_bytes(parameters) - 2 * 151_936 * 2048
+    assert one == whole - (1 - 8 / 128) * 2 * 48 * 128 * 3 * 768 * 2048
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_MOE], ids=["dense", "moe"])
+def test_stock_and_ours_get_the_same_weights(shape: models.Shape) -> None:
+    bf16 = dict(kv_weights.shared(shape, "cpu"))
+    fp8 = dict(kv_weights.shared(shape, "cpu", "fp8"))
+    assert list(bf16) == [name for name, _ in weights.hf_named(weights.bf16_module(shape, "meta"))]
+    assert set(fp8) - set(bf16) == {name for name in fp8 if name.endswith("_scale_inv")}
+    for name, weight in bf16.items():
+        if f"{name}_scale_inv" not in fp8:
+            assert torch.equal(fp8[name], weight)
+            continue
+        codes, scales = quantize_weight(weight)
+        assert torch.equal(fp8[name].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(fp8[f"{name}_scale_inv"], scales)
+        assert (dequantize_weight(codes, scales) - weight).abs().max() < 0.1
+    # a layer more takes no memory
+    pointers = {t.untyped_storage().data_ptr() for t in bf16.values()}
+    more = kv_weights.shared(replace(shape, layers=9), "cpu")
+    assert len({t.untyped_storage().data_ptr() for _, t in more}) == len(pointers)
+
+
+class Stock:
+    """Stands for a stock engine that starts on zeros; ``deaf`` is what it does not take."""
+
+    def __init__(self, deaf: Callable[[str], bool] = lambda name: False) -> None:
+        self.deaf, self.sums, self.flushes = deaf, 0.0, 0
+
+    def load(self, named: weights.Named, last: bool, update: str) -> None:
+        assert not last
+        self.sums += sum(float(t.float().sum()) for name, t in named if not self.deaf(name))
+
+    def flush_cache(self) -> Any:
+        """Refused the first time, as by a scheduler that has not put away its last batch."""
+        self.flushes += 1
+        return SimpleNamespace(success=self.flushes % 2 == 0)
+
+    def generate(self, input_ids: Any, **_: Any) -> Any:
+        values = [(None, 0, None)] + [(self.sums - n, n, None) for n in input_ids[0][1:]]
+        return [{"meta_info": {"input_token_logprobs": values}}]
+
+
+def test_a_push_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_push, "send", lambda engine, *given: engine.load(*given))
+    named = kv_weights.shared(TINY, "cpu", "fp8")
+    assert {t.dtype for _, t in named} == {FP8_DTYPE, torch.float32, torch.bfloat16}
+    healthy = Stock()
+    stock_push.push(healthy, named)
+    assert healthy.flushes == 2 * 3
+    deaf: dict[str, Callable[[str], bool]] = {
+        "the MLP": lambda name: name.endswith("_proj.weight") and ".mlp." in name,
+        "attention": lambda name: name.endswith("_proj.weight"),
+        "all but the linears": lambda name: True,
+    }
+    for part, to in deaf.items():
+        with pytest.raises(RuntimeError, match=f"random weights in {part} changed no logprob"):
+            stock_push.push(Stock(to), named)
+    with pytest.raises(RuntimeError, match="not finite"):
+        stock_push.push(Stock(), [("lm_head.weight", torch.full((1,), torch.nan))])
+    monkeypatch.setattr(stock_push, "IDLE_S", 0.0)
+    busy = SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=False))
+    with pytest.raises(RuntimeError, match="the engine is not idle"):
+        stock_push.flush(busy)
+    assert sum(map(len, stock_push.parts(named).values())) == len(named)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sglang_s_own_dummy_codes_are_nearly_all_zero() -> None:
+    """Why the push is there: if this fails, SGLang draws codes of its own now."""
+    pytest.importorskip("sglang")
+    from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
+
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.empty(256, 256).to(FP8_DTYPE), requires_grad=False)
+    initialize_dummy_weights(module)
+    zeros = (module.weight.float() == 0).float().mean()
+    assert zeros > 0.95  # 0.976: what is beyond half of 2**-9, of +-1e-3
+    pushed = dict(kv_weights.shared(TINY, "cpu", "fp8"))["model.layers.0.mlp.up_proj.weight"]
+    assert (pushed.float() == 0).float().mean() < 0.01  # 0.000
+
+
+def test_a_gpu_that_another_process_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine would be given the memory a moment later, and its floor would be wrong."""
+    total = 140 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (1 << 30), total))
+    assert measuring.idle_bytes() == total - (1 << 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (60 << 30), total))
+    with pytest.raises(RuntimeError, match=r"64\.4 GB of the GPU are in use"):
+        measuring.idle_bytes()
