@@ -69,12 +69,3 @@ NAMES: dict[str, dict[str, str]] = {
     "<option>/max": _row("rollout_rs_<option>_max"),
 }
 """Ours, then framework -> theirs. <option> is a rejection such as seq_mean_k3."""
-
-
-def render() -> str:
-    """The table as Markdown, as docs/correction.md shows it."""
-    lines = ["| here | " + " | ".join(SOURCES) + " |", "|---" * (len(SOURCES) + 1) + "|"]
-    for ours, theirs in NAMES.items():
-        cells = (f"`{theirs[name]}`" if name in theirs else "" for name in SOURCES)
-        lines.append(f"| `{ours}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -206,12 +206,16 @@ def fp8_manifest(shape: tuple[int, int] = (256, 128), name: str = "a") -> Manife
     return Manifest(0, codes)
 
 
-def test_match_accepts_what_fits() -> None:
+def test_codes_that_fit_are_routed_with_their_scales() -> None:
     fp8 = table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128))
-    fp8.match(Manifest(0, {"a": A_WEIGHT}))
-    fp8.match(fp8_manifest())
-    elsewhere = table({"a": []}, {})
-    elsewhere.match(fp8_manifest())  # another rank keeps it, and tells
+    elsewhere = table({"a": []}, {})  # another rank keeps it
+    for manifest, scales in ((Manifest(0, {"a": A_WEIGHT}), 0), (fp8_manifest(), 1)):
+        fp8.match(manifest)
+        elsewhere.match(manifest)
+        found = {name: fp8.routes_for(name, manifest) for name in manifest.tensors}
+        assert [r.parameter for r in found.pop("a")] == ["w"]
+        assert [r.dst for (r,) in found.values()] == [((0, 2), (0, 1))] * scales
+        assert all(elsewhere.routes_for(name, manifest) == [] for name in manifest.tensors)
 
 
 @pytest.mark.parametrize(
