@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.formats import DTYPES, format_of, split_name
+from sgl_fp8rl.formats import suffixes_of
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from trainer_bridge import hf_names
 
@@ -75,7 +75,7 @@ def sources(
         family: ``model_type`` of the module that they are parameters of; None where the names are
             those of an HF checkpoint already.
     """
-    companions = {name + suffix for name, t in named for suffix in _suffixes(t)}
+    companions = {name + suffix for name, t in named for suffix in suffixes_of(t.dtype)}
     kept = {*companions, *as_they_are}
     return [
         Source(
@@ -109,14 +109,19 @@ def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _companions_behind(named: Named) -> Named:
     """Each weight's scales behind it, so that no weight waits for scales that come much later."""
-    first = {name: index for index, (name, _) in enumerate(named)}
+    weights = {
+        name + suffix: index
+        for index, (name, tensor) in enumerate(named)
+        for suffix in suffixes_of(tensor.dtype)
+    }
+    if not weights:
+        return named
 
-    def place(entry: tuple[int, tuple[str, torch.Tensor]]) -> tuple[int, bool]:
-        index, (name, _) = entry
-        weight, suffix = split_name(name)
-        return (first[weight], True) if suffix and weight in first else (index, False)
+    def place(index: int) -> tuple[int, bool]:
+        name = named[index][0]
+        return weights.get(name, index), name in weights
 
-    return [entry for _, entry in sorted(enumerate(named), key=place)]
+    return [named[index] for index in sorted(range(len(named)), key=place)]
 
 
 def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,10 +132,6 @@ def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.dtype in WEIGHT_DTYPES and tensor.dim() > 1 else tensor.dtype
-
-
-def _suffixes(tensor: torch.Tensor) -> tuple[str, ...]:
-    return format_of(tensor.dtype).suffixes if tensor.dtype in DTYPES.values() else ()
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

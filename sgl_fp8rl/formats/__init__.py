@@ -15,6 +15,7 @@ UNQUANTIZED = Unquantized()
 FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
+_BY_DTYPE: dict[torch.dtype, WeightFormat] = {d: f for f in FORMATS.values() for d in f.dtypes}
 SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
 
 
@@ -24,10 +25,12 @@ def format_of(dtype: torch.dtype) -> WeightFormat:
     Raises:
         KeyError: none has.
     """
-    for format_ in FORMATS.values():
-        if dtype in format_.dtypes:
-            return format_
-    raise KeyError(f"no weight format stores {dtype}")
+    return _BY_DTYPE[dtype]
+
+
+def suffixes_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """Suffixes of the companions of codes of this dtype; none where it is no weight's."""
+    return _BY_DTYPE[dtype].suffixes if dtype in _BY_DTYPE else ()
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -296,14 +296,15 @@ def test_scales_come_behind_their_weight() -> None:
         "in order": "a a_scale_inv b c c_scale_inv",
     }
     for order in orders.values():
-        pairs = [(name, torch.ones(2)) for name in order.split()]
+        dtypes = {True: torch.float32, False: torch.float8_e4m3fn}
+        pairs = [(n, torch.ones(2).to(dtypes[n.endswith("_inv")])) for n in order.split()]
         for given in (pairs, dict(pairs), iter(pairs)):
             found = named_tensors(given)
             assert [name for name, _ in found] == orders["in order"].split()
             held = dict(pairs)
             assert all(tensor is held[name] for name, tensor in found)
     # the control: what only sounds like scales stays, and so do other weights
-    names = ["b_scale_inv", "z", "a", "_scale_inv", "a_scale"]
+    names = ["b_scale_inv", "a_scale_inv", "z", "a", "_scale_inv", "a_scale"]
     assert [name for name, _ in named_tensors({n: torch.ones(2) for n in names})] == names
 
 
