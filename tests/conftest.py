@@ -2,17 +2,13 @@
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 # Set before torch is imported, and inherited by every process that a test starts: the machines
 # that run these tests have few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Checkpoints are made by the tests themselves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# `from tests import oracle` also where pytest was not started as `python -m pytest`.
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 from hypothesis import settings
