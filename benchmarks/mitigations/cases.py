@@ -233,7 +233,7 @@ def predictions(precision: dict[str, Any] | None, model: str) -> list[Report]:
     """What ``precision`` predicted of the engines that it knows, by arm."""
     if precision is None:
         return []
-    mitigations = {mitigation["lever"]: mitigation for mitigation in precision["levers"]}
+    mitigations = {mitigation["mitigation"]: mitigation for mitigation in precision["mitigations"]}
     case = f"precision of {precision['tokens']} tokens"
     made: list[Report] = []
     for arm, name in PREDICTED.items():

@@ -88,9 +88,9 @@ def as_json(
             }
             for tried in sorted(points, key=lambda tried: tried.ignored)
         ],
-        "levers": [
+        "mitigations": [
             {
-                "lever": mitigation.name,
+                "mitigation": mitigation.name,
                 "kl": mitigation.divergence.kl,
                 "kl_error": mitigation.divergence.kl_error,
                 "k3": mitigation.divergence.k3,
@@ -123,7 +123,7 @@ def render(found: dict[str, Any]) -> str:
     mitigations = [("engine", "KL", "+-", "k3", "BF16 layers", "of the weights", "bytes a step")]
     mitigations += [
         (
-            mitigation["lever"],
+            mitigation["mitigation"],
             f"{mitigation['kl']:.2e}",
             _relative(mitigation),
             f"{mitigation['k3']:.2e}",
@@ -131,7 +131,7 @@ def render(found: dict[str, Any]) -> str:
             f"{mitigation['bf16_gb']:.3g} GB, {mitigation['bf16_share']:.0%}",
             f"{mitigation['step_bytes']:.2f}x",
         )
-        for mitigation in found["levers"]
+        for mitigation in found["mitigations"]
     ]
     whole = found["kl_all_fp8"]
     parts = [

@@ -35,8 +35,8 @@ def test_a_gpu_measures_what_a_cpu_does(family: str, tmp_path: Path, device: str
     kls = {layer["name"]: layer["kl"] for layer in on_cpu["layers"]}
     for layer in on_gpu["layers"]:
         assert layer["kl"] == pytest.approx(kls[layer["name"]], rel=ALIKE), layer["name"]
-    for lever, other in zip(on_gpu["levers"], on_cpu["levers"], strict=True):
-        assert lever["kl"] == pytest.approx(other["kl"], rel=ALIKE), lever["lever"]
+    for mine, other in zip(on_gpu["mitigations"], on_cpu["mitigations"], strict=True):
+        assert mine["kl"] == pytest.approx(other["kl"], rel=ALIKE), mine["mitigation"]
 
 
 def test_samples_depend_on_the_seed_alone(tmp_path: Path, device: str) -> None:

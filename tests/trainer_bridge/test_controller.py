@@ -1,4 +1,4 @@
-"""The controller: which lever it pulls, when, and what it says."""
+"""The controller: which mitigation it asks for, when, and what it says."""
 
 import json
 import math
@@ -135,7 +135,7 @@ def test_it_loosens_one_step_at_a_time_and_only_well_below_the_budget() -> None:
     assert feed(made, FINE, 20).config == CorrectionConfig()
 
 
-def test_wrong_logprobs_pull_no_lever() -> None:
+def test_wrong_logprobs_ask_for_nothing() -> None:
     made = controller(fp8_kv=True)
     wrong = APART | {"ratio_mean": 1.05, "tokens": 1e5}
     for _ in range(10):
@@ -180,7 +180,7 @@ def test_other_configs() -> None:
 
 
 def test_tightening_wins_sample_size_and_does_not_change_the_kl() -> None:
-    """On a real heavy tail: what the module says of its levers."""
+    """On a real heavy tail: what the module says of its mitigations."""
     generator = torch.Generator().manual_seed(0)
     noise_BT = 0.02 * torch.randn(64, 512, generator=generator)
     noise_BT[:, ::100] += 1.2  # tokens that the trainer likes better

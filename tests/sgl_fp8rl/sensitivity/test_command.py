@@ -68,15 +68,15 @@ def test_the_flag_names_exactly_these_layers(found: dict[str, Any]) -> None:
     assert not any(matches(pattern, other) for pattern in args.ignored_layers)
 
 
-def test_levers(found: dict[str, Any]) -> None:
-    levers = {lever["lever"]: lever for lever in found["levers"]}
-    whole, ends = levers["all FP8"], levers["first and last BF16"]
+def test_mitigations(found: dict[str, Any]) -> None:
+    kinds = {kind["mitigation"]: kind for kind in found["mitigations"]}
+    whole, ends = kinds["all FP8"], kinds["first and last BF16"]
     assert whole["kl"] == found["kl_all_fp8"] and whole["step_bytes"] == 1.0
     assert (ends["kl"], ends["bf16_layers"], ends["bf16_share"]) == (0.0, 6, 1.0)  # of two
-    assert 1.0 < levers["ignore list"]["step_bytes"] < ends["step_bytes"] < 2.0
-    alone, both = levers["FP8 KV alone"], levers["all FP8, FP8 KV"]
+    assert 1.0 < kinds["ignore list"]["step_bytes"] < ends["step_bytes"] < 2.0
+    alone, both = kinds["FP8 KV alone"], kinds["all FP8, FP8 KV"]
     assert 0 < alone["kl"] < both["kl"] and alone["bf16_layers"] == 6
-    assert all(lever["k3"] >= 0 for lever in levers.values())
+    assert all(kind["k3"] >= 0 for kind in kinds.values())
 
 
 def test_arithmetic_of_bf16_adds_its_rounding(
