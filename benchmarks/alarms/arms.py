@@ -151,5 +151,5 @@ def roll_out(
         rollout_BT = getattr(sampled, arm.reported).roll(arm.shift, 1)
         versions_BT = torch.full_like(sampled.tokens_BT, alarm_tasks.RL_STEPS - age)
         columns.append((trainer_BT, rollout_BT, sampled.mask_BT, versions_BT))
-    *given, versions_BT = (torch.cat(column) for column in zip(*columns, strict=True))
-    return correct_logprobs(*given, config, versions_BT=versions_BT)
+    trainer_BT, rollout_BT, mask_BT, versions_BT = map(torch.cat, zip(*columns, strict=True))
+    return correct_logprobs(trainer_BT, rollout_BT, mask_BT, config, versions_BT=versions_BT)

@@ -61,13 +61,19 @@ def fp8_engine(model: PreTrainedModel) -> PreTrainedModel:
     return engine
 
 
-def _fp8_kv_attention(module: nn.Module, *states: torch.Tensor | None, **options: Any) -> Any:
+def _fp8_kv_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> Any:
     """SDPA on K and V as an FP8 cache returns them; ``module.kv_scales`` are the layer's two."""
-    query, key, value, mask = states
     read = [
         kv_codes(x.transpose(1, 2).flatten(0, 1), scale.expand(x.shape[1])).to(x.dtype)
         * scale.to(x.dtype)
-        for x, scale in zip((key, value), module.kv_scales, strict=True)  # type: ignore[call-overload]
+        for x, scale in zip((key, value), module.kv_scales, strict=True)
     ]
     key, value = (
         flat.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
@@ -76,11 +82,18 @@ def _fp8_kv_attention(module: nn.Module, *states: torch.Tensor | None, **options
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
-def _watching_attention(module: nn.Module, *states: torch.Tensor | None, **options: Any) -> Any:
+def _watching_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> Any:
     """SDPA that notes the largest |K| and |V| into ``module.kv_scales``."""
-    found = torch.stack([x.float().abs().amax() for x in states[1:3]]) / FP8_MAX
+    found = torch.stack([x.float().abs().amax() for x in (key, value)]) / FP8_MAX
     module.kv_scales = torch.maximum(module.kv_scales, found)
-    return sdpa_attention_forward(module, *states, **options)
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
 for _name, _function in (("fp8_kv", _fp8_kv_attention), ("watched_kv", _watching_attention)):

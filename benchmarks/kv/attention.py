@@ -11,6 +11,7 @@ from benchmarks import measuring
 from benchmarks.benchmark import Report
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 MODEL = "qwen3-8b"
 LOADS = tuple(
@@ -60,7 +61,7 @@ def reports(bf16_mma: bool, copy_tb_s: float) -> list[Report]:
 def arms(inputs: Inputs, bf16_mma: bool) -> Attends:
     """Every kernel and scheme of one process."""
     found: Attends = {}
-    fp8 = None if bf16_mma else kernels.fa2(inputs, kernels.FP8_DTYPE)
+    fp8 = None if bf16_mma else kernels.fa2(inputs, FP8_DTYPE)
     for scheme in kernels.SCHEMES:
         layer = kernels.layer_of(scheme, inputs)
         caches = kernels.stored(layer, inputs)

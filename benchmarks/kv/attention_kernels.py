@@ -114,7 +114,7 @@ def attend_bf16(inputs: Inputs) -> Attend:
     """FA2 over a BF16 cache: what stock SGLang does without an FP8 KV cache."""
     run = fa2(inputs, torch.bfloat16)
     q = inputs.q_BHGD.flatten(1, 2)
-    return lambda caches: run(q, caches)  # type: ignore[no-any-return]
+    return lambda caches: run(q, caches)
 
 
 def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
