@@ -57,6 +57,14 @@ class RouteTable:
         """The format of the storage that a route leads to."""
         return format_of(self.parameters[route.parameter].dtype)
 
+    def storage_of(self, parameter: str) -> tuple[WeightFormat, str]:
+        """The format that a parameter is stored in, and its suffix there; ``""`` for codes."""
+        weight, suffix = split_name(parameter)
+        codes = self.parameters.get(weight) if suffix else None
+        if codes is not None and suffix in format_of(codes.dtype).suffixes:
+            return format_of(codes.dtype), suffix
+        return format_of(self.parameters[parameter].dtype), ""
+
     def is_quantized(self, source: str) -> bool:
         """Whether the engine quantizes this HF tensor."""
         routes = self.routes.get(source, ())
@@ -98,11 +106,9 @@ class RouteTable:
                 covered[route.parameter].append(route.dst)
                 self._check_format(route)
         for name, tensor in self.parameters.items():
-            weight, suffix = split_name(name)
-            codes = self.parameters.get(weight) if suffix else None
-            if codes is not None and suffix in format_of(codes.dtype).suffixes:
-                continue  # derived from the codes' routes
-            self._check_cover(name, tensor, covered[name])
+            _, suffix = self.storage_of(name)
+            if not suffix:  # a companion's routes are derived from its codes'
+                self._check_cover(name, tensor, covered[name])
 
     def _check_format(self, route: Route) -> None:
         parameter, format_ = self.parameters[route.parameter], self.format_of(route)

@@ -5,7 +5,7 @@ In plain torch: what the CPU platform runs, and the reference for ``triton_write
 
 import torch
 
-from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.chunks import RowRange
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
@@ -39,7 +39,8 @@ def write_tensor(
             if format_ is UNQUANTIZED or values.dtype == target.dtype:
                 # before the check: a narrower dtype can overflow to Inf
                 values = values.to(target.dtype)
-                _check_values(table, route, values)
+                stored, suffix = table.storage_of(route.parameter)
+                stored.check_values(suffix, values)
                 _copy(view(target, dst), values)
                 continue
             encoded = format_.encode(values.to(target.device, dtype))
@@ -72,12 +73,3 @@ def clip_route(route: Route, rows: RowRange) -> tuple[Region, Region] | None:
 
 def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
     target.copy_(values.reshape(target.shape))
-
-
-def _check_values(table: RouteTable, route: Route, values: torch.Tensor) -> None:
-    weight, suffix = split_name(route.parameter)
-    codes = table.parameters.get(weight) if suffix else None
-    if codes is not None and suffix in format_of(codes.dtype).suffixes:
-        format_of(codes.dtype).check_values(suffix, values)
-    else:
-        table.format_of(route).check_values("", values)
