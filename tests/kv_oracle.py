@@ -59,7 +59,7 @@ def store(
 
 
 class Store(Protocol):
-    """``store_kv`` of the twin or of the kernel."""
+    """``store_kv`` of the reference or of the kernel."""
 
     def __call__(self, *args: Tensor, read_back: bool) -> tuple[Tensor, Tensor] | None: ...
 

@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 F64 = NDArray[np.float64]
 BF16 = torch.bfloat16
 Step = Callable[[Tensor, Tensor, Tensor, Norms | None, Tensor, Cache], Tensor]
-"""``norm_rope_store`` of the twin or of the kernel."""
+"""``norm_rope_store`` of the reference or of the kernel."""
 
 RARE = 2e-4
 """Share of elements that may be another BF16 value, or have another code. Healthy: 8e-5 (one code

@@ -160,7 +160,7 @@ class EngineConnection:
 
         Those that lie where they lay at the last update: the engine keeps their memory open until
         the next one, so memory that a trainer frees meanwhile must not be among it. KV scales come
-        last, have their place also in an update without them, and are no reason to map anything.
+        last, keep their place in an update without them, and do not cause anything to be mapped.
         """
         weights = [
             tensor

@@ -185,7 +185,7 @@ def xqa_backend(inputs: Inputs) -> Any:
     batch, context = inputs.load.batch, inputs.load.context
     device = inputs.k_SHD.device
     if context % PAGE:
-        raise ValueError(f"{context} tokens are no whole pages of {PAGE}; take a multiple")
+        raise ValueError(f"{context} tokens are not whole pages of {PAGE}; take a multiple")
     pages = torch.arange(batch * context // PAGE, dtype=torch.int32, device=device).view(batch, -1)
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     return SimpleNamespace(

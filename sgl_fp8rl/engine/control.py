@@ -231,7 +231,7 @@ def _handler(control: Control) -> Any:
             return JSONResponse({"error": str(error)}, status_code=error.status)
         return JSONResponse(reply)
 
-    # the module's annotations are no strings, so FastAPI sees the request parameter as it is
+    # annotations of this module are objects, not strings: FastAPI sees the request parameter
     return fp8rl
 
 

@@ -87,7 +87,7 @@ def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
     specs: dict[str, TensorSpec] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (safe_open is no dict)
+            for name in opened.keys():  # noqa: SIM118  (safe_open is not a dict)
                 header = opened.get_slice(name)
                 dtype = _DTYPES.get(header.get_dtype())
                 if dtype is None:
@@ -158,8 +158,8 @@ def keep_mixtral(original: Any, model_config: Any) -> Any:
 
 
 def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
-    """AROUND ``adjust_config_with_unaligned_cpu_tp``: on a CPU SGLang pads sizes that are no whole
-    blocks, for AMX kernels that we do not use; such layers stay BF16 in their own size."""
+    """AROUND ``adjust_config_with_unaligned_cpu_tp``: on a CPU SGLang pads sizes that are not
+    whole blocks, for AMX kernels that we do not use; such layers stay BF16 in their own size."""
     if model_config.quantization == NAME:
         return model_config
     return original(model_config, *args)

@@ -29,7 +29,7 @@ def format_of(dtype: torch.dtype) -> WeightFormat:
 
 
 def suffixes_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """Suffixes of the companions of codes of this dtype; none where it is no weight's."""
+    """Suffixes of the companions of codes of this dtype; empty where no format has it."""
     return _BY_DTYPE[dtype].suffixes if dtype in _BY_DTYPE else ()
 
 

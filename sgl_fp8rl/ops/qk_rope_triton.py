@@ -41,7 +41,7 @@ def norm_rope_store(
             q_TC,
             positions_T,
             cos_sin_PD,
-            # never read if there are no norms
+            # a placeholder without norms, which the kernel does not read
             qkv_TC if norms is None else norms.q_D,
             qkv_TC if norms is None else norms.k_D,
             0.0 if norms is None else norms.eps,

@@ -53,7 +53,7 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# Halved for two ranks, 192 and 64 are no whole blocks.
+# Halved for two ranks, 192 and 64 are not whole blocks.
 ONE_RANK_ONLY = {"intermediate_size": 384, "moe_intermediate_size": 128}
 # Where SGLang or transformers takes no head_dim: it is hidden_size / heads.
 WIDE = {"hidden_size": 512, "head_dim": None}

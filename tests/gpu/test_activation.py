@@ -1,4 +1,4 @@
-"""The activation kernels against their twin byte for byte, and against SGLang's own kernels."""
+"""The activation kernels: byte for byte the reference, and against SGLang's own kernels."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ def _reciprocals(x: tl.tensor, out: tl.tensor, size: tl.tensor, INTERPRETED: tl.
 
 
 def reciprocals(x: Tensor, device: str) -> Tensor:
-    """As the device's instruction has them: the twin's, but for the last bit."""
+    """As the device's instruction has them: the reference's, but for the last bit."""
     source = x.to(device).contiguous()
     out = torch.empty_like(source)
     _reciprocals[(-(-x.numel() // 1024),)](source, out, x.numel(), INTERPRETED=INTERPRETED)
@@ -46,8 +46,8 @@ def reciprocals(x: Tensor, device: str) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def twin_of_this_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin takes its reciprocals from the device: then all of its bytes are the kernels'."""
+def reference_of_this_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference takes its reciprocals from the device: then all bytes are the kernels'."""
     monkeypatch.setattr(
         activation, "_reciprocal", lambda x: reciprocals(x, device) if x.numel() else x
     )
@@ -102,7 +102,7 @@ def assert_close(y: Tensor, other: Tensor) -> None:
 
 
 def quantized(x_MK: Tensor) -> Quantized:
-    """The kernel's codes and scales, which must be the twin's."""
+    """The kernel's codes and scales, which must be the reference's."""
     got = activation_triton.quantize_tokens(x_MK)
     assert_same(got, activation.quantize_tokens(x_MK))
     return got
@@ -113,15 +113,15 @@ def normed(
 ) -> tuple[Tensor, Quantized]:
     """The kernel's y, its codes and scales; x and the residual are left as they were."""
     pair = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
-    twins = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
+    copies = [None if t is None else t.clone() for t in (x_MK, residual_MK)]
     y, got = activation_triton.rms_norm_quantize(pair[0], weight_K, eps, pair[1])
-    want, _ = activation.rms_norm_quantize(twins[0], weight_K, eps, twins[1])
+    want, _ = activation.rms_norm_quantize(copies[0], weight_K, eps, copies[1])
     assert_close(y, want)
     assert (y is pair[0]) == (residual_MK is not None)
     if residual_MK is None:
         assert torch.equal(pair[0].view(torch.int16), x_MK.view(torch.int16))
     else:
-        assert torch.equal(pair[1].view(torch.int16), twins[1].view(torch.int16))
+        assert torch.equal(pair[1].view(torch.int16), copies[1].view(torch.int16))
     assert_same(got, activation.quantize_tokens(y))
     return y, got
 
@@ -135,7 +135,7 @@ def gated(gate_up: Tensor) -> tuple[Tensor, Quantized]:
     return y, got
 
 
-# ---- against the twin
+# ---- against the reference
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (5, 384), (9, 2048)], ids=str)
@@ -212,10 +212,10 @@ def test_norms_of_zeros_nan_and_strided_rows(device: str, add: bool) -> None:
     y, _ = activation_triton.rms_norm_quantize(
         x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
     )
-    twin, _ = activation.rms_norm_quantize(
+    expected, _ = activation.rms_norm_quantize(
         x.clone() if add else x, weight, 1e-6, residual.clone() if add else None
     )
-    assert_close(y, twin)
+    assert_close(y, expected)
     assert not bool(y[0].any()) and bool(y[1].isnan().all())
 
 
@@ -303,7 +303,7 @@ def test_a_graph_quantizes_what_is_there_when_it_is_replayed(device: str, M: int
 
 
 def test_reciprocals_exhaustive(device: str) -> None:
-    # Of every largest magnitude that a group can have: how far the twin on a CPU is from a GPU.
+    # Of every largest magnitude that a group can have: how far a CPU's reference is from a GPU.
     amax = torch.arange(0x7F80).to(torch.int16).view(BF16).float().clamp(min=1e-10).unique()
     want = torch.where(amax > activation.LARGEST_DIVISOR, 0.0, 1 / amax)
     steps = (reciprocals(amax, device).view(torch.int32) - want.view(torch.int32)).abs()

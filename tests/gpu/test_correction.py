@@ -41,7 +41,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_batch(shape: tuple[int, int], device: str, spread: float = 0.2) -> Batch:
-    """Ragged rows, one empty, one with a hole; what lies outside the mask is no number."""
+    """Ragged rows, one empty, one with a hole; values outside the mask are NaN."""
     B, T = shape
     generator = torch.Generator().manual_seed(B * T)
     rollout_BT = -3 * torch.rand(shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Rows sorted by expert and summed again: the kernels against their twins, and against loops."""
+"""Rows sorted by expert and summed again: kernels against references and loops."""
 
 import pytest
 import torch
@@ -36,27 +36,31 @@ def test_rows_lie_with_those_of_their_expert(M: int, E: int, T: int, K: int, dev
     _, ids = routes(M, E, T)
     places = Places(*align(ids, 128, E))
     tokens = quantize_tokens(x, by_row=True)
-    twin = expert_rows.sort_rows(tokens, places, T)
+    reference = expert_rows.sort_rows(tokens, places, T)
     mine = expert_rows_triton.sort_rows(
         Quantized(*(part.to(device) for part in tokens)), to(device, places), T
     )
-    assert torch.equal(mine.expert_P.cpu(), twin.expert_P)
-    assert torch.equal(mine.place_R.cpu(), twin.place_R)
-    assert mine.rows.scales_Mk.stride() == twin.rows.scales_Mk.stride() == (1, len(twin.expert_P))
-    assert len(twin.expert_P) % 128 == 0
+    assert torch.equal(mine.expert_P.cpu(), reference.expert_P)
+    assert torch.equal(mine.place_R.cpu(), reference.place_R)
+    assert (
+        mine.rows.scales_Mk.stride()
+        == reference.rows.scales_Mk.stride()
+        == (1, len(reference.expert_P))
+    )
+    assert len(reference.expert_P) % 128 == 0
 
     seen = mine.rows.codes_MK.cpu().view(torch.uint8), mine.rows.scales_Mk.cpu()
-    theirs = twin.rows.codes_MK.view(torch.uint8), twin.rows.scales_Mk
+    theirs = reference.rows.codes_MK.view(torch.uint8), reference.rows.scales_Mk
     want = tokens.codes_MK.view(torch.uint8), tokens.scales_Mk
-    place_R = twin.place_R.long()
+    place_R = reference.place_R.long()
     token_R = torch.arange(M * T) // T
-    assert torch.equal(twin.expert_P[place_R], ids.flatten())
+    assert torch.equal(reference.expert_P[place_R], ids.flatten())
     for got, other, source in zip(seen, theirs, want, strict=True):
         assert torch.equal(got[place_R], source[token_R])
         assert torch.equal(other[place_R], source[token_R])
     assert len(set(mine.place_R.tolist())) == M * T
     used = int(places.used_1)
-    assert (twin.expert_P[used:] == -1).all() and (twin.expert_P[:used] >= 0).all()
+    assert (reference.expert_P[used:] == -1).all() and (reference.expert_P[:used] >= 0).all()
 
 
 @pytest.mark.parametrize("H", [128, 384, 2048])
@@ -91,17 +95,17 @@ def test_rows_without_an_expert_count_for_nothing(device: str) -> None:
     mine = expert_rows_triton.sort_rows(
         Quantized(*(part.to(device) for part in tokens)), to(device, places), T
     )
-    twin = expert_rows.sort_rows(tokens, places, T)
-    assert torch.equal(mine.place_R.cpu(), twin.place_R)
-    assert torch.equal(twin.place_R < 0, ids.flatten() < 0)
-    y = torch.full((len(twin.expert_P), H), torch.nan, dtype=torch.bfloat16)
-    y[twin.place_R[twin.place_R >= 0].long()] = 1.0
+    reference = expert_rows.sort_rows(tokens, places, T)
+    assert torch.equal(mine.place_R.cpu(), reference.place_R)
+    assert torch.equal(reference.place_R < 0, ids.flatten() < 0)
+    y = torch.full((len(reference.expert_P), H), torch.nan, dtype=torch.bfloat16)
+    y[reference.place_R[reference.place_R >= 0].long()] = 1.0
     out = torch.empty(M, H, dtype=torch.bfloat16)
     want = torch.where(ids >= 0, weights, 0.0).sum(1, keepdim=True).expand(M, H)
     kernel = expert_rows_triton.sum_rows(
         y.to(device), mine.place_R, weights.to(device), 1.0, out.to(device)
     )
-    for got in (expert_rows.sum_rows(y, twin.place_R, weights, 1.0, out), kernel.cpu()):
+    for got in (expert_rows.sum_rows(y, reference.place_R, weights, 1.0, out), kernel.cpu()):
         assert torch.allclose(got.float(), want, rtol=MAX_SUM_ERROR)
 
 

@@ -1,4 +1,4 @@
-"""Query heads times a factor of their KV head: the kernel against its twin, byte for byte."""
+"""Query heads times a factor of their KV head: the kernel against its reference, byte for byte."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def on(x: Tensor, device: str) -> Tensor:
 
 
 def check(x: Tensor, factor_H: Tensor, device: str) -> Tensor:
-    """New and in place, kernel and twin leave the same; the new one is returned, on the host."""
+    """New and in place, kernel and reference leave the same; the new one is returned."""
     want = heads.scale_heads(x, factor_H)
     mine, factor = on(x, device), on(factor_H, device)
     got = heads_triton.scale_heads(mine, factor)
@@ -52,13 +52,13 @@ def check(x: Tensor, factor_H: Tensor, device: str) -> Tensor:
     assert torch.equal(bits(mine), bits(x)), "x was written to"
 
     assert heads_triton.scale_heads(mine, factor, out=mine) is mine
-    twin = on(x, "cpu")
-    assert heads.scale_heads(twin, factor_H, out=twin) is twin
-    assert torch.equal(bits(mine), bits(want)) and torch.equal(bits(twin), bits(want))
+    reference = on(x, "cpu")
+    assert heads.scale_heads(reference, factor_H, out=reference) is reference
+    assert torch.equal(bits(mine), bits(want)) and torch.equal(bits(reference), bits(want))
     if mine.untyped_storage().nbytes() > mine.nbytes:
         around = mine.as_strided((mine.untyped_storage().nbytes() // 2,), (1,), 0)
-        twins = twin.as_strided(around.shape, (1,), 0)
-        assert torch.equal(bits(around), bits(twins)), "written beyond the channels"
+        references = reference.as_strided(around.shape, (1,), 0)
+        assert torch.equal(bits(around), bits(references)), "written beyond the channels"
     return got.cpu()
 
 

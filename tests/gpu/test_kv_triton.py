@@ -1,4 +1,4 @@
-"""The KV store's kernel against its twin and against the NumPy oracle, byte for byte."""
+"""The KV store's kernel against its reference and against the NumPy oracle, byte for byte."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,20 +29,20 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def stored(made: Case, device: str, *, read_back: bool = True) -> Got:
-    """What the kernel leaves; it must be what the oracle and the twin leave."""
+    """What the kernel leaves; it must be what the oracle and the reference leave."""
     got = made.on(device).run(kv_triton.store_kv, read_back=read_back)
     got.check(made.want())
     assert_as_twin(got, made.on("cpu").run(kv.store_kv, read_back=read_back))
     return got
 
 
-def assert_as_twin(got: Got, twin: Got) -> None:
+def assert_as_twin(got: Got, reference: Got) -> None:
     """Both caches, with all around them, the statistics, and what was read back."""
-    assert torch.equal(got.k_cache.buffer.cpu(), twin.k_cache.buffer)
-    assert torch.equal(got.v_cache.buffer.cpu(), twin.v_cache.buffer)
-    assert got.stats.tolist() == twin.stats.tolist()
-    assert (got.back is None) == (twin.back is None)
-    for mine, other in zip(got.back or (), twin.back or (), strict=True):
+    assert torch.equal(got.k_cache.buffer.cpu(), reference.k_cache.buffer)
+    assert torch.equal(got.v_cache.buffer.cpu(), reference.v_cache.buffer)
+    assert got.stats.tolist() == reference.stats.tolist()
+    assert (got.back is None) == (reference.back is None)
+    for mine, other in zip(got.back or (), reference.back or (), strict=True):
         assert mine.dtype == other.dtype and mine.is_contiguous()
         np.testing.assert_array_equal(mine.float().cpu().numpy(), other.float().numpy())
 
@@ -218,7 +218,7 @@ def test_control_the_clamp_is_what_saturates(device: str, monkeypatch: pytest.Mo
         made.on(device).run(kv_triton.store_kv).check(made.want())
 
 
-# ---- what is refused: as the twin, before anything is written
+# ---- what is refused: as the reference, before anything is written
 
 
 def test_what_does_not_fit_is_a_sentence(device: str) -> None:

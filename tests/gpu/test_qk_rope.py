@@ -1,4 +1,4 @@
-"""The one launch of a decode step against its twin, the oracle, and SGLang's own kernels."""
+"""The one launch of a decode step against its reference, the oracle, and SGLang's own kernels."""
 
 from dataclasses import replace
 
@@ -43,8 +43,8 @@ def test_elsewhere_all_but_rare_neighbours_are_the_twins(
     device: str, shape: tuple[int, int, int, int], normed: bool
 ) -> None:
     made = usual(shape, normed=normed)
-    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
-    assert_near(launched(made, device).left(), twin)
+    reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    assert_near(launched(made, device).left(), reference)
 
 
 @given(
@@ -58,8 +58,8 @@ def test_elsewhere_all_but_rare_neighbours_are_the_twins(
 @settings(max_examples=8 if INTERPRETED else 60)
 def test_any_step(device: str, T: int, H: int, group: int, D: int, normed: bool, seed: int) -> None:
     made = exact((T, H * group, H, D), normed=normed, seed=seed)
-    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
-    assert_equal(launched(made, device).left(), twin)
+    reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    assert_equal(launched(made, device).left(), reference)
 
 
 def test_padding_tokens_alone_count_nothing(device: str) -> None:
@@ -78,21 +78,21 @@ def test_no_tokens_change_nothing(device: str) -> None:
 def test_what_is_no_number(device: str, value: float, head: int) -> None:
     made = exact((3, 4, 2, 32), normed=True)
     made.qkv_THD[0, head, 7] = value
-    twin = made.on("cpu").run(qk_rope.norm_rope_store)
+    reference = made.on("cpu").run(qk_rope.norm_rope_store)
     got = launched(made, device)
-    for mine, other in zip(got.left()[1:], twin.left()[1:], strict=True):
+    for mine, other in zip(got.left()[1:], reference.left()[1:], strict=True):
         assert torch.equal(torch.tensor(mine), torch.tensor(other))
-    assert torch.equal(got.q.isnan().cpu(), twin.q.isnan())
+    assert torch.equal(got.q.isnan().cpu(), reference.q.isnan())
 
 
 def test_statistics_add_up_and_the_largest_stays(device: str) -> None:
     made = exact((6, 4, 2, 64), normed=False)
-    twin, got = made.on("cpu"), made.on(device)
-    got.cache.stats_C[3] = twin.cache.stats_C[3] = 0x7F000000
+    reference, got = made.on("cpu"), made.on(device)
+    got.cache.stats_C[3] = reference.cache.stats_C[3] = 0x7F000000
     for _ in range(2):
         got.run(norm_rope_store)
-        twin.run(qk_rope.norm_rope_store)
-    assert got.left()[3] == twin.left()[3]
+        reference.run(qk_rope.norm_rope_store)
+    assert got.left()[3] == reference.left()[3]
     assert got.left()[3][0] == 5 + 2 * 5 and got.left()[3][3] == 0x7F000000
 
 
@@ -127,10 +127,10 @@ def test_control_a_wrong_argument_is_seen(device: str, name: str) -> None:
 
 def test_control_values_that_are_rounded_once_too_little_are_seen(device: str) -> None:
     made = usual((33, 32, 8, 128), normed=True)
-    twin = made.on("cpu").run(qk_rope.norm_rope_store).left()
+    reference = made.on("cpu").run(qk_rope.norm_rope_store).left()
     made.qkv_THD = (made.qkv_THD.view(torch.int16) & ~1).view(torch.bfloat16)  # a bit less
     with pytest.raises(AssertionError, match=r"differ|no neighbours"):
-        assert_near(launched(made, device).left(), twin)
+        assert_near(launched(made, device).left(), reference)
 
 
 # ---- only on a GPU

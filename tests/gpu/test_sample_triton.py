@@ -1,4 +1,4 @@
-"""The drawing kernels against the float64 oracle and against their twin."""
+"""The drawing kernels against the float64 oracle and against their reference."""
 
 import math
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sgl_fp8rl.ops import sample as twin
+from sgl_fp8rl.ops import sample as reference
 from sgl_fp8rl.ops import sample_triton
 from tests.gpu.conftest import INTERPRETED
 from tests.sample_oracle import check_sample
 
 Tensor = torch.Tensor
 QWEN3 = 151_936
-# Measured: 7e-6, all of it the twin's: a CPU's softmax adds a whole vocabulary up in few parts.
-TWIN_TOLERANCE = 2e-5
+# Measured: 7e-6, all of it the reference's: a CPU's softmax sums a whole vocabulary in few blocks.
+REFERENCE_TOLERANCE = 2e-5
 # On a GPU rows that lie otherwise are loaded and summed in another order; in 128 whole vocabularies
 # ours and stock's logprobs, which do so too, differed by 1e-6 at most.
 ORDER = 2e-6
@@ -42,15 +42,17 @@ def made(
 
 
 def drawn(logits: Tensor, temperatures: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """What the kernels draw; it must be what the oracle and the twin draw."""
+    """What the kernels draw; it must be what the oracle and the reference draw."""
     before = logits.clone()
     tokens, logprobs = sample_triton.sample(logits, temperatures, noise)
     assert torch.equal(logits, before), "the logits are not ours to change"
     check_sample(tokens, logprobs, logits, temperatures, noise)
-    twin_tokens, twin_logprobs = twin.sample(logits, temperatures, noise)
+    reference_tokens, reference_logprobs = reference.sample(logits, temperatures, noise)
     # None of these inputs holds a tie: the same tokens.
-    assert torch.equal(tokens, twin_tokens)
-    torch.testing.assert_close(logprobs, twin_logprobs, rtol=TWIN_TOLERANCE, atol=TWIN_TOLERANCE)
+    assert torch.equal(tokens, reference_tokens)
+    torch.testing.assert_close(
+        logprobs, reference_logprobs, rtol=REFERENCE_TOLERANCE, atol=REFERENCE_TOLERANCE
+    )
     return tokens, logprobs
 
 
@@ -119,8 +121,8 @@ def test_a_row_without_a_distribution(device: str, chunk: int, bad: float, at: i
     tokens, logprobs = sample_triton.sample(logits, temperatures, noise)
     assert tokens[3].item() == 0 and math.isnan(logprobs[3].item())
     assert torch.equal(tokens[:3], want[0][:3]) and torch.equal(logprobs[:3], want[1][:3])
-    twin_tokens, twin_logprobs = twin.sample(logits, temperatures, noise)
-    assert twin_tokens[3].item() == 0 and math.isnan(twin_logprobs[3].item())
+    reference_tokens, reference_logprobs = reference.sample(logits, temperatures, noise)
+    assert reference_tokens[3].item() == 0 and math.isnan(reference_logprobs[3].item())
 
 
 def test_noise_of_zero_divides_nothing(device: str, chunk: int) -> None:
@@ -131,7 +133,7 @@ def test_noise_of_zero_divides_nothing(device: str, chunk: int) -> None:
     tokens, logprobs = sample_triton.sample(logits, temperatures, noise)
     assert tokens[0].item() == 123
     assert tokens[1].item() != 17 and logprobs[1].item() > -math.inf
-    assert torch.equal(tokens, twin.sample(logits, temperatures, noise)[0])
+    assert torch.equal(tokens, reference.sample(logits, temperatures, noise)[0])
 
 
 @pytest.mark.parametrize("spoil", ["next token", "second best", "no temperature", "one chunk"])
@@ -144,7 +146,7 @@ def test_the_oracle_sees(device: str, spoil: str) -> None:
         logprobs = all_logprobs.gather(1, (tokens[:, None].long() + 1) % 500)[:, 0]
     elif spoil == "second best":
         rest = noise.scatter(1, tokens[:, None].long(), math.inf)
-        tokens, logprobs = twin.sample(logits, temperatures, rest)
+        tokens, logprobs = reference.sample(logits, temperatures, rest)
     elif spoil == "no temperature":
         all_logprobs = torch.log_softmax(logits, -1)
         logprobs = all_logprobs.gather(1, tokens[:, None].long())[:, 0]
@@ -164,8 +166,8 @@ def test_the_noise_is_what_multinomial_takes(device: str) -> None:
     torch.manual_seed(7)
     want = torch.multinomial(torch.softmax(logits, -1), 1).view(-1)
     torch.manual_seed(7)
-    tokens, _ = sample_triton.sample(logits, temperatures, twin.exponential_noise(logits))
+    tokens, _ = sample_triton.sample(logits, temperatures, reference.exponential_noise(logits))
     assert torch.equal(tokens.long(), want)
     torch.manual_seed(8)
-    tokens, _ = sample_triton.sample(logits, temperatures, twin.exponential_noise(logits))
+    tokens, _ = sample_triton.sample(logits, temperatures, reference.exponential_noise(logits))
     assert not torch.equal(tokens.long(), want)

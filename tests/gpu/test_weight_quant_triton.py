@@ -1,4 +1,4 @@
-"""The grouped kernel against its torch twin, byte for byte, and against the float64 oracle."""
+"""The grouped kernel against its torch reference, byte for byte, and against the float64 oracle."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
 """Which producers quantize, and that a linear finds codes of just the tensor it is given.
 
 SGLang's own RMSNorm and SiluAndMul on the CPU: their CUDA forward is their native one here, and the
-kernels are their twins. Around them are layers of the form that SGLang's have.
+kernels are their references. Around them are layers of the form that SGLang's have.
 """
 
 from typing import Any
@@ -136,7 +136,7 @@ def test_values_are_as_they_were() -> None:
     assert all(linear.found is None for layer in layers for linear in layer.linears())
     fusion.fuse(layers)
     for mine, other in zip(run(layers), want, strict=True):
-        # SGLang's native SiLU rounds once more than its CUDA kernel, which is the fused one's twin
+        # SGLang's native SiLU rounds once more than its CUDA kernel, which the fused one equals
         assert float((mine - other).float().norm() / other.float().norm()) < 0.01
     got, same = layers[0].input_layernorm(rows(5, HIDDEN)), norm()(rows(5, HIDDEN))
     assert apart(got, same)[0] <= 1

@@ -309,7 +309,7 @@ def test_a_hooked_class_samples_through_us(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
-    """Chi-square of the twin, which the kernels are held to."""
+    """Chi-square of the reference, which the kernels are held to."""
     draws, vocab = 20_000, 12
     x = torch.linspace(-2, 2, vocab).expand(draws, vocab).contiguous()
     torch.manual_seed(3)

@@ -209,8 +209,8 @@ def test_layers_are_those_that_go_to_deep_gemm() -> None:
             linear(ours, deep_gemm, 256, 128),
             linear(ours, functools.partial(deep_gemm), 128, 256),
             linear(ours, lambda: None, 384, 128),  # another backend
-            linear(ours, deep_gemm, 96, 128),  # N is no multiple of 64
-            linear(ours, deep_gemm, 256, 192),  # K is no multiple of 128
+            linear(ours, deep_gemm, 96, 128),  # N is not a multiple of 64
+            linear(ours, deep_gemm, 256, 192),  # K is not a multiple of 128
             linear(compat.Fp8LinearMethod, deep_gemm, 512, 128),  # --quantization fp8
             nn.Linear(128, 640, device="meta"),
         ]

@@ -1,4 +1,4 @@
-"""The twin of the activation kernels against the float64 oracle."""
+"""The reference of the activation kernels against the float64 oracle."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""The twin of the KV store against the NumPy oracle, byte for byte."""
+"""The reference of the KV store against the NumPy oracle, byte for byte."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The twin of a decode step's kernel against the NumPy oracle."""
+"""The reference of a decode step's kernel against the NumPy oracle."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -15,7 +15,7 @@ from tests import oracle
 from tests.sgl_fp8rl.sensitivity.conftest import Load
 
 BF16_ROUNDING = 2.0**-8
-"""Relative; the twin adds in FP32 and rounds once, the oracle adds in float64."""
+"""Relative; the reference adds in FP32 and rounds once, the oracle adds in float64."""
 
 
 def drawn(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a loader does that is no copy of a box: these tensors go through it at each update."""
+"""What a loader does that is not a copy of a box: these tensors go through it at each update."""
 
 import logging
 from collections.abc import Callable
