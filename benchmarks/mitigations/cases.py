@@ -14,8 +14,6 @@ Weights are random ones of a shape, or with --checkpoint those of a trained mode
 --prompts FILE.jsonl has; they come by an update. Without a GPU the model is a tiny one.
 """
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,9 @@ from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
 from benchmarks.engines import serving
 from benchmarks.engines.keywords import ENGINE, FLASHINFER, OURS
 from benchmarks.engines.serving import Load
-from benchmarks.mitigations import trainer
-from benchmarks.mitigations.trainer import SEED, SHAPES, TINY
-from server_args import matches
-from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
-from trainer_bridge.metrics import mismatch_metrics
+from benchmarks.mitigations import measured, trainer
+from benchmarks.mitigations.trainer import SHAPES, TINY
+from sgl_fp8rl.sensitivity.groups import fp8_groups
 
 # Beside the trainer, whose weights are there as well.
 ON_GPU: dict[str, Any] = {
@@ -50,13 +46,6 @@ NONE, ALL, ENDS, LIST = "none", "all", "ends", "list"
 """Which layers a case leaves in BF16: the last, those that ``precision`` lists for half the KL."""
 FP32_HEAD = {"enable_fp32_lm_head": True}
 KV8 = {"kv_cache_dtype": "fp8_e4m3", "attention_backend": None}  # the plugin chooses
-METRICS = {
-    "mismatch_kl_k3": "mismatch_kl_k3",
-    "mismatch_kl_k1": "mismatch_kl_k1",
-    "mismatch_ess": "ess",
-    "logprob_error": "logprob_abs_diff_mean",
-}
-"""Rows, by what ``mismatch_metrics`` calls them."""
 PREDICTED = {
     "fp8": "all FP8",
     "fp8-ends-bf16": "first and last BF16",
@@ -142,10 +131,10 @@ def measure(case: Case, run: Run) -> list[Report]:
     keywords = case.keywords(device) | {"fp8rl_ignored_layers": patterns}
     engine = serving.start(str(run.folder), keywords)
     trainer_bridge.update(model, engine, version=0)
-    bf16 = assert_left(engine, fp8_groups(model), patterns)
-    found = mismatch(engine, model, prompts, work, ends=trained)
-    decode = fitting(work.decode, model)
-    times = timed(engine, decode, model)
+    bf16 = measured.assert_left(engine, fp8_groups(model), patterns)
+    found = measured.mismatch(engine, model, prompts, work.new, work.rollouts, ends=trained)
+    decode = measured.fitting(work.decode, model)
+    times = measured.timed(engine, decode, model)
     engine.shutdown()
     name = trainer.name_of(options, model)
     rollout = f"rollout {len(prompts)}x{'prompt' if trained else work.prompt}+{work.new}"
@@ -165,68 +154,6 @@ def ignored_layers(bf16: str, layers: int, listed: list[str]) -> tuple[str, ...]
     """
     ends = (r"re:layers\.0\.", rf"re:layers\.{layers - 1}\.")
     return {NONE: (), ALL: ("re:.",), ENDS: ends, LIST: tuple(listed)}[bf16]
-
-
-def assert_left(engine: Any, groups: list[Group], patterns: Sequence[str]) -> int:
-    """How many layers the engine left in BF16.
-
-    Raises:
-        RuntimeError: they are not those that the patterns name.
-    """
-    formats = {x["name"]: x["format"] for x in engine.fp8rl_control({"op": "layers"})["layers"]}
-    named = {group.name for group in groups if any(matches(p, group.name) for p in patterns)}
-    left = {group.name for group in groups if formats[group.name] == "bf16"}
-    if left != named:
-        raise RuntimeError(f"the engine left {sorted(left ^ named)} in another format than named")
-    return len(left)
-
-
-def mismatch(
-    engine: Any, model: Any, prompts: list[list[int]], work: Work, *, ends: bool
-) -> dict[str, list[float]]:
-    """Metrics of each rollout against the trainer's logprobs.
-
-    Args:
-        ends: whether a response may end before its last token.
-    """
-    import trainer_bridge
-
-    # the first prefill: an engine that measures KV scales does so on other tokens
-    serving.generate(engine, prompts_like(prompts), 1)
-    serving.assert_calibrated(engine)
-    sampling = {"temperature": 1.0, "max_new_tokens": work.new, "ignore_eos": not ends}
-    found: dict[str, list[float]] = {name: [] for name in METRICS}
-    for number in range(work.rollouts):
-        # read in deterministic inference alone, where all rollouts would be the same otherwise
-        seeded = sampling | {"sampling_seed": number}
-        rollout = trainer_bridge.rollout(engine, prompts, seeded, expected_version=0)
-        trainer_BT = trainer.response_logprobs(model, rollout)
-        metrics = mismatch_metrics(trainer_BT, rollout.logprobs_BT, rollout.mask_BT)
-        for name, metric in METRICS.items():
-            found[name].append(metrics[metric])
-    return found
-
-
-def prompts_like(prompts: list[list[int]]) -> list[list[int]]:
-    """Other prompts of the same lengths and tokens: each token is the next one in the list."""
-    every = [token for prompt in prompts for token in prompt]
-    shifted = iter([*every[1:], every[0]])
-    return [[next(shifted) for _ in prompt] for prompt in prompts]
-
-
-def fitting(load: serving.Load, model: Any) -> serving.Load:
-    """The load, cut to the model's context."""
-    context = model.config.get_text_config().max_position_embeddings
-    length = min(load.length, context // 4)
-    return serving.Load(load.batch, length, min(load.new, context // 4))
-
-
-def timed(engine: Any, load: serving.Load, model: Any) -> list[float]:
-    """Milliseconds of a decode step."""
-    vocab = model.config.get_text_config().vocab_size
-    rng = random.Random(SEED)
-    prompts = [rng.choices(range(vocab), k=load.length) for _ in range(load.batch)]
-    return serving.timed_work(engine, prompts, load.new)["decode_step_ms"]
 
 
 def predictions(precision: dict[str, Any] | None, model: str) -> list[Report]:

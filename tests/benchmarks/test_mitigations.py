@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.engines import serving
 from benchmarks.mitigations import cases as mitigations
+from benchmarks.mitigations import measured
 from benchmarks.mitigations import trainer as mitigations_trainer
 from server_args import matches
 from sgl_fp8rl.sensitivity import tokens
@@ -68,11 +69,11 @@ def test_an_engine_with_other_formats_is_refused(model: Any) -> None:
     groups = fp8_groups(model)
     formats = {group.name: "fp8" for group in groups} | {groups[2].name: "bf16", "lm_head": "bf16"}
     engine = FakeEngine(formats)
-    assert mitigations.assert_left(engine, groups, (groups[2].name,)) == 1
+    assert measured.assert_left(engine, groups, (groups[2].name,)) == 1
     with pytest.raises(RuntimeError, match=groups[2].name):
-        mitigations.assert_left(engine, groups, ())
+        measured.assert_left(engine, groups, ())
     with pytest.raises(RuntimeError, match=groups[3].name):
-        mitigations.assert_left(engine, groups, (groups[2].name, groups[3].name))
+        measured.assert_left(engine, groups, (groups[2].name, groups[3].name))
 
 
 def test_the_trainers_logprobs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,17 +99,17 @@ def test_prompts(model: Any, tmp_path: Path) -> None:
     given = TINY | {"prompts": str(path)}
     cycled = mitigations_trainer.prompts_of(given, model, work.trained_sequences, work.prompt)
     assert cycled[:4] == [[1, 2], [3], [4, 5, 6], [1, 2]] and len(cycled) == work.trained_sequences
-    other = mitigations.prompts_like([[1, 2], [3]])
+    other = measured.prompts_like([[1, 2], [3]])
     assert other == [[2, 3], [1]]
 
 
 def test_the_load_fits_the_context(model: Any) -> None:
     load = serving.Load(4, 512, 128)
-    assert mitigations.fitting(load, model) == load
+    assert measured.fitting(load, model) == load
     short = SimpleNamespace(
         config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=128))
     )
-    cut = mitigations.fitting(load, short)
+    cut = measured.fitting(load, short)
     assert (cut.length, cut.new) == (32, 32)
     assert cut.length + serving.BEGIN + cut.new < 128
 
