@@ -40,6 +40,8 @@ SYMBOLS = {
     # routed experts
     "get_global_experts_capturer": "sglang.srt.state_capturer.routed_experts"
     ":get_global_experts_capturer",
+    # embeddings of images
+    "init_mm_embedding_cache": "sglang.srt.managers.mm_utils:init_mm_embedding_cache",
     # KV cache
     "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
     "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
@@ -60,6 +62,10 @@ SYMBOLS = {
     "ServerArgs": "sglang.srt.server_args:ServerArgs",
     "Engine": "sglang.srt.entrypoints.engine:Engine",
     "http_app": "sglang.srt.entrypoints.http_server:app",
+    "AttachHiCacheStorageReqOutput": "sglang.srt.managers.io_struct:AttachHiCacheStorageReqOutput",
+    "CheckWeightsReqOutput": "sglang.srt.managers.io_struct:CheckWeightsReqOutput",
+    "auth_level": "sglang.srt.utils.auth:auth_level",
+    "AuthLevel": "sglang.srt.utils.auth:AuthLevel",
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
     "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
@@ -113,6 +119,7 @@ HOOK_TARGETS = {
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
     "handle_embedding_request": "sglang.srt.managers.scheduler.Scheduler.handle_embedding_request",
     "handle_rpc_request": "sglang.srt.managers.scheduler.Scheduler.handle_rpc_request",
+    "process_input_requests": "sglang.srt.managers.scheduler.Scheduler.process_input_requests",
     "run_http_server": "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
 }
 # SGLang's own ways to change weights: on an fp8rl engine each would cast BF16 into FP8 storage.
@@ -124,7 +131,27 @@ STOCK_UPDATES = {
     f"{_UPDATER}.update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
 }
 """Hook target and the class of its answer."""
+NEWER_UPDATES = {
+    f"{_UPDATER}.begin_weight_update": "BeginWeightUpdateReqOutput",
+    f"{_UPDATER}.end_weight_update": "EndWeightUpdateReqOutput",
+}
+"""As ``STOCK_UPDATES``, of versions after 0.5.17."""
+HARMLESS_UPDATES = frozenset(
+    {
+        "destroy_weights_update_group",
+        "flush_cache_after_weight_update",
+        "get_weights_by_name",
+        "init_weights_update_group",
+        "record_weight_version_after_update",
+        "save_remote_model",
+        "save_sharded_model",
+    }
+)
+"""Methods of SGLang's weight updater that change no weights and are not wrapped."""
 HOOK_TARGETS |= {
+    "check_weights": f"{_UPDATER}.check_weights",
+    "attach_kv_storage": "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
+    "start_scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
     "release_memory": f"{_UPDATER}.release_memory_occupation",
     "resume_memory": f"{_UPDATER}.resume_memory_occupation",
 }
@@ -150,6 +177,11 @@ FLASHINFER_PLAN = (
     f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode.call_begin_forward"
 )
 """Wrapped where FlashInfer decodes."""
+_KERNELS = "sglang.kernels.ops"
+# Wrapped on the CPU platform.
+SHARED_EXPERT_GATE = f"{_KERNELS}.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+LOGITS_CAP = f"{_KERNELS}.activation.softcap.softcap_inplace_logits"
+TRITON_LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
 _MODELS = "sglang.srt.models"
 # Wrapped where the model at hand has them; subclasses have other ways.
 DECODED_ATTENTION = (
@@ -184,6 +216,7 @@ _MANAGERS = "sglang.srt.managers"
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.scheduler.Scheduler": (
         "waiting_queue",
+        "grammar_manager",
         "max_queued_requests",
         "_engine_paused",
         "_pending_chunked_abort_req",
@@ -198,6 +231,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "last_receive_tstamp",
         "server_status",
     ),
+    "sglang.srt.constrained.grammar_manager.GrammarManager": ("grammar_queue",),
+    f"{_MANAGERS}.io_struct.CheckWeightsReqInput": ("action",),
     f"{_MANAGERS}.io_struct.GenerateReqInput": ("rid",),
     f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": ("extra_key",),
     "sglang.srt.entrypoints.engine.Engine": (
@@ -273,6 +308,8 @@ def _look_up(path: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
+    if name in NEWER_UPDATES.values():
+        return _look_up(f"{_MANAGERS}.io_struct:{name}")
     if name not in SYMBOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _look_up(SYMBOLS[name])
@@ -291,12 +328,37 @@ def check_symbols() -> list[tuple[str, bool]]:
     for path in SYMBOLS.values():
         checked.append((path.replace(":", "."), _found(path)))
     for target in (*HOOK_TARGETS.values(), *STOCK_UPDATES, *METHODS):
-        owner_path = _target_path(target)
-        found = _found(owner_path)
-        if found and not target.endswith(owner_path.partition(":")[2]):
-            found = hasattr(_look_up(owner_path), target.rpartition(".")[2])
-        checked.append((target, found))
+        checked.append((target, _has(target)))
     return checked
+
+
+def stock_updates() -> dict[str, str]:
+    """SGLang's own ways to change weights that this version has, as in ``STOCK_UPDATES``."""
+    return STOCK_UPDATES | {target: out for target, out in NEWER_UPDATES.items() if _has(target)}
+
+
+def unknown_updates() -> list[str]:
+    """Methods of SGLang's weight updater that this package does not know: they may change weights.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has no such class.
+    """
+    updater = _look_up(_target_path(_UPDATER))
+    known = {*HOOK_TARGETS.values(), *STOCK_UPDATES, *NEWER_UPDATES}
+    return sorted(
+        name
+        for name, _ in inspect.getmembers(updater, inspect.isfunction)
+        if not name.startswith("_")
+        and name not in HARMLESS_UPDATES
+        and f"{_UPDATER}.{name}" not in known
+    )
+
+
+def _has(target: str) -> bool:
+    owner_path = _target_path(target)
+    if not _found(owner_path) or target.endswith(owner_path.partition(":")[2]):
+        return _found(owner_path)
+    return hasattr(_look_up(owner_path), target.rpartition(".")[2])
 
 
 def check_attributes() -> list[tuple[str, bool]]:
@@ -319,14 +381,17 @@ def _names_in(owner: type) -> set[str]:
     return known
 
 
-def check_hooks(targets: Collection[str] = (*HOOK_TARGETS.values(), *STOCK_UPDATES)) -> None:
+def check_hooks(targets: Collection[str] = ()) -> None:
     """Check that every hook is in place: SGLang logs and forgets one that it cannot apply.
+
+    Args:
+        targets: default all of the plugin.
 
     Raises:
         IncompatibleSGLangError: a hook is not.
     """
     applied = _look_up(SYMBOLS["HookRegistry"])._patched
-    missing = sorted({*targets} - applied)
+    missing = sorted({*(targets or (*HOOK_TARGETS.values(), *stock_updates()))} - applied)
     if missing:
         raise IncompatibleSGLangError(
             f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"

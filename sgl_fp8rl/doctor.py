@@ -166,6 +166,20 @@ def check_sglang_symbols() -> Iterator[Check]:
         yield Check("sglang symbols", "ok", f"{len(symbols)} of {len(symbols)} found")
 
 
+def check_sglang_updates() -> Iterator[Check]:
+    """Whether SGLang has a way to change weights that an fp8rl engine neither knows nor refuses."""
+    if _version("sglang") is None:
+        yield Check("sglang updates", "skip", "sglang is not installed")
+        return
+    importlib.import_module("sglang")
+    unknown = compat.unknown_updates()
+    if unknown:
+        problem = f"{', '.join(unknown)}: new in SGLang, not refused by an fp8rl engine; do not use"
+        yield Check("sglang updates", "warn", problem)
+    else:
+        yield Check("sglang updates", "ok", "each way to change weights is refused or quarantines")
+
+
 def check_device() -> Iterator[Check]:
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
@@ -272,6 +286,7 @@ def _verdict(name: str, readings: "list[Float64]") -> Check:
 PROBES: dict[str, Callable[[], Iterator[Check]]] = {
     "versions": check_versions,
     "sglang symbols": check_sglang_symbols,
+    "sglang updates": check_sglang_updates,
     "entry points": check_entry_points,
     "quantization fp8rl": check_registration,
     "device": check_device,

@@ -20,10 +20,12 @@ LAYERS = (
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
-    "trainer_bridge.engine_client trainer_bridge.routed_experts trainer_bridge.hf_names "
-    "trainer_bridge.attention_hooks",
+    "trainer_bridge.http_requests trainer_bridge.engine_client trainer_bridge.routed_experts "
+    "trainer_bridge.hf_names trainer_bridge.attention_hooks",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.transfer_plan "
-    "trainer_bridge.packer trainer_bridge.engine_connection",
+    "trainer_bridge.packer trainer_bridge.layout trainer_bridge.engine_connection "
+    "trainer_bridge.connections trainer_bridge.collective trainer_bridge.update_session "
+    "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
@@ -32,7 +34,9 @@ LAYERS = (
     # the engine
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.deep_gemm",
-    "sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
+    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
+    "sgl_fp8rl.engine.embedding_cache "
+    "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
     "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
     "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "
@@ -41,7 +45,8 @@ LAYERS = (
     "sgl_fp8rl.engine.moe",
     "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
     "sgl_fp8rl.weight_update",
-    "sgl_fp8rl.engine.control sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
+    "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
+    "sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
     "sgl_fp8rl.engine",
     # the tools
     "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor",

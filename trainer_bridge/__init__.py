@@ -24,6 +24,7 @@ For an MoE model, the experts that the engine chose:
 ...     logits = model(tokens_BS, attention_mask=mask_BS).logits
 """
 
+from trainer_bridge.connections import close
 from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
@@ -55,6 +56,7 @@ __all__ = [
     "TokenMismatch",
     "UpdateResult",
     "check_alarms",
+    "close",
     "connect",
     "correct",
     "mismatch_metrics",

@@ -1,15 +1,20 @@
 """One engine, in this process or behind HTTP, reached by the same three calls."""
 
-import http.client
+import asyncio
 import json
 import os
-import urllib.error
-import urllib.request
+from collections.abc import Sequence
 from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from sgl_fp8rl.protocol.framing import excerpt
+from trainer_bridge.http_requests import Answer, Fault, post_all
 
 CONTROL_PATH = "/fp8rl"
-HTTP_TIMEOUT_S = 600.0
-"""Seconds; a rollout of long responses is one request."""
+CONTROL_TIMEOUT_S = 600.0
+"""Longer than the engine lets an update wait for requests in flight."""
+LONGEST_ERROR = 1000
+"""Characters of an error that are shown."""
 
 
 class EngineError(RuntimeError):
@@ -38,11 +43,18 @@ class EngineClient(Protocol):
             EngineError: the engine refused it or cannot be reached.
         """
 
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        """SGLang's ``/generate``: one dict a response, in order.
+    def sample(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[dict[str, Any] | EngineError]:
+        """Send requests for one response each to SGLang's ``/generate``, all at once.
 
-        Raises:
-            EngineError: the engine refused a request, as it does in quarantine.
+        Args:
+            requests: their JSON.
+            timeout: seconds; requests that take longer are aborted. None waits.
+
+        Returns:
+            A reply for each request, in order; an error where it was refused, as in quarantine, or
+            got none.
         """
 
     def close(self) -> None:
@@ -64,7 +76,7 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
     """
     if isinstance(engine, str):
         return HTTPEngine(engine, key or os.environ.get("FP8RL_KEY"))
-    if hasattr(engine, "control") and hasattr(engine, "generate"):
+    if hasattr(engine, "control"):
         return engine  # type: ignore[no-any-return]
     if hasattr(engine, "fp8rl_control"):
         return InProcessEngine(engine)
@@ -86,33 +98,56 @@ class InProcessEngine:
         except (RuntimeError, ValueError) as error:
             raise EngineError(str(error), getattr(error, "status", None)) from error
 
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        arguments = dict(payload)
+    def sample(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[dict[str, Any] | EngineError]:
+        return self._engine.loop.run_until_complete(  # type: ignore[no-any-return]
+            self._sample_all(requests, timeout)
+        )
+
+    async def _sample_all(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None
+    ) -> list[dict[str, Any] | EngineError]:
+        tasks = [asyncio.create_task(self._sample(request, timeout)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # SGLang aborts what is cancelled
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(
+        self, request: dict[str, Any], timeout: float | None
+    ) -> dict[str, Any] | EngineError:
+        arguments = dict(request)
         # Engine.generate has no such argument; its prompts are tokenized here, as it would itself
         wants_prompt_ids = arguments.pop("return_prompt_token_ids", False)
         if "text" in arguments:
             arguments["input_ids"] = self._tokenize(arguments.pop("text"))
         try:
-            replies = self._engine.generate(**arguments)
+            generation = self._engine.async_generate(**arguments)
+            reply: dict[str, Any] = await asyncio.wait_for(generation, timeout)
+        except asyncio.TimeoutError:
+            return EngineError(f"the engine gave no answer within {timeout:g} s")
+        except ValueError as error:
+            return EngineError(str(error), 400)  # as SGLang's server answers
         except Exception as error:
             # FastAPI's HTTPException, a class that the trainer's environment need not have
             status = getattr(error, "status_code", None)
             if status is None:
                 raise
-            raise EngineError(str(getattr(error, "detail", error)), int(status)) from error
-        replies = replies if isinstance(replies, list) else [replies]
+            return EngineError(str(getattr(error, "detail", error)), int(status))
         if wants_prompt_ids:
-            for prompt, reply in zip(arguments["input_ids"], replies, strict=True):
-                reply["prompt_token_ids"] = prompt
-        return replies
+            reply["prompt_token_ids"] = arguments["input_ids"]
+        return reply
 
-    def _tokenize(self, prompts: list[str]) -> list[list[int]]:
+    def _tokenize(self, prompt: str) -> list[int]:
         tokenizer = self._engine.tokenizer_manager.tokenizer
         if tokenizer is None:
             raise EngineError(
                 "the engine was started with skip_tokenizer_init; pass prompts as token ids"
             )
-        return [tokenizer.encode(prompt) for prompt in prompts]
+        return tokenizer.encode(prompt)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Nothing is held."""
@@ -122,42 +157,67 @@ class HTTPEngine:
     """A server at an ``http://`` address."""
 
     def __init__(self, address: str, key: str | None) -> None:
-        if not address.startswith(("http://", "https://")):
+        if not _is_address(address):
             raise EngineError(f"{address!r} is not an address; write it as http://host:port")
         self.address = address.rstrip("/")
         self._key = key
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        return self._post(CONTROL_PATH, message)  # type: ignore[no-any-return]
+        (reply,) = self._post(CONTROL_PATH, [message], CONTROL_TIMEOUT_S)
+        if isinstance(reply, EngineError):
+            raise reply
+        if not isinstance(reply, dict):
+            raise EngineError(f"{self.address} answers {excerpt(reply)}; is it an fp8rl server?")
+        return reply
 
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        replies = self._post("/generate", payload)
-        return replies if isinstance(replies, list) else [replies]
+    def sample(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[dict[str, Any] | EngineError]:
+        return self._post("/generate", requests, timeout)
 
     def close(self) -> None:
         """Nothing is held: each request has its own connection."""
 
-    def _post(self, path: str, message: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(
-            self.address + path, json.dumps(message).encode(), headers, method="POST"
-        )
+    def _post(self, path: str, messages: Sequence[Any], timeout: float | None) -> list[Any]:
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        url, replies = self.address + path, [None] * len(messages)
+        for index, answer in post_all(url, messages, headers, timeout):
+            replies[index] = self._read(url, answer)
+        return replies
+
+    def _read(self, url: str, answer: Answer | Fault) -> Any:
+        """The JSON of a reply, or an EngineError."""
+        if isinstance(answer, Exception):
+            return EngineError(f"{self.address} cannot be reached ({answer}); is it up?")
+        status, body = answer
+        if status != 200:
+            return EngineError(_sentence(url, status, body), status)
         try:
-            with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as response:
-                return json.load(response)
-        except urllib.error.HTTPError as error:
-            raise EngineError(_sentence(error), error.code) from error
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise EngineError(f"{self.address} cannot be reached ({error}); is it up?") from error
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            return EngineError(f"{self.address} cannot be reached ({error}); is it up?")
 
 
-def _sentence(error: urllib.error.HTTPError) -> str:
-    body = error.read().decode(errors="replace")
+def _is_address(text: str) -> bool:
     try:
-        reply = json.loads(body)
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        return False
+
+
+def sentence_of(error: Any) -> str:
+    """The ``error`` of a reply: a sentence of the engine, or an excerpt of what stands for one."""
+    if isinstance(error, str) and error.strip():
+        return error[:LONGEST_ERROR]
+    return f"the engine gives {excerpt(error)} as its error; see its log"
+
+
+def _sentence(url: str, status: int, body: bytes) -> str:
+    text = body.decode(errors="replace")
+    try:
+        reply = json.loads(text)
         found = reply.get("error", reply)  # ours is {"error": sentence}, SGLang's has a "message"
-        return str(found["message"] if isinstance(found, dict) else found)
-    except (ValueError, LookupError, TypeError, AttributeError):  # a proxy in between
-        return f"{error.url} answered {error.code}: {body[:200]}"
+        return sentence_of(found["message"] if isinstance(found, dict) else found)
+    except (ValueError, LookupError, AttributeError, RecursionError):  # a proxy in between
+        return f"{url} answered {status}: {text[:200]}"

@@ -1,24 +1,27 @@
 """What a trainer keeps of one engine between updates: its layout, its plans and its memory."""
 
-import os
+import logging
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import FORMATS
-from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.engine_client import EngineClient, connect
-from trainer_bridge.fsdp import Named, Source, sources
+from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.fsdp import Named
+from trainer_bridge.layout import check_kv_scales, check_layout, sources_for
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
 from trainer_bridge.transport.host_memory import HostBucket
-from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, RankClients
 
 Bucket = DeviceBucket | HostBucket
+logger = logging.getLogger(__name__)
 
 
 class EngineConnection:
@@ -26,6 +29,10 @@ class EngineConnection:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
+        self.policy: Policy | None = None
+        """What this process committed last."""
+        self.unanswered: tuple[Policy | None, str] = None, ""
+        """A policy whose commit was asked for, and the token of its session."""
         self._layout: dict[str, Any] | None = None
         self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
         self._kv_scales: torch.Tensor | None = None
@@ -33,26 +40,53 @@ class EngineConnection:
         self._placement: Placement | None = None
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
         self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
+        self._ranks: RankClients | None = None
+        self._through_host = False
 
     def layout(self) -> dict[str, Any]:
         """The engine's layout, asked for once.
 
         Raises:
-            EngineError: the engine cannot be reached.
+            EngineError: the engine cannot be reached, or is of another version.
         """
         if self._layout is None:
-            self._layout = self.client.control({"op": "layout"})
+            layout = self.client.control({"op": "layout"})
+            check_layout(layout)
+            self._layout = layout
         return self._layout
 
     def forget(self) -> None:
-        """After a failure: another engine may answer next time."""
+        """After a failure: the engine has let go, and another one may answer next time."""
         self.invalidate_layout()
         self._placement = self._segments = None
+        self.keep(None)
         self._free_bucket()
 
-    def committed(self) -> None:
+    def keep(self, ranks: RankClients | None) -> None:
+        """Stay connected to the ranks that committed: once this ends, they let go of the memory."""
+        previous, self._ranks = self._ranks, ranks
+        if previous is not None:
+            previous.close()
+
+    def close(self, timeout_s: float = DETACH_TIMEOUT_S) -> None:
+        """Have the engine let go of this process's memory, and free what was made for it."""
+        if self._ranks is not None:
+            self._ranks.detach(timeout_s)
+        self.forget()
+
+    def reachable(self, device: torch.device | None) -> torch.device | None:
+        """The trainer's GPU, unless the engine cannot open its memory."""
+        return None if self._through_host else device
+
+    def use_host_memory(self, why: EngineError) -> None:
+        """From now on: what the engine could not open once, it is not asked to open again."""
+        self._through_host = True
+        logger.warning("updates go through host memory, which is slower: %s", why)
+
+    def committed(self, policy: Policy) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
+        self.policy, self.unanswered = policy, (None, "")
         if self.layout()["state"] != State.SERVING.value:
             self.invalidate_layout()
 
@@ -70,7 +104,7 @@ class EngineConnection:
             ManifestError: the engine has no FP8 KV cache, or one of other layers or heads.
         """
         try:
-            _check_kv_scales(scales, self.layout().get("kv_cache"))
+            check_kv_scales(scales, self.layout().get("kv_cache"))
         except ManifestError:
             # an engine at the same address may have an FP8 KV cache next time
             self.invalidate_layout()
@@ -145,7 +179,10 @@ class EngineConnection:
             self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)
+        previous, self._bucket = self._bucket, bucket
         bucket.share(ranks)
+        if previous is not None and previous is not bucket:
+            previous.close()  # every rank let go of it as it opened the new one
         if self._packer is None or self._packer[:2] != (plan, bucket):
             packer: Packer
             if isinstance(bucket, DeviceBucket):
@@ -194,69 +231,5 @@ class EngineConnection:
         place = torch.device("cpu") if device is None else device
         kept = self._bucket
         if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
-            self._free_bucket()
-            kept = HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
-            self._bucket = kept
+            return HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
         return kept
-
-
-def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
-    """How to read these tensors for an engine of this layout."""
-    as_they_are = [*layout["fp32"], KV_SCALES]
-    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
-
-
-def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
-    """The GPU through which weights reach an engine on GPUs: the trainer's own, if it has one."""
-    if not layout["gpus"]:
-        return None
-    for _, tensor in named:
-        if tensor.is_cuda:
-            return torch.device("cuda", tensor.device.index)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-
-
-def _check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
-    if kv_cache is None:
-        raise ManifestError(
-            "kv_scales are for an FP8 KV cache, and the engine has none; start it with "
-            "--kv-cache-dtype fp8_e4m3, or update it without kv_scales"
-        )
-    shape = kv_cache["layers"], len(KV_SCALE_ROWS), kv_cache["kv_heads"]
-    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
-        found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
-        raise ManifestError(f"kv_scales is {found}; give an FP32 tensor of shape {shape}")
-    if scales.shape != shape:
-        raise ManifestError(
-            f"kv_scales has shape {tuple(scales.shape)}, and the engine's KV cache {shape}; "
-            f"calibrate the model that it serves, with [layers, {len(KV_SCALE_ROWS)}, KV heads]"
-        )
-    values = scales.detach().cpu()
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
-        raise ManifestError(
-            "kv_scales holds a value that is not a positive number; calibrate again"
-        )
-
-
-_connections: dict[tuple[str, str | None], EngineConnection] = {}
-
-
-def connection_to(engine: Any) -> EngineConnection:
-    """The link to an engine, the same one at each update.
-
-    Args:
-        engine: an ``sgl.Engine``, an ``http://`` address, or a client.
-
-    Raises:
-        EngineError: it is none of these.
-    """
-    if isinstance(engine, str):
-        key = os.environ.get("FP8RL_KEY")
-        if (engine, key) not in _connections:
-            _connections[engine, key] = EngineConnection(connect(engine, key))
-        return _connections[engine, key]
-    connection: EngineConnection | None = getattr(engine, "_fp8rl_connection", None)
-    if connection is None:
-        # kept by the engine, so that it ends with it
-        connection = engine._fp8rl_connection = EngineConnection(connect(engine))
-    return connection

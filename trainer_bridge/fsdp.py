@@ -91,11 +91,6 @@ def sources(
     ]
 
 
-def is_sharded(named: Named) -> bool:
-    """Whether the ranks of the trainer must read together."""
-    return any(isinstance(tensor, DTensor) for _, tensor in named)
-
-
 def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and those buffers that a checkpoint holds, such as a router's bias."""
     yield from model.named_parameters()

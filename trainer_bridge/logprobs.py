@@ -26,7 +26,8 @@ def response_logprobs(
     Args:
         model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is
             [B, L, V], of any float dtype.
-        prompts: B non-empty lists of token ids: ``rollout.prompt_tokens``.
+        prompts: B lists of token ids: ``rollout.prompt_tokens``. One is empty only where its
+            request failed.
         responses: B lists of token ids, possibly empty: ``rollout.tokens``.
         temperature: ``rollout.temperature``.
 
@@ -35,18 +36,19 @@ def response_logprobs(
         float32 before the division.
 
     Raises:
-        ValueError: there are no sequences, a prompt is empty, prompts and responses differ in
-            number, or the temperature is not positive.
+        ValueError: there are no sequences, a prompt of a response is empty, prompts and responses
+            differ in number, or the temperature is not positive.
     """
     if not prompts or len(prompts) != len(responses):
         raise ValueError(
             f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; pass one "
             f"response per prompt, and at least one prompt"
         )
-    if not all(prompts):
+    empty = [bool(r) and not p for p, r in zip(prompts, responses, strict=True)]
+    if any(empty):
         raise ValueError(
-            f"response_logprobs: prompt {[bool(prompt) for prompt in prompts].index(False)} is "
-            f"empty; nothing predicts the first token of its response"
+            f"response_logprobs: prompt {empty.index(True)} is empty; nothing predicts the first "
+            f"token of its response"
         )
     if not temperature > 0:
         raise ValueError(
@@ -54,7 +56,8 @@ def response_logprobs(
             f"rollout.temperature, which is 1 for greedy sampling"
         )
     device = model.device
-    rows = [torch.tensor([*p, *r]) for p, r in zip(prompts, responses, strict=True)]
+    # a row without a token is one of padding: attention over nothing would be NaN
+    rows = [torch.tensor([*p, *r] or [0]) for p, r in zip(prompts, responses, strict=True)]
     tokens_BL = pad_sequence(rows, batch_first=True).to(device)
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))

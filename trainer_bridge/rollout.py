@@ -11,14 +11,22 @@ Shapes: B sequences (prompts times n), T tokens of the longest response.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.connections import connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.replies import (
+    NO_REPLY,
+    check_policies,
+    error_of,
+    prompt_tokens,
+    read_reply,
+)
 from trainer_bridge.routed_experts import ExpertLayout
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
@@ -60,20 +68,26 @@ class Rollout:
     """Sampled sequences, one list entry each; the n samples of a prompt are adjacent."""
 
     prompt_tokens: list[list[int]]
-    """Token ids of each prompt."""
+    """Token ids of each prompt; none for a string whose request failed."""
     tokens: list[list[int]]
     """Sampled token ids, without the prompt."""
     logprobs: list[list[float]]
     """Natural log of each token's sampling probability (greedy: of its softmax probability)."""
     versions: list[list[int]]
-    """Policy version that sampled each token; -1 is the checkpoint the engine started from."""
+    """Policy version that sampled each token, a number within its run; -1 is the checkpoint that
+    the engine started from."""
     finish_reasons: list[str]
-    """"stop", "length", or "abort" (cut short, for instance by an update; its tokens are kept)."""
+    """"stop", "length", "abort" (cut short, for instance by an update; its tokens are kept), or
+    "error" (the request failed: no tokens)."""
     temperature: float
     """The trainer divides its logits by this before log_softmax (1.0 for greedy sampling)."""
     routed_experts: list[torch.Tensor] | None = None
     """If requested: the MoE experts of each token of prompt and response except the last, uint8 or
     int16 [tokens - 1, layers, experts per token] (``trainer_bridge.routed_experts``)."""
+    runs: list[list[str]] = field(default_factory=list)
+    """The run of each token's version, as ``update`` named it; empty for the checkpoint."""
+    errors: dict[int, EngineError] = field(default_factory=dict)
+    """Why requests failed, by the index of the sequence."""
 
     @cached_property
     def tokens_BT(self) -> torch.Tensor:
@@ -115,6 +129,7 @@ def rollout(
     *,
     expected_version: int | None = None,
     routed_experts: bool = False,
+    timeout: float | None = None,
 ) -> Rollout:
     """Sample ``sampling["n"]`` (default 1) responses to each prompt, with logprobs and versions.
 
@@ -123,70 +138,76 @@ def rollout(
         prompts: lists of token ids, or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
-        expected_version: the policy version that every token must come from; None accepts any.
+        expected_version: the policy version that every token must come from. By default tokens are
+            at least as new as the last update that this process made of this engine, and of its
+            run; any will do where it made none.
         routed_experts: whether to return the experts of every token, for ``replay_routing``; the
             engine must run with ``--enable-return-routed-experts``.
+        timeout: seconds for all responses; what takes longer fails. None waits for the last.
 
     Returns:
-        The sequences in the order of the prompts, n for each.
+        The sequences in the order of the prompts, n for each. Each is a request of its own: where
+        one fails, the others are kept, and ``errors`` says why.
 
     Raises:
         ValueError: the request or a reply breaks the logprob contract (see the module), or experts
             are missing or damaged.
-        EngineError: the engine refused or failed; in quarantine its ``status`` is 503.
+        EngineError: the engine cannot be reached, or every request failed; in quarantine its
+            ``status`` is 503.
     """
     _check_prompts(prompts)
     n, temperature, sampling_params = _read_sampling(sampling)
-    client = connect(engine)
-    layout = client.control({"op": "layout"})
-    if layout["logprobs"]["raw"] and temperature != 1.0:
+    connection = connection_to(engine)
+    client, committed = connection.client, connection.policy
+    status = client.control({"op": "status"})
+    if status["logprobs"]["raw"] and temperature != 1.0:
         raise ValueError(
             f"rollout: the engine returns raw logprobs but would sample at temperature "
             f"{temperature}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or use temperature 1"
         )
-    if expected_version is not None and layout["version"] != expected_version:
-        raise ValueError(
-            f"rollout: the engine serves policy version {layout['version']}, not the expected "
-            f"{expected_version}; call update(..., version={expected_version}) first"
-        )
-    expert_layout = ExpertLayout.of(layout) if routed_experts else None
+    check_policies({(status["run"], status["version"])}, expected_version, committed, "the engine")
+    expert_layout = ExpertLayout.of(status) if routed_experts else None
 
-    # Repeating the prompts samples the same as SGLang's own n, which first prefills the prompts one
-    # by one.
+    if not isinstance(prompts[0], str):
+        prompts = [[int(token) for token in prompt] for prompt in prompts]
+    requests = [_request(prompt, sampling_params, routed_experts) for prompt in prompts]
+    # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
-    payload: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
-    if expert_layout is not None:
-        payload["return_routed_experts"] = True
-    if isinstance(prompts[0], str):
-        payload |= {"text": repeated, "return_prompt_token_ids": True}
-    else:
-        payload["input_ids"] = repeated = [[int(token) for token in row] for row in repeated]
-    replies = client.generate(payload)
-    if len(replies) != len(repeated):
-        raise ValueError(
-            f"rollout: the engine sent {len(replies)} replies to {len(repeated)} requests; "
-            f"check proxies between this trainer and the engine"
-        )
+    replies: list[Any] = client.sample([one for one in requests for _ in range(n)], timeout)
 
     experts: list[torch.Tensor] = []
     result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)
     for index, (prompt, reply) in enumerate(zip(repeated, replies, strict=True)):
-        reason, tokens, logprobs, versions = _read_reply(reply, index)
-        if expected_version is not None and set(versions) - {expected_version}:
-            raise ValueError(
-                f"rollout: reply {index} has tokens of policy versions {sorted(set(versions))}, "
-                f"expected only {expected_version}; do not update while this rollout runs, "
-                f"or leave expected_version out"
-            )
-        result.prompt_tokens.append(_prompt_tokens(prompt, reply, index))
+        error = error_of(reply, index)
+        if error is not None:
+            result.errors[index], reply = error, NO_REPLY
+        reason, tokens, logprobs, versions, runs = read_reply(reply, index)
+        policies = set(zip(runs, versions, strict=True))
+        check_policies(policies, expected_version, committed, f"reply {index}")
+        result.prompt_tokens.append(prompt_tokens(prompt, reply, index))
         result.tokens.append(tokens)
         result.logprobs.append(logprobs)
         result.versions.append(versions)
+        result.runs.append(runs)
         result.finish_reasons.append(reason)
         if expert_layout is not None:
             count = len(result.prompt_tokens[-1]) + len(tokens) if tokens else 0
             experts.append(expert_layout.read(reply["meta_info"], count, index))
+    if len(result.errors) == len(repeated):
+        raise result.errors[0]
     return result
+
+
+def _request(
+    prompt: str | Sequence[int], sampling_params: dict[str, Any], routed_experts: bool
+) -> dict[str, Any]:
+    """The JSON of one request to SGLang's ``/generate``."""
+    request: dict[str, Any] = {"sampling_params": sampling_params, "return_logprob": True}
+    if routed_experts:
+        request["return_routed_experts"] = True
+    if isinstance(prompt, str):
+        return request | {"text": prompt, "return_prompt_token_ids": True}
+    return request | {"input_ids": prompt}
 
 
 def _check_prompts(prompts: Sequence[str] | Sequence[Sequence[int]]) -> None:
@@ -230,58 +251,6 @@ def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]
     off_values = {name: off[0] for name, off in _SWITCHED_OFF.items()}
     sent = {**given, **off_values, "temperature": temperature}
     return n, 1.0 if temperature < GREEDY_BELOW else float(temperature), sent
-
-
-def _read_reply(reply: dict[str, Any], index: int) -> tuple[str, list[int], list[float], list[int]]:
-    """Finish reason, tokens, logprobs and versions of one reply, checked against each other."""
-    meta, tokens = reply["meta_info"], list(reply["output_ids"])
-    finish = meta["finish_reason"]
-    reason = finish["type"]
-    if reason == "abort" and finish.get("status_code") is not None:
-        raise EngineError(
-            f"rollout: the engine refused request {index}: {finish.get('message')}",
-            int(finish["status_code"]),
-        )
-    # SGLang's reply to a request that was aborted while it waited (again) has no versions, and
-    # tokens of an unknown policy are useless.
-    if not tokens or (reason == "abort" and "policy_version" not in meta):
-        return reason, [], [], []
-
-    entries, versions = meta.get("output_token_logprobs"), meta.get("policy_version")
-    if entries is None or versions is None:
-        missing = "logprobs" if entries is None else "policy versions"
-        raise ValueError(
-            f"rollout: reply {index} has no {missing}; check that the engine runs with "
-            f"--quantization fp8rl and that no proxy drops parts of meta_info"
-        )
-    if not len(tokens) == len(entries) == len(versions):
-        raise ValueError(
-            f"rollout: reply {index} has {len(tokens)} tokens but {len(entries)} logprobs and "
-            f"{len(versions)} policy versions; do not train on it, and report it with the engine's "
-            f"version and options"
-        )
-    logprobs = [entry[0] for entry in entries]
-    if tokens != [entry[1] for entry in entries]:
-        raise ValueError(
-            f"rollout: reply {index} has logprobs of tokens that it does not return; do not train "
-            f"on it, and report it with the engine's version and options"
-        )
-    if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
-        raise ValueError(
-            f"rollout: reply {index} has a logprob that is not a finite number; "
-            f"look for NaN or Inf in the weights that the engine serves"
-        )
-    return reason, tokens, logprobs, list(versions)
-
-
-def _prompt_tokens(prompt: str | list[int], reply: dict[str, Any], index: int) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    if "prompt_token_ids" not in reply:
-        raise ValueError(
-            f"rollout: reply {index} lacks the token ids of its prompt; pass prompts as token ids"
-        )
-    return list(reply["prompt_token_ids"])
 
 
 def _pad(rows: Sequence[Sequence[Any]], dtype: Any, value: int) -> torch.Tensor:

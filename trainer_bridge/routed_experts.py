@@ -35,13 +35,13 @@ class ExpertLayout:
     top_k: int
 
     @classmethod
-    def of(cls, layout: dict[str, Any]) -> "ExpertLayout":
-        """From the engine's answer to the control message ``layout``.
+    def of(cls, status: dict[str, Any]) -> "ExpertLayout":
+        """From the engine's answer to the control message ``status``.
 
         Raises:
             ValueError: the engine returns no experts.
         """
-        found = layout.get("routed_experts")
+        found = status.get("routed_experts")
         if found is None:
             raise ValueError(
                 "rollout: the engine returns no routed experts; start it with "

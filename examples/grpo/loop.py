@@ -197,10 +197,13 @@ def evaluate(engine: Any, config: Config, version: int) -> float:
 def share_of(rank: int, world: int, batch: Rollout) -> Rollout:
     """This rank's sequences: an equal slice of every list."""
     count = len(batch.tokens) // world
-    mine = slice(rank * count, (rank + 1) * count)
+    mine = range(rank * count, (rank + 1) * count)
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    lists: dict[str, Any] = {k: v[mine] for k, v in values.items() if isinstance(v, list)}
-    return replace(batch, **lists)
+    lists: dict[str, Any] = {
+        k: v[mine.start : mine.stop] for k, v in values.items() if isinstance(v, list)
+    }
+    errors = {index - mine.start: e for index, e in batch.errors.items() if index in mine}
+    return replace(batch, **lists, errors=errors)
 
 
 def broadcast(value: Any) -> Any:

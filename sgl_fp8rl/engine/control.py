@@ -20,6 +20,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD
 from sgl_fp8rl.options import current_options
+from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.manifest import (
     PROTOCOL,
     ManifestError,
@@ -32,7 +33,10 @@ SPIN_S = 0.005
 """How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler."""
-FINISH_POLL_S = 0.05
+ANSWER_TIMEOUT_S = 60.0
+"""How long the schedulers may take to answer before ``/health`` reports that they hang."""
+WAIT_POLL_S = 0.05
+"""Between two attempts to begin where no request is aborted; each may retract all of them."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 PATH = "/fp8rl"
@@ -57,7 +61,7 @@ class Control:
         self._lock = asyncio.Lock()
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
-        self._status: dict[str, Any] = {}
+        self._described: dict[str, Any] = {}
 
     async def handle(self, message: Any) -> dict[str, Any]:
         """Answer one message.
@@ -71,28 +75,30 @@ class Control:
         if op == "end":
             return await self._end()
         async with self._lock:
-            if op == "layout":
-                return await self._layout()
+            if op in ("status", "layout"):
+                return await self._describe(op)
             if self._session is not None:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
                 return await self._begin(message)
             if op in ("layers", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
-        raise ControlError(f"control message {op!r} is unknown; install the same sgl-fp8rl")
+        raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
 
-    async def _layout(self) -> dict[str, Any]:
+    async def _describe(self, op: str) -> dict[str, Any]:
+        """Answer ``status``, or ``layout``, which also names tensors and so takes longer."""
         if self._session is None:
-            self._status = await self._ask({"op": "status"})
+            described = await self._ask({"op": op})
+            self._described |= described
         else:
-            self._status["state"] = State.UPDATING.value
+            described = {**self._described, "state": State.UPDATING.value}
         return {
             "protocol": PROTOCOL,
             "sglang": compat.sglang_version(),
             "tp_size": self._server_args.tp_size,
             "bucket_bytes": self._options.bucket_bytes,
             "logprobs": {"raw": _returns_raw_logprobs()},
-            **self._status,
+            **described,
         }
 
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -101,9 +107,9 @@ class Control:
             in_flight = check_in_flight(message.get("in_flight", ABORT))
         except ManifestError as error:
             raise ControlError(str(error)) from None
-        was_paused = self._manager.is_pause
-        async with self._manager.is_pause_cond:
-            self._manager.is_pause = True  # new requests wait at the tokenizer
+        # held to the session's end: new requests wait for it, as do a user's pause and continue
+        await self._manager.is_pause_cond.acquire()
+        was_paused, self._manager.is_pause = self._manager.is_pause, True
         session = False
         try:
             token = secrets.token_hex(16)
@@ -111,16 +117,15 @@ class Control:
             session = "sockets" in begun
         finally:
             if not session:  # whatever it is, the engine must not stay paused
-                await self._resume(was_paused)
+                self._resume(was_paused)
         if session:
             self._session = asyncio.create_task(self._watch(was_paused))
             return {"token": token, **begun}
         return begun
 
     async def _drain_and_begin(self, message: dict[str, Any], in_flight: str) -> dict[str, Any]:
-        limit_s, poll_s = (
-            (FINISH_TIMEOUT_S, FINISH_POLL_S) if in_flight == FINISH else (DRAIN_TIMEOUT_S, POLL_S)
-        )
+        limit_s = FINISH_TIMEOUT_S if in_flight == FINISH else DRAIN_TIMEOUT_S
+        poll_s = POLL_S if in_flight == ABORT else WAIT_POLL_S
         deadline = asyncio.get_running_loop().time() + limit_s
         begun = await self._ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
@@ -131,7 +136,9 @@ class Control:
                 # new version.
                 self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
             begun = await self._ask(message)
-            if begun.get("busy") and asyncio.get_running_loop().time() > deadline:
+            if not begun.get("busy"):
+                break
+            if asyncio.get_running_loop().time() > deadline:
                 raise ControlError(
                     f"requests were still running after {limit_s:.0f} s (in_flight is "
                     f"{in_flight!r}); the engine keeps its version, try again",
@@ -143,17 +150,18 @@ class Control:
     async def _watch(self, was_paused: bool) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
-            self._ended = await self._receive()
+            self._ended = await self._receive(self._options.session_timeout_s)
+            if self._ended.get("ended"):
+                # the `weight_version` of SGLang's own replies
+                self._manager._update_weight_version_if_provided(str(self._ended["version"]))
         finally:
             self._session = None
-            await self._resume(was_paused)
+            self._resume(was_paused)
 
-    async def _resume(self, was_paused: bool) -> None:
-        if not was_paused:
-            # the scheduler was never paused, so SGLang's own continue_generation has a message less
-            async with self._manager.is_pause_cond:
-                self._manager.is_pause = False
-                self._manager.is_pause_cond.notify_all()
+    def _resume(self, was_paused: bool) -> None:
+        # the scheduler was never paused, so SGLang's own continue_generation has a message less
+        self._manager.is_pause = was_paused
+        self._manager.is_pause_cond.release()
 
     async def _end(self) -> dict[str, Any]:
         """Wait until the session that is under way has ended, and report how the last one did."""
@@ -164,19 +172,25 @@ class Control:
         return self._ended
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        parameters = {"message": json.dumps(message)}
+        try:
+            parameters = {"message": json.dumps(message)}
+        except RecursionError:
+            raise ControlError("the message is nested too deeply; send a control message") from None
         compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
-        reply = await self._receive()
+        reply = await self._receive(ANSWER_TIMEOUT_S)
         if "error" in reply:
             raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
         return reply
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self, healthy_s: float) -> dict[str, Any]:
+        """Await the schedulers' reply; after ``healthy_s`` without one, ``/health`` may fail."""
         loop = asyncio.get_running_loop()
-        soon = loop.time() + SPIN_S
+        start = loop.time()
+        soon, late = start + SPIN_S, start + healthy_s
         while not self._rpc.poll(0):
-            # /health looks at it: schedulers that serve an update answer nothing else meanwhile
-            self._manager.last_receive_tstamp = time.time()
+            if loop.time() < late:
+                # /health looks at it: schedulers that serve an update answer nothing else meanwhile
+                self._manager.last_receive_tstamp = time.time()
             await asyncio.sleep(0 if loop.time() < soon else POLL_S)
         reply = json.loads(compat.sock_recv(self._rpc).message)
         assert isinstance(reply, dict)
@@ -232,7 +246,7 @@ def _handler(control: Control) -> Any:
         return JSONResponse(reply)
 
     # annotations of this module are objects, not strings: FastAPI sees the request parameter
-    return fp8rl
+    return compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)(fp8rl)
 
 
 async def _json(request: Any) -> Any:

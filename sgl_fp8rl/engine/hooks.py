@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.engine import cpu_kernels, kv_attention
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.engine.kv_decode import fused_forward, mark
 from sgl_fp8rl.kv_cache import backends
@@ -42,6 +42,21 @@ def wrap_plans() -> None:
         IncompatibleSGLangError: SGLang lacks the function.
     """
     _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
+
+
+def wrap_kernels() -> None:
+    """Wrap what would launch a Triton kernel, in a process on the CPU platform.
+
+    Raises:
+        IncompatibleSGLangError: SGLang lacks the function.
+    """
+    _wrap(
+        {
+            compat.SHARED_EXPERT_GATE: cpu_kernels.gate_shared_expert,
+            compat.LOGITS_CAP: cpu_kernels.cap_logits,
+            compat.TRITON_LAUNCH: cpu_kernels.refuse_launch,
+        }
+    )
 
 
 def _wrap(hooks: Mapping[str, Hook]) -> None:

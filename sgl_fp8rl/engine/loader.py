@@ -15,13 +15,14 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.scheduler import attach, skipped_by_all
+from sgl_fp8rl.engine.scheduler import skipped_by_all
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
-from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION
+from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
@@ -96,7 +97,7 @@ def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
                         f"BF16, FP16, FP32 or block FP8"
                     )
                 specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
-    return Manifest(CHECKPOINT_VERSION, specs, chunk_bytes)
+    return Manifest(CHECKPOINT.version, specs, chunk_bytes)
 
 
 def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

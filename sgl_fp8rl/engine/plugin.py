@@ -20,7 +20,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
-from sgl_fp8rl.options import export_flags, export_keywords, read_options
+from sgl_fp8rl.options import current_options, export_flags, export_keywords, read_options
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def _register() -> None:
     from sgl_fp8rl.engine import (
         control,
         cpu_platform,
+        guards,
         hooks,
         internal_requests,
         kv_calibrate,
@@ -85,20 +86,24 @@ def _register() -> None:
         "generate_request": internal_requests.tag_warm_up,
         "host_cache_of_experts": routed_experts.plain_host_memory,
         "capture_of_experts": routed_experts.clone_captured_topk,
-        "sample": scheduler.stamp_version,
+        "sample": guards.stamp_policy,
         "draw": sampler.fast_sample,
         "stream_output": output_stream.skip_empty,
-        "handle_generate_request": scheduler.refuse_generation,
-        "handle_embedding_request": scheduler.refuse_generation,
+        "handle_generate_request": guards.refuse_generation,
+        "handle_embedding_request": guards.refuse_generation,
         "handle_rpc_request": scheduler.handle_rpc,
-        "release_memory": scheduler.quarantine_released,
-        "resume_memory": scheduler.note_resumed,
+        "process_input_requests": guards.look_after_trainer,
+        "release_memory": guards.quarantine_released,
+        "resume_memory": guards.note_resumed,
+        "check_weights": guards.refuse_reset,
+        "attach_kv_storage": guards.refuse_kv_storage,
+        "start_scheduler": check_scheduler_args,
         "run_http_server": control.add_route,
     }
     for name, hook in around.items():
         hooks.register(compat.HOOK_TARGETS[name], hook)
-    for target, output in compat.STOCK_UPDATES.items():
-        hooks.register(target, scheduler.refuse_stock_update(output))
+    for target, output in compat.stock_updates().items():
+        hooks.register(target, guards.refuse_stock_update(output))
 
 
 def parse_cli_args(original: Any, argv: list[str]) -> Any:
@@ -116,8 +121,7 @@ def parse_cli_args(original: Any, argv: list[str]) -> Any:
     if server_args.quantization == NAME:
         export_flags(options)
         try:
-            refuse_layout(server_args)
-            refuse_kv_cache(server_args, options)
+            check_server_args(server_args, options)
         except ValueError as error:
             sys.exit(f"sgl-fp8rl: {error}")
     return server_args
@@ -172,9 +176,47 @@ def parse_engine_kwargs(**keywords: Any) -> Any:
     current = export_keywords(options)
     server_args = compat.ServerArgs(**{**keywords, **_for_fp8_kv(keywords)})
     if server_args.quantization == NAME:
-        refuse_layout(server_args)
-        refuse_kv_cache(server_args, current)
+        check_server_args(server_args, current)
     return server_args
+
+
+def check_scheduler_args(
+    original: Any, scheduler: Any, server_args: Any, *args: Any, **keywords: Any
+) -> None:
+    """AROUND ``Scheduler.__init__``: check arguments that a framework made without our parsers.
+
+    Raises:
+        ValueError: as ``check_server_args``; SGLang logs it and ends the engine.
+    """
+    if server_args.quantization == NAME:
+        check_server_args(server_args, current_options())
+    original(scheduler, server_args, *args, **keywords)
+
+
+def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
+    """Check the arguments of an engine, before its model is loaded.
+
+    Raises:
+        ValueError: updates cannot reach all of it, its KV cache cannot be scaled, or its control
+            route would need two keys in one header.
+    """
+    refuse_layout(server_args)
+    refuse_kv_cache(server_args, options)
+    refuse_second_key(server_args, options.key)
+
+
+def refuse_second_key(server_args: Any, key: str | None) -> None:
+    """Refuse a key of ours beside another of SGLang's: a request has one ``Authorization``.
+
+    Raises:
+        ValueError: they differ.
+    """
+    name = "admin_api_key" if server_args.admin_api_key else "api_key"
+    if key is not None and getattr(server_args, name) not in (None, "", key):
+        raise ValueError(
+            f"FP8RL_KEY is not the --{name.replace('_', '-')}, which SGLang requires of the same "
+            f"requests; set both to the same key"
+        )
 
 
 def refuse_layout(server_args: Any) -> None:
@@ -182,16 +224,19 @@ def refuse_layout(server_args: Any) -> None:
 
     Raises:
         ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding,
-            disaggregation, moving experts, LoRA, a cache that outlives a flush.
+            disaggregation, moving experts, LoRA, shared weights, a cache that outlives a flush.
     """
     for field, unset in (
         ("tokenizer_worker_num", 1),
         ("dp_size", 1),
+        ("enable_dp_attention", False),
         ("pp_size", 1),
         ("nnodes", 1),
         ("speculative_algorithm", None),
         ("disaggregation_mode", "null"),
         ("enable_eplb", False),
+        ("elastic_ep_backend", None),
+        ("weight_cache_mode", "off"),
         ("enable_lora", False),
         ("hicache_storage_backend", None),
         ("enable_lmcache", False),

@@ -133,7 +133,7 @@ def _top_k(module: Any) -> int | None:
 
 
 def _kind_reason(name: str, module: nn.Module) -> str:
-    if isinstance(module, compat.LinearBase):
+    if isinstance(module, (compat.LinearBase, nn.Linear)):
         return "router or other layer that the model builds without quantization"
     if "lm_head" in name:
         return "output head stays BF16"

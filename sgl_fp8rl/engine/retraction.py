@@ -23,8 +23,10 @@ def retract(scheduler: Any) -> bool:
         whether the cache was reset: no entry of it is left, and no request runs.
     """
     # SGLang flushes no cache while requests wait (0.5.17 ends itself where an update must), though
-    # none that waits holds a part of it. So they are laid aside.
+    # none that waits, in the queue or for its grammar, holds a part of it. So they are laid aside.
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    grammars = scheduler.grammar_manager
+    compiling, grammars.grammar_queue = grammars.grammar_queue, []
     was_paused = scheduler._engine_paused
     limit, scheduler.max_queued_requests = scheduler.max_queued_requests, None
     scheduler.pause_generation(compat.PauseGenerationReqInput(mode="retract"))
@@ -43,7 +45,17 @@ def retract(scheduler: Any) -> bool:
             refuse_waiting(scheduler, TOO_LONG)
         retracted = list(compress(retracted, goes_on))
     scheduler.waiting_queue = [*retracted, *waiting]
+    grammars.grammar_queue = compiling
     return flushed
+
+
+def outlasts_abort(scheduler: Any) -> bool:
+    """Whether a request has begun or waits for its grammar: a pause keeps those from ending."""
+    waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
+    try:
+        return not scheduler.is_fully_idle()
+    finally:
+        scheduler.waiting_queue = waiting
 
 
 def fits(scheduler: Any, request: Any) -> bool:
@@ -73,7 +85,9 @@ def refuse(scheduler: Any, request: Any, message: str, status: int | None = None
 
 def refuse_waiting(scheduler: Any, message: str, status: int | None = None) -> None:
     """Answer all that wait with an abort, while nothing runs; with an HTTP status, as an error."""
-    for request in scheduler.waiting_queue:
+    grammars = scheduler.grammar_manager
+    for request in (*scheduler.waiting_queue, *grammars.grammar_queue):
         refuse(scheduler, request, message, status)
     # clears the queue as SGLang does; its own answers come second, so the tokenizer drops them
     scheduler.abort_request(compat.AbortReq(abort_all=True))
+    grammars.grammar_queue = []  # SGLang would prefill one token of each, under any weights

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduler: our control messages, the quarantine, and versions of tokens.
+"""The hook on SGLang's scheduler that answers our control messages, updates among them.
 
 Every rank runs the same hook at the same step of its event loop, so ranks decide together.
 """
@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -15,50 +14,31 @@ import torch.distributed as dist
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import routed_experts
-from sgl_fp8rl.engine.internal_requests import isolate_prefix
+from sgl_fp8rl.engine.attached import scheduler_weights
+from sgl_fp8rl.engine.embedding_cache import forget_embeddings
+from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.retraction import refuse, refuse_waiting, retract
+from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
-from sgl_fp8rl.protocol.manifest import (
-    Manifest,
-    ManifestError,
-    check_version,
-)
-from sgl_fp8rl.protocol.states import FINISH, RETRACT, State
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.weight_update.rank_server import RankSocket, reply, serve
+from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
 
 RPC_METHOD = "fp8rl"
-VERSION_KEY = "policy_version"
-"""Where ``meta_info`` of a response carries the policy version of each output token."""
 PAUSED = (
-    "generation is paused, so requests in flight cannot finish; continue_generation first, or "
+    "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
 READS_MEMORY = ("digest", "kv", "kv_observe", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
-WEIGHTS_TAG = "weights"
-"""SGLang's memory-saver tag of the weights."""
-_ATTRIBUTE = "_fp8rl_weights"
-
-
-def attach(model: torch.nn.Module, weights: EngineWeights) -> None:
-    """Keep a model's update state beside it."""
-    object.__setattr__(model, _ATTRIBUTE, weights)
-
-
-def weights_of(model: torch.nn.Module) -> EngineWeights | None:
-    """The update state of a model, or None where fp8rl does not serve it."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def _scheduler_weights(scheduler: Any) -> EngineWeights | None:
-    return weights_of(scheduler.tp_worker.model_runner.model)
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -72,10 +52,13 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     """AROUND ``Scheduler.handle_rpc_request``: answer our JSON messages."""
     if request.method != RPC_METHOD:
         return original(scheduler, request)
-    weights = _scheduler_weights(scheduler)
+    weights = scheduler_weights(scheduler)
     if weights is None:
         return _answer({"error": "this engine does not run with --quantization fp8rl"})
-    message = json.loads(request.parameters["message"])
+    try:
+        message = json.loads(request.parameters["message"])
+    except (ValueError, RecursionError) as error:  # an exception here would end the server
+        return _answer({"error": f"the control message cannot be read: {error}"})
     if message["op"] == "begin":
         return _begin(scheduler, weights, message)
     group = scheduler.tp_group.cpu_group
@@ -91,6 +74,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer(kv_stats.start_observing(weights.kv))
     if message["op"] == "kv_recalibrate":
         return _answer(_recalibrate(scheduler, weights, group))
+    if message["op"] == "status":
+        return _answer(_describe(weights))
     return _answer(_layout(weights, group))
 
 
@@ -100,23 +85,42 @@ def _answer(reply_: dict[str, Any]) -> Any:
 
 def _status(weights: EngineWeights) -> dict[str, Any]:
     return {
-        "version": weights.version,
+        "run": weights.policy.run,
+        "version": weights.policy.version,
         "state": weights.state.value,
         "reason": weights.reason,
     }
+
+
+def _describe(weights: EngineWeights) -> dict[str, Any]:
+    """What a rollout needs: each one asks, so it names no tensors and needs no other rank."""
+    return {"routed_experts": routed_experts.layout(weights.model), **_status(weights)}
 
 
 def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
     on_gpu = weights.device.type == "cuda"
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
-        "fallback": sorted(weights.table.fallback) if weights.table else [],
-        "fp32": weights.table.kept_in(torch.float32) if weights.table else [],
-        "formats": weights.table.by_format() if weights.table else {},
+        **_sources(weights.table, group),
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),
-        "routed_experts": routed_experts.layout(weights.model),
-        **_status(weights),
+        **_describe(weights),
+    }
+
+
+def _sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:
+    """How the ranks together keep HF tensors: with expert parallelism each has other experts."""
+    ranks = [names for names in gather(table.names if table else None, group) if names is not None]
+    if not ranks:
+        return {"fallback": [], "fp32": None, "formats": {}}
+    formats: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, tensors in rank["formats"].items():
+            formats.setdefault(name, set()).update(tensors)
+    return {
+        "fallback": sorted({name for rank in ranks for name in rank["fallback"]}),
+        "fp32": sorted({name for rank in ranks for name in rank["fp32"]}),
+        "formats": {name: sorted(tensors) for name, tensors in formats.items()},
     }
 
 
@@ -159,7 +163,9 @@ class _Ready:
     path: str = ""
 
 
-def _prepare(weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup) -> str:
+def _prepare(
+    weights: EngineWeights, policy: Policy, message: dict[str, Any], group: dist.ProcessGroup
+) -> str:
     """Check an update against this engine and return the fingerprint of its manifest.
 
     Every rank takes the same way through here, since ranks know the same manifests.
@@ -167,18 +173,17 @@ def _prepare(weights: EngineWeights, message: dict[str, Any], group: dist.Proces
     Raises:
         ManifestError: it must not begin, on this rank or on another.
     """
-    version = check_version(message.get("version"))
     manifest, error = None, None
     recorded_before = weights.table is not None
     try:
-        weights.check_version(version)
+        weights.check_policy(policy)
         if "manifest" not in message:
             return str(message.get("fingerprint"))
         manifest = Manifest.from_json(message["manifest"])
         weights.accept(manifest)
     except Exception as fault:  # whatever it is, the other ranks wait for this one's word
         if not isinstance(fault, ManifestError):
-            logger.exception("an update to version %d could not be planned", version)
+            logger.exception("an update to %s could not be planned", policy)
         error = str(fault) or type(fault).__name__
     errors = [e for e in gather(error, group) if e is not None]
     if not errors:
@@ -215,9 +220,12 @@ def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]
 def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> Any:
     group = scheduler.tp_group.cpu_group
     try:
-        fingerprint = _prepare(weights, message, group)
-    except ManifestError as refusal:
-        return _answer({"error": str(refusal)})
+        policy = check_policy(message.get("run"), message.get("version"))
+        if weights.committed_by(message.get("retry_of"), policy):
+            return _answer({"committed": True})
+        fingerprint = _prepare(weights, policy, message, group)
+    except ManifestError as error:
+        return _answer({"error": str(error)})
     if not all(gather(weights.knows(fingerprint), group)):
         return _answer({"unknown": True})
     retracts = message.get("in_flight") == RETRACT
@@ -231,7 +239,9 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
             failure = (
                 f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
             )
-    elif message.get("in_flight") == FINISH and scheduler._engine_paused:
+    elif scheduler._engine_paused and (
+        message.get("in_flight") == FINISH or outlasts_abort(scheduler)
+    ):
         failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
     ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
@@ -243,7 +253,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     try:
         if retracts and not all(gather(retract(scheduler), group)):
             return _answer({"busy": True})
-        session = weights.begin(fingerprint, message["version"])
+        session = weights.begin(fingerprint, policy)
         if scheduler.ipc_channels.recv_from_rpc is not None:
             begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
@@ -254,14 +264,16 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     outcomes = gather(outcome, group)
     failed = next((o for o in outcomes if not o.committed), None)
     if failed is None:
-        weights.commit()
+        weights.commit(message["token"])
+        _tell_sglang(scheduler, policy)
+        forget_embeddings()
         reply(peer, {"ok": True})
     elif any(o.dirty for o in outcomes):
         weights.quarantine(
-            f"the update to version {session.version} failed: {failed.reason}; a complete update "
+            f"the update to version {policy.version} failed: {failed.reason}; a complete update "
             f"to a newer version heals the engine"
         )
-        refuse_waiting(scheduler, *_refusal(weights))
+        refuse_waiting(scheduler, *refusal(weights))
         reply(peer, {"error": failed.reason})
     else:
         weights.resume()
@@ -271,67 +283,8 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     )
 
 
-def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
-    """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
-    weights = _scheduler_weights(scheduler)
-    if weights is None or weights.state is State.SERVING:
-        if weights is not None and weights.kv is not None:
-            isolate_prefix(request)
-        original(scheduler, request, **kwargs)
-        return
-    refuse(scheduler, request, *_refusal(weights))
-
-
-def _refusal(weights: EngineWeights) -> tuple[str, int]:
-    """Why no policy generates, and the HTTP status that says so."""
-    return f"engine weights are quarantined: {weights.reason}", HTTPStatus.SERVICE_UNAVAILABLE
-
-
-def quarantine_released(original: Any, updater: Any, request: Any) -> Any:
-    """AROUND ``release_memory_occupation``: released weights are lost, so none may be sampled."""
-    output = original(updater, request)
-    weights = weights_of(updater.tp_worker.model_runner.model)
-    if weights is not None and WEIGHTS_TAG in updater.offload_tags:
-        weights.released = True
-        weights.quarantine("the weights' memory was released; resume it and send a complete update")
-    return output
-
-
-def note_resumed(original: Any, updater: Any, request: Any) -> Any:
-    """AROUND ``resume_memory_occupation``: there is memory to update again, still quarantined."""
-    output = original(updater, request)
-    weights = weights_of(updater.tp_worker.model_runner.model)
-    if weights is not None:
-        weights.released = WEIGHTS_TAG in updater.offload_tags
-    return output
-
-
-def stamp_version(original: Any, runner: Any, logits_output: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``ModelRunner.sample``: each sampled token carries the version that sampled it."""
-    token_ids = original(runner, logits_output, *args, **kwargs)
-    weights = weights_of(runner.model)
-    if weights is not None:
-        versions = [weights.version] * len(token_ids)
-        logits_output.customized_info = {
-            **(logits_output.customized_info or {}),
-            VERSION_KEY: versions,
-        }
-    return token_ids
-
-
-def refuse_stock_update(output_class: str) -> Any:
-    """Make the AROUND hook of one of SGLang's own weight updates.
-
-    It would cast BF16 into FP8 storage without scales, and says nothing of versions.
-    """
-
-    def hook(original: Any, updater: Any, request: Any) -> Any:
-        if weights_of(updater.tp_worker.model_runner.model) is None:
-            return original(updater, request)
-        return getattr(compat, output_class)(
-            success=False,
-            message="this engine runs with --quantization fp8rl, whose weights change through "
-            "trainer_bridge.update(model, engine, version=...)",
-        )
-
-    return hook
+def _tell_sglang(scheduler: Any, policy: Policy) -> None:
+    """Set the ``weight_version`` of SGLang's own replies; 0.5.17 keeps it in the main process."""
+    record = getattr(scheduler, "record_weight_version_change", None)
+    if record is not None:
+        record(str(policy.version))

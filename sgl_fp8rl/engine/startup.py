@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import fusion
+from sgl_fp8rl.engine import cpu_kernels, cpu_platform, fusion
+from sgl_fp8rl.engine.hooks import wrap_kernels
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.startup_experts import assign_tile_configs, compile_experts
 from sgl_fp8rl.gemm import quick_tune, warmup
@@ -30,6 +31,9 @@ SWAPPED_ROWS, SWAPPED_STEP = 32, 8
 def prepare(original: Any, runner: Any) -> None:
     """AROUND what SGLang calls once the weights of a ``ModelRunner`` are loaded."""
     original(runner)
+    if cpu_platform.is_active():
+        cpu_kernels.check_attention(runner.model)
+        wrap_kernels()
     layers = list(gemm_layers(runner.model))
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
     warmup.warm_up(shapes, runner)

@@ -168,7 +168,8 @@ class Mapping(_Memory):
 
     Raises:
         CudaMemoryError: the exporter is gone or is this process, the GPUs cannot reach each other,
-            or the handle claims more bytes than there are.
+            this process does not see the exporter's, or the handle claims more bytes than there
+            are.
     """
 
     def __init__(self, handle: Handle, device: int) -> None:
@@ -189,6 +190,7 @@ class Mapping(_Memory):
                     f"a memory handle claims {handle.nbytes} bytes of {handle.gpu} and its "
                     f"allocation has {base + size - self.address}; export the memory again"
                 )
+            ordinal(_attributes(self.address)[2])  # torch can view it: CUDA_VISIBLE_DEVICES has it
         except BaseException:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +12,15 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, SUFFIXES, format_of, split_name
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
+from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 
-PROTOCOL = 4
+PROTOCOL = 5
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
+MOST_DIMENSIONS, MOST_ELEMENTS, LONGEST_NAME = 8, 2**48, 256
+"""Of one tensor; what exceeds them comes from no model, and torch cannot count its bytes."""
 
 
 class ManifestError(ValueError):
@@ -86,8 +90,8 @@ class Manifest:
         if not isinstance(data, dict) or data.get("protocol") != PROTOCOL:
             found = data.get("protocol") if isinstance(data, dict) else type(data).__name__
             raise ManifestError(
-                f"the manifest speaks protocol {found!r}, this engine {PROTOCOL}; install the same "
-                f"sgl-fp8rl on both sides"
+                f"the manifest speaks protocol {excerpt(found)}, this engine {PROTOCOL}; install "
+                f"the same sgl-fp8rl on both sides"
             )
         version, tensors = check_version(data.get("version")), data.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
@@ -95,7 +99,7 @@ class Manifest:
         size, mapped = data.get("chunk_bytes"), data.get("mapped")
         if type(size) is not int or not 0 < size < 2**40 or size % CHUNK_ALIGNMENT:
             raise ManifestError(
-                f"chunk_bytes is {size!r}; give a positive multiple of {CHUNK_ALIGNMENT}"
+                f"chunk_bytes is {excerpt(size)}; give a positive multiple of {CHUNK_ALIGNMENT}"
             )
         if not isinstance(mapped, list) or not all(type(n) is str and n in tensors for n in mapped):
             raise ManifestError("mapped names a tensor that the manifest lacks; list it there too")
@@ -138,7 +142,9 @@ def check_version(version: Any) -> int:
     """
     # replies carry it as a 64-bit integer
     if type(version) is not int or not 0 <= version < 2**63:
-        raise ManifestError(f"version is {version!r}; give a whole number from 0 up, below 2**63")
+        raise ManifestError(
+            f"version is {excerpt(version)}; give a whole number from 0 up, below 2**63"
+        )
     return version
 
 
@@ -149,18 +155,24 @@ def check_in_flight(choice: Any) -> str:
         ManifestError: it is none of ``IN_FLIGHT``.
     """
     if choice not in IN_FLIGHT:
-        raise ManifestError(f"in_flight is {choice!r}; give one of {', '.join(IN_FLIGHT)}")
+        raise ManifestError(f"in_flight is {excerpt(choice)}; give one of {', '.join(IN_FLIGHT)}")
     return str(choice)
 
 
 def _parse_spec(name: str, entry: Any) -> TensorSpec:
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ManifestError(f"a tensor is called {excerpt(name)}; use the names of the checkpoint")
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):
-        raise ManifestError(f"{name} is described by {entry!r}; describe it as [dtype, shape]")
+        found = excerpt(entry)
+        raise ManifestError(f"{name} is described by {found}; describe it as [dtype, shape]")
     dtype, shape = entry
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ManifestError(f"{name} has dtype {dtype!r}; send one of {', '.join(DTYPES)}")
+        raise ManifestError(f"{name} has dtype {excerpt(dtype)}; send one of {', '.join(DTYPES)}")
     if not all(type(size) is int and 0 < size < 2**40 for size in shape):
-        raise ManifestError(f"{name} has shape {shape!r}; sizes are whole numbers above 0")
+        found = excerpt(shape)
+        raise ManifestError(f"{name} has shape {found}; sizes are whole numbers above 0")
+    if len(shape) > MOST_DIMENSIONS or math.prod(shape) > MOST_ELEMENTS:
+        raise ManifestError(f"{name} has shape {excerpt(shape)}, which is too large for a tensor")
     return TensorSpec(DTYPES[dtype], tuple(shape))
 
 

@@ -2,8 +2,6 @@
 
 from enum import Enum
 
-CHECKPOINT_VERSION = -1
-"""The policy version of the weights that an engine starts with; updates count from 0."""
 ABORT, FINISH, RETRACT = "abort", "finish", "retract"
 IN_FLIGHT = (ABORT, FINISH, RETRACT)
 """Abort: running requests come back with what they have. Finish: the update waits for their end.

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from sgl_fp8rl.protocol.manifest import Manifest
+from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.session import EngineWeights
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 
@@ -23,7 +24,7 @@ def write_all(
     # not pinned: torch would keep pinned memory for the life of the process
     content = torch.empty(2 * manifest.chunk_bytes, dtype=torch.uint8)
     weights.memory.bucket = bucket = Bucket("local", content)
-    session = weights.begin(manifest.fingerprint, manifest.version)
+    session = weights.begin(manifest.fingerprint, CHECKPOINT)
     stream = iter(tensors)
     read: dict[str, torch.Tensor] = {}  # codes and scales travel together, so two are at hand
     for index, chunk in enumerate(session.writer.chunks):

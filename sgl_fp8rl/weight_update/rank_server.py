@@ -17,10 +17,13 @@ from typing import Any
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError
 from sgl_fp8rl.weight_update.session import Session, SessionError
+from sgl_fp8rl.weight_update.shared_memory import UnreachableMemoryError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
+LONGEST_REASON = 1000
+"""Characters of a trainer's reason to abort that are kept: each request is refused with it."""
 
 
 @dataclass
@@ -67,13 +70,14 @@ class RankSocket:
             peer, _ = self._listener.accept()
             try:
                 peer.settimeout(CONNECT_TIMEOUT_S)
-                hello, fds = framing.receive(peer)
-                for fd in fds:
-                    os.close(fd)
-                if framing.peer_uid(peer) == os.getuid() and hello.get("token") == token:
-                    peer.settimeout(silence_s)
-                    framing.send(peer, {"ok": True, "known": known})
-                    return peer
+                if framing.peer_uid(peer) == os.getuid():  # nothing of another user is parsed
+                    hello, fds = framing.receive(peer)
+                    for fd in fds:
+                        os.close(fd)
+                    if hello.get("token") == token:
+                        peer.settimeout(silence_s)
+                        framing.send(peer, {"ok": True, "known": known})
+                        return peer
                 framing.send(peer, {"error": "this socket serves another session"})
             except (framing.FramingError, ValueError, OSError) as error:
                 logger.warning("a peer of the update socket was turned away: %s", error)
@@ -102,9 +106,12 @@ def serve(
                 for fd in fds:
                     os.close(fd)
             if op == "commit":
+                session.weights.memory.belongs_to(peer)
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
-                return Outcome(False, str(message.get("reason", "aborted")), session.dirty), peer
+                reason = message.get("reason")
+                reason = reason[:LONGEST_REASON] if isinstance(reason, str) else "aborted"
+                return Outcome(False, reason, session.dirty), peer
     except TimeoutError:
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
@@ -113,9 +120,10 @@ def serve(
         reason = f"a step of the update failed with {type(error).__name__}: {error}"
         if isinstance(error, SessionError | CudaMemoryError | ValueError):
             reason = str(error)
-        logger.exception("update to version %d failed", session.version)
+        logger.exception("update to %s failed", session.policy)
+        retry = framing.RETRY_ON_HOST if isinstance(error, UnreachableMemoryError) else {}
         # now, not after the ranks agreed: the others wait until the trainer knows
-        reply(peer, {"error": reason})
+        reply(peer, {"error": reason, **retry})
         return Outcome(False, reason, session.dirty), None
     if peer is not None:
         peer.close()
@@ -136,7 +144,7 @@ def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
 
 def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) -> dict[str, Any]:
     if op == "chunk":
-        session.write(message["index"])
+        session.write(message.get("index"))
     elif op == "finish":
         return {"gpu_seconds": session.finish()}
     elif op == "bucket":
@@ -144,5 +152,6 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
     elif op == "segments":
         session.weights.memory.open_segments(message)
     else:
-        raise SessionError(f"an update has no step {op!r}; install one sgl-fp8rl on both sides")
+        found = framing.excerpt(op)
+        raise SessionError(f"an update has no step {found}; install one sgl-fp8rl on both sides")
     return {}

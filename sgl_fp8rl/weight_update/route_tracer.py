@@ -99,7 +99,7 @@ class _Recorder(TorchDispatchMode):
         buffers = dict(model.named_buffers())
         self.buffers = {b.untyped_storage().data_ptr(): n for n, b in buffers.items()}
         self.routes: list[Route] = []
-        self.constants: list[tuple[str, Region]] = []
+        self.constants: list[tuple[str, Region, float]] = []
         self.unrecordable: dict[str, str] = {}
         self.offered = ""
 
@@ -133,7 +133,8 @@ class _Recorder(TorchDispatchMode):
                 name = self.names[storage]
                 region = _region_of(self.parameters[name], written)
                 if region is not None:
-                    self.constants.append((name, region))
+                    value = float(args[1]) if func is aten.fill_.Scalar else 0.0
+                    self.constants.append((name, region, value))
                     continue
             if storage in self.names or storage in self.buffers:
                 name = self.names.get(storage) or self.buffers[storage]

@@ -7,12 +7,14 @@ tensors (``route_tracer.py``); each copy that it makes becomes a route, replayed
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.ops.regions import Region, numel, overlap
+from sgl_fp8rl.ops.regions import Region, numel, overlap, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 
 
@@ -45,7 +47,7 @@ class RouteTable:
     """Engine storage by parameter name, scales included."""
     fallback: dict[str, str] = field(default_factory=dict)
     """Tensors that go through ``load_weights`` at each update, with the reason."""
-    constants: list[tuple[str, Region]] = field(default_factory=list)
+    constants: list[tuple[str, Region, float]] = field(default_factory=list)
     """Boxes that the loader filled with a constant, such as vocabulary padding."""
     by_loader: set[str] = field(default_factory=set)
     """Parameters that only ``load_weights`` writes; each session checks that it did."""
@@ -86,6 +88,16 @@ class RouteTable:
                 found[name].append(source)
         return dict(found)
 
+    @cached_property
+    def names(self) -> dict[str, Any]:
+        """HF tensors by how they are kept, for the engine's ``layout``: the same until a new table
+        is recorded."""
+        return {
+            "fallback": sorted(self.fallback),
+            "fp32": self.kept_in(torch.float32),
+            "formats": self.by_format(),
+        }
+
     def check(self) -> None:
         """Check what must be true before anything is written through these routes.
 
@@ -94,7 +106,7 @@ class RouteTable:
                 block borders or has no scales, or one tensor goes to storage of two formats.
         """
         covered: dict[str, list[Region]] = defaultdict(list)
-        for name, region in self.constants:
+        for name, region, _ in self.constants:
             covered[name].append(region)
         for source, routes in self.routes.items():
             if len({self.format_of(route).name for route in routes}) > 1:
@@ -169,6 +181,11 @@ class RouteTable:
                 raise ManifestError(
                     f"{name} is {sent.name}, but the engine keeps it in BF16; send it in BF16"
                 )
+
+    def fill_constants(self) -> None:
+        """Fill boxes of constants again: no update brings them, and released memory lost them."""
+        for name, region, value in self.constants:
+            view(self.parameters[name], region).fill_(value)
 
     def routes_for(self, name: str, manifest: Manifest) -> list[Route]:
         """The routes of a tensor of this manifest; a companion's follow from its codes'."""

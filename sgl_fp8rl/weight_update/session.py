@@ -5,17 +5,20 @@ scheduler; ``rank_server.py`` drives it.
 """
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 
 from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
-from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION, State
+from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
@@ -25,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 WRITERS_KEPT = 4
 """Writers that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
+
+RUNS_KEPT = 64
+"""Runs that a rank remembers to have been replaced by another."""
 
 
 class SessionError(RuntimeError):
@@ -45,12 +51,16 @@ class EngineWeights:
         self.device = next(model.parameters()).device
         self.table: RouteTable | None = None
         self.memory = SharedMemory(self.device)
-        self.version = CHECKPOINT_VERSION
+        self.policy = CHECKPOINT
+        """What was committed last; while the engine is quarantined it does not generate."""
+        self.token = ""
+        """Of the session that committed ``policy``."""
         self.state = State.QUARANTINED
         self.reason = "no complete set of weights has been loaded yet"
         self.released = False
         """Whether the memory saver has taken the weights' memory away."""
         self.session: Session | None = None
+        self._replaced: deque[str] = deque(maxlen=RUNS_KEPT)
         self._writers: OrderedDict[str, WeightWriter] = OrderedDict()
         self._addresses = _addresses(model)
 
@@ -58,25 +68,43 @@ class EngineWeights:
         """Whether a manifest with this fingerprint was accepted before."""
         return fingerprint in self._writers
 
-    def check_version(self, version: int) -> None:
-        """Check that an update to this version may begin now.
+    def committed_by(self, token: Any, policy: Policy) -> bool:
+        """Whether the session of this token committed this policy, which still serves."""
+        return (
+            bool(self.token)
+            and token == self.token
+            and policy == self.policy
+            and self.state is State.SERVING
+        )
+
+    def check_policy(self, policy: Policy) -> None:
+        """Check that an update to this policy may begin now.
+
+        A run begins anywhere. The run that it replaces may not come back: its trainer may still
+        be alive without knowing that another one was started in its place.
 
         Raises:
-            ManifestError: an update is under way, or the version does not grow.
+            ManifestError: an update is under way, the version does not grow within its run, or
+                another run took the place of this one.
         """
         if self.session is not None:
             raise ManifestError(
-                f"an update to version {self.session.version} is under way; wait for its end "
-                f"before version {version} begins"
+                f"an update to version {self.session.policy.version} is under way; wait for its "
+                f"end before version {policy.version} begins"
             )
         if self.released:
             raise ManifestError(
                 "the weights' memory is released; resume_memory_occupation before the update"
             )
-        if version <= self.version:
+        if policy.run in self._replaced:
             raise ManifestError(
-                f"version {version} is not newer than the engine's version {self.version}; "
-                f"versions only grow"
+                f"run {policy.run!r} was replaced: the engine serves {self.policy}; end the older "
+                f"trainer, or give it another run"
+            )
+        if policy.run == self.policy.run and policy.version <= self.policy.version:
+            raise ManifestError(
+                f"version {policy.version} is not newer than the engine's {self.policy}; versions "
+                f"grow within a run, and a trainer that goes back starts another"
             )
 
     def accept(self, manifest: Manifest) -> None:
@@ -112,7 +140,7 @@ class EngineWeights:
                 )
             return frozenset()
         names = incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
-        is_update = manifest.version != CHECKPOINT_VERSION
+        is_update = manifest.version != CHECKPOINT.version
         if not names and is_update and self.kv.scheme == "trainer":
             raise ManifestError(
                 f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "
@@ -124,19 +152,26 @@ class EngineWeights:
         """Take back an ``accept``: another rank refused."""
         self._writers.pop(fingerprint, None)
 
-    def begin(self, fingerprint: str, version: int) -> "Session":
+    def begin(self, fingerprint: str, policy: Policy) -> "Session":
         """Open the session of a manifest that was accepted."""
         self._writers.move_to_end(fingerprint)
-        self.session = Session(self, self._writers[fingerprint], version)
-        self.state, self.reason = State.UPDATING, f"version {version} is being written"
+        self.session = Session(self, self._writers[fingerprint], policy)
+        self.state, self.reason = State.UPDATING, f"version {policy.version} is being written"
         return self.session
 
-    def commit(self) -> None:
-        """Make the session's version the one that generates; the session was ``finish``ed."""
+    def commit(self, token: str = "") -> None:
+        """Make the session's policy the one that generates; the session was ``finish``ed.
+
+        Args:
+            token: the session's, by which its trainer may ask again whether it committed.
+        """
         assert self.session is not None
         if self.kv is not None:
             self.kv.after_update(self.session.kv_scales)
-        self.version = self.session.version
+        policy = self.session.policy
+        if policy.run != self.policy.run and self.policy != CHECKPOINT:
+            self._replaced.append(self.policy.run)
+        self.policy, self.token = policy, token
         self.state, self.reason, self.session = State.SERVING, "", None
 
     def quarantine(self, reason: str) -> None:
@@ -168,13 +203,11 @@ class EngineWeights:
 class Session:
     """The writes of one update on one rank."""
 
-    def __init__(self, weights: EngineWeights, writer: WeightWriter, version: int) -> None:
+    def __init__(self, weights: EngineWeights, writer: WeightWriter, policy: Policy) -> None:
         self.weights = weights
         self.writer = writer
-        self.version = version
+        self.policy = policy
         self.previous = (weights.state, weights.reason)
-        self.dirty = False
-        """Whether engine storage was written; before that, the old version is still whole."""
         self.finished = False
         self.kv_scales: torch.Tensor | None = None
         """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
@@ -187,17 +220,21 @@ class Session:
         if not writer.uses_bucket:
             weights.memory.close_bucket()
 
-    def write(self, index: int) -> None:
+    @property
+    def dirty(self) -> bool:
+        """Whether engine storage was written; before that, the old version is still whole."""
+        return self.writer.dirty
+
+    def write(self, index: Any) -> None:
         """Write chunk ``index``, which lies in the trainer's shared memory.
 
         Raises:
             SessionError: the chunk came before, or there is none of that number.
             ValueError: NaN or Inf, or the memory is not what was announced.
         """
-        if index not in self._due:
-            raise SessionError(f"chunk {index!r} is not awaited; write each chunk once")
+        if type(index) is not int or index not in self._due:
+            raise SessionError(f"chunk {excerpt(index)} is not awaited; write each chunk once")
         source = self.writer.chunk_source(index, self.weights.memory)
-        self.dirty = True
         for chunk_slice in self.writer.deferred[index]:
             spec = self.writer.manifest.tensors[chunk_slice.name]
             tensor = source.tensor(chunk_slice, spec)
@@ -228,6 +265,7 @@ class Session:
         kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}
         if self._deferred:
             self._load_deferred()
+        self.writer.table.fill_constants()
         self.weights.check_addresses()
         if kv_scales and self.weights.kv is not None:
             kv = self.weights.kv
@@ -241,6 +279,7 @@ class Session:
         table = self.writer.table
         for name, tensor in self._deferred.items():
             _check_finite(name, tensor)
+        self.writer.dirty = True
         with WriteWatch(self.weights.model) as watch:
             self.weights.model.load_weights(iter(self._deferred.items()))  # type: ignore[operator]
         unwritten = sorted(table.by_loader - watch.written)

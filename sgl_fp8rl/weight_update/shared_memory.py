@@ -3,20 +3,28 @@
 Both are opened once and kept from update to update.
 """
 
+import fcntl
 import mmap
 import os
+import select
+import socket
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
-from sgl_fp8rl.protocol.cuda_memory import Handle, Mapping
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle, Mapping
+from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.manifest import Manifest
 
 
 class SharedMemoryError(ValueError):
     """A chunk whose memory is missing, or is not what was announced."""
+
+
+class UnreachableMemoryError(SharedMemoryError):
+    """The trainer's GPU memory cannot be opened by this process; host memory can."""
 
 
 class Bucket:
@@ -30,17 +38,26 @@ class Bucket:
 
     @classmethod
     def from_descriptor(cls, name: str, fds: list[int], size: int) -> "Bucket":
-        """Map anonymous host memory; the map keeps a descriptor of its own."""
+        """Map anonymous host memory; the map keeps a descriptor of its own.
+
+        Raises:
+            SharedMemoryError: it is smaller than announced, or could shrink: a rank that reads
+                behind its end is killed by SIGBUS.
+        """
         actual = os.fstat(fds[0]).st_size if len(fds) == 1 else 0
         if not 0 < size <= actual:
             raise SharedMemoryError(f"the bucket is {actual} bytes but was announced as {size}")
+        if not _seals(fds[0]) & fcntl.F_SEAL_SHRINK:
+            raise SharedMemoryError(
+                "the bucket's size is not sealed; install the same sgl-fp8rl on both sides"
+            )
         mapped = mmap.mmap(fds[0], size, access=mmap.ACCESS_WRITE)
         return cls(name, torch.frombuffer(mapped, dtype=torch.uint8))
 
     @classmethod
     def from_handle(cls, name: str, handle: Handle, device: int) -> "Bucket":
         """Map another process's device memory."""
-        mapping = Mapping(handle, device)
+        mapping = _map(handle, device)
         return cls(name, mapping.tensor, mapping)
 
     def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
@@ -56,15 +73,15 @@ class Bucket:
 class Segments:
     """Allocations of the trainer that hold parameters, and where each tensor lies in them."""
 
-    def __init__(self, name: str, handles: list[Handle], places: Any, device: int) -> None:
+    def __init__(
+        self, name: str, handles: list[Handle], places: dict[str, Any], device: int
+    ) -> None:
         self.name = name
-        self.places: dict[str, tuple[int, int]] = {
-            tensor: (int(segment), int(offset)) for tensor, (segment, offset) in places.items()
-        }
+        self.places = {tensor: _spot(spot) for tensor, spot in places.items()}
         self._mappings: list[Mapping] = []
         try:
             for handle in handles:
-                self._mappings.append(Mapping(handle, device))
+                self._mappings.append(_map(handle, device))
         except BaseException:
             self.close()
             raise
@@ -101,10 +118,11 @@ class Segments:
 
 
 class SharedMemory:
-    """What one rank keeps open of its trainer's memory."""
+    """What one rank keeps open of its trainer's memory, for as long as the trainer lives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._trainer: socket.socket | None = None
         self.bucket: Bucket | None = None
         self.segments: Segments | None = None
 
@@ -113,22 +131,31 @@ class SharedMemory:
         return [shared.name for shared in (self.bucket, self.segments) if shared is not None]
 
     def open_bucket(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Open the bucket that a message announces, in the place of an older one."""
+        """Open the bucket that a message announces, in the place of an older one.
+
+        Raises:
+            SharedMemoryError, ValueError: a field is missing, or of another type.
+            CudaMemoryError: the memory cannot be mapped.
+        """
         self.close_bucket()
-        name = str(message["name"])
+        name = _field(message, "name", str)
         if "handle" in message:
             handle = Handle.from_json(message["handle"])
             self.bucket = Bucket.from_handle(name, handle, self._device_index())
         else:
-            self.bucket = Bucket.from_descriptor(name, fds, int(message["bytes"]))
+            self.bucket = Bucket.from_descriptor(name, fds, _field(message, "bytes", int))
 
     def open_segments(self, message: dict[str, Any]) -> None:
-        """Open the allocations that a message announces, in the place of older ones."""
+        """Open the allocations that a message announces, in the place of older ones.
+
+        Raises:
+            SharedMemoryError, ValueError: a field is missing, or of another type.
+            CudaMemoryError: the memory cannot be mapped.
+        """
         self.close_segments()
-        handles = [Handle.from_json(handle) for handle in message["handles"]]
-        self.segments = Segments(
-            str(message["name"]), handles, message["places"], self._device_index()
-        )
+        name, places = _field(message, "name", str), _field(message, "places", dict)
+        handles = [Handle.from_json(handle) for handle in _field(message, "handles", list)]
+        self.segments = Segments(name, handles, places, self._device_index())
 
     def bucket_for(self, manifest: Manifest) -> Bucket:
         """The bucket, large enough for two chunks of this manifest."""
@@ -147,6 +174,19 @@ class SharedMemory:
             raise SharedMemoryError("a mapped chunk came before its segments; open them first")
         return self.segments
 
+    def belongs_to(self, trainer: socket.socket) -> None:
+        """Keep what is open until this trainer hangs up, and no other one."""
+        self._forget_trainer()
+        self._trainer = trainer.dup()
+
+    def close_if_orphaned(self) -> None:
+        """Let go of everything if the trainer has hung up, or died."""
+        if self._trainer is not None:
+            poll = select.poll()
+            poll.register(self._trainer, select.POLLIN)
+            if poll.poll(0):  # between updates it sends nothing
+                self.close()
+
     def close_segments(self) -> None:
         """Let go of the trainer's parameters: what it frees is free again."""
         if self.segments is not None:
@@ -154,9 +194,10 @@ class SharedMemory:
             self.segments = None
 
     def close(self) -> None:
-        """Let go of everything, as when the trainer is gone."""
+        """Let go of everything; then of the trainer, who may wait for that."""
         self.close_segments()
         self.close_bucket()
+        self._forget_trainer()
 
     def close_bucket(self) -> None:
         """Let go of the bucket: the trainer may free it."""
@@ -164,10 +205,48 @@ class SharedMemory:
             self.bucket.close()
             self.bucket = None
 
+    def _forget_trainer(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
     def _device_index(self) -> int:
         if self._device.type != "cuda":
             raise SharedMemoryError("this engine runs on a CPU; share host memory with it")
         return self._device.index or 0
+
+
+def _map(handle: Handle, device: int) -> Mapping:
+    try:
+        return Mapping(handle, device)
+    except CudaMemoryError as error:
+        raise UnreachableMemoryError(str(error)) from error
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # a file that cannot be sealed
+        return 0
+
+
+def _field(message: dict[str, Any], name: str, kind: type[Any]) -> Any:
+    value = message.get(name)
+    if type(value) is not kind:
+        raise SharedMemoryError(
+            f"an announcement of shared memory has {excerpt(value)} as its {name}; install one "
+            f"sgl-fp8rl on both sides"
+        )
+    return value
+
+
+def _spot(spot: Any) -> tuple[int, int]:
+    if not isinstance(spot, list) or [type(number) for number in spot] != [int, int]:
+        raise SharedMemoryError(
+            f"a mapped tensor lies at {excerpt(spot)}; give the index of its allocation and an "
+            f"offset in bytes"
+        )
+    return spot[0], spot[1]
 
 
 def _view(

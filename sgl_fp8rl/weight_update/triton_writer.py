@@ -46,6 +46,7 @@ class TritonWriter(WeightWriter):
         self._mapped_places: dict[str, tuple[int, int]] | None = None
 
     def begin(self) -> None:
+        super().begin()
         self._status.reset()
         self._events.clear()
 
@@ -85,6 +86,7 @@ class TritonWriter(WeightWriter):
         on_device = torch.tensor(bases, dtype=torch.int64).to(self._device)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        self.dirty = True
         for launch in self._launches[index]:
             launch.run(on_device, self._status)
         stop.record()

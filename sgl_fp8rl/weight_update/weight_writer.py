@@ -37,6 +37,8 @@ class WeightWriter:
         self.chunks = cut_into_chunks(manifest)
         self.deferred = [[p for p in chunk if self.is_deferred(p.name)] for chunk in self.chunks]
         """Slices that are kept until the end, by chunk: for SGLang's loader, or KV scales."""
+        self.dirty = False
+        """Whether this update wrote to engine storage; before that, the old version is whole."""
 
     def is_deferred(self, name: str) -> bool:
         """Whether this tensor is not written chunk by chunk."""
@@ -63,6 +65,7 @@ class WeightWriter:
 
     def begin(self) -> None:
         """Get ready for another update."""
+        self.dirty = False
 
     def write(self, index: int, memory: SharedMemory) -> None:
         """Write one chunk through its routes; its memory may be reused on return.
@@ -75,6 +78,7 @@ class WeightWriter:
             if not self.is_deferred(chunk_slice.name):
                 tensor = source.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
                 routes = self.table.routes_for(chunk_slice.name, self.manifest)
+                self.dirty = True
                 write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
 
     def finish(self) -> float | None:

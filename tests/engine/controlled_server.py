@@ -13,6 +13,8 @@ from typing import Any
 from unittest import mock
 
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import retraction
@@ -24,6 +26,10 @@ SLOW = "slow"
 """Each step takes longer by ``STEP_S``, up to the next retraction: a request of many tokens runs
 when an update begins, however late the test's own process gets a core."""
 STEP_S = 0.02
+EMBEDDING = "embedding"
+"""The next step keeps the embedding of an image, as a model with a vision tower does."""
+EMBEDDINGS = "embeddings"
+"""How many embeddings the last step found."""
 COMMAND = [sys.executable, "-m", "tests.engine.controlled_server"]
 _retract = retraction.retract
 
@@ -36,7 +42,19 @@ def slow_step(original: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler.run_batch``."""
     if is_wanted(SLOW):
         time.sleep(STEP_S)
+    count_embeddings()
     return original(*args, **kwargs)
+
+
+def count_embeddings() -> None:
+    cache = compat.init_mm_embedding_cache.__globals__["embedding_cache"]
+    folder = Path(os.environ[CONTROL])
+    if is_wanted(EMBEDDING):
+        cache.set(1, EmbeddingResult(embedding=torch.ones(1, 1)))
+        (folder / EMBEDDING).unlink()
+    unread = folder / f"{EMBEDDINGS}.new"
+    unread.write_text(str(len(cache)))
+    unread.replace(folder / EMBEDDINGS)
 
 
 def retract(scheduler: Any) -> bool:

@@ -24,8 +24,8 @@ Pair = tuple[Array, ...]
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared out between ranks
 
 
-def digests(checkpoint: Path, tp_size: int) -> list[dict[str, str]]:
-    """SHA-256 of each engine parameter by its name, for each rank."""
+def digests(checkpoint: Path, tp_size: int, ep_size: int = 1) -> list[dict[str, str]]:
+    """SHA-256 of each engine parameter by its name, for each rank; see ``parameters_of``."""
     tensors = dict(models.named_tensors(checkpoint))
     fp8 = {
         name: oracle.quantize_weight(tensors.pop(name).float().numpy())
@@ -33,8 +33,8 @@ def digests(checkpoint: Path, tp_size: int) -> list[dict[str, str]]:
     }
     bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
     return [
-        {name: _sha256(array) for name, array in parameters_of(fp8, bf16, rank, tp_size).items()}
-        for rank in range(tp_size)
+        {name: _sha256(array) for name, array in parameters.items()}
+        for parameters in (parameters_of(fp8, bf16, r, tp_size, ep_size) for r in range(tp_size))
     ]
 
 
@@ -43,15 +43,26 @@ def _sha256(array: Array) -> str:
 
 
 def parameters_of(
-    fp8: dict[str, Pair], bf16: dict[str, Array], rank: int, tp_size: int
+    fp8: dict[str, Pair], bf16: dict[str, Array], rank: int, tp_size: int, ep_size: int = 1
 ) -> dict[str, Array]:
-    """What each parameter of a rank holds, from whole codes and scales and bits of BF16."""
+    """What each parameter of a rank holds, from whole codes and scales and bits of BF16.
+
+    Expert parallelism is none, or over all ranks: each then holds whole experts, and shards of
+    everything else.
+    """
+    assert ep_size in (1, tp_size)
+
+    def shard(name: str, axis: int) -> Pair:
+        parts = fp8[f"{name}_proj.weight"]
+        if ep_size > 1 and ".experts." in name:
+            return parts
+        return tuple(np.split(array, tp_size, axis)[rank] for array in parts)
 
     def rows(name: str) -> Pair:
-        return tuple(np.split(array, tp_size, axis=0)[rank] for array in fp8[f"{name}_proj.weight"])
+        return shard(name, 0)
 
     def columns(name: str) -> Pair:
-        return tuple(np.split(array, tp_size, axis=1)[rank] for array in fp8[f"{name}_proj.weight"])
+        return shard(name, 1)
 
     def gate_up(block: str) -> Pair:
         return _join(np.concatenate, [rows(f"{block}.gate"), rows(f"{block}.up")])
@@ -62,7 +73,9 @@ def parameters_of(
         qkv = [rows(f"{attention}.{part}") for part in "qkv"]
         pairs[f"{attention}.qkv_proj.weight"] = _join(np.concatenate, qkv)
         pairs[f"{attention}.o_proj.weight"] = columns(f"{attention}.o")
-        experts = [f"{mlp}.experts.{e}" for e in range(_experts(fp8))]
+        count = _experts(fp8)
+        mine = np.split(np.arange(count), ep_size)[rank] if ep_size > 1 else range(count)
+        experts = [f"{mlp}.experts.{e}" for e in mine]
         if experts:
             gate_ups, downs = map(gate_up, experts), [columns(f"{e}.down") for e in experts]
             pairs[f"{mlp}.experts.w13_weight"] = _join(np.stack, list(gate_ups))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,14 @@ class EngineProcess:
         return self._call("control", message)  # type: ignore[no-any-return]
 
     def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        """``engine.generate``. Raises EngineError."""
+        """``engine.generate``, of one prompt or a batch. Raises EngineError."""
         return self._call("generate", payload)  # type: ignore[no-any-return]
+
+    def sample(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[dict[str, Any] | EngineError]:
+        """As of an ``EngineClient``."""
+        return self._call("sample", requests, timeout)  # type: ignore[no-any-return]
 
     def update(self, checkpoint: Path, version: int, stream: str = "bf16") -> int:
         """``trainer_bridge.update``; returns how many tensors were sent. Raises EngineError."""
@@ -144,6 +150,7 @@ def _run_engine(
         os.dup2(output.fileno(), 2)
     os.environ.update(environment)
     import sglang
+    from fastapi import HTTPException
 
     engine = sglang.Engine(**options)
     client = connect(engine)
@@ -155,9 +162,17 @@ def _run_engine(
         coroutine = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S)
         return bool(engine.loop.run_until_complete(coroutine).success)
 
+    def generate(payload: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            replies = engine.generate(**payload)
+        except HTTPException as error:
+            raise EngineError(str(error.detail), error.status_code) from error
+        return replies if isinstance(replies, list) else [replies]
+
     calls = {
         "control": client.control,
-        "generate": client.generate,
+        "generate": generate,
+        "sample": client.sample,
         "update": update,
         "flush": flush,
     }
@@ -250,6 +265,13 @@ class Server(HTTPEngine):
             return error.code, _json_or_text(error.read())
         except OSError:
             return None, None
+
+    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        """``/generate``, of one prompt or a batch. Raises EngineError."""
+        (reply,) = self._post("/generate", [payload], CALL_TIMEOUT_S)
+        if isinstance(reply, EngineError):
+            raise reply
+        return reply if isinstance(reply, list) else [reply]
 
     def stream(self, payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The growing replies of a streamed ``/generate``."""

@@ -79,9 +79,8 @@ FAMILIES = {
         {
             "tie_word_embeddings": True,
             "query_pre_attn_scalar": 128,
-            # The final softcap is a Triton kernel, and torch_native attention has no softcap.
-            "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": None,  # torch_native attention has none
         },
         {"hidden_act": "gelu_pytorch_tanh"},  # SGLang reads the old name, too
     ),
@@ -120,6 +119,8 @@ FAMILIES = {
         },
         {"moe_layer_freq": 1},  # transformers no longer writes what SGLang reads
     ),
+    # Its shared expert's gate is a Triton kernel on a GPU.
+    "qwen2_moe": Family("qwen2_moe", {**WIDE, **MOE, "shared_expert_intermediate_size": 256}),
     # Layers that cannot be FP8: q 192 and k, v 96 rows, and o_proj 192 columns.
     "qwen3_ragged": Family("qwen3", {"head_dim": 48}),
     # q alone would be whole blocks, but shares a parameter with k and v of 64 rows.

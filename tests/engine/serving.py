@@ -17,6 +17,7 @@ from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.update import RUN
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -76,6 +77,7 @@ def manifest_of(tensors: Tensors, mapped: tuple[str, ...] = ()) -> Manifest:
 def begin_message(manifest: Manifest, version: int) -> dict[str, Any]:
     return {
         "op": "begin",
+        "run": RUN,
         "version": version,
         "fingerprint": manifest.fingerprint,
         "manifest": manifest.to_json(),

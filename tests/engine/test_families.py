@@ -45,6 +45,11 @@ EXPERTS: Why = {"mlp.experts": None, "mlp.gate": ROUTER}
 UNTIED: Why = {"model.embed_tokens": EMBEDDING, "lm_head": HEAD}
 TIED: Why = {"model.embed_tokens": EMBEDDING}
 
+SHARED_EXPERT: Why = {
+    "mlp.shared_expert.gate_up_proj": None,
+    "mlp.shared_expert.down_proj": None,
+    "mlp.shared_expert_gate": ROUTER,
+}
 MIXTRAL: Why = {"block_sparse_moe.experts": None, "block_sparse_moe.gate": ROUTER}
 RAGGED_QKV: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": None}
 RAGGED_ATTENTION: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": RAGGED}
@@ -60,6 +65,7 @@ LAYERS: dict[str, tuple[Why, Why]] = {
     "glm4": (ATTENTION | MLP, UNTIED),
     "gemma": (ATTENTION | MLP, TIED),
     "gemma2": (ATTENTION | MLP, TIED),
+    "qwen2_moe": (ATTENTION | EXPERTS | SHARED_EXPERT, UNTIED),
     "mixtral": (ATTENTION | MIXTRAL, UNTIED),
     "qwen3_ragged": (RAGGED_ATTENTION | MLP, UNTIED),
     "qwen3_ragged_kv": (RAGGED_QKV | MLP, UNTIED),

@@ -191,6 +191,7 @@ def follows(before: Reply, reply: Reply, cut: int, engine: Server | EngineProces
     ] and logprobs == logprobs_of(before)[:cut] + logprobs_of(continued)
 
 
+@pytest.mark.guarantee("one-version", fault="`retract` in the middle of a response")
 def test_retracted_request_goes_on_under_the_new_version(
     server: Server, policy: Path, fresh: EngineProcess
 ) -> None:
@@ -210,6 +211,9 @@ def test_retracted_request_goes_on_under_the_new_version(
     assert_serves(server, policy, new)
 
 
+@pytest.mark.guarantee(
+    "one-version", fault="`retract`, with KV entries of the old version in the cache"
+)
 def test_no_entry_of_the_old_cache_is_read(
     server: Server, policies: Policies, fresh: EngineProcess
 ) -> None:
@@ -243,6 +247,21 @@ def test_no_entry_of_the_old_cache_is_read(
     assert reply["meta_info"]["cached_tokens"] == 0
     assert reply["output_ids"] == missed["output_ids"]
     assert logprobs_of(reply) == logprobs_of(missed)
+
+
+def test_no_embedding_of_the_old_policy_is_kept(server: Server, policy: Path) -> None:
+    """Of an image: planted in SGLang's cache, since no tower runs here."""
+
+    def kept() -> int:
+        server.generate({"input_ids": PROMPT, "sampling_params": GREEDY})
+        return int(control_file(server, controlled_server.EMBEDDINGS).read_text())
+
+    control_file(server, controlled_server.EMBEDDING).touch()
+    assert kept() == 1
+    server.flush()
+    assert kept() == 1  # SGLang's flush leaves it
+    update(server, policy)
+    assert kept() == 0
 
 
 def test_running_queued_and_half_prefilled_requests(server: Server, policies: Policies) -> None:
@@ -286,6 +305,7 @@ def test_running_queued_and_half_prefilled_requests(server: Server, policies: Po
     assert_serves(server, policy, new)
 
 
+@pytest.mark.guarantee("quarantine", fault="an update that fails while retracted requests wait")
 def test_an_update_that_fails_ends_what_waits_for_it(server: Server, policy: Path) -> None:
     with caught(server) as (events, _), ThreadPoolExecutor() as pool:
         plain = pool.submit(server.generate, ASK)
@@ -342,8 +362,9 @@ def test_a_paused_engine(server: Server, policy: Path) -> None:
     old = version_of(server)
     with caught(server) as (events, _):
         assert server.status_of("/pause_generation", b'{"mode": "in_place"}') == 200
-        with pytest.raises(EngineError, match="generation is paused"):
-            update_beside(server, policy, "finish")
+        for in_flight in ("finish", "abort"):
+            with pytest.raises(EngineError, match="generation is paused"):
+                update_beside(server, policy, in_flight)
         new = update_beside(server, policy, "retract")
         assert not events.done()
         assert server.status_of("/continue_generation", b'{"torch_empty_cache": false}') == 200
@@ -356,6 +377,7 @@ def test_a_paused_engine(server: Server, policy: Path) -> None:
 # ---- finish ------------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("one-version", fault="`finish` in the middle of a response")
 def test_requests_are_finished_first(server: Server, policy: Path) -> None:
     old = version_of(server)
     with caught(server) as (events, _), ThreadPoolExecutor() as pool:
@@ -375,6 +397,7 @@ def test_requests_are_finished_first(server: Server, policy: Path) -> None:
 # ---- either way --------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("check-first", fault="a refused update while requests run")
 @pytest.mark.parametrize("in_flight", ["finish", "retract"])
 def test_a_refused_update_disturbs_no_request(server: Server, policy: Path, in_flight: str) -> None:
     version = version_of(server)
@@ -406,6 +429,7 @@ def test_an_unknown_choice(server: Server, policy: Path, in_flight: Any) -> None
 # ---- tensor parallel ---------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("all-or-none", fault="retraction on two ranks")
 @pytest.mark.full
 def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
     """The engine itself is the reference: an update leaves what a fresh engine holds."""

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import trainer_bridge
 from tests.engine import models
 from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
-from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -47,18 +47,20 @@ def greedy(prompt: list[int], tokens: int) -> dict[str, Any]:
     return {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
 
 
-def score(engine: EngineClient, prompt: list[int] = PROMPT) -> list[float]:
+def score(engine: EngineProcess | Server, prompt: list[int] = PROMPT) -> list[float]:
     """Logprobs of the prompt but its first token; SGLang takes no prefix from its cache for it."""
     (reply,) = engine.generate({**greedy(prompt, 1), "logprob_start_len": 0})
     return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
 
 
-def rollout(engine: EngineClient, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+def rollout(
+    engine: EngineProcess | Server, prompt: list[int], tokens: int
+) -> tuple[list[int], list[float]]:
     (reply,) = engine.generate(greedy(prompt, tokens))
     return reply["output_ids"], [e[0] for e in reply["meta_info"]["output_token_logprobs"]]
 
 
-def kv(engine: EngineClient) -> dict[str, Any]:
+def kv(engine: EngineProcess | Server) -> dict[str, Any]:
     return engine.control({"op": "kv"})
 
 
@@ -107,7 +109,7 @@ def trainer_scales(checkpoint: Path) -> torch.Tensor:
     return calibrator.scales()
 
 
-def decoded_and_prefilled(engine: EngineClient) -> tuple[list[float], list[float]]:
+def decoded_and_prefilled(engine: EngineProcess | Server) -> tuple[list[float], list[float]]:
     """Logprobs of the same tokens: as they were sampled, and as the prompt's second chunk."""
     tokens, decoded = rollout(engine, PROMPT[:CHUNK], CHUNK)
     return decoded, score(engine, PROMPT[:CHUNK] + tokens)[CHUNK - 1 :]

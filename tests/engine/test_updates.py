@@ -15,15 +15,17 @@ import torch
 from tests.engine import expected, models
 from tests.engine.conftest import UPDATES, Policies
 from tests.engine.harness import EngineProcess
+from trainer_bridge import Rollout, rollout
 from trainer_bridge.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 
-CASES = [
-    pytest.param(("qwen3", 1), id="qwen3-tp1"),
-    pytest.param(("qwen3", 2), id="qwen3-tp2", marks=pytest.mark.full),
-    pytest.param(("qwen3_moe", 1), id="qwen3_moe-tp1", marks=pytest.mark.full),
-    pytest.param(("qwen3_moe", 2), id="qwen3_moe-tp2"),
+CASES = [  # family, ranks of tensor and of expert parallelism
+    pytest.param(("qwen3", 1, 1), id="qwen3-tp1"),
+    pytest.param(("qwen3", 2, 1), id="qwen3-tp2", marks=pytest.mark.full),
+    pytest.param(("qwen3_moe", 1, 1), id="qwen3_moe-tp1", marks=pytest.mark.full),
+    pytest.param(("qwen3_moe", 2, 1), id="qwen3_moe-tp2"),
+    pytest.param(("qwen3_moe", 2, 2), id="qwen3_moe-ep2"),
 ]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.
@@ -36,6 +38,8 @@ ROLLOUT: dict[str, Any] = {
 }
 # SGLang takes no prefix from its cache where the prompt's logprobs are asked for.
 SCORE = {**ROLLOUT, "logprob_start_len": 0}
+PROMPTS = [[1, 2, 3], [4] * 2000, [5]]
+"""The second is longer than the model's context."""
 Digest = list[dict[str, dict[str, Any]]]
 
 
@@ -53,15 +57,15 @@ class Snapshot:
     @classmethod
     def of(cls, engine: EngineProcess) -> "Snapshot":
         digest = engine.control({"op": "digest"})["ranks"]
-        rollout = engine.generate(ROLLOUT)[0]["meta_info"]
+        sampled = engine.generate(ROLLOUT)[0]["meta_info"]
         score = engine.generate(SCORE)[0]["meta_info"]
         scored = [
-            *rollout["output_token_logprobs"],
+            *sampled["output_token_logprobs"],
             *score["input_token_logprobs"][1:],
             *score["output_token_logprobs"],
         ]
         logprobs = [entry[0] for entry in scored]
-        return cls(digest, logprobs, rollout["policy_version"], rollout["cached_tokens"])
+        return cls(digest, logprobs, sampled["policy_version"], sampled["cached_tokens"])
 
 
 @dataclass(frozen=True)
@@ -70,23 +74,30 @@ class Run:
 
     checkpoints: list[Path]
     tp_size: int
+    ep_size: int
+    formats: dict[str, list[str]]
+    """Format -> the HF tensors that the engine says it keeps so."""
     snapshots: list[Snapshot]
     """At the start, and after each update."""
+    rollout: Rollout
+    """After the last update, of ``PROMPTS``."""
 
 
 @pytest.fixture(scope="module", params=CASES)
 def run(
     request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    family, tp_size = request.param
+    family, tp_size, ep_size = request.param
     checkpoints = policies(family)
     log = tmp_path_factory.mktemp("updated") / "engine.log"
-    with EngineProcess(log, checkpoints[0], tp_size) as engine:
+    with EngineProcess(log, checkpoints[0], tp_size, ep_size=ep_size) as engine:
+        formats = engine.control({"op": "layout"})["formats"]
         snapshots = [Snapshot.of(engine)]
         for version in range(1, UPDATES + 1):
             engine.update(checkpoints[version], version, "bf16" if version % 2 else "fp8")
             snapshots.append(Snapshot.of(engine))
-    return Run(checkpoints, tp_size, snapshots)
+        sampled = rollout(engine, PROMPTS, {"n": 2, "max_new_tokens": 4, "ignore_eos": True})
+    return Run(checkpoints, tp_size, ep_size, formats, snapshots, sampled)
 
 
 def sha256(digest: Digest) -> list[dict[str, str]]:
@@ -108,24 +119,31 @@ def same_bytes(digest: Digest, wanted: list[dict[str, str]]) -> Iterator[str]:
         yield from (name for name, value in held.items() if value == rank[name])
 
 
+@pytest.mark.guarantee("all-or-none", fault="five updates, every byte compared with an oracle")
 def test_codes_and_scales_are_those_of_the_oracle(run: Run) -> None:
     for version, snapshot in enumerate(run.snapshots):
-        wanted = expected.digests(run.checkpoints[version], run.tp_size)
+        wanted = expected.digests(run.checkpoints[version], run.tp_size, run.ep_size)
         assert sha256(snapshot.digest) == wanted, f"after update {version}"
 
 
 def test_the_comparison_tells_one_policy_from_the_next(run: Run) -> None:
-    wanted = expected.digests(run.checkpoints[UPDATES - 1], run.tp_size)
+    wanted = expected.digests(run.checkpoints[UPDATES - 1], run.tp_size, run.ep_size)
     assert list(same_bytes(run.snapshots[UPDATES].digest, wanted)) == []
     for before, after in zip(run.snapshots, run.snapshots[1:], strict=False):
         assert before.logprobs != after.logprobs
 
 
+def test_the_trainer_is_told_of_every_rank(run: Run) -> None:
+    assert run.formats == {"fp8": sorted(models.fp8_names(run.checkpoints[0]))}
+
+
+@pytest.mark.guarantee("in-place", fault="five updates, every address compared")
 def test_nothing_moved(run: Run) -> None:
     for snapshot in run.snapshots[1:]:
         assert addresses(snapshot.digest) == addresses(run.snapshots[0].digest)
 
 
+@pytest.mark.guarantee("one-version", fault="requests after each of five updates")
 def test_tokens_carry_their_version(run: Run) -> None:
     tokens = ROLLOUT["sampling_params"]["max_new_tokens"]
     for version, snapshot in enumerate(run.snapshots):
@@ -133,9 +151,18 @@ def test_tokens_carry_their_version(run: Run) -> None:
         assert snapshot.versions == [version or -1] * tokens
 
 
+@pytest.mark.guarantee(
+    "one-version", fault="a prompt whose prefix was cached under the version before"
+)
 def test_no_prefix_of_the_policy_before_is_used(run: Run) -> None:
     """Each version is asked the same prompt."""
     assert [snapshot.cached_tokens for snapshot in run.snapshots] == [0] * (UPDATES + 1)
+
+
+def test_a_rollout_loses_only_the_requests_that_fail(run: Run) -> None:
+    assert run.rollout.finish_reasons == ["length"] * 2 + ["error"] * 2 + ["length"] * 2
+    assert run.rollout.policy_versions == [UPDATES]
+    assert [error.status for error in run.rollout.errors.values()] == [400, 400]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +170,8 @@ def test_no_prefix_of_the_policy_before_is_used(run: Run) -> None:
     [UPDATES, *(pytest.param(v, marks=pytest.mark.full) for v in range(1, UPDATES))],
 )
 def test_a_fresh_engine_is_the_same(run: Run, version: int, tmp_path: Path) -> None:
-    with EngineProcess(tmp_path / "engine.log", run.checkpoints[version], run.tp_size) as engine:
+    checkpoint, log = run.checkpoints[version], tmp_path / "engine.log"
+    with EngineProcess(log, checkpoint, run.tp_size, ep_size=run.ep_size) as engine:
         fresh = Snapshot.of(engine)
     assert sha256(fresh.digest) == sha256(run.snapshots[version].digest)
     assert fresh.logprobs == run.snapshots[version].logprobs

@@ -10,6 +10,7 @@ import torch
 from examples.grpo import __main__ as command_line
 from examples.grpo import arithmetic, loop, tiny_model
 from trainer_bridge import Rollout, response_logprobs
+from trainer_bridge.engine_client import EngineError
 
 RIGHT, WRONG = "8,6,10,9\n", "8,10,14,13\n"
 SUM = arithmetic.Problem((3, 5, -2, 4, -1))
@@ -38,7 +39,10 @@ def test_advantages_by_hand() -> None:
 
 def test_share_of_is_a_partition_in_order() -> None:
     batch = a_rollout([RIGHT, WRONG, RIGHT, "9\n"])
+    lost = EngineError("too long", 400)
+    batch.errors[2] = lost
     shares = [loop.share_of(rank, 2, batch) for rank in range(2)]
+    assert [share.errors for share in shares] == [{}, {0: lost}]
     assert [share.tokens for share in shares] == [batch.tokens[:2], batch.tokens[2:]]
     assert [share.logprobs for share in shares] == [batch.logprobs[:2], batch.logprobs[2:]]
     assert shares[1].tokens_BT.shape == (2, len(RIGHT))

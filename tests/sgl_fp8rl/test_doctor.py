@@ -123,6 +123,7 @@ def test_without_sglang_the_engine_checks_are_skipped(monkeypatch: pytest.Monkey
         doctor.check_entry_points,
         doctor.check_registration,
         doctor.check_sglang_symbols,
+        doctor.check_sglang_updates,
     ):
         assert only(check()).status == "skip"
 
@@ -143,6 +144,17 @@ def test_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.status == "fail"
     assert all(name in check.message for name in ("sglang.b", "sglang.C.d"))
     assert "sglang.a" not in check.message
+
+
+@pytest.mark.usefixtures("sglang_stub")
+@pytest.mark.parametrize(("unknown", "status"), [([], "ok"), (["swap_weights"], "warn")])
+def test_an_update_that_is_not_refused_is_named(
+    monkeypatch: pytest.MonkeyPatch, unknown: list[str], status: str
+) -> None:
+    monkeypatch.setattr(doctor.compat, "unknown_updates", lambda: unknown)
+    check = only(doctor.check_sglang_updates())
+    assert check.status == status
+    assert all(name in check.message for name in unknown)
 
 
 class _Point(metadata.EntryPoint):

@@ -81,11 +81,13 @@ def test_licence_travels(wheel: zipfile.ZipFile) -> None:
 
 def test_constraints_hold_names_and_versions_only() -> None:
     files = sorted((ROOT / "constraints").glob("*.txt"))
-    assert [path.name for path in files] == ["sglang-0.5.17.txt", "sglang-0.5.23.txt"]
+    names = ["sglang-0.5.17.txt", "sglang-0.5.23.txt", "verl-0.9.1.txt"]
+    assert [path.name for path in files] == names
     for path in files:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         pins = dict(line.split("==") for line in lines)
-        assert f"sglang-{pins['sglang']}.txt" == path.name
+        package = path.name.partition("-")[0]
+        assert f"{package}-{pins[package]}.txt" == path.name
         assert "sgl-fp8rl" not in pins
         assert all(
             name.replace("-", "").replace("_", "").replace(".", "").isalnum() for name in pins

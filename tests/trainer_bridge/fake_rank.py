@@ -23,7 +23,8 @@ class Rank:
     """Serves ``sessions`` trainers, one after the other.
 
     Args:
-        answer: its reply to each message; after an error it hangs up, and at once where it is None.
+        answer: its reply to each message; after an error or a commit it hangs up, and at once where
+            it is None.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Rank:
             if "token" in message:
                 reply = {"known": self.memory.known(), **reply}
             framing.send(peer, reply)
-            if "error" in reply:
+            if "error" in reply or message.get("op") == "commit":
                 return
 
     def read(self) -> bytes:

@@ -1,6 +1,8 @@
 """Engine clients: what ``connect`` accepts, what is sent, and every failure as one sentence."""
 
+import asyncio
 import json
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -67,7 +69,9 @@ def test_connect_refuses_an_engine_without_the_plugin() -> None:
         connect(Stock())
 
 
-@pytest.mark.parametrize("address", ["localhost:30000", "", "ftp://host", "/tmp/socket"])
+@pytest.mark.parametrize(
+    "address", ["localhost:30000", "", "ftp://host", "/tmp/socket", "http://", "http://host:port"]
+)
 def test_connect_refuses_what_is_no_address(address: str) -> None:
     with pytest.raises(EngineError, match=f"{address!r}.*http://host:port"):
         connect(address)
@@ -76,6 +80,11 @@ def test_connect_refuses_what_is_no_address(address: str) -> None:
 def test_a_client_is_its_own_client() -> None:
     client = InProcessEngine(object())
     assert connect(client) is client
+
+
+def test_an_error_goes_to_other_ranks_with_its_status() -> None:
+    error = pickle.loads(pickle.dumps(EngineError("quarantined", 503)))
+    assert (str(error), error.status) == ("quarantined", 503)
 
 
 def test_control_posts_json(server: Server) -> None:
@@ -98,12 +107,21 @@ def test_the_key_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert keys == ["Bearer secret", "Bearer from the environment", "Bearer secret"]
 
 
-def test_generate_always_returns_a_list(server: Server) -> None:
-    server.answers(200, {"output_ids": [1]})
-    assert connect(server.address).generate({"input_ids": [1]}) == [{"output_ids": [1]}]
-    server.answers(200, [{"output_ids": [1]}, {"output_ids": [2]}])
-    assert len(connect(server.address).generate({"input_ids": [[1], [2]]})) == 2
+def test_each_request_has_its_own_reply_or_error(server: Server) -> None:
+    def answer(body: Any) -> tuple[int, bytes]:
+        if body["input_ids"] == [2]:
+            return 400, b'{"error": {"message": "too long"}}'
+        return 200, json.dumps({"output_ids": body["input_ids"]}).encode()
+
+    server.answer = answer
+    one, two, three = connect(server.address, key="secret").sample(
+        [{"input_ids": [i]} for i in (1, 2, 3)]
+    )
+    assert (one, three) == ({"output_ids": [1]}, {"output_ids": [3]})
+    assert isinstance(two, EngineError)
+    assert (str(two), two.status) == ("too long", 400)
     assert {path for path, _, _ in server.requests} == {"/generate"}
+    assert {headers["Authorization"] for _, headers, _ in server.requests} == {"Bearer secret"}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +153,15 @@ def test_a_page_instead_of_a_reply(server: Server, body: bytes) -> None:
     with pytest.raises(EngineError, match=server.address) as caught:
         connect(server.address).control({"op": "layout"})
     assert caught.value.status is None
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("body", [[1], "a page", None, b"[" * 100_000])
+def test_a_reply_of_another_kind(server: Server, status: int, body: Any) -> None:
+    server.answers(status, body)
+    with pytest.raises(EngineError) as fault:
+        connect(server.address).control({"op": "layout"})
+    assert 16 < len(str(fault.value)) < 400
 
 
 def test_nobody_listens() -> None:
@@ -182,10 +209,12 @@ class Engine:
 
     tokenizer_manager: Any
 
-    def __init__(self, fault: Exception | None = None) -> None:
-        self.fault = fault
+    def __init__(
+        self, fault: Exception | None = None, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.fault, self.loop = fault, loop
         self.calls: list[dict[str, Any]] = []
-        self.replies: Any = {"output_ids": [1]}
+        self.running = 0
 
         class Tokenizer:
             def encode(self, prompt: str) -> list[int]:
@@ -201,18 +230,37 @@ class Engine:
             raise self.fault
         return {"echo": message}
 
-    def generate(self, **arguments: Any) -> Any:
+    async def async_generate(self, **arguments: Any) -> Any:
+        """Long prompts take their time."""
         self.calls.append(arguments)
-        if self.fault is not None:
-            raise self.fault
-        return self.replies
+        self.running += 1
+        try:
+            await asyncio.sleep(60 if len(arguments["input_ids"]) > 2 else 0)
+            if self.fault is not None and arguments["input_ids"] == [2]:
+                raise self.fault
+            return {"output_ids": arguments["input_ids"]}
+        finally:
+            self.running -= 1
 
 
-def test_an_engine_of_this_process() -> None:
-    client = connect(Engine())
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def engine(loop: asyncio.AbstractEventLoop) -> Engine:
+    return Engine(loop=loop)
+
+
+def test_an_engine_of_this_process(engine: Engine) -> None:
+    client = connect(engine)
     assert isinstance(client, InProcessEngine)
     assert client.control({"op": "layout"}) == {"echo": {"op": "layout"}}
-    assert client.generate({"input_ids": [1]}) == [{"output_ids": [1]}]
+    replies = client.sample([{"input_ids": [1]}, {"input_ids": [2]}])
+    assert replies == [{"output_ids": [1]}, {"output_ids": [2]}]
     client.close()
 
 
@@ -226,30 +274,46 @@ def test_a_refused_message(fault: Exception, status: int | None) -> None:
     assert caught.value.status == status
 
 
-def test_a_refused_generation_keeps_its_status() -> None:
-    fault = HTTPException(503, "engine weights are quarantined: it broke off")
-    with pytest.raises(EngineError, match="it broke off") as caught:
-        connect(Engine(fault)).generate({"input_ids": [1]})
-    assert caught.value.status == 503
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [(HTTPException(503, "quarantined: it broke off"), 503), (ValueError("it broke off"), 400)],
+)
+def test_a_refused_generation_loses_one_request(
+    engine: Engine, fault: Exception, status: int
+) -> None:
+    engine.fault = fault
+    one, two, three = connect(engine).sample([{"input_ids": [i]} for i in (1, 2, 3)])
+    assert (one, three) == ({"output_ids": [1]}, {"output_ids": [3]})
+    assert isinstance(two, EngineError)
+    assert two.status == status
+    assert "it broke off" in str(two)
 
 
-def test_another_fault_of_generation_is_not_disguised() -> None:
+def test_another_fault_of_generation_is_not_disguised(engine: Engine) -> None:
+    engine.fault = KeyError("x")
     with pytest.raises(KeyError):
-        connect(Engine(KeyError("x"))).generate({"input_ids": [1]})
+        connect(engine).sample([{"input_ids": [2]}, {"input_ids": [1, 2, 3]}])
+    assert engine.running == 0  # SGLang aborts what is cancelled
 
 
-def test_prompts_are_tokenized_where_their_ids_are_wanted() -> None:
-    engine = Engine()
-    engine.replies = [{"output_ids": [1]}, {"output_ids": [2]}]
-    payload = {"text": ["a", "bc"], "return_prompt_token_ids": True, "stream": False}
-    replies = connect(engine).generate(payload)
-    assert [reply["prompt_token_ids"] for reply in replies] == [[97], [98, 99]]
-    assert engine.calls == [{"input_ids": [[97], [98, 99]], "stream": False}]
-    assert payload["text"] == ["a", "bc"]  # the caller's payload is left alone
+def test_a_generation_that_takes_too_long_is_cancelled(engine: Engine) -> None:
+    one, late = connect(engine).sample([{"input_ids": [1]}, {"input_ids": [1, 2, 3]}], timeout=0.2)
+    assert one == {"output_ids": [1]}
+    assert isinstance(late, EngineError)
+    assert "no answer within 0.2 s" in str(late)
+    assert engine.running == 0
 
 
-def test_text_needs_a_tokenizer() -> None:
-    engine = Engine()
+def test_prompts_are_tokenized_where_their_ids_are_wanted(engine: Engine) -> None:
+    request = {"text": "bc", "return_prompt_token_ids": True, "stream": False}
+    assert connect(engine).sample([request]) == [
+        {"output_ids": [98, 99], "prompt_token_ids": [98, 99]}
+    ]
+    assert engine.calls == [{"input_ids": [98, 99], "stream": False}]
+    assert request["text"] == "bc"  # the caller's request is left alone
+
+
+def test_text_needs_a_tokenizer(engine: Engine) -> None:
     engine.tokenizer_manager.tokenizer = None
     with pytest.raises(EngineError, match="pass prompts as token ids"):
-        connect(engine).generate({"text": ["a"]})
+        connect(engine).sample([{"text": "a"}])

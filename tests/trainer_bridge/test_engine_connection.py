@@ -17,11 +17,15 @@ from torch.distributed.tensor import distribute_tensor
 from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge import connections
 from trainer_bridge import engine_connection as connection_module
+from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.engine_connection import EngineConnection, connection_to, gpu_of
+from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.fsdp import Named, sources
+from trainer_bridge.layout import gpu_of
 from trainer_bridge.packer import CopyPacker
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.cuda_ipc import Placement
@@ -56,9 +60,6 @@ class Client:
         assert message == {"op": "layout"}
         self.asked += 1
         return dict(self.layout)
-
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
 
     def close(self) -> None:
         pass
@@ -116,11 +117,11 @@ def test_an_engine_that_did_not_serve_is_asked_again_after_its_first_update() ->
     connection = EngineConnection(client)
     first = plan_for(connection, weights(a=(4, 4)))
     client.layout.update(state="serving", fp32=["a"])
-    connection.committed()
+    connection.committed(Policy("a run", 0))
     assert connection.layout()["fp32"] == ["a"]
     second = plan_for(connection, weights(a=(4, 4)))
     assert second is not first
-    connection.committed()
+    connection.committed(Policy("a run", 0))
     assert plan_for(connection, weights(a=(4, 4))) is second
     assert client.asked == 2
 
@@ -518,26 +519,32 @@ def test_a_bucket_of_another_size_takes_its_place(rank: Rank) -> None:
 class GpuBucket:
     """A bucket that claims to lie on a GPU."""
 
+    made: list["GpuBucket"]
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.content = SimpleNamespace(device=device, numel=lambda: nbytes)
         self.is_closed = False
+        self.made.append(self)
+
+    def share(self, ranks: Any) -> None:
+        """Until now ranks may have had the one before open."""
+        assert not any(bucket.is_closed for bucket in self.made[-2:])
 
     def close(self) -> None:
         self.is_closed = True
 
 
 def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is freed when no rank has it open any more."""
+    monkeypatch.setattr(GpuBucket, "made", [], raising=False)
     monkeypatch.setattr(connection_module, "DeviceBucket", GpuBucket)
+    monkeypatch.setattr(connection_module, "QuantizePacker", lambda *_: object())
     connection = EngineConnection(Client())
-    made = [
-        cast(Any, connection._bucket_on(device, BUCKET_BYTES))
-        for device in (CUDA[0], CUDA[0], CUDA[1], None, CUDA[1])
-    ]
-    assert made[0] is made[1]
-    assert [made[i].content.device for i in (0, 2, 4)] == [CUDA[0], CUDA[1], CUDA[1]]
-    assert isinstance(made[3], HostBucket)
-    assert [made[i].is_closed for i in (0, 2, 4)] == [True, True, False]
-    assert not made[3].close.alive
+    plan = plan_for(connection, weights(a=(4, 4)))
+    for device in (CUDA[0], CUDA[0], CUDA[1], CUDA[0]):
+        connection.share(cast(RankClients, None), plan, device)
+    assert [bucket.content.device for bucket in GpuBucket.made] == [CUDA[0], CUDA[1], CUDA[0]]
+    assert [bucket.is_closed for bucket in GpuBucket.made] == [True, True, False]
 
 
 IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), (0, 64)))
@@ -598,7 +605,7 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
 
 
 def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "_connections", {})
+    monkeypatch.setattr(connections, "_connections", {})
     monkeypatch.delenv("FP8RL_KEY", raising=False)
     first = connection_to("http://a:1")
     assert connection_to("http://a:1") is first
@@ -627,10 +634,10 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
     ("engine", "name"), [(None, "NoneType"), (object(), "object"), ("host:1", "host:1"), (3, "int")]
 )
 def test_what_is_no_engine(engine: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "_connections", {})
+    monkeypatch.setattr(connections, "_connections", {})
     with pytest.raises(EngineError, match=f"{name}.*http://"):
         connection_to(engine)
-    assert connection_module._connections == {}
+    assert connections._connections == {}
 
 
 # -- through which GPU

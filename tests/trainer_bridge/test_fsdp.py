@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -19,8 +19,9 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
+from trainer_bridge.collective import ranks_of
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import is_sharded, named_tensors, sources
+from trainer_bridge.fsdp import named_tensors, sources
 from trainer_bridge.update import UpdateResult, update
 
 WORLD = 2
@@ -80,11 +81,15 @@ def failure(call: Callable[[], object]) -> tuple[str, str, Any]:
     return found
 
 
-def toy_trainer(tensors: toy.Tensors) -> nn.Module:
-    model = toy.Model({n: t.clone() for n, t in tensors.items()}, lambda model, weights: None)
+def toy_model(tensors: toy.Tensors) -> nn.Module:
+    return toy.Model({n: t.clone() for n, t in tensors.items()}, lambda model, weights: None)
+
+
+def toy_trainer(tensors: toy.Tensors, mesh: DeviceMesh | None = None) -> nn.Module:
+    model = toy_model(tensors)
     for block in ("attn", "mlp"):
-        fully_shard(model.get_submodule(block))
-    fully_shard(model)
+        fully_shard(model.get_submodule(block), mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -102,7 +107,7 @@ def update_toy(rank: int, folder: Path) -> None:
 
     tensors = toy.checkpoint()
     model = toy_trainer(tensors)
-    assert is_sharded(named_tensors(model))
+    assert ranks_of(named_tensors(model), None) == (0, 1)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     result = update(model, engine, version=0)
     assert engine is None or holds(engine, tensors)
@@ -222,9 +227,9 @@ def keep_on_one_rank(rank: int, folder: Path) -> None:
     named = named_tensors({"w": here})
     assert [type(tensor) for _, tensor in named] == [torch.Tensor]
     assert torch.equal(named[0][1], whole)
-    assert not is_sharded(named)
+    assert not ranks_of(named, None)
     spread = distribute_tensor(whole, mesh["replica"], [Shard(0)])  # the control
-    assert is_sharded(named_tensors({"w": spread}))
+    assert ranks_of(named_tensors({"w": spread}), None) == (0, 1)
     assert torch.equal(streamed({"w": spread}, torch.float32)["w"], whole)
 
 
@@ -257,8 +262,8 @@ def test_announced_shapes_and_dtypes_are_those_that_are_sent() -> None:
     }
     held = {n: t.dtype for s in found for n, t in s.announce(s.held_as)}
     assert held == {name: tensor.dtype for name, tensor in tensors.items()}
-    assert not is_sharded(named_tensors(tensors))
-    assert not is_sharded(named_tensors(nn.Linear(2, 2)))
+    assert not ranks_of(named_tensors(tensors), None)
+    assert not ranks_of(named_tensors(nn.Linear(2, 2)), None)
 
 
 def test_what_the_engine_keeps_in_fp32_is_sent_in_fp32() -> None:

@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
-from trainer_bridge.engine_connection import connection_to
+from trainer_bridge.connections import connection_to
 from trainer_bridge.kv_calibrator import KVCalibrator
 from trainer_bridge.update import update
 
@@ -48,9 +48,6 @@ class Engine:
             self.manifests.append(message["manifest"]["tensors"])
             return {"sockets": [self.rank.path], "token": TOKEN}
         return {}
-
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
 
     def received(self, update: int) -> torch.Tensor:
         """The KV scales of one update of a single chunk, where they lie behind the weights."""

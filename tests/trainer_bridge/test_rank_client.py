@@ -64,6 +64,27 @@ def test_only_what_every_rank_has_open_is_known(
     connected.close()
 
 
+@pytest.mark.parametrize("known", [None, 1, "a", [1], [["a"]], {"a": 1}])
+def test_what_a_rank_has_open_is_a_list_of_names(ranks: list[Rank], known: Any) -> None:
+    ranks[1].answer = lambda message: {"ok": True, "known": known}
+    with pytest.raises(EngineError, match="what memory it has open"):
+        connect(ranks)
+
+
+@pytest.mark.parametrize(("paths", "token"), [(None, "t"), ([], "t"), (["a", 1], "t"), (["a"], 1)])
+def test_an_engine_names_its_sockets(paths: Any, token: Any) -> None:
+    with pytest.raises(EngineError, match="without naming its sockets"):
+        RankClients(paths, token)
+
+
+@pytest.mark.parametrize("error", [None, 1, [], {"a": "b" * 9999}, ""])
+def test_an_error_that_is_not_a_sentence_becomes_one(ranks: list[Rank], error: Any) -> None:
+    ranks[1].answer = lambda message: {"error": error}
+    with pytest.raises(EngineError, match=r"gives .* as its error; see its log") as held:
+        connect(ranks)
+    assert len(str(held.value)) < 300
+
+
 def test_a_rank_cannot_be_reached(tmp_path: Path, ranks: list[Rank]) -> None:
     with pytest.raises(EngineError, match=r"one host.*same user"):
         RankClients([*(rank.path for rank in ranks), str(tmp_path / "none")], TOKEN)

@@ -6,7 +6,8 @@ import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.protocol.policy import Policy
+from trainer_bridge.connections import connection_to
+from trainer_bridge.correction import correct
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.logprobs import response_logprobs
 from trainer_bridge.rollout import PAD_VERSION, Rollout, rollout
 
 Reply = dict[str, Any]
@@ -29,33 +34,40 @@ class FakeEngine:
     Replies have SGLang's form; `edit` may spoil one on its way out.
     """
 
-    def __init__(self, *, version: int = 3, raw: bool = False) -> None:
-        self.version, self.raw = version, raw
-        self.payloads: list[dict[str, Any]] = []
+    def __init__(self, *, version: int = 3, raw: bool = False, run: str = "a") -> None:
+        self.version, self.raw, self.run = version, raw, run
+        self.requests: list[dict[str, Any]] = []
+        self.refused: dict[Any, EngineError] = {}
+        """By the first token or letter of a prompt."""
         self.edit: Callable[[Reply], None] = lambda reply: None
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert message == {"op": "layout"}
-        return {"protocol": 1, "version": self.version, "logprobs": {"raw": self.raw}}
+        assert message == {"op": "status"}
+        return {"run": self.run, "version": self.version, "logprobs": {"raw": self.raw}}
 
-    def generate(self, payload: dict[str, Any]) -> list[Reply]:
-        self.payloads.append(payload)
-        assert payload["return_logprob"] is True
-        prompts = payload["text"] if "text" in payload else payload["input_ids"]
-        replies = []
-        for i, prompt in enumerate(prompts):
-            ids = [10 * i + t for t in range(i + 1)]
-            meta = {
-                "finish_reason": {"type": "stop", "matched": 0},
-                "output_token_logprobs": [[-0.5 - t, token, None] for t, token in enumerate(ids)],
-                "policy_version": [self.version] * len(ids),
-            }
-            reply: Reply = {"output_ids": ids, "meta_info": meta}
-            if payload.get("return_prompt_token_ids"):
-                reply |= {"prompt_token_ids": [ord(c) for c in prompt], "text": "abc"}
-            self.edit(reply)
-            replies.append(reply)
-        return replies
+    def sample(
+        self, requests: Sequence[dict[str, Any]], timeout: float | None = None
+    ) -> list[Reply | EngineError]:
+        self.requests += requests
+        return [self.reply(i, request) for i, request in enumerate(requests)]
+
+    def reply(self, i: int, request: dict[str, Any]) -> Reply | EngineError:
+        assert request["return_logprob"] is True
+        prompt = request["text"] if "text" in request else request["input_ids"]
+        if prompt[0] in self.refused:
+            return self.refused[prompt[0]]
+        ids = [10 * i + t for t in range(i + 1)]
+        meta = {
+            "finish_reason": {"type": "stop", "matched": 0},
+            "output_token_logprobs": [[-0.5 - t, token, None] for t, token in enumerate(ids)],
+            "policy_version": [self.version] * len(ids),
+            "policy_run": [self.run, *[""] * i],
+        }
+        reply: Reply = {"output_ids": ids, "meta_info": meta}
+        if request.get("return_prompt_token_ids"):
+            reply |= {"prompt_token_ids": [ord(c) for c in prompt], "text": "abc"}
+        self.edit(reply)
+        return reply
 
     def close(self) -> None:
         pass
@@ -69,6 +81,7 @@ def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
         logprobs=[[-0.5], [-0.5, -1.5]],
         versions=[[3], [3, 3]],
         finish_reasons=["stop", "stop"],
+        runs=[["a"], ["a", "a"]],
         temperature=0.7,
     )
 
@@ -76,9 +89,8 @@ def test_a_reply_becomes_tokens_logprobs_and_versions() -> None:
 def test_the_request_leaves_nothing_to_the_servers_preferences() -> None:
     client = FakeEngine()
     rollout(client, PROMPTS, {"max_new_tokens": 4, "stop_token_ids": [2], "top_k": 0})
-    (payload,) = client.payloads
-    assert payload["input_ids"] == PROMPTS
-    assert payload["sampling_params"] == {
+    assert [request["input_ids"] for request in client.requests] == PROMPTS
+    assert client.requests[1]["sampling_params"] == {
         "max_new_tokens": 4,
         "stop_token_ids": [2],
         "temperature": 1.0,
@@ -101,15 +113,15 @@ def test_n_samples_of_a_prompt_stand_side_by_side() -> None:
     client = FakeEngine()
     result = rollout(client, PROMPTS, {"n": 3})
     assert result.prompt_tokens == [[5, 6], [5, 6], [5, 6], [7], [7], [7]]
-    assert client.payloads[0]["input_ids"] == result.prompt_tokens
-    assert "n" not in client.payloads[0]["sampling_params"]
+    assert [request["input_ids"] for request in client.requests] == result.prompt_tokens
+    assert "n" not in client.requests[0]["sampling_params"]
     assert [len(row) for row in result.tokens] == [1, 2, 3, 4, 5, 6]
 
 
 def test_strings_come_back_as_the_engines_tokens() -> None:
     client = FakeEngine()
     result = rollout(client, ["ab", "c"], {"n": 2})
-    assert client.payloads[0]["text"] == ["ab", "ab", "c", "c"]
+    assert [request["text"] for request in client.requests] == ["ab", "ab", "c", "c"]
     assert result.prompt_tokens == [[97, 98], [97, 98], [99], [99]]
     client.edit = lambda reply: reply.pop("prompt_token_ids")
     with pytest.raises(ValueError, match=r"reply 0 .*pass prompts as token ids"):
@@ -122,7 +134,7 @@ def test_strings_come_back_as_the_engines_tokens() -> None:
 def test_temperature_is_the_trainers_divisor(temperature: float | None, expected: float) -> None:
     client = FakeEngine()
     assert rollout(client, PROMPTS, {"temperature": temperature}).temperature == expected
-    sent = client.payloads[0]["sampling_params"]["temperature"]
+    sent = client.requests[0]["sampling_params"]["temperature"]
     assert sent == (1.0 if temperature is None else temperature)
 
 
@@ -130,10 +142,10 @@ def test_raw_logprobs_need_temperature_one() -> None:
     client = FakeEngine(raw=True)
     for temperature in (1.0, 0.0):  # greedy logprobs are of unscaled logits either way
         assert rollout(client, PROMPTS, {"temperature": temperature}).temperature == 1.0
-    client.payloads.clear()
+    client.requests.clear()
     with pytest.raises(ValueError, match=r"0\.5.*SGLANG_RETURN_ORIGINAL_LOGPROB"):
         rollout(client, PROMPTS, {"temperature": 0.5})
-    assert not client.payloads
+    assert not client.requests
 
 
 @pytest.mark.parametrize(
@@ -158,7 +170,7 @@ def test_options_that_change_the_distribution_are_refused(name: str, value: Any)
     client = FakeEngine()
     with pytest.raises(ValueError, match=rf"\['{name}'\].*leave it out"):
         rollout(client, PROMPTS, {name: value})
-    assert not client.payloads
+    assert not client.requests
 
 
 @pytest.mark.parametrize(
@@ -177,7 +189,7 @@ def test_other_sampling_mistakes_are_refused(sampling: dict[str, Any], message: 
     client = FakeEngine()
     with pytest.raises(ValueError, match=message):
         rollout(client, PROMPTS, sampling)
-    assert not client.payloads
+    assert not client.requests
 
 
 @pytest.mark.parametrize("prompts", ["hello", [], [5, 6], ["a", [5]], [[5], "a"]])
@@ -185,7 +197,7 @@ def test_prompts_must_be_a_list_of_one_kind(prompts: Any) -> None:
     client = FakeEngine()
     with pytest.raises(ValueError, match="rollout: prompts"):
         rollout(client, prompts, {})
-    assert not client.payloads
+    assert not client.requests
 
 
 def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:
@@ -205,6 +217,7 @@ def spoil(name: str, value: Any = None) -> Callable[[Reply], None]:
     [
         (spoil("output_token_logprobs"), "reply 0 .*logprobs.*--quantization fp8rl"),
         (spoil("policy_version"), "reply 0 .*policy versions.*--quantization fp8rl"),
+        (spoil("policy_run"), "reply 0 .*policy versions.*--quantization fp8rl"),
         (spoil("output_token_logprobs", []), "1 tokens.* 0 logprobs.* 1 policy"),
         (spoil("policy_version", [3, 3]), "1 tokens.* 1 logprobs.* 2 policy"),
         (spoil("output_token_logprobs", [[-0.5, 9, None]]), "reply 0 .*does not return"),
@@ -223,24 +236,73 @@ def test_a_reply_that_breaks_the_contract_is_refused(
 
 def test_a_lost_reply_is_noticed() -> None:
     class Forgetful(FakeEngine):
-        def generate(self, payload: dict[str, Any]) -> list[Reply]:
-            return super().generate(payload)[1:]
+        def sample(self, *args: Any) -> list[Reply | EngineError]:
+            return super().sample(*args)[1:]
 
-    with pytest.raises(ValueError, match=r"1 replies.* 2 requests"):
+    with pytest.raises(ValueError, match="shorter"):
         rollout(Forgetful(), PROMPTS, {})
 
 
 def test_the_expected_version_is_checked_before_and_after_sampling() -> None:
     client = FakeEngine(version=4)
     assert rollout(client, PROMPTS, {}, expected_version=4).policy_versions == [4]
-    client.payloads.clear()
-    with pytest.raises(ValueError, match=r"version 4\b.*update\(.*version=5"):
+    client.requests.clear()
+    with pytest.raises(ValueError, match=r"the engine has version 4\b.* version 5\b"):
         rollout(client, PROMPTS, {}, expected_version=5)
-    assert not client.payloads
+    assert not client.requests
     client.edit = spoil("policy_version", [5])
-    with pytest.raises(ValueError, match=r"reply 0 .*\[5\].* 4\b"):
+    with pytest.raises(ValueError, match=r"reply 0 has version 5\b.* version 4\b"):
         rollout(client, [[5]], {}, expected_version=4)
     assert rollout(client, [[5]], {}).policy_versions == [5]
+
+
+def committed(client: FakeEngine, run: str, version: int) -> None:
+    """As after an update of this process."""
+    connection_to(client).policy = Policy(run, version)
+
+
+@pytest.mark.guarantee("rollouts", fault="tokens of an older version")
+def test_tokens_are_at_least_as_new_as_the_last_update() -> None:
+    client = FakeEngine(version=4)
+    committed(client, "a", 4)
+    assert rollout(client, PROMPTS, {}).versions == [[4], [4, 4]]
+    client.edit = spoil("policy_version", [5])  # a thread updates while this one samples
+    assert rollout(client, [[5]], {}).versions == [[5]]
+    client.edit = spoil("policy_version", [3])
+    with pytest.raises(ValueError, match=r"reply 0 has version 3\b.* updated .* version 4\b"):
+        rollout(client, [[5]], {})
+
+
+@pytest.mark.guarantee(
+    "rollouts", fault="an engine that was started again, or updated by another trainer"
+)
+@pytest.mark.parametrize(("run", "version"), [("", -1), ("another", 9), ("a", 3)])
+def test_an_engine_that_lost_this_process_updates_is_not_sampled(run: str, version: int) -> None:
+    """It was started again, or another trainer came."""
+    client = FakeEngine(version=version, run=run)
+    committed(client, "a", 4)
+    with pytest.raises(ValueError, match=rf"the engine has version {version}\b.*version 4 of run"):
+        rollout(client, PROMPTS, {})
+    assert not client.requests
+    assert rollout(client, [[5]], {}, expected_version=version).versions == [[version]]
+
+
+def test_each_token_has_its_run() -> None:
+    client = FakeEngine()
+
+    def longer(reply: Reply) -> None:
+        ids = list(range(6))
+        reply["output_ids"] = ids
+        reply["meta_info"] |= {
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+            "policy_version": [-1, -1, 7, 7, 3, 3],
+            "policy_run": ["", "", "before", "", "after", ""],
+        }
+
+    client.edit = longer
+    result = rollout(client, [[5]], {})
+    assert result.runs == [["", "", "before", "before", "after", "after"]]
+    assert result.versions == [[-1, -1, 7, 7, 3, 3]]
 
 
 def test_an_aborted_sequence_is_kept_as_far_as_it_got() -> None:
@@ -269,6 +331,78 @@ def test_a_refusal_by_the_engine_is_an_engine_error() -> None:
     assert raised.value.status == 503
 
 
+def test_a_request_that_fails_loses_one_sequence() -> None:
+    client = FakeEngine()
+    client.refused[6] = too_long = EngineError("too long", 400)
+    result = rollout(client, [[5], [6], [7]], {})
+    assert result.errors == {1: too_long}
+    assert result.finish_reasons == ["stop", "error", "stop"]
+    assert result.prompt_tokens == [[5], [6], [7]]
+    assert result.tokens == [[0], [], [20, 21, 22]]
+    assert result.logprobs[1] == result.versions[1] == []
+    assert result.mask_BT.sum(1).tolist() == [1, 0, 3]
+
+
+def test_a_string_that_fails_has_no_tokens_at_all() -> None:
+    client = FakeMoE()
+    client.refused["c"] = EngineError("too long", 400)
+    result = rollout(client, ["ab", "c"], {}, routed_experts=True)
+    assert result.prompt_tokens == [[97, 98], []]
+    assert [len(experts) for experts in result.routed_experts or []] == [2, 0]
+
+
+def test_an_engine_error_is_raised_where_every_request_failed() -> None:
+    client = FakeEngine()
+    client.refused = {5: EngineError("quarantined", 503), 7: EngineError("too long", 400)}
+    with pytest.raises(EngineError, match="quarantined") as raised:
+        rollout(client, PROMPTS, {})
+    assert raised.value.status == 503
+
+
+def test_one_reply_that_is_a_refusal_loses_one_sequence() -> None:
+    def refuse_the_second(reply: Reply) -> None:
+        if reply["output_ids"][0] == 10:
+            refusal = {"type": "abort", "status_code": 503, "message": "quarantined"}
+            reply["meta_info"]["finish_reason"] = refusal
+
+    client = FakeEngine()
+    client.edit = refuse_the_second
+    result = rollout(client, [[5], [6], [7]], {})
+    assert result.finish_reasons == ["stop", "error", "stop"]
+    assert result.errors[1].status == 503
+
+
+def test_the_trainer_takes_a_rollout_with_failed_requests() -> None:
+    """Its correction and metrics are those of the rollout without them."""
+    client = FakeEngine()
+    client.refused["z"] = EngineError("too long", 400)
+    sampled = rollout(client, ["ab", "z"], {"n": 2})
+    kept = replace(
+        sampled,
+        **{name: getattr(sampled, name)[:2] for name in ("prompt_tokens", "tokens", "logprobs")},
+        versions=sampled.versions[:2],
+        finish_reasons=sampled.finish_reasons[:2],
+        errors={},
+    )
+
+    class Uniform:
+        """A causal LM that finds every token equally likely, and no empty row."""
+
+        device = torch.device("cpu")
+
+        def __call__(self, tokens_BL: torch.Tensor, use_cache: bool) -> Any:
+            self.logits = torch.zeros(*tokens_BL.shape, 128)
+            return self
+
+    trainer_BT = response_logprobs(Uniform(), sampled.prompt_tokens, sampled.tokens)
+    assert trainer_BT.shape == (4, 2)
+    preset = "decoupled_geo_rs_token_tis"
+    result, expected = correct(sampled, trainer_BT, preset), correct(kept, trainer_BT[:2], preset)
+    assert result.metrics == expected.metrics
+    assert torch.equal(result.weights_BT[:2], expected.weights_BT)
+    assert not result.mask_BT[2:].any()
+
+
 def test_padded_tensors() -> None:
     sampled = rollout(FakeEngine(), [[5], [6], [7]], {})
     result = replace(sampled, versions=[[-1], [2, 2], [-1, -1, 0]])
@@ -294,16 +428,14 @@ class FakeMoE(FakeEngine):
         shape = {"decoder_layers": 2, "layers": [0, 1], "experts": 4, "top_k": 2}
         return super().control(message) | {"routed_experts": shape if self.captures else None}
 
-    def generate(self, payload: dict[str, Any]) -> list[Reply]:
-        replies = super().generate(payload)
-        if payload.get("return_routed_experts"):
-            prompts = payload["text"] if "text" in payload else payload["input_ids"]
-            for prompt, reply in zip(prompts, replies, strict=True):
-                ids = [*map(ord, prompt)] if isinstance(prompt, str) else prompt
-                experts = experts_of([*ids, *reply["output_ids"]][:-1]).int()
-                encoded = base64.b64encode(experts.numpy().tobytes()).decode()
-                reply["meta_info"].setdefault("routed_experts", encoded)
-        return replies
+    def reply(self, i: int, request: dict[str, Any]) -> Reply | EngineError:
+        reply = super().reply(i, request)
+        if request.get("return_routed_experts") and not isinstance(reply, EngineError):
+            ids = [*map(ord, request["text"])] if "text" in request else request["input_ids"]
+            experts = experts_of([*ids, *reply["output_ids"]][:-1]).int()
+            encoded = base64.b64encode(experts.numpy().tobytes()).decode()
+            reply["meta_info"].setdefault("routed_experts", encoded)
+        return reply
 
 
 def experts_of(tokens: list[int]) -> torch.Tensor:
@@ -315,7 +447,7 @@ def experts_of(tokens: list[int]) -> torch.Tensor:
 def test_routed_experts_are_of_prompt_and_response_but_the_last_token() -> None:
     client = FakeMoE()
     result = rollout(client, PROMPTS, {"n": 2}, routed_experts=True)
-    assert client.payloads[0]["return_routed_experts"] is True
+    assert client.requests[0]["return_routed_experts"] is True
     assert result.routed_experts is not None
     for prompt, tokens, experts in zip(
         result.prompt_tokens, result.tokens, result.routed_experts, strict=True
@@ -326,11 +458,11 @@ def test_routed_experts_are_of_prompt_and_response_but_the_last_token() -> None:
 def test_routed_experts_are_only_asked_for_when_wanted() -> None:
     client = FakeMoE()
     assert rollout(client, PROMPTS, {}).routed_experts is None
-    assert "return_routed_experts" not in client.payloads[0]
+    assert "return_routed_experts" not in client.requests[0]
     client.captures = False
     with pytest.raises(ValueError, match="--enable-return-routed-experts"):
         rollout(client, PROMPTS, {}, routed_experts=True)
-    assert len(client.payloads) == 1  # refused before anything was sampled
+    assert len(client.requests) == len(PROMPTS)  # refused before anything was sampled
 
 
 @pytest.mark.parametrize(
@@ -358,19 +490,18 @@ def test_a_response_without_a_token_has_no_experts() -> None:
 
 
 @contextmanager
-def serve(engine: FakeEngine, refuse: str | None = None) -> Iterator[str]:
-    """A server on 127.0.0.1 with SGLang's /generate and the plugin's /fp8rl; yields its URL."""
+def serve(engine: FakeEngine, answer: Callable[[Reply], tuple[int, Any]]) -> Iterator[str]:
+    """A server on 127.0.0.1 with SGLang's /generate and the plugin's /fp8rl; yields its URL.
+
+    Args:
+        answer: status and JSON for a request to /generate.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer: Any
-            if self.path == "/generate" and refuse is not None:
-                status, answer = 503, {"detail": refuse}
-            else:
-                routes = {"/fp8rl": engine.control, "/generate": engine.generate}
-                status, answer = 200, routes[self.path](body)
-            data = json.dumps(answer).encode()
+            status, reply = (200, engine.control(body)) if self.path == "/fp8rl" else answer(body)
+            data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
@@ -380,8 +511,11 @@ def serve(engine: FakeEngine, refuse: str | None = None) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    class Listener(ThreadingHTTPServer):
+        request_queue_size = 2048  # uvicorn's
+
+    server = Listener(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
@@ -393,26 +527,73 @@ def serve(engine: FakeEngine, refuse: str | None = None) -> Iterator[str]:
 
 @pytest.mark.timeout(60)
 def test_over_http_the_result_is_the_same() -> None:
-    sampling = {"n": 2, "temperature": 0.5}
+    sampling = {"temperature": 0.5}
     for prompts in (PROMPTS, ["ab", "c"]):
-        with serve(FakeEngine()) as url:
-            over_http = rollout(url, prompts, sampling, expected_version=3)
-        assert over_http == rollout(FakeEngine(), prompts, sampling)
-        with serve(FakeMoE()) as url:
-            over_http = rollout(url, prompts, sampling, routed_experts=True)
-        here = rollout(FakeMoE(), prompts, sampling, routed_experts=True)
-        pairs = zip(over_http.routed_experts or [], here.routed_experts or [], strict=True)
-        assert [torch.equal(a, b) for a, b in pairs] == [True] * 4
+        for make in (FakeEngine, FakeMoE):
+            here = rollout(make(), prompts, sampling, routed_experts=make is FakeMoE)
+            engine = make()
+            order = {json.dumps(prompt): i for i, prompt in enumerate(prompts)}
+
+            def answer(
+                request: Reply, engine: FakeEngine = engine, order: dict[str, int] = order
+            ) -> tuple[int, Any]:
+                prompt = request["text"] if "text" in request else request["input_ids"]
+                return 200, engine.reply(order[json.dumps(prompt)], request)
+
+            with serve(engine, answer) as url:
+                far = rollout(
+                    url, prompts, sampling, expected_version=3, routed_experts=make is FakeMoE
+                )
+            pairs = zip(far.routed_experts or [], here.routed_experts or [], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert replace(far, routed_experts=None) == replace(here, routed_experts=None)
 
 
 @pytest.mark.timeout(60)
 def test_over_http_a_quarantined_engine_is_an_engine_error() -> None:
+    refusal = 503, {"detail": "quarantined: update 4 broke off"}
     with (
-        serve(FakeEngine(), refuse="quarantined: update 4 broke off") as url,
+        serve(FakeEngine(), lambda _: refusal) as url,
         pytest.raises(EngineError, match="update 4 broke off") as raised,
     ):
         rollout(url, PROMPTS, {})
     assert raised.value.status == 503
+
+
+@pytest.mark.timeout(60)
+def test_over_http_512_prompts_of_which_one_fails() -> None:
+    """All are at the server at once, as continuous batching and prefix caching need."""
+    engine, everyone = FakeEngine(), threading.Barrier(512)
+
+    def answer(request: Reply) -> tuple[int, Any]:
+        everyone.wait(30)
+        if request["input_ids"] == [100]:
+            return 400, {"error": {"message": "the input is too long"}}
+        return 200, engine.reply(0, request)
+
+    with serve(engine, answer) as url:
+        result = rollout(url, [[i] for i in range(512)], {})
+    assert {i: (str(e), e.status) for i, e in result.errors.items()} == {
+        100: ("the input is too long", 400)
+    }
+    assert [i for i, row in enumerate(result.tokens) if row != [0]] == [100]
+
+
+@pytest.mark.timeout(60)
+def test_over_http_a_rollout_lasts_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beyond the limit of control messages, which all requests once had."""
+    monkeypatch.setattr("trainer_bridge.engine_client.CONTROL_TIMEOUT_S", 0.5)
+    engine = FakeEngine()
+
+    def answer(request: Reply) -> tuple[int, Any]:
+        time.sleep(1.5 if request["input_ids"] == [7] else 0)
+        return 200, engine.reply(0, request)
+
+    with serve(engine, answer) as url:
+        assert rollout(url, PROMPTS, {}).tokens == [[0], [0]]
+        late = rollout(url, PROMPTS, {}, timeout=0.5)
+    assert late.finish_reasons == ["stop", "error"]
+    assert "no answer within 0.5 s" in str(late.errors[1])
 
 
 @pytest.mark.timeout(120)

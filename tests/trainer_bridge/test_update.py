@@ -12,16 +12,17 @@ from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
+from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.engine_connection import connection_to
 from trainer_bridge.fsdp import sources
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.update import _facts, update
+from trainer_bridge.update import RUN, _facts, update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,6 +42,7 @@ def holds(engine: FakeEngine, tensors: toy.Tensors) -> bool:
     )
 
 
+@pytest.mark.guarantee("all-or-none", fault="one and two ranks, two sizes of the bucket")
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes: int) -> None:
@@ -49,7 +51,9 @@ def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes:
         tensors = toy.checkpoint(version)
         result = update(tensors, engine, version=version)
         assert holds(engine, tensors)
-        assert [(w.state, w.version) for w in engine.ranks] == [(State.SERVING, version)] * tp
+        assert [(w.state, w.policy.version) for w in engine.ranks] == [
+            (State.SERVING, version)
+        ] * tp
         assert (result.version, result.tensors) == (version, len(toy.SHAPES))
         assert result.bytes == sum(t.numel() * 2 for t in tensors.values())
         assert set(result.seconds) == {"begin", "read", "write", "commit", "total"}
@@ -116,9 +120,6 @@ class Address:
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         return self.engine.control(message)
 
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        return self.engine.generate(payload)
-
 
 @pytest.mark.parametrize("bucket_bytes", [SMALL, 1 << 20])
 def test_a_new_engine_at_the_same_address(bucket_bytes: int) -> None:
@@ -139,7 +140,7 @@ def test_a_refused_update_asks_for_the_layout_again() -> None:
     address = Address(engine_of(1))
     update(toy.checkpoint(), address, version=3)
     engine = address.engine = engine_of(1, SMALL)
-    engine.ranks[0].version = 7
+    engine.ranks[0].policy = Policy(RUN, 7)
     with pytest.raises(EngineError, match=r"version 4 .*version 7"):
         update(toy.checkpoint(), address, version=4)
     tensors = toy.checkpoint(1)
@@ -149,6 +150,71 @@ def test_a_refused_update_asks_for_the_layout_again() -> None:
     bucket = engine.ranks[0].memory.bucket
     assert bucket is not None
     assert bucket.content.numel() == SMALL
+
+
+class Cut(FakeEngine):
+    """An engine whose next answer to ``end`` gets lost."""
+
+    lost = True
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        if message["op"] == "end" and self.lost:
+            self.lost = False
+            raise EngineError("the connection was cut", None)
+        return reply
+
+
+@pytest.mark.guarantee(
+    "runs", fault="the connection is cut after the commit, and the trainer tries again"
+)
+def test_a_commit_whose_answer_was_lost_is_not_repeated() -> None:
+    engine = Cut(engine_of(2).ranks)
+    tensors = toy.checkpoint()
+    with pytest.raises(EngineError, match="cut"):
+        update(tensors, engine, version=0)
+    assert holds(engine, tensors)
+    again = update(tensors, engine, version=0)
+    assert (again.run, again.version, again.bytes) == (RUN, 0, 0)
+    assert engine.ops == ["layout", "begin", "begin", "end", "begin"]
+    # the control: a version whose commit was answered is old
+    with pytest.raises(EngineError, match="version 0 is not newer"):
+        update(tensors, engine, version=0)
+    other = toy.checkpoint(1)
+    update(other, engine, version=1)
+    assert holds(engine, other)
+
+
+def test_a_lost_commit_that_failed_is_repeated() -> None:
+    """The engine was restarted meanwhile, or another trainer came."""
+    engine = Cut(engine_of(1).ranks)
+    tensors = toy.checkpoint()
+    with pytest.raises(EngineError, match="cut"):
+        update(tensors, engine, version=0)
+    engine.ranks = engine_of(1).ranks
+    assert update(tensors, engine, version=0).bytes > 0
+    assert holds(engine, tensors)
+
+
+def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
+    """As a trainer that is resumed from a checkpoint, while the one that hung wakes up."""
+    engine = engine_of(1)
+    update(toy.checkpoint(), engine, version=150)
+    resumed = toy.checkpoint(1)
+    assert update(resumed, engine, version=100, run="resumed").run == "resumed"
+    assert holds(engine, resumed)
+    with pytest.raises(EngineError, match=rf"{RUN}.* was replaced.*'resumed'"):
+        update(toy.checkpoint(), engine, version=151)
+    update(toy.checkpoint(2), engine, version=101, run="resumed")
+    assert engine.ranks[0].policy == Policy("resumed", 101)
+
+
+@pytest.mark.parametrize("run", ["", "a" * 65, "two\nlines", 7])
+def test_a_run_that_is_not_a_name(run: Any) -> None:
+    engine = engine_of(1)
+    with pytest.raises(ManifestError, match=r"run is .*name"):
+        update(toy.checkpoint(), engine, version=0, run=run)
+    assert engine.ops == []
 
 
 def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +241,18 @@ def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> N
 
 
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:
-    """So an FP32 router is rounded in the first update, and never again."""
+    """Until then nothing is rounded on the way: an FP32 router is exact from the first update."""
     engine = engine_of(1)
     engine.ranks[0].table = None
     engine.ranks[0].quarantine("started with dummy weights")
     for version in range(3):
         tensors = toy.checkpoint(version, torch.float32)
-        kept = "" if version == 0 else "mlp.router.weight"
-        update(tensors, engine, version=version)
+        kept = "mlp.router.weight"
+        result = update(tensors, engine, version=version)
         sent = {n: t if t.dim() == 1 or n == kept else t.to(toy.BF16) for n, t in tensors.items()}
         assert holds(engine, sent)
+        whole = tensors if version == 0 else sent
+        assert result.bytes == sum(t.numel() * t.itemsize for t in whole.values())
     assert engine.ops == ["layout", "begin", "begin", "end"] * 2 + ["begin", "end"]
 
 
@@ -213,9 +281,6 @@ class Sockets:
             return {"sockets": [rank.path for rank in self.ranks], "token": TOKEN}
         assert message["op"] == "end"
         return {}
-
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
 
 
 @pytest.fixture
@@ -311,13 +376,13 @@ def test_a_failed_update_lets_go_of_the_bucket(sockets: Sockets) -> None:
 
 def refused(engine: FakeEngine, tensors: Any, version: Any, fault: str) -> None:
     before = [toy.contents(w.model) for w in engine.ranks]
-    states = [(w.state, w.version) for w in engine.ranks]
+    states = [(w.state, w.policy.version) for w in engine.ranks]
     with pytest.raises((EngineError, ManifestError), match=fault):
         update(tensors, engine, version=version)
     assert all(
         toy.same(a, toy.contents(w.model)) for a, w in zip(before, engine.ranks, strict=True)
     )
-    assert [(w.state, w.version) for w in engine.ranks] == states
+    assert [(w.state, w.policy.version) for w in engine.ranks] == states
     assert "end" not in engine.ops
 
 
@@ -373,6 +438,7 @@ def heals(engine: FakeEngine) -> None:
     assert {w.state for w in engine.ranks} == {State.SERVING}
 
 
+@pytest.mark.guarantee("all-or-none", fault="NaN or Inf in the slice of one rank of two")
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["embed.weight", "attn.v.weight", "norm.weight"])
@@ -381,7 +447,7 @@ def test_nan_quarantines_every_rank(name: str, bad: float, bucket_bytes: int) ->
     tensors[name].view(-1)[-1] = bad  # in the slice of rank 1
     fails(engine, tensors, f"{name}.*NaN or Inf")
     assert {w.state for w in engine.ranks} == {State.QUARANTINED}
-    assert {w.version for w in engine.ranks} == {-1}
+    assert {w.policy.version for w in engine.ranks} == {-1}
     heals(engine)
 
 
@@ -430,6 +496,7 @@ def test_a_rank_that_no_trainer_can_reach(monkeypatch: pytest.MonkeyPatch) -> No
     heals(engine)
 
 
+@pytest.mark.guarantee("quarantine", fault="an exception in the trainer during an update")
 def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
     engine, tensors = engine_of(2, SMALL), toy.checkpoint()
 

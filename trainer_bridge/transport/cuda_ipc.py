@@ -22,7 +22,7 @@ from sgl_fp8rl.protocol.cuda_memory import (
     still_there,
 )
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.rank_client import RankClients, UnreachableMemoryError
 
 
 class DeviceBucket:
@@ -30,6 +30,7 @@ class DeviceBucket:
 
     Raises:
         EngineError: there is not enough memory.
+        UnreachableMemoryError: this system does not share it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -39,7 +40,11 @@ class DeviceBucket:
             raise EngineError(f"no bucket of {nbytes} bytes could be shared: {error}") from error
         self.close = weakref.finalize(self, self._memory.close)
         """Free the memory."""
-        self._handle = self._memory.handle()
+        self.close.atexit = False  # not before the engine has let go; the driver frees it anyway
+        try:
+            self._handle = self._memory.handle()
+        except CudaMemoryError as error:
+            raise UnreachableMemoryError(str(error)) from error
         # not the handle: another process may be given the same one
         self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
@@ -91,7 +96,17 @@ def place(tensors: list[torch.Tensor]) -> Placement | None:
     """Where these tensors lie, or None if another process cannot open it.
 
     Expandable segments and a memory saver's memory cannot be opened.
+
+    Raises:
+        UnreachableMemoryError: this system does not share any.
     """
+    try:
+        return _place(tensors)
+    except CudaMemoryError as error:
+        raise UnreachableMemoryError(str(error)) from error
+
+
+def _place(tensors: list[torch.Tensor]) -> Placement | None:
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     segments: dict[int, int] = {}
     handles: list[Handle] = []

@@ -1,4 +1,5 @@
-"""A bucket in host memory: for engines on a CPU, and for trainers without a GPU.
+"""A bucket in host memory: for engines on a CPU, for trainers without a GPU, and for those whose
+GPU memory the engine cannot open.
 
 It is anonymous memory whose descriptor is passed over each rank's socket: it has no name, so
 nothing is left behind when a process dies. It is sealed against shrinking, which would fault a

@@ -1,30 +1,44 @@
 """The private sockets of an engine's ranks: what is said to one is said to all."""
 
+import os
 import socket
+import time
+from contextlib import suppress
 from typing import Any
 
 from sgl_fp8rl.protocol import framing
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_client import EngineError, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one half of the bucket."""
+DETACH_TIMEOUT_S = 10.0
+"""Seconds that an engine may take to let go of a trainer that leaves: until the end of a step."""
+
+
+class UnreachableMemoryError(EngineError):
+    """The engine cannot open this process's GPU memory; nothing was written."""
 
 
 class RankClients:
-    """Connections to all ranks of one engine for one session.
+    """Connections to all ranks of one engine, for one session and until the next one commits.
 
     Raises:
         EngineError: a rank refused a step, or is gone.
     """
 
-    def __init__(self, paths: list[str], token: str) -> None:
+    def __init__(self, paths: Any, token: Any) -> None:
+        if not are_names(paths) or not paths or not isinstance(token, str):
+            raise EngineError(
+                "the engine began an update without naming its sockets; install the same sgl-fp8rl "
+                "on both sides"
+            )
         self._sockets: list[socket.socket] = []
         known: list[set[str]] = []
         try:
             for path in paths:
                 rank, reply = _connect(path, token)
                 self._sockets.append(rank)
-                known.append(set(reply.get("known", ())))
+                known.append(set(reply.get("known", [])))
         except EngineError:
             self.close()  # or ranks that did connect would wait for what never comes
             raise
@@ -49,15 +63,25 @@ class RankClients:
         replies = []
         for rank in self._sockets:
             try:
-                reply, _ = framing.receive(rank)
+                reply = _receive(rank)
             except OSError as error:
                 raise EngineError(
                     f"the engine ended the update ({error}); see its log for the reason"
                 ) from error
-            if "error" in reply:
-                raise EngineError(reply["error"])
             replies.append(reply)
         return replies
+
+    def detach(self, timeout_s: float) -> None:
+        """Hang up, and wait until every rank has let go of this process's memory."""
+        for rank in self._sockets:
+            with suppress(OSError):  # it is gone, and so are its mappings
+                rank.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + timeout_s
+        for rank in self._sockets:
+            rank.settimeout(max(deadline - time.monotonic(), 1e-3))
+            with suppress(OSError):  # or it is busy with another trainer's update
+                rank.recv(1)  # it hangs up when it has let go
+        self.close()
 
     def close(self) -> None:
         """Hang up; a session that was not committed ends with it."""
@@ -71,14 +95,34 @@ def _connect(path: str, token: str) -> tuple[socket.socket, dict[str, Any]]:
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})
-        reply, _ = framing.receive(rank)
+        reply = _receive(rank)
+        if not are_names(reply.get("known", [])):
+            raise EngineError(
+                "a rank of the engine does not say what memory it has open; install the same "
+                "sgl-fp8rl on both sides"
+            )
+    except EngineError:
+        rank.close()
+        raise
     except OSError as error:
         rank.close()
         raise EngineError(
             f"the engine's update socket cannot be reached ({error}); trainer and engine must run "
             f"on one host, as the same user"
         ) from error
-    if "error" in reply:
-        rank.close()
-        raise EngineError(reply["error"])
     return rank, reply
+
+
+def _receive(rank: socket.socket) -> dict[str, Any]:
+    reply, fds = framing.receive(rank)
+    for fd in fds:
+        os.close(fd)  # no reply brings any
+    if "error" in reply:
+        on_host = framing.RETRY_ON_HOST.items() <= reply.items()
+        raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))
+    return reply
+
+
+def are_names(value: Any) -> bool:
+    """Whether a value of a reply is a list of strings."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

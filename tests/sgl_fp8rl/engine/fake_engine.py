@@ -6,9 +6,8 @@
 import threading
 from typing import Any
 
-import torch
-
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from trainer_bridge.engine_client import EngineError
@@ -70,12 +69,10 @@ class FakeEngine:
                 "protocol": PROTOCOL,
                 "dtype": "bfloat16",
                 "bucket_bytes": self.bucket_bytes,
-                "version": self.ranks[0].version,
+                "version": self.ranks[0].policy.version,
                 "state": self.ranks[0].state.value,
                 "gpus": [],
-                "fallback": sorted(table.fallback) if table else [],
-                "fp32": table.kept_in(torch.float32) if table else [],
-                "formats": table.by_format() if table else {},
+                **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
             }
         if message["op"] == "begin":
             return self._begin(message)
@@ -85,17 +82,16 @@ class FakeEngine:
         assert not self._watch.is_alive(), "the session does not end"
         return {"ended": True}
 
-    def generate(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
     def close(self) -> None:
         pass
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
-        version = message["version"]
+        policy = Policy(message["run"], message["version"])
+        if self.ranks[0].committed_by(message["retry_of"], policy):
+            return {"committed": True}
         try:
             for weights in self.ranks:
-                weights.check_version(version)
+                weights.check_policy(policy)
             if "manifest" in message:
                 manifest = Manifest.from_json(message["manifest"])
                 assert manifest.fingerprint == message["fingerprint"]
@@ -106,7 +102,7 @@ class FakeEngine:
         if not all(weights.knows(message["fingerprint"]) for weights in self.ranks):
             return {"unknown": True}
         threads = [
-            RankThread(weights.begin(message["fingerprint"], version), rank, self.silence_s)
+            RankThread(weights.begin(message["fingerprint"], policy), rank, self.silence_s)
             for rank, weights in enumerate(self.ranks)
         ]
         self._watch = threading.Thread(target=self._end, args=(threads,), daemon=True)
@@ -118,7 +114,7 @@ class FakeEngine:
         failed = next((o for o in self.outcomes if not o.committed), None)
         for weights, thread in zip(self.ranks, threads, strict=True):
             if failed is None:
-                weights.commit()
+                weights.commit(TOKEN)
             elif any(o.dirty for o in self.outcomes):
                 weights.quarantine(failed.reason)
             else:

@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
 from sgl_fp8rl.engine.control import Control, ControlError
-from trainer_bridge.engine_client import HTTP_TIMEOUT_S
+from trainer_bridge.engine_client import CONTROL_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,11 +30,13 @@ class Engine:
     def __init__(self, patch: pytest.MonkeyPatch, *answers: dict[str, Any]) -> None:
         self.asked: list[dict[str, Any]] = []
         self.sent: list[Any] = []
+        self.versions: list[str] = []
         self.manager = SimpleNamespace(
             is_pause=False,
             is_pause_cond=asyncio.Condition(),
             auto_create_handle_loop=lambda: None,
             _dispatch_to_scheduler=self.sent.append,
+            _update_weight_version_if_provided=self.versions.append,
         )
         rpc: Any = None
         self.control = Control(self.manager, rpc, SimpleNamespace(tp_size=1))
@@ -41,8 +49,8 @@ class Engine:
         self.asked.append(dict(message))
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
-    async def _receive(self) -> dict[str, Any]:
-        return {"ended": True}
+    async def _receive(self, healthy_s: float) -> dict[str, Any]:
+        return {"ended": True, "version": 3}
 
     def begin(self, **more: Any) -> dict[str, Any]:
         message = {"op": "begin", "version": 0, "fingerprint": "f", "manifest": {}, **more}
@@ -51,7 +59,7 @@ class Engine:
             begun = await self.control.handle(message)
             assert self.manager.is_pause is ("sockets" in begun)
             if "sockets" in begun:
-                assert await self.control.handle({"op": "end"}) == {"ended": True}
+                assert await self.control.handle({"op": "end"}) == {"ended": True, "version": 3}
             return begun
 
         return asyncio.run(session())
@@ -109,5 +117,128 @@ def test_requests_that_do_not_end_are_given_up_on(
     assert not engine.manager.is_pause
 
 
+@pytest.mark.parametrize("in_flight", ["abort", "finish", "retract"])
+def test_a_session_that_begins_is_announced_at_once(
+    monkeypatch: pytest.MonkeyPatch, in_flight: str
+) -> None:
+    """A sleep after it would be added to every update that waits for requests."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(control_module.asyncio, "sleep", counted)
+    engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
+    engine.begin(in_flight=in_flight)
+    between = control_module.POLL_S if in_flight == "abort" else control_module.WAIT_POLL_S
+    assert waits == [between]  # after the first answer it tries again without one
+
+
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("ends", ["session", "refusal"])
+def test_a_users_pause_meanwhile_is_kept(
+    monkeypatch: pytest.MonkeyPatch, paused: bool, ends: str
+) -> None:
+    """SGLang's own ``pause_generation`` and ``continue_generation`` take effect after it."""
+    engine = Engine(monkeypatch, BEGUN if ends == "session" else {"unknown": True})
+    manager = engine.manager
+    manager.is_pause = paused
+
+    async def dispatch(message: Any) -> None:
+        engine.sent.append(message)
+
+    manager._async_dispatch_to_scheduler = dispatch
+
+    async def user() -> None:
+        if paused:
+            await TokenizerManager.continue_generation(manager, ContinueGenerationReqInput())
+        else:
+            message = PauseGenerationReqInput(mode="in_place")
+            await TokenizerManager.pause_generation(manager, message)
+
+    async def ask(message: dict[str, Any]) -> dict[str, Any]:
+        calls.append(asyncio.create_task(user()))
+        await asyncio.sleep(0.01)
+        assert manager.is_pause
+        assert engine.sent == []
+        return engine._answers[0]
+
+    calls: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(engine.control, "_ask", ask)
+
+    async def session() -> None:
+        await engine.control.handle({"op": "begin", "version": 0})
+        if ends == "session":
+            await engine.control.handle({"op": "end"})
+        await calls[0]
+
+    asyncio.run(session())
+    assert manager.is_pause is not paused
+    assert len(engine.sent) == 1
+
+
+# ---- what /health sees
+
+
+class Silent:
+    """A socket whose reply comes after some looks at it."""
+
+    def __init__(self, looks: int = 5) -> None:
+        self.looks = looks
+
+    def poll(self, timeout: int) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("op", ["layout", "session"])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_health_sees_schedulers_that_hang(
+    monkeypatch: pytest.MonkeyPatch, op: str, hangs: bool
+) -> None:
+    """It fails where nothing was received for 20 s: what hangs longer than it may is not hidden."""
+    limit_s = -1.0 if hangs else 60.0
+    monkeypatch.setattr(control_module, "ANSWER_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(
+        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=limit_s)
+    )
+    reply = SimpleNamespace(message="{}")
+    monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
+    monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
+    manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
+    manager.last_receive_tstamp = 0.0
+    control = Control(manager, Silent(), SimpleNamespace(tp_size=1))  # type: ignore[arg-type]
+
+    async def session() -> None:
+        if op == "layout":
+            assert await control._ask({"op": "layout"}) == {}
+            return
+        await manager.is_pause_cond.acquire()
+        await control._watch(False)
+        assert control._ended == {}
+
+    asyncio.run(session())
+    assert (manager.last_receive_tstamp == 0.0) is hangs
+
+
 def test_the_trainer_still_listens_when_a_long_wait_is_given_up() -> None:
-    assert control_module.FINISH_TIMEOUT_S + control_module.DRAIN_TIMEOUT_S / 2 <= HTTP_TIMEOUT_S
+    assert control_module.FINISH_TIMEOUT_S + control_module.DRAIN_TIMEOUT_S / 2 <= CONTROL_TIMEOUT_S
+
+
+def test_the_status_during_a_session_asks_no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve the session, and nothing else until it ends."""
+    engine = Engine(monkeypatch, {"version": 3, "state": "serving"})
+    engine.manager.is_pause = True  # as the fake schedulers want it
+
+    async def ask(*, during: bool) -> dict[str, Any]:
+        if during:
+            engine.control._session = asyncio.create_task(asyncio.sleep(60))
+        return await engine.control.handle({"op": "status"})
+
+    before = asyncio.run(ask(during=False))
+    assert (before["version"], before["state"]) == (3, "serving")
+    assert set(before["logprobs"]) == {"raw"}
+    assert asyncio.run(ask(during=True)) == {**before, "state": "updating"}
+    assert engine.asked == [{"op": "status"}]

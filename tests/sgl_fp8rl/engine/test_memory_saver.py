@@ -8,8 +8,10 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
-from sgl_fp8rl.engine.scheduler import attach, note_resumed, quarantine_released
+from sgl_fp8rl.engine.attached import attach
+from sgl_fp8rl.engine.guards import note_resumed, quarantine_released
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 
 
@@ -35,8 +37,8 @@ def test_released_weights_are_quarantined_until_an_update() -> None:
     assert weights.state is State.QUARANTINED
 
     with pytest.raises(ManifestError, match="resume_memory_occupation"):
-        weights.check_version(0)
+        weights.check_policy(Policy("any", 0))
     assert note_resumed(resume, updater, {"weights"}) == "resumed"
     assert weights.state is State.QUARANTINED
     assert not weights.released
-    weights.check_version(0)
+    weights.check_policy(Policy("any", 0))

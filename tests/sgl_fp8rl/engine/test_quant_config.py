@@ -16,5 +16,11 @@ def test_experts_tell_how_many_a_token_takes() -> None:
     assert list_layers(nn.ModuleDict(layers)) == [
         LayerFormat("mlp", "fp8", None, shape, T),
         LayerFormat("sglangs", "fp8", None, shape, None),
-        LayerFormat("head", "bf16", "not a linear layer", (2, 4), None),
+        LayerFormat(
+            "head",
+            "bf16",
+            "router or other layer that the model builds without quantization",
+            (2, 4),
+            None,
+        ),
     ]

@@ -7,7 +7,7 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.retraction import fits, retract
+from sgl_fp8rl.engine.retraction import fits, refuse_waiting, retract
 
 CLIP, POOL = 4096, 16384
 
@@ -34,6 +34,7 @@ class FakeScheduler:
         self._pending_chunked_abort_req: Any = None
         self.sent: list[Any] = []
         self.flushes = True
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: POOL)
         tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=tokenizer)
@@ -54,6 +55,7 @@ class FakeScheduler:
     def flush_cache(self, empty_cache: bool) -> bool:
         assert not empty_cache
         assert not self.waiting_queue  # else SGLang refuses
+        assert not self.grammar_manager.grammar_queue
         return self.flushes
 
     def abort_request(self, message: Any) -> None:
@@ -88,6 +90,25 @@ def test_a_paused_engine_stays_paused() -> None:
     scheduler._engine_paused = True
     assert retract(scheduler)
     assert scheduler._engine_paused
+
+
+def test_what_waits_for_its_grammar_goes_on_waiting() -> None:
+    scheduler = a_scheduler()
+    compiling = [request("d")]
+    scheduler.grammar_manager.grammar_queue = compiling
+    assert retract(scheduler)
+    assert scheduler.grammar_manager.grammar_queue is compiling
+    assert scheduler.rids() == ["a", "b", "c"]
+    assert scheduler.sent == []
+
+
+def test_all_that_wait_are_refused() -> None:
+    """What waits for its grammar too: SGLang would end it by a prefill under these weights."""
+    scheduler = FakeScheduler([], [request("a")])
+    scheduler.grammar_manager.grammar_queue = [request("b")]
+    refuse_waiting(scheduler, "no", 503)
+    assert [refusal.rid for refusal in scheduler.sent] == ["a", "b"]
+    assert (scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue) == ([], [])
 
 
 def test_a_cache_that_is_not_reset_is_told() -> None:

@@ -17,6 +17,7 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
@@ -56,11 +57,12 @@ class FakeScheduler:
         self.idle = self.flushes = self.retracts = True
         self.asked = self.retracted = 0
         self.waiting_queue: list[Any] = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self._engine_paused = False
 
     def is_fully_idle(self) -> bool:
         self.asked += 1
-        return self.idle
+        return self.idle and not self.waiting_queue
 
     def flush_cache(self, empty_cache: bool) -> bool:
         assert not empty_cache
@@ -96,8 +98,9 @@ class Engine:
         Raises:
             ManifestError: the same on every rank.
         """
+        policy = check_policy(message["run"], message["version"])
         futures = self.on_ranks(
-            lambda rank: self.module._prepare(self.ranks[rank], message, self.groups[rank])
+            lambda rank: self.module._prepare(self.ranks[rank], policy, message, self.groups[rank])
         )
         errors = [future.exception(TIMEOUT_S) for future in futures]
         assert len({str(error) for error in errors}) == 1
@@ -161,7 +164,16 @@ def manifest_of(tensors: toy.Tensors, version: int = 0) -> Manifest:
 
 def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
     """A message with the whole manifest."""
-    return {"version": version, "manifest": json.loads(json.dumps(manifest.to_json()))}
+    return {
+        "run": toy.RUN,
+        "version": version,
+        "manifest": json.loads(json.dumps(manifest.to_json())),
+    }
+
+
+def short(fingerprint: str, version: Any = 0) -> dict[str, Any]:
+    """A message with the name of a manifest alone."""
+    return {"run": toy.RUN, "version": version, "fingerprint": fingerprint}
 
 
 # -- what may begin
@@ -171,14 +183,17 @@ def test_a_manifest_is_sent_once(engine: Engine) -> None:
     manifest = manifest_of(toy.checkpoint())
     assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
     assert all(weights.knows(manifest.fingerprint) for weights in engine.ranks)
-    short = {"version": 7, "fingerprint": manifest.fingerprint}
-    assert engine.prepare(short) == [manifest.fingerprint] * TP
+    again = short(manifest.fingerprint, 7)
+    assert engine.prepare(again) == [manifest.fingerprint] * TP
 
 
 @pytest.mark.parametrize("version", [-1, None, "1", True, 1.5, 2**63])
 def test_a_version_is_looked_at_first(engine: Engine, version: Any) -> None:
     manifest = manifest_of(toy.checkpoint())
-    for message in (whole(manifest, version), {"version": version, "fingerprint": "f"}):
+    for message in (
+        whole(manifest, version),
+        short("f", version),
+    ):
         with pytest.raises(ManifestError, match=r"version.*whole number"):
             engine.prepare(message)
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
@@ -189,9 +204,12 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
 ) -> None:
     manifest = manifest_of(toy.checkpoint())
     for weights in engine.ranks:
-        weights.version = 4
+        weights.policy = Policy(toy.RUN, 4)
     monkeypatch.setattr(EngineWeights, "accept", None)  # it would be called
-    for message in (whole(manifest, 4), {"version": 4, "fingerprint": manifest.fingerprint}):
+    for message in (
+        whole(manifest, 4),
+        short(manifest.fingerprint, 4),
+    ):
         with pytest.raises(ManifestError, match="version 4"):
             engine.prepare(message)
         assert "version 4" in engine.answer(message)["error"]
@@ -199,6 +217,7 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
 
 
+@pytest.mark.guarantee("check-first", fault="a manifest that one rank of two refuses")
 def test_a_refusal_of_one_rank_is_that_of_all(engine: Engine) -> None:
     """A rank that wants another shape; the others take back what they accepted."""
     manifest = manifest_of(toy.checkpoint())
@@ -209,7 +228,7 @@ def test_a_refusal_of_one_rank_is_that_of_all(engine: Engine) -> None:
         engine.prepare(whole(manifest))
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
     assert all(weights.table is not None for weights in engine.ranks)
-    assert engine.answer({"version": 0, "fingerprint": manifest.fingerprint}) == {"unknown": True}
+    assert engine.answer(short(manifest.fingerprint, 0)) == {"unknown": True}
 
 
 def test_a_first_manifest_that_one_rank_refuses_leaves_no_routes(dummy: Engine) -> None:
@@ -275,11 +294,11 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
 
 
 def test_an_unknown_manifest_is_asked_for(engine: Engine) -> None:
-    assert engine.answer({"version": 0, "fingerprint": "never seen"}) == {"unknown": True}
-    assert engine.answer({"version": 0}) == {"unknown": True}
+    assert engine.answer(short("never seen", 0)) == {"unknown": True}
+    assert engine.answer({"run": toy.RUN, "version": 0}) == {"unknown": True}
     engine.ranks[0].accept(manifest_of(toy.checkpoint()))  # and rank 1 has forgotten it
-    short = {"version": 0, "fingerprint": manifest_of(toy.checkpoint()).fingerprint}
-    assert engine.answer(short) == {"unknown": True}
+    known = short(manifest_of(toy.checkpoint()).fingerprint, 0)
+    assert engine.answer(known) == {"unknown": True}
     assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
     assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
 
@@ -318,9 +337,7 @@ def test_nothing_is_retracted_for_what_does_not_begin(
 ) -> None:
     manifest = manifest_of(toy.checkpoint())
     assert "-1" in engine.answer(whole(manifest, -1) | RETRACT)["error"]
-    assert engine.answer({"version": 0, "fingerprint": "never seen", **RETRACT}) == {
-        "unknown": True
-    }
+    assert engine.answer(short("never seen") | RETRACT) == {"unknown": True}
 
     def broken(rank: int) -> Any:
         raise OSError("no space")
@@ -347,6 +364,18 @@ def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
     for scheduler in engine.schedulers:
         scheduler._engine_paused = False
     assert engine.answer(message) == {"busy": True}
+
+
+def test_what_a_pause_keeps_is_not_aborted_in_vain(engine: Engine) -> None:
+    """An abort ends what waits, but what runs would end in a step, and there is none."""
+    message = whole(manifest_of(toy.checkpoint()))
+    for scheduler in engine.schedulers:
+        scheduler._engine_paused, scheduler.waiting_queue = True, [SimpleNamespace(rid="a")]
+    assert engine.answer(message) == {"busy": True}
+    for scheduler in engine.schedulers:
+        scheduler.idle = False
+    assert "generation is paused" in engine.answer(message)["error"]
+    assert [len(scheduler.waiting_queue) for scheduler in engine.schedulers] == [1, 1]
 
 
 def test_a_rank_whose_cache_is_not_reset_keeps_all_waiting(engine: Engine) -> None:
@@ -379,6 +408,35 @@ def test_what_waits_for_an_update_ends_only_with_a_quarantine(engine: Engine, en
             assert "update to version 0" in reason["message"]
         else:
             assert (len(scheduler.waiting_queue), scheduler.sent) == (2, [])
+
+
+def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
+    """Each rank has an expert of its own, the second also the router."""
+    for rank, weights in enumerate(engine.ranks):
+        assert weights.table is not None
+        elsewhere = [f"mlp.experts.{1 - rank}.{part}.weight" for part in ("gate", "up", "down")]
+        weights.table.routes.update({name: [] for name in elsewhere})
+    first, second = (weights.table for weights in engine.ranks)
+    assert first is not None and second is not None
+    first.routes["mlp.router.weight"] = []
+    second.fallback["norm.weight"] = "computed"
+    assert set(first.by_format()["fp8"]) < set(toy.FP8_NAMES)
+
+    answers = engine.on_ranks(
+        lambda rank: engine.module._sources(engine.ranks[rank].table, engine.groups[rank])
+    )
+    for answer in answers:
+        assert answer.result(TIMEOUT_S) == {
+            "fallback": ["norm.weight"],
+            "fp32": ["mlp.router.weight"],
+            "formats": {"fp8": sorted(toy.FP8_NAMES)},
+        }
+
+
+def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
+    answers = dummy.on_ranks(lambda rank: dummy.module._sources(None, dummy.groups[rank]))
+    empty = {"fallback": [], "fp32": None, "formats": {}}
+    assert [answer.result(TIMEOUT_S) for answer in answers] == [empty] * TP
 
 
 # -- whole sessions
@@ -417,6 +475,7 @@ class Trainer:
         return first
 
 
+@pytest.mark.guarantee("all-or-none", fault="two ranks, one update")
 def test_ranks_commit_together(engine: Engine) -> None:
     for version in (0, 3):
         tensors = toy.checkpoint(version)
@@ -431,6 +490,7 @@ def test_ranks_commit_together(engine: Engine) -> None:
             assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, TP))
 
 
+@pytest.mark.guarantee("all-or-none", fault="NaN on one rank of two")
 def test_nan_on_one_rank_quarantines_all(engine: Engine) -> None:
     tensors = toy.checkpoint()
     tensors["attn.v.weight"][-1, -1] = float("nan")  # in the rows of rank 1 alone
@@ -462,6 +522,7 @@ def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
     assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
 
 
+@pytest.mark.guarantee("all-or-none", fault="the trainer dies when one rank of two has a chunk")
 def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
     """Half of the ranks hold the old version, the others no version at all."""
     for rank in range(TP):
@@ -475,18 +536,95 @@ def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
             weights.state = State.SERVING
 
 
+# ---- a trainer that has gone
+
+
+def test_a_step_of_the_loop_lets_go_of_what_a_trainer_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sgl_fp8rl.engine import guards
+
+    weights_of = dict(zip(engine.schedulers, engine.ranks, strict=True))
+    monkeypatch.setattr(guards, "scheduler_weights", weights_of.get)
+    tensors = toy.checkpoint()
+    trainer = Trainer(engine, tensors)
+    trainer.write()
+    trainer.ranks.ask({"op": "finish"})
+    trainer.ranks.ask({"op": "commit"})
+
+    def step() -> list[int]:
+        """How much each rank has open after a step, which does what it did before."""
+        for scheduler in engine.schedulers:
+            look = guards.look_after_trainer
+            assert look(lambda _, requests: requests * 2, scheduler, ["r"]) == ["r", "r"]
+        return [len(weights.memory.known()) for weights in engine.ranks]
+
+    for future in trainer.futures:
+        future.result(TIMEOUT_S)
+    assert step() == [1, 1]
+    trainer.ranks.close()
+    assert step() == [0, 0]
+
+
 # ---- what a released engine is asked
 
 
+@pytest.mark.guarantee("released", fault="messages that read released memory")
 @pytest.mark.parametrize("op", ["digest", "kv", "kv_observe", "kv_recalibrate"])
 def test_released_memory_is_not_read(
     engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = engine.ranks[0]
-    monkeypatch.setattr(engine.module, "_scheduler_weights", lambda scheduler: weights)
+    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: weights)
     message = {"message": json.dumps({"op": op})}
     request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
     weights.released = True
     answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
     assert not answer.success
     assert "resume_memory_occupation" in answer.message
+
+
+# ---- what a rollout asks
+
+
+def test_the_status_is_short_and_one_ranks_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rollout asks for it while requests run, so nothing may grow with the model."""
+    weights = engine.ranks[0]
+    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: weights)
+    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
+    request = SimpleNamespace(
+        method=engine.module.RPC_METHOD, parameters={"message": json.dumps({"op": "status"})}
+    )
+    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
+    assert json.loads(answer.message) == {
+        "run": weights.policy.run,
+        "version": weights.policy.version,
+        "state": "serving",
+        "reason": weights.reason,
+        "routed_experts": None,
+    }
+    assert engine.groups[0].gathered == 0
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "no JSON"])
+def test_what_cannot_be_parsed_does_not_end_the_server(
+    engine: Engine, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: engine.ranks[0])
+    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters={"message": text})
+    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
+    assert not answer.success
+    assert "cannot be read" in answer.message
+
+
+@pytest.mark.guarantee("malformed", fault="a version nested 5000 levels deep")
+def test_a_version_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
+    nested: Any = []
+    for _ in range(5000):  # more than repr() can follow
+        nested = [nested]
+    answers = [
+        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested})
+    ]
+    assert all("version is" in answer.message for answer in answers)

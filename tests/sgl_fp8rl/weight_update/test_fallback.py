@@ -89,7 +89,7 @@ def test_what_is_no_copy_of_a_box_falls_back(
         table = record_routes(Model(bf16_storage(), doing(special)), SHAPES)
     assert set(table.fallback) == {"n"}
     assert table.by_loader == {"n"}
-    assert "n goes through SGLang's loader at each update" in caplog.text
+    assert [r.getMessage().split()[0] for r in caplog.records] == ["n"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_tensor_derived_from_a_parameter_falls_back(way: str) -> None:
     model.register_buffer("plus_one", torch.zeros(4, dtype=BF16))
     table = record_routes(model, SHAPES)
     assert set(table.fallback) == {"n"}
-    assert "plus_one is derived from it" in table.fallback["n"]
+    assert "plus_one" in table.fallback["n"]
     assert table.by_loader == {"n"}
 
 

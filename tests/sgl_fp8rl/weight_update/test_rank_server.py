@@ -5,6 +5,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update import rank_server as rank_server_module
 from sgl_fp8rl.weight_update.rank_server import RankSocket
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.sgl_fp8rl.engine.fake_engine import TOKEN, RankThread
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.test_shared_memory import sealed
 
 SHAPES: toy.Shapes = {"w": (256, 128), "n": (64,)}
 BUCKET = 1 << 17
@@ -43,7 +47,7 @@ class Trainer:
         self.weights = toy.engine(self.model, SHAPES)
         manifest = describe(self.tensors.items(), 0, BUCKET // 2)
         self.weights.accept(manifest)
-        self.session = self.weights.begin(manifest.fingerprint, 0)
+        self.session = self.weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
         self.rank = RankThread(self.session, silence_s=silence_s)
         self.sock = self.connect()
 
@@ -61,8 +65,7 @@ class Trainer:
         assert self.ask({"token": TOKEN}) == {"ok": True, "known": self.weights.memory.known()}
 
     def open_bucket(self, bucket_name: str = "b") -> None:
-        fd = os.memfd_create("test")
-        os.ftruncate(fd, BUCKET)
+        fd = sealed(BUCKET)
         for name, tensor in self.tensors.items():
             os.pwrite(fd, tensor.view(torch.uint8).numpy().tobytes(), AT[name])
         assert self.ask({"op": "bucket", "name": bucket_name, "bytes": BUCKET}, (fd,)) == {
@@ -93,7 +96,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     outcome = trainer.rank.outcome()
     if trainer.rank.peer is not None:
         trainer.rank.peer.close()
-    assert outcome.committed or len(outcome.reason) > 15
+    assert outcome.committed or outcome.reason
     assert not Path(trainer.rank.path).parent.exists()
     trainer.weights.memory.close()
     assert descriptors() == before
@@ -123,7 +126,9 @@ def test_a_trainer_hears_what_is_open_from_the_session_before(trainer: Trainer) 
     trainer.close()
     trainer.model.data("n").zero_()
 
-    trainer.session = trainer.weights.begin(trainer.session.writer.manifest.fingerprint, 1)
+    trainer.session = trainer.weights.begin(
+        trainer.session.writer.manifest.fingerprint, Policy(toy.RUN, 1)
+    )
     trainer.rank = RankThread(trainer.session)
     trainer.sock = trainer.connect()
     assert trainer.ask({"token": TOKEN}) == {"ok": True, "known": ["b"]}
@@ -187,12 +192,36 @@ def test_a_stranger_is_turned_away_and_the_trainer_served(hello: bytes) -> None:
 
 def test_a_stranger_hears_why() -> None:
     trainer = Trainer()
-    assert trainer.ask({"token": "another"}) == {"error": "this socket serves another session"}
+    assert trainer.ask({"token": "another"}).keys() == {"error"}
     trainer.close()
     trainer.sock = trainer.connect()
     trainer.greet()
     trainer.close()
     trainer.rank.outcome()
+
+
+def test_another_user_is_turned_away_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it sends reaches a parser, and it cannot hold the engine by sending nothing."""
+    monkeypatch.setattr(framing, "peer_uid", lambda peer: os.getuid() + 1)
+    rank_socket = RankSocket(0)
+    monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 2.0)
+    heard: list[bytes] = []
+
+    def stay_silent() -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(20)
+            stranger.connect(str(rank_socket.path))
+            began = time.monotonic()
+            heard.append(stranger.recv(4096))
+            assert time.monotonic() - began < 1.0
+
+    stranger = threading.Thread(target=stay_silent, daemon=True)
+    stranger.start()
+    with pytest.raises(TimeoutError):
+        rank_socket.accept("mine", 1.0, [])
+    stranger.join(20)
+    rank_socket.close()
+    assert b"another session" in heard[0]
 
 
 def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +231,7 @@ def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     Trainer.__init__(trainer)
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, False)
-    assert outcome.reason == "no trainer connected"
+    assert "no trainer" in outcome.reason
     trainer.close()
 
 
@@ -211,8 +240,7 @@ Act = Callable[[Trainer], Any]
 
 def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
     def act(trainer: Trainer) -> Any:
-        fd = os.memfd_create("test")
-        os.ftruncate(fd, size)
+        fd = sealed(size)
         try:
             message = {"op": "bucket", "name": "b", "bytes": announced}
             return trainer.ask(message, (fd,) * count)
@@ -222,13 +250,13 @@ def bucket_of(size: int, announced: Any, count: int = 1) -> Act:
     return act
 
 
-def pipe_as_bucket(trainer: Trainer) -> Any:
-    ends = os.pipe()
+def unsealed_bucket(trainer: Trainer) -> Any:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, BUCKET)
     try:
-        return trainer.ask({"op": "bucket", "name": "b", "bytes": 64}, ends[:1])
+        return trainer.ask({"op": "bucket", "name": "b", "bytes": BUCKET}, (fd,))
     finally:
-        os.close(ends[0])
-        os.close(ends[1])
+        os.close(fd)
 
 
 def opened(act: Act) -> Act:
@@ -256,46 +284,39 @@ SEGMENTS = {"op": "segments", "name": "s", "places": {}}
 
 REFUSED: dict[str, tuple[Act, str]] = {
     "smaller than announced": (bucket_of(4096, 8192), "is 4096 bytes but was announced as 8192"),
-    "empty": (bucket_of(4096, 0), "announced as 0"),
-    "negative": (bucket_of(4096, -4096), "announced as -4096"),
-    "no number": (bucket_of(4096, "many"), "many"),
-    "infinite": (bucket_of(4096, float("inf")), "OverflowError"),
-    "no size": (bucket_of(4096, None), "TypeError"),
+    "infinite": (bucket_of(4096, float("inf")), "inf as its bytes"),
+    "no size": (bucket_of(4096, None), "None as its bytes"),
     "two descriptors": (bucket_of(4096, 4096, 2), "is 0 bytes"),
-    "no descriptor": (lambda t: t.ask({"op": "bucket", "name": "b", "bytes": 64}), "is 0 bytes"),
-    "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "KeyError: 'name'"),
-    "a pipe": (pipe_as_bucket, "is 0 bytes"),
+    "not sealed": (unsealed_bucket, "the bucket's size is not sealed"),
+    "no name": (with_descriptor({"op": "bucket", "bytes": 64}), "None as its name"),
     "a device bucket": (
         lambda t: t.ask({"op": "bucket", "name": "b", "handle": HANDLE}),
-        "this engine runs on a CPU; share host memory with it",
+        "runs on a CPU",
     ),
     "no handle": (
         lambda t: t.ask({"op": "bucket", "name": "b", "handle": None}),
         "a memory handle must have the fields",
     ),
     "parameters in place": (lambda t: t.ask({**SEGMENTS, "handles": [HANDLE]}), "runs on a CPU"),
-    "no handles": (with_descriptor(SEGMENTS), "KeyError: 'handles'"),
-    "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "TypeError"),
+    "no handles": (with_descriptor(SEGMENTS), "None as its handles"),
+    "handles are null": (lambda t: t.ask({**SEGMENTS, "handles": None}), "None as its handles"),
     "a chunk first": (chunk(0), "open the bucket first"),
     "too small for two chunks": (
         lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.chunk(0),
-        "the bucket holds 131071 bytes, two chunks need 131072",
+        "131071 bytes, two chunks need 131072",
     ),
     "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
     "no step": (with_descriptor({}), "no step None"),
-    "a list as a step": (lambda t: t.ask({"op": ["chunk"]}), "no step"),
-    "no number of a part": (with_descriptor({"op": "chunk"}), "KeyError: 'index'"),
+    "no number of a part": (with_descriptor({"op": "chunk"}), "chunk None is not awaited"),
     "a chunk that there is not": (opened(chunk(2)), "chunk 2 is not awaited"),
-    "a chunk below": (opened(chunk(-1)), "chunk -1 is not awaited"),
-    "a chunk beyond 64 bits": (opened(chunk(2**70)), "is not awaited"),
-    "a chunk as text": (opened(chunk("0")), "chunk '0' is not awaited"),
-    "a chunk between": (opened(chunk(0.5)), "chunk 0.5 is not awaited"),
-    "a chunk is null": (opened(chunk(None)), "chunk None is not awaited"),
-    "a chunk is a list": (opened(chunk([0])), "TypeError"),
+    "a chunk is a list": (opened(chunk([0])), "chunk [0] is not awaited"),
+    "a chunk is a truth value": (opened(chunk(True)), "chunk True is not awaited"),
+    "a chunk is a fraction": (opened(chunk(1.0)), "chunk 1.0 is not awaited"),
     "finish first": (lambda t: t.ask({"op": "finish"}), "2 of 2 chunks are missing, w among them"),
 }
 
 
+@pytest.mark.guarantee("malformed", fault="steps of an update with missing, wrong or extra fields")
 @pytest.mark.parametrize(("act", "fault"), REFUSED.values(), ids=REFUSED)
 def test_a_malformed_step_ends_the_session(trainer: Trainer, act: Act, fault: str) -> None:
     answer = act(trainer)
@@ -307,6 +328,24 @@ def test_a_malformed_step_ends_the_session(trainer: Trainer, act: Act, fault: st
     assert trainer.sock.recv(1) == b""  # the rank hung up
 
 
+@pytest.mark.parametrize("op", ["bucket", "segments"])
+def test_a_trainer_hears_that_host_memory_would_do(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """Where its GPU memory cannot be opened; nothing is written then."""
+
+    def refuse(handle: Handle, device: int) -> None:
+        raise CudaMemoryError("these GPUs have no peer access")
+
+    monkeypatch.setattr("sgl_fp8rl.weight_update.shared_memory.Mapping", refuse)
+    trainer.weights.memory = SharedMemory(torch.device("cuda", 0))
+    message = {"op": op, "name": "x", "handle": HANDLE, "handles": [HANDLE], "places": {}}
+    assert trainer.ask(message) == {"error": "these GPUs have no peer access", "retry": "host"}
+    outcome = trainer.rank.outcome()
+    assert (outcome.committed, outcome.dirty) == (False, False)
+
+
+@pytest.mark.guarantee("malformed", fault="frames that are not messages")
 @pytest.mark.parametrize(
     "data", [b"\xff\xff\xff\xff", framed(b"no JSON"), framed(b"[1]"), framed(b"\xff"), b"\0\0"]
 )
@@ -315,13 +354,13 @@ def test_a_malformed_frame_ends_the_session(trainer: Trainer, data: bytes) -> No
     trainer.sock.shutdown(socket.SHUT_WR)
     outcome = trainer.rank.outcome()
     assert not outcome.committed
-    assert "the trainer is gone: " in outcome.reason
+    assert "is gone" in outcome.reason
 
 
 def test_a_chunk_twice(trainer: Trainer) -> None:
     trainer.open_bucket()
     trainer.chunk(0)
-    assert "chunk 0 is not awaited; write each chunk once" in trainer.chunk(0)["error"]
+    assert "chunk 0 is not awaited" in trainer.chunk(0)["error"]
     assert trainer.rank.outcome().dirty
 
 
@@ -353,7 +392,7 @@ def test_commit_before_finish(trainer: Trainer) -> None:
     framing.send(trainer.sock, {"op": "commit"})
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, True)
-    assert outcome.reason == "commit came before finish"
+    assert "before finish" in outcome.reason
     assert trainer.rank.peer is not None  # it waits for the reply of all ranks
 
 
@@ -366,6 +405,7 @@ def test_abort_keeps_its_reason(trainer: Trainer) -> None:
     assert outcome.reason == "out of memory in the trainer"
 
 
+@pytest.mark.guarantee("quarantine", fault="the trainer dies before, between and after the chunks")
 @pytest.mark.parametrize("chunks", [0, 1, 2])
 def test_a_trainer_that_dies(trainer: Trainer, chunks: int) -> None:
     trainer.open_bucket()
@@ -374,28 +414,28 @@ def test_a_trainer_that_dies(trainer: Trainer, chunks: int) -> None:
     trainer.close()
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, chunks > 0)
-    assert outcome.reason.startswith("the trainer is gone")
+    assert "is gone" in outcome.reason
 
 
 def test_a_trainer_that_dies_before_it_hears_the_reply(trainer: Trainer) -> None:
     trainer.open_bucket()
     again = {"op": "bucket", "name": "b", "bytes": BUCKET, "padding": "x" * 10_000}
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, BUCKET)
+    fd = sealed(BUCKET)
     for _ in range(20):
         framing.send(trainer.sock, again, (fd,))
     os.close(fd)
     trainer.close()
     outcome = trainer.rank.outcome()
     assert not outcome.committed
-    assert outcome.reason.startswith("the trainer is gone")
+    assert "is gone" in outcome.reason
 
 
 def test_a_trainer_that_falls_silent() -> None:
     trainer = Trainer(silence_s=0.2)
     trainer.greet()
     outcome = trainer.rank.outcome()
-    assert (outcome.committed, outcome.reason) == (False, "the trainer was silent for 0 s")
+    assert not outcome.committed
+    assert "silent" in outcome.reason
     assert trainer.sock.recv(1) == b""
     trainer.close()
 

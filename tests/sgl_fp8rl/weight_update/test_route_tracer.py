@@ -9,7 +9,7 @@ import torch
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.toy import BF16, FP8, Model, Weights, fp8_storage
+from tests.sgl_fp8rl.weight_update.toy import BF16, Model, Weights, fp8_storage
 
 Loader = Callable[[Model, Weights], None]
 SHAPES: toy.Shapes = {"a": (256, 128), "b": (256, 128), "n": (4,)}
@@ -52,7 +52,7 @@ def test_the_toy_model_is_recorded_whole(tp: int) -> None:
         table = record_routes(model, toy.SHAPES)
         assert routed(table) == set(toy.SHAPES)
         assert not table.fallback
-        assert table.constants == [("embed.weight", ((300, 320), (0, 128)))]
+        assert table.constants == [("embed.weight", ((300, 320), (0, 128)), 0.0)]
         rows, start = 256 // tp, rank * 256 // tp
         src = ((start, start + rows), (0, 128))
         assert table.routes["attn.v.weight"] == [
@@ -185,14 +185,12 @@ def test_write_watch_sees_writes_of_every_form() -> None:
     assert watch.written == {"a", "n"}
 
 
-def test_matrices_are_offered_as_fp8_and_vectors_as_bf16() -> None:
-    """A loader that refuses to cast BF16 down to FP8 storage still accepts the probes."""
-    seen = {}
-
+def test_a_loader_that_casts_nothing_is_recorded() -> None:
     def load(model: Model, weights: Weights) -> None:
         for name, weight in weights:
-            seen[name] = weight.dtype
+            assert model.data(name).dtype == weight.dtype
             model.data(name).copy_(weight)
 
-    record_routes(Model(bf16_storage(), load), SHAPES)
-    assert seen == {"a": FP8, "b": FP8, "n": BF16}
+    storage = {**fp8_storage("a", 256, 128), **fp8_storage("b", 256, 128)}
+    storage["n"] = torch.zeros(4, dtype=BF16)
+    assert routed(record_routes(Model(storage, load), SHAPES)) == set(SHAPES)

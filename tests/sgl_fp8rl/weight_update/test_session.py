@@ -6,6 +6,7 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.session import EngineWeights, SessionError
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
@@ -26,9 +27,36 @@ def test_versions_only_grow(weights: EngineWeights) -> None:
     update(weights, tensors, version=3)
     for version in (0, 2, 3):
         with pytest.raises(ManifestError, match=f"version {version} is not newer"):
-            weights.check_version(version)
+            weights.check_policy(Policy(toy.RUN, version))
     update(weights, tensors, version=7)
-    assert weights.version == 7
+    assert weights.policy.version == 7
+
+
+def test_a_run_does_not_come_back_once_another_committed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    update(weights, tensors, version=5)
+    begin(weights, tensors, version=0, run="another")
+    weights.quarantine("its trainer died")
+    weights.check_policy(Policy(toy.RUN, 6))  # what did not commit replaced nothing
+    update(weights, tensors, version=0, run="another")
+    with pytest.raises(ManifestError, match=f"'{toy.RUN}' was replaced"):
+        weights.check_policy(Policy(toy.RUN, 6))
+    weights.check_policy(Policy("a third", 0))
+
+
+def test_a_commit_is_known_by_its_token_while_it_serves(weights: EngineWeights) -> None:
+    session = begin(weights, toy.checkpoint(), version=3)
+    toy.write(session, toy.checkpoint())
+    session.finish()
+    assert not weights.committed_by("t", session.policy)
+    weights.commit("t")
+    assert weights.committed_by("t", session.policy)
+    assert not weights.committed_by("other", session.policy)
+    assert not weights.committed_by("t", Policy(toy.RUN, 4))
+    assert not weights.committed_by("t", Policy("another", 3))
+    weights.quarantine("released")
+    assert not weights.committed_by("t", session.policy)
+    assert not weights.committed_by("", session.policy)
 
 
 def test_a_second_session_is_refused(weights: EngineWeights) -> None:
@@ -36,36 +64,37 @@ def test_a_second_session_is_refused(weights: EngineWeights) -> None:
     session = begin(weights, tensors, version=1)
     assert weights.state is State.UPDATING
     with pytest.raises(ManifestError, match="an update to version 1 is under way"):
-        weights.check_version(2)
+        weights.check_policy(Policy(toy.RUN, 2))
     assert weights.session is session
 
 
 def test_a_session_that_wrote_nothing_leaves_things_as_they_were(weights: EngineWeights) -> None:
     begin(weights, toy.checkpoint())
     weights.resume()
-    assert (weights.state, weights.reason, weights.version) == (State.SERVING, "", -1)
+    assert (weights.state, weights.reason, weights.policy.version) == (State.SERVING, "", -1)
     weights.quarantine("a fault")
     begin(weights, toy.checkpoint())
     weights.resume()
     assert (weights.state, weights.reason) == (State.QUARANTINED, "a fault")
 
 
+@pytest.mark.guarantee("quarantine", fault="an update after a failed one")
 def test_a_complete_update_heals_a_quarantined_engine(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     session = begin(weights, tensors, chunk_bytes=1 << 17)
     assert len(session.writer.chunks) > 2
     session.write(0)
     weights.quarantine("it broke off")
-    assert (weights.state, weights.version, weights.session) == (State.QUARANTINED, -1, None)
+    assert (weights.state, weights.policy.version, weights.session) == (State.QUARANTINED, -1, None)
     update(weights, tensors, version=0)
-    assert (weights.state, weights.reason, weights.version) == (State.SERVING, "", 0)
+    assert (weights.state, weights.reason, weights.policy.version) == (State.SERVING, "", 0)
     assert toy.same(toy.contents(weights.model), toy.expected(tensors))
 
 
 def test_an_engine_serves_nothing_before_its_first_weights() -> None:
     weights = EngineWeights(toy.toy(), BF16)
     assert weights.state is State.QUARANTINED
-    assert weights.version == -1
+    assert weights.policy.version == -1
 
 
 def test_the_first_update_records_the_routes() -> None:
@@ -89,6 +118,52 @@ def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
     update(weights, tensors)
 
 
+def test_what_fails_before_the_first_write_leaves_the_version_whole(
+    weights: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an allocation: nothing is lost, so the engine need not be quarantined."""
+    before = toy.contents(weights.model)
+    session = begin(weights, toy.checkpoint())
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "tensor", no_memory)
+        with pytest.raises(MemoryError):
+            session.write(0)
+    assert not session.dirty
+    assert toy.same(toy.contents(weights.model), before)
+    toy.write(session, toy.checkpoint())
+    assert session.dirty
+
+
+def test_what_is_only_kept_for_the_loader_is_not_a_write() -> None:
+    gemma = Gemma(GEMMA)
+    weights = toy.engine(gemma.model, GEMMA)
+    tensors = toy.checkpoint(shapes=GEMMA)
+    session = begin(weights, tensors, chunk_bytes=128 * 128 * 2)
+    (norm,) = [i for i, chunk in enumerate(session.writer.chunks) if chunk[0].name == "norm"]
+    toy.fill(session, tensors, norm)
+    session.write(norm)
+    assert not session.dirty
+
+
+def test_a_dirty_session_does_not_taint_the_next_one(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    begin(weights, tensors).write(0)
+    weights.quarantine("it broke off")
+    assert not begin(weights, tensors).dirty
+
+
+def test_an_update_writes_constants_again(weights: EngineWeights) -> None:
+    """Such as vocabulary padding: a memory saver that released the weights loses it too."""
+    weights.model.data("embed.weight")[toy.VOCAB :].fill_(float("nan"))
+    tensors = toy.checkpoint()
+    update(weights, tensors)
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
 # -- writers and memory that are kept from update to update
 
 
@@ -103,11 +178,11 @@ def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
     update(weights, first, version=0)
     fingerprint = describe(second.items(), 1, toy.CHUNK_BYTES).fingerprint
     assert weights.knows(fingerprint)
-    session = weights.begin(fingerprint, 1)
+    session = weights.begin(fingerprint, Policy(toy.RUN, 1))
     toy.write(session, second)
     session.finish()
     weights.commit()
-    assert weights.version == 1
+    assert weights.policy.version == 1
     assert toy.same(toy.contents(weights.model), toy.expected(second))
 
 
@@ -115,7 +190,7 @@ def test_the_last_four_plans_are_kept(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     known = [accept(weights, tensors, 256 * lines) for lines in range(400, 404)]
     assert all(weights.knows(fingerprint) for fingerprint in known)
-    weights.begin(known[0], 0)  # used, so it is the last to be forgotten
+    weights.begin(known[0], Policy(toy.RUN, 0))  # used, so it is the last to be forgotten
     weights.resume()
     newer = accept(weights, tensors, 256 * 500)
     assert [weights.knows(f) for f in [*known, newer]] == [True, False, True, True, True]
@@ -176,7 +251,7 @@ def test_mapped_tensors_make_the_last_chunk() -> None:
         manifest = describe(tensors.items(), version, 1 << 16, mapped)
         weights.accept(manifest)
         weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
-        session = weights.begin(manifest.fingerprint, version)
+        session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
         last = len(session.writer.chunks) - 1
         with pytest.raises(SharedMemoryError, match="segments; open them first"):
             session.write(last)
@@ -306,6 +381,7 @@ def test_a_value_that_overflows_in_the_loaders_parameter_is_refused() -> None:
     assert weights.state is not State.SERVING
 
 
+@pytest.mark.guarantee("in-place", fault="a parameter that moves during an update")
 def test_a_parameter_that_moved_is_caught() -> None:
     weights = ragged()
     tensors = toy.checkpoint(shapes=BIG)

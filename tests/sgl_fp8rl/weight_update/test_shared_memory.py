@@ -1,7 +1,11 @@
 """The trainer's memory as a rank opens it: what is taken, what is refused, and what is let go."""
 
+import fcntl
+import math
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,13 @@ from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update import shared_memory
-from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemory, SharedMemoryError
+from sgl_fp8rl.weight_update.shared_memory import (
+    Bucket,
+    Segments,
+    SharedMemory,
+    SharedMemoryError,
+    UnreachableMemoryError,
+)
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
 from tests.sgl_fp8rl.weight_update.toy import BF16
 
@@ -21,11 +31,18 @@ GPU = torch.device("cuda", 0)
 HANDLE = Handle("00" * 64, 4096, "GPU-00000000-0000-0000-0000-000000000000")
 
 
+def sealed(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    """Anonymous memory as a trainer's bucket is; its descriptor."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
 @pytest.fixture
 def memfd() -> Iterator[int]:
     """8 KiB."""
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, 8192)
+    fd = sealed(8192)
     yield fd
     os.close(fd)
 
@@ -72,6 +89,23 @@ def test_a_bucket_is_one_descriptor(memfd: int, count: int) -> None:
         Bucket.from_descriptor("b", [memfd] * count, 8192)
 
 
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
+def test_a_bucket_that_may_shrink_is_refused(seals: int) -> None:
+    """A rank that reads behind a new end is killed by SIGBUS."""
+    fd = sealed(8192, seals)
+    with pytest.raises(SharedMemoryError, match="size is not sealed"):
+        Bucket.from_descriptor("b", [fd], 8192)
+    os.close(fd)
+
+
+def test_a_file_is_not_a_bucket(tmp_path: Path) -> None:
+    """It cannot be sealed."""
+    with (tmp_path / "file").open("w+b") as file:
+        file.truncate(8192)
+        with pytest.raises(SharedMemoryError, match="size is not sealed"):
+            Bucket.from_descriptor("b", [file.fileno()], 8192)
+
+
 def test_a_pipe_is_no_bucket() -> None:
     ends = os.pipe()
     with pytest.raises(SharedMemoryError, match="is 0 bytes"):
@@ -97,19 +131,30 @@ def test_a_chunk_needs_a_bucket_of_two_halves(memfd: int) -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [{"bytes": 64}, {"name": "b"}, {"name": "b", "bytes": None}, {"name": "b", "bytes": []}],
+    [
+        {"bytes": 64},
+        {"name": "b"},
+        {"name": [], "bytes": 64},
+        *({"name": "b", "bytes": size} for size in (None, [], "64", 64.0, math.inf, True)),
+    ],
 )
 def test_a_malformed_announcement_opens_nothing(memfd: int, message: dict[str, Any]) -> None:
     shared = SharedMemory(CPU)
-    with pytest.raises((KeyError, TypeError)):
+    with pytest.raises(SharedMemoryError, match=r"as its (name|bytes)"):
         shared.open_bucket(message, [memfd])
     assert shared.known() == []
 
 
-@pytest.mark.parametrize("handle", [HANDLE.to_json(), {}, None, {**HANDLE.to_json(), "nbytes": 0}])
-def test_an_engine_on_a_cpu_takes_no_device_memory(handle: Any) -> None:
+@pytest.mark.parametrize(
+    ("handle", "fault"),
+    [
+        (HANDLE.to_json(), "runs on a CPU"),
+        (None, "memory handle"),
+        ({**HANDLE.to_json(), "nbytes": 0}, "memory handle"),
+    ],
+)
+def test_an_engine_on_a_cpu_takes_no_device_memory(handle: Any, fault: str) -> None:
     shared = SharedMemory(CPU)
-    fault = "runs on a CPU; share host memory" if handle == HANDLE.to_json() else "memory handle"
     with pytest.raises(ValueError, match=fault):
         shared.open_bucket({"name": "b", "handle": handle}, [])
     with pytest.raises(ValueError, match=fault):
@@ -220,11 +265,14 @@ def test_places_are_those_of_the_manifest(places: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "places", [None, [], "w", {"w": 1}, {"w": [0]}, {"w": [0, 0, 0]}, {"w": [0, None]}]
+    "places",
+    [None, [], "w", *({"w": spot} for spot in (1, [0], [0] * 3, [0, None], [0, math.inf], "00"))],
 )
 def test_malformed_places_open_nothing(places: Any, mappings: list[FakeMapping]) -> None:
-    with pytest.raises((AttributeError, TypeError, ValueError)):
-        segments(places)
+    shared = SharedMemory(GPU)
+    message = {"name": "s", "handles": [handle_of(512).to_json()], "places": places}
+    with pytest.raises(SharedMemoryError, match=r"as its places|a mapped tensor lies at"):
+        shared.open_segments(message)
     assert mappings == []
 
 
@@ -233,7 +281,7 @@ def test_if_one_segment_cannot_be_mapped_the_others_are_let_go(
 ) -> None:
     monkeypatch.setattr(FakeMapping, "refused", "2" * 128)
     handles = [handle_of(64, digit) for digit in "123"]
-    with pytest.raises(CudaMemoryError, match="could not be mapped"):
+    with pytest.raises(UnreachableMemoryError, match="could not be mapped"):
         Segments("s", handles, {}, 0)
     assert [mapping.closed for mapping in mappings] == [1]
 
@@ -261,3 +309,40 @@ def test_everything_is_let_go(mappings: list[FakeMapping]) -> None:
         shared.close()
         assert shared.known() == []
     assert [mapping.closed for mapping in mappings] == [1] * 6
+
+
+# -- as long as the trainer lives
+
+
+def test_what_a_trainer_shared_ends_with_it(mappings: list[FakeMapping]) -> None:
+    before = descriptors()
+    shared = SharedMemory(GPU)
+    trainers = [socket.socketpair() for _ in range(2)]
+    for (ours, theirs), name in zip(trainers, "ab", strict=True):
+        shared.open_bucket({"name": name, "handle": handle_of(64).to_json()}, [])
+        shared.belongs_to(ours)
+        ours.close()  # as the rank does after its reply
+        assert theirs.getblocking()
+    shared.close_if_orphaned()
+    trainers[0][1].close()  # the trainer before the last
+    shared.close_if_orphaned()
+    assert shared.known() == ["b"]
+    last = trainers[1][1]
+    last.shutdown(socket.SHUT_WR)
+    shared.close_if_orphaned()
+    shared.close_if_orphaned()
+    assert (shared.known(), [m.closed for m in mappings]) == ([], [1, 1])
+    assert last.recv(1) == b""  # it hears that nothing is open any more
+    last.close()
+    assert descriptors() == before
+
+
+def test_a_failed_update_lets_the_trainer_go(mappings: list[FakeMapping]) -> None:
+    shared = SharedMemory(GPU)
+    ours, theirs = socket.socketpair()
+    shared.belongs_to(ours)
+    ours.close()
+    shared.close()
+    assert theirs.recv(1) == b""
+    theirs.close()
+    shared.close_if_orphaned()

@@ -33,7 +33,7 @@ def test_an_update_leaves_the_oracles_bytes(dtype: torch.dtype, tp: int, small: 
         weights = toy.engine(toy.toy(rank, tp), toy.SHAPES)
         update(weights, tensors, chunk_bytes=chunk_bytes)
         assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
-        assert (weights.state, weights.version) == (State.SERVING, 0)
+        assert (weights.state, weights.policy.version) == (State.SERVING, 0)
 
 
 @pytest.mark.parametrize("chunk_bytes", [BLOCK_ROWS + 256, toy.CHUNK_BYTES])
@@ -154,7 +154,7 @@ def test_a_chunk_that_comes_twice_is_refused() -> None:
     weights, tensors = ragged(), toy.checkpoint(shapes=BIG)
     session = begin_split(weights, tensors)
     session.write(1)
-    with pytest.raises(SessionError, match="chunk 1 is not awaited; write each chunk once"):
+    with pytest.raises(SessionError, match="chunk 1 is not awaited"):
         session.write(1)
     for index in (0, 2, 3, 4):
         toy.fill(session, tensors, index)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
@@ -195,6 +196,7 @@ def same(a: dict[str, NDArray[np.uint8]], b: dict[str, NDArray[np.uint8]]) -> bo
 
 
 CHUNK_BYTES = 1 << 20
+RUN = "a run"
 
 
 def engine(model: nn.Module, shapes: Shapes) -> EngineWeights:
@@ -206,14 +208,19 @@ def engine(model: nn.Module, shapes: Shapes) -> EngineWeights:
 
 
 def begin(
-    weights: EngineWeights, tensors: Tensors, version: int = 0, chunk_bytes: int = CHUNK_BYTES
+    weights: EngineWeights,
+    tensors: Tensors,
+    version: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+    run: str = RUN,
 ) -> Session:
     """A session whose bucket holds the first two chunks of these tensors."""
     manifest = describe(tensors.items(), version, chunk_bytes)
-    weights.check_version(version)
-    weights.accept(manifest)
+    weights.check_policy(Policy(run, version))
+    if not weights.knows(manifest.fingerprint):
+        weights.accept(manifest)
     weights.memory.bucket = Bucket("toy", torch.full((2 * chunk_bytes,), 0xA5, dtype=torch.uint8))
-    session = weights.begin(manifest.fingerprint, version)
+    session = weights.begin(manifest.fingerprint, Policy(run, version))
     for index in range(min(2, len(session.writer.chunks))):
         fill(session, tensors, index)
     return session
@@ -237,9 +244,13 @@ def write(session: Session, tensors: Tensors) -> None:
 
 
 def update(
-    weights: EngineWeights, tensors: Tensors, version: int = 0, chunk_bytes: int = CHUNK_BYTES
+    weights: EngineWeights,
+    tensors: Tensors,
+    version: int = 0,
+    chunk_bytes: int = CHUNK_BYTES,
+    run: str = RUN,
 ) -> None:
-    session = begin(weights, tensors, version, chunk_bytes)
+    session = begin(weights, tensors, version, chunk_bytes, run)
     write(session, tensors)
     session.finish()
     weights.commit()

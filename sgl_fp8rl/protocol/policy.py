@@ -1,0 +1,37 @@
+"""Which policy an engine serves: the run of a trainer, and a version that grows within it."""
+
+from typing import Any, NamedTuple
+
+from sgl_fp8rl.protocol.framing import excerpt
+from sgl_fp8rl.protocol.manifest import ManifestError, check_version
+
+RUN_LENGTH = 64
+"""The most characters of a run's name; replies carry it."""
+
+
+class Policy(NamedTuple):
+    """One policy of one run. Versions of different runs have no order."""
+
+    run: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"version {self.version} of run {self.run!r}"
+
+
+CHECKPOINT = Policy("", -1)
+"""The weights that an engine starts with; updates of a run count from 0."""
+
+
+def check_policy(run: Any, version: Any) -> Policy:
+    """The policy that an update will make.
+
+    Raises:
+        ManifestError: the run is not a name, or the version not a whole number from 0 up.
+    """
+    check_version(version)
+    if type(run) is not str or not 0 < len(run) <= RUN_LENGTH or not run.isprintable():
+        raise ManifestError(
+            f"run is {excerpt(run)}; give a name of 1 to {RUN_LENGTH} printable characters"
+        )
+    return Policy(run, version)

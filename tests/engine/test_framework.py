@@ -1,0 +1,54 @@
+"""A framework that makes ``ServerArgs`` itself, as RL frameworks do: no parser of ours runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.conftest import Policies
+from tests.engine.harness import ROOT, SMALL, START_TIMEOUT_S, end_group, tail
+from tests.engine.ports import Port
+
+pytestmark = pytest.mark.engine
+
+FRAMEWORK = """
+import sys
+
+import sglang
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+if __name__ == "__main__":
+    load_plugins()  # else SGLang knows no quantization of that name
+    args = ServerArgs(
+        model_path=sys.argv[1],
+        quantization="fp8rl",
+        dp_size=2,
+        skip_tokenizer_init=True,
+        nccl_port=int(sys.argv[2]),
+        **{small},
+    )
+    sglang.Engine(server_args=args)
+    print("the engine has started")
+"""
+
+
+@pytest.mark.guarantee("no-other-way", fault="a framework that builds ServerArgs itself")
+def test_what_updates_cannot_reach_does_not_start(policies: Policies, tmp_path: Path) -> None:
+    script, log = tmp_path / "framework.py", tmp_path / "log"
+    script.write_text(FRAMEWORK.replace("{small}", repr(SMALL)))
+    port = Port()
+    line = [sys.executable, str(script), str(policies("qwen3")[0]), str(port.number)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            line, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        assert process.wait(START_TIMEOUT_S) != 0
+    finally:
+        end_group(process.pid)
+        process.wait()
+        port.close()
+    assert "cannot update an engine with --dp-size 2" in log.read_text(), tail(log)
+    assert "the engine has started" not in log.read_text()

@@ -1,0 +1,138 @@
+"""What SGLang's own requests may do to an fp8rl engine, and who may send control messages."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from fastapi import FastAPI
+from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput, CheckWeightsReqInput
+from sglang.srt.utils.auth import add_api_key_middleware
+from starlette.testclient import TestClient
+from torch import nn
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import attached, control, guards
+from sgl_fp8rl.weight_update.session import EngineWeights
+
+DONE = object()
+
+
+def engine(quantization: str = "fp8rl") -> Any:
+    """Stands for SGLang's scheduler and for its weight updater."""
+    model = nn.Linear(2, 2)
+    if quantization == "fp8rl":
+        attached.attach(model, EngineWeights(model, torch.bfloat16))
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+
+
+def original(updater: Any, request: Any) -> Any:
+    return DONE
+
+
+@pytest.mark.guarantee(
+    "no-other-way", fault="a method of SGLang's weight updater that is not known"
+)
+def test_each_way_to_change_weights_is_known() -> None:
+    assert compat.unknown_updates() == []
+
+
+def test_a_new_way_to_change_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    updater = compat._look_up(compat._target_path(compat._UPDATER))
+    monkeypatch.setattr(updater, "swap_weights", original, raising=False)
+    assert compat.unknown_updates() == ["swap_weights"]
+
+
+@pytest.mark.guarantee("no-other-way", fault="SGLang's own weight updates")
+def test_stock_updates_are_refused() -> None:
+    answers = compat.stock_updates()
+    assert compat.STOCK_UPDATES.items() <= answers.items()
+    for output in answers.values():
+        hook = guards.refuse_stock_update(output)
+        assert hook(original, engine("fp8"), None) is DONE
+        answer = hook(original, engine(), None)
+        assert type(answer).__name__ == output
+        assert not answer.success
+        assert "trainer_bridge.update" in answer.message
+
+
+@pytest.mark.parametrize("action", ["snapshot", "compare", "checksum", "reset_tensors", "new"])
+def test_a_check_of_weights_only_reads(action: str) -> None:
+    """SGLang's ``reset_tensors`` writes random numbers, also to what no update brings."""
+    request = CheckWeightsReqInput(action=action)
+    assert guards.refuse_reset(original, engine("fp8"), request) is DONE
+    answer = guards.refuse_reset(original, engine(), request)
+    if action in ("snapshot", "compare", "checksum"):
+        assert answer is DONE
+    else:
+        assert not answer.success
+        assert "trainer_bridge.update" in answer.message
+
+
+def test_no_storage_is_attached_to_the_kv_cache() -> None:
+    request = AttachHiCacheStorageReqInput(hicache_storage_backend="file")
+    assert guards.refuse_kv_storage(original, engine("fp8"), request) is DONE
+    answer = guards.refuse_kv_storage(original, engine(), request)
+    assert not answer.success
+    assert "HiCache" in answer.message
+
+
+# ---- who may send control messages
+
+
+def status(
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    host: str = "127.0.0.1",
+    **options: str,
+) -> int:
+    """HTTP status of a control message to a server with these keys."""
+    monkeypatch.setattr(control, "current_options", lambda: Fp8RLServerArgs(**options))  # type: ignore[arg-type]
+
+    class Control:
+        async def handle(self, message: Any) -> dict[str, Any]:
+            assert message == {"op": "layout"}
+            return {"version": 3}
+
+    app = FastAPI()
+    app.add_api_route(control.PATH, control._handler(Control()), methods=["POST"])  # type: ignore[arg-type]
+    if api_key or admin_api_key:
+        add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
+    header = {} if given is None else {"Authorization": f"Bearer {given}"}
+    client = TestClient(app, client=(host, 50000))
+    reply = client.post(control.PATH, content=json.dumps({"op": "layout"}), headers=header)
+    assert (reply.status_code == 200) == (reply.json() == {"version": 3})
+    return reply.status_code
+
+
+@pytest.mark.parametrize(
+    ("keys", "opens"),
+    [
+        ({}, None),
+        ({"api_key": "api"}, "api"),
+        ({"admin_api_key": "admin"}, "admin"),
+        ({"api_key": "api", "admin_api_key": "admin"}, "admin"),
+        ({"key": "ours"}, "ours"),
+        ({"key": "admin", "admin_api_key": "admin"}, "admin"),
+    ],
+)
+def test_the_rule_of_sglangs_admin_routes_holds(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], opens: str | None
+) -> None:
+    for given in (None, "api", "admin", "ours"):
+        expected = 200 if opens in (None, given) else 401
+        assert status(monkeypatch, given, **keys) == expected
+
+
+def test_other_hosts_are_refused_unless_the_server_listens_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far = "192.0.2.7"
+    assert status(monkeypatch, "ours", host=far, key="ours") == 403
+    assert status(monkeypatch, "ours", host=far, key="ours", listen="any") == 200
+    assert status(monkeypatch, None, host=far, key="ours", listen="any") == 401

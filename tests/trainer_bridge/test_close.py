@@ -1,0 +1,144 @@
+"""The end of a trainer, or of its connection: the engine lets go of its memory."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer_bridge
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
+from tests.trainer_bridge.test_update import engine_of, holds
+from trainer_bridge import connections as connection_module
+from trainer_bridge.connections import connection_to
+from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextmanager
+def looping(engine: FakeEngine) -> Iterator[None]:
+    """Its ranks look after their trainer meanwhile, as they do between two steps."""
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.wait(0.01):
+            for weights in engine.ranks:
+                weights.memory.close_if_orphaned()
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+def opened(engine: FakeEngine) -> list[int]:
+    """How much of a trainer's memory each rank has open."""
+    return [len(weights.memory.known()) for weights in engine.ranks]
+
+
+def test_the_engine_keeps_what_a_living_trainer_shares() -> None:
+    engine = engine_of(2)
+    for version in range(2):
+        update(toy.checkpoint(version), engine, version=version)
+        for weights in engine.ranks:
+            weights.memory.close_if_orphaned()
+        assert opened(engine) == [1, 1]
+    assert "unknown" not in engine.ops
+
+
+def test_a_trainer_that_died_leaves_nothing_open() -> None:
+    """The kernel closes its sockets; nothing else tells the engine."""
+    engine, tensors = engine_of(2), toy.checkpoint()
+    update(tensors, engine, version=0)
+    connection = connection_to(engine)
+    assert connection._ranks is not None
+    connection._ranks.close()
+    for weights in engine.ranks:
+        weights.memory.close_if_orphaned()
+    assert opened(engine) == [0, 0]
+    assert holds(engine, tensors)
+    tensors = toy.checkpoint(1)
+    update(tensors, engine, version=1)  # as a new trainer would
+    assert holds(engine, tensors)
+    assert opened(engine) == [1, 1]
+
+
+def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
+    engine = engine_of(1)
+    update(toy.checkpoint(), engine, version=0)
+    first = connection_to(engine)
+    del engine._fp8rl_connection  # type: ignore[attr-defined]
+    update(toy.checkpoint(1), engine, version=1)
+    with looping(engine):
+        first.close()
+        assert opened(engine) == [1]
+        trainer_bridge.close(engine)
+    assert opened(engine) == [0]
+
+
+def test_close_returns_when_every_rank_has_let_go() -> None:
+    engine = engine_of(2)
+    update(toy.checkpoint(), engine, version=0)
+    bucket = connection_to(engine)._bucket
+    assert bucket is not None and bucket.close.alive
+    with looping(engine):
+        trainer_bridge.close(engine)
+        assert opened(engine) == [0, 0]
+    assert not bucket.close.alive
+    tensors = toy.checkpoint(1)
+    update(tensors, engine, version=1)
+    assert holds(engine, tensors)
+
+
+def test_a_rank_that_is_busy_does_not_hold_the_trainer() -> None:
+    engine = engine_of(2)
+    update(toy.checkpoint(), engine, version=0)
+    connection_to(engine).close(timeout_s=0.2)  # no rank looks
+    assert opened(engine) == [1, 1]
+    for weights in engine.ranks:
+        weights.memory.close_if_orphaned()
+    assert opened(engine) == [0, 0]
+
+
+def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, hang_up("commit"))
+    connected = RankClients([rank.path], TOKEN)
+    connected.send({"op": "commit"})
+    rank.join()
+    began = time.monotonic()
+    connected.detach(timeout_s=20.0)
+    assert time.monotonic() - began < 10.0
+
+
+def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_connections", {})
+    kept = connection_to("http://a:1")
+    for key in ("first", "second"):
+        monkeypatch.setenv("FP8RL_KEY", key)
+        connection_to("http://b:1")
+    trainer_bridge.close("http://b:1")
+    assert list(connection_module._connections.values()) == [kept]
+
+
+@pytest.mark.parametrize("engine", ["http://nobody:1", None, object()])
+def test_what_was_never_updated_can_be_closed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_connections", {})
+    trainer_bridge.close(engine)
+    assert connection_module._connections == {}
+
+
+def test_at_exit_every_engine_lets_go() -> None:
+    engines = [engine_of(1), engine_of(1)]
+    for engine in engines:
+        update(toy.checkpoint(), engine, version=0)
+    with looping(engines[0]), looping(engines[1]):
+        connection_module._close_all()
+        assert [opened(engine) for engine in engines] == [[0], [0]]

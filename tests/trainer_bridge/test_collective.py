@@ -1,0 +1,143 @@
+"""Which ranks of a larger job update together, and how long they wait for their leader."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
+from tests.trainer_bridge.test_update import holds
+from trainer_bridge.collective import Leader, ranks_of
+from trainer_bridge.fsdp import named_tensors
+from trainer_bridge.update import update
+
+WORLD = 4
+JOIN_S = 150.0
+BUCKET_BYTES = 1 << 18
+SHORT_S = 8
+"""Timeout of the trainer's own collectives: less than an update may wait for requests."""
+
+
+def fake_engine() -> FakeEngine:
+    return FakeEngine([toy.engine(toy.toy(), toy.SHAPES)], BUCKET_BYTES)
+
+
+class Slow(FakeEngine):
+    """Requests in flight take longer to finish than the trainer's collectives may."""
+
+    def control(self, message: dict[str, object]) -> dict[str, object]:
+        if message["op"] == "begin":
+            time.sleep(SHORT_S + 4)
+        return super().control(message)
+
+
+def on_some_ranks(rank: int) -> None:
+    """Ranks 2 and 3 hold the policy, the others a reward model, say: they do not take part."""
+    mesh = DeviceMesh("cpu", [2, 3])
+    if rank < 2:
+        return
+    tensors = toy.checkpoint()
+    engine = Slow(fake_engine().ranks, BUCKET_BYTES) if rank == 2 else None
+    result = update(toy_trainer(tensors, mesh), engine, version=0)
+    assert result.version == 0
+    assert result.bytes > 0
+    assert engine is None or holds(engine, tensors)
+
+
+def on_a_mesh_of_two_dimensions(rank: int) -> None:
+    tensors = toy.checkpoint()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    engine = fake_engine() if rank == 0 else None
+    assert update(toy_trainer(tensors, mesh), engine, version=0).bytes > 0
+    assert engine is None or holds(engine, tensors)
+
+
+def in_ddp(rank: int) -> None:
+    """Every rank has all weights, and one of them sends."""
+    tensors = toy.checkpoint()
+    model = DistributedDataParallel(toy_model(tensors).requires_grad_(True))
+    engine = fake_engine() if rank == 0 else None
+    assert update(model, engine, version=0).bytes > 0
+    assert engine is None or holds(engine, tensors)
+
+
+def in_a_group(rank: int) -> None:
+    """Tensors that say nothing of ranks, as a framework gathers them itself."""
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        tensors = toy.checkpoint()
+        engine = fake_engine() if rank == 1 else None
+        assert update(tensors, engine, version=0, group=group).bytes > 0
+        assert engine is None or holds(engine, tensors)
+        with pytest.raises(RuntimeError, match="a fault of the leader"):
+            leader = Leader((1, 2))
+            leader.attempt(fail)
+            leader.share(None)
+        alone = Leader((1, 2))
+        if rank == 1:  # and rank 2 failed before
+            alone.share("old")
+        assert Leader((1, 2)).share("new" if rank == 1 else None) == "new"
+
+
+def fail() -> None:
+    raise RuntimeError("a fault of the leader")
+
+
+def outside_of_the_group(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    named = named_tensors(toy_trainer(toy.checkpoint(), mesh))
+    assert ranks_of(named, None) == (0, 1, 2, 3)
+    some = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(ManifestError, match="ranks 0, 1, 2, 3, and ranks 0, 1 update"):
+            ranks_of(named, some)
+
+
+CASES = [on_some_ranks, on_a_mesh_of_two_dimensions, in_ddp, in_a_group, outside_of_the_group]
+
+
+@pytest.mark.guarantee(
+    "all-or-none", fault="ranks of a part of a job, whose leader is slow, fails or runs ahead"
+)
+@pytest.mark.timeout(180)
+def test_ranks_that_update_together(tmp_path: Path) -> None:
+    """All cases in one job: four processes take seconds to start."""
+    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        main, (str(tmp_path),), nprocs=WORLD, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + JOIN_S
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < deadline, "the ranks hang"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    assert len(list(tmp_path.glob("*-[0-3]"))) == WORLD * len(CASES)
+
+
+def main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=SHORT_S),
+    )
+    for case in CASES:
+        case(rank)
+        # by files: a barrier would wait only as long as the timeout above
+        Path(folder, f"{case.__name__}-{rank}").touch()
+        while len(list(Path(folder).glob(f"{case.__name__}-*"))) < WORLD:
+            time.sleep(0.05)
+    dist.destroy_process_group()

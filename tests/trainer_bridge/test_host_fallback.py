@@ -1,0 +1,161 @@
+"""GPU memory that the engine cannot open: the update goes through host memory, and so do the next.
+
+The ranks' driver is a fake that refuses; sockets, sessions and the host bucket are real.
+"""
+
+import ctypes
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.protocol import cuda_driver, cuda_memory
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemory, SharedMemoryError
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_update import holds
+from trainer_bridge import engine_connection as connection_module
+from trainer_bridge.connections import connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, place
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(120)
+
+TP = 2
+NO_PEER_ACCESS = 217  # CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
+OPEN = "cuIpcOpenMemHandle_v2"
+
+
+class GpuEngine(FakeEngine):
+    """Its ranks open memory as ranks on GPUs do; their weights are in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__([toy.engine(toy.toy(rank, TP), toy.SHAPES) for rank in range(TP)])
+        for weights in self.ranks:
+            weights.memory = SharedMemory(torch.device("cuda", 0))
+        self.ended: list[list[State]] = []
+        """States of the ranks at the end of each session."""
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        if message["op"] == "end":
+            self.ended.append([weights.state for weights in self.ranks])
+        return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
+
+
+class PlainBucket(DeviceBucket):
+    """A bucket of the trainer's GPU, as far as ranks hear of it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.content = torch.empty(nbytes, dtype=torch.uint8)
+        self.name = "on the GPU"
+        self._handle = Handle("ab" * 64, nbytes, GPU)
+
+    def close(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """The CUDA driver of trainer and ranks; host memory stands in for the trainer's GPU."""
+    fake = FakeDriver()
+    caches = cuda_driver.driver, cuda_driver.library, cuda_driver.primary_context
+    for cache in (*caches, cuda_memory.gpu_uuid):
+        cache.cache_clear()
+    fake._cuDeviceGet = lambda ordinal, device: None  # type: ignore[method-assign]  # any is GPU 0
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    module = sys.modules[update.__module__]  # the package has the call under the module's name
+    monkeypatch.setattr(module, "gpu_of", lambda named, layout: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(connection_module, "can_be_mapped", lambda tensor: True)
+    monkeypatch.setattr(connection_module, "DeviceBucket", PlainBucket)
+    yield fake
+    for cache in (*caches, cuda_memory.gpu_uuid):
+        cache.cache_clear()
+
+
+def assert_updates_through_host_memory(engine: GpuEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """This one after a session that wrote nothing, the next ones at once."""
+    tensors = toy.checkpoint()
+    with caplog.at_level(logging.WARNING, "trainer_bridge"):
+        for version in range(3):
+            result = update(tensors, engine, version=version)
+            assert (result.version, result.mapped_bytes) == (version, 0)
+            assert holds(engine, tensors)
+            tensors = toy.checkpoint(version + 1)
+    sentences = [r.message for r in caplog.records if r.name.startswith("trainer_bridge")]
+    assert len(sentences) == 1 and "host memory" in sentences[0]
+    assert {state for states in engine.ended for state in states} == {State.SERVING}
+    assert [type(weights.memory.bucket) for weights in engine.ranks] == [Bucket] * TP
+
+
+def test_a_bucket_that_no_rank_can_open(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = GpuEngine()
+    driver.refuse[OPEN] = NO_PEER_ACCESS
+    assert_updates_through_host_memory(engine, caplog)
+    assert len(engine.ended) == 4
+    assert driver.calls.count(OPEN) == TP
+
+
+def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
+    """The other rank lets go of what it opened."""
+    engine, tensors = GpuEngine(), toy.checkpoint()
+    connection_to(engine)._placement = place(list(tensors.values()))
+    opened = driver._cuIpcOpenMemHandle_v2
+
+    def open_once(address: Any, handle: Any, flags: int) -> int | None:
+        if driver.calls.count(OPEN) > 1:
+            return NO_PEER_ACCESS
+        return opened(address, handle, flags)
+
+    driver._cuIpcOpenMemHandle_v2 = open_once  # type: ignore[assignment,method-assign]
+    result = update(tensors, engine, version=0)
+    assert (result.mapped_bytes, holds(engine, tensors)) == (0, True)
+    assert driver.calls.count("cuIpcCloseMemHandle") == 1
+    assert engine.ended == [[State.SERVING] * TP] * 2
+    update(toy.checkpoint(1), engine, version=1)
+    assert len(engine.ended) == 3
+
+
+def test_memory_that_the_trainer_cannot_export(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is known before a session begins."""
+    engine = GpuEngine()
+    driver.refuse["cuIpcGetMemHandle"] = 801  # CUDA_ERROR_NOT_SUPPORTED
+    assert_updates_through_host_memory(engine, caplog)
+    assert len(engine.ended) == 3
+    assert OPEN not in driver.calls
+
+
+def test_host_memory_that_cannot_be_opened_either(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Bucket:
+        raise SharedMemoryError("no host memory either")
+
+    monkeypatch.setattr(Bucket, "from_descriptor", refuse)
+    driver.refuse[OPEN] = NO_PEER_ACCESS
+    engine = GpuEngine()
+    with pytest.raises(EngineError, match="no host memory either"):
+        update(toy.checkpoint(), engine, version=0)
+    assert engine.ended == [[State.SERVING] * TP] * 2
+    assert [weights.memory.known() for weights in engine.ranks] == [[], []]
+
+
+def test_another_engine_is_reached_through_its_own_gpu(driver: FakeDriver) -> None:
+    engine, other = GpuEngine(), GpuEngine()
+    driver.refuse[OPEN] = NO_PEER_ACCESS
+    update(toy.checkpoint(), engine, version=0)
+    driver.calls.clear()
+    update(toy.checkpoint(), other, version=0)
+    assert driver.calls.count(OPEN) == TP

@@ -1,0 +1,124 @@
+"""The ranks of a trainer that update together: one leads, and what it learns reaches all."""
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from trainer_bridge.fsdp import Named
+
+T = TypeVar("T")
+
+WAIT_S = 3600.0
+"""How long a rank waits for the leader, who may wait for the end of requests in flight."""
+FAST_S, FAST_POLL_S, POLL_S = 0.2, 0.0005, 0.02
+_calls: dict[tuple[dist.ProcessGroup, tuple[int, ...]], int] = {}
+
+
+class Leader:
+    """The first of some ranks speaks with the engine; its results and failures reach the others.
+
+    They are passed on through the job's store. A collective of the trainer's own group would end
+    at that group's timeout and occupy its GPU, and a new group must be made by all ranks of the
+    job, or has a name that depends on how many groups each rank has (torch 2.11,
+    ``_hash_ranks_to_str``).
+
+    Args:
+        ranks: global ranks, the same on each of them; empty where this process is alone.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._leads = not ranks or dist.get_rank() == ranks[0]
+        self._error: Exception | None = None
+        self._store: Any = _get_default_store() if ranks else None
+        self._shares, self._followers = 0, len(ranks) - 1
+        if ranks:
+            world = dist.group.WORLD
+            assert world is not None
+            # counted by call, so that a rank that failed alone is in step again at the next one
+            call = _calls[world, ranks] = _calls.get((world, ranks), 0) + 1
+            self._name = f"fp8rl/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{call}"
+
+    def attempt(self, action: Callable[..., T], *args: Any) -> T | None:
+        """Call ``action`` on the leader, unless something failed before.
+
+        An error waits for the next ``share``: until then the ranks must go on gathering together.
+        """
+        if not self._leads or self._error is not None:
+            return None
+        try:
+            return action(*args)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
+            self._error = error
+            return None
+
+    def share(self, value: T) -> T:
+        """The leader's value, on every rank.
+
+        Raises:
+            EngineError, ManifestError: an attempt failed; on every rank.
+            TimeoutError: the leader is gone.
+        """
+        if self._store is not None:
+            key = f"{self._name}/{self._shares}"
+            if self._leads:
+                self._store.set(key, pickle.dumps((value, self._error)))
+            else:
+                _wait(self._store, key)
+                value, self._error = pickle.loads(self._store.get(key))
+                # not the leader: it does not wait, and may be ahead by any number of updates
+                if self._store.add(f"{key}/read", 1) == self._followers:
+                    self._store.delete_key(key)
+                    self._store.delete_key(f"{key}/read")
+            self._shares += 1
+        if self._error is not None:
+            raise self._error
+        return value
+
+
+def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks that call ``update`` together; empty for one that calls alone.
+
+    They are those of the largest device mesh of the parameters, unless ``group`` says so.
+
+    Raises:
+        ManifestError: a parameter lies on ranks outside of them.
+    """
+    meshes = {
+        name: tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+        for name, tensor in named
+        if isinstance(tensor, DTensor)
+    }
+    if group is not None:
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    else:
+        ranks = max(meshes.values(), key=len, default=())
+    for name, mesh in meshes.items():
+        if not set(mesh) <= set(ranks):
+            raise ManifestError(
+                f"{name} lies on ranks {_brief(mesh)}, and ranks {_brief(ranks)} update; pass "
+                f"group=, a process group of all ranks that hold the model"
+            )
+    return ranks
+
+
+def _wait(store: Any, key: str) -> None:
+    """By looking: a wait inside of the store would keep NCCL's watchdog from it."""
+    began = time.monotonic()
+    while not store.check([key]):
+        waited = time.monotonic() - began
+        if waited > WAIT_S:
+            raise TimeoutError(
+                f"update: the first rank sent nothing for {WAIT_S:.0f} s; see its log"
+            )
+        time.sleep(FAST_POLL_S if waited < FAST_S else POLL_S)
+
+
+def _brief(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} to {ranks[-1]}"

@@ -1,0 +1,65 @@
+"""The connections of this process: one for each engine, closed when it exits."""
+
+import atexit
+import os
+import time
+import weakref
+from typing import Any
+
+from trainer_bridge.engine_client import EngineClient, connect
+from trainer_bridge.engine_connection import EngineConnection
+
+EXIT_TIMEOUT_S = 2.0
+"""Seconds that the end of this process may wait for its engines to let go of its memory."""
+_connections: dict[tuple[str, str | None], EngineConnection] = {}
+_alive: weakref.WeakSet[EngineConnection] = weakref.WeakSet()
+
+
+def connection_to(engine: Any) -> EngineConnection:
+    """The link to an engine, the same one at each update.
+
+    Args:
+        engine: an ``sgl.Engine``, an ``http://`` address, or a client.
+
+    Raises:
+        EngineError: it is none of these.
+    """
+    if isinstance(engine, str):
+        key = os.environ.get("FP8RL_KEY")
+        if (engine, key) not in _connections:
+            _connections[engine, key] = _made(connect(engine, key))
+        return _connections[engine, key]
+    connection: EngineConnection | None = getattr(engine, "_fp8rl_connection", None)
+    if connection is None:
+        # kept by the engine, so that it ends with it
+        connection = engine._fp8rl_connection = _made(connect(engine))
+    return connection
+
+
+def _made(client: EngineClient) -> EngineConnection:
+    connection = EngineConnection(client)
+    _alive.add(connection)
+    return connection
+
+
+def close(engine: Any) -> None:
+    """Let go of an engine: it unmaps this process's GPU memory, which is then free to be reused.
+
+    At the end of the process this happens by itself. A later ``update`` begins anew.
+
+    Args:
+        engine: as for ``update``; one that was never updated is left alone.
+    """
+    if isinstance(engine, str):
+        for address, key in [known for known in _connections if known[0] == engine]:
+            _connections.pop((address, key)).close()
+    elif (connection := getattr(engine, "_fp8rl_connection", None)) is not None:
+        del engine._fp8rl_connection
+        connection.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    for connection in list(_alive):
+        connection.close(deadline - time.monotonic())

@@ -1,0 +1,85 @@
+"""What a trainer reads in an engine's layout, and what it must bring for it."""
+
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.framing import excerpt
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.states import State
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import Named, Source, sources
+from trainer_bridge.transport.rank_client import are_names
+
+
+def check_layout(layout: dict[str, Any]) -> None:
+    """Check the fields of a layout that an update reads.
+
+    Raises:
+        EngineError: one is missing or of another type.
+    """
+    formats, kv_cache = layout.get("formats"), layout.get("kv_cache")
+    sound = {
+        "dtype": layout.get("dtype") in [str(d).removeprefix("torch.") for d in WEIGHT_DTYPES],
+        "bucket_bytes": type(layout.get("bucket_bytes")) is int and layout["bucket_bytes"] > 0,
+        "state": layout.get("state") in [state.value for state in State],
+        "fp32": layout.get("fp32", ...) is None or are_names(layout.get("fp32")),
+        "gpus": are_names(layout.get("gpus")),
+        "formats": isinstance(formats, dict)
+        and formats.keys() <= FORMATS.keys()
+        and all(map(are_names, formats.values())),
+        "kv_cache": kv_cache is None
+        or (
+            isinstance(kv_cache, dict)
+            and all(type(kv_cache.get(size)) is int for size in ("layers", "kv_heads"))
+        ),
+    }
+    for name in [name for name, is_sound in sound.items() if not is_sound]:
+        raise EngineError(
+            f"the engine's layout has {excerpt(layout.get(name))} as its {name}; install the same "
+            f"sgl-fp8rl on both sides"
+        )
+
+
+def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
+    """How to read these tensors for an engine of this layout."""
+    fp32 = layout["fp32"]
+    if fp32 is None:  # not known before the engine's first update: nothing is rounded on the way
+        fp32 = [name for name, _ in named]
+    as_they_are = [*fp32, KV_SCALES]
+    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
+
+
+def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
+    """The GPU through which weights reach an engine on GPUs: the trainer's own, if it has one."""
+    if not layout["gpus"]:
+        return None
+    for _, tensor in named:
+        if tensor.is_cuda:
+            return torch.device("cuda", tensor.device.index)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
+    if kv_cache is None:
+        raise ManifestError(
+            "kv_scales are for an FP8 KV cache, and the engine has none; start it with "
+            "--kv-cache-dtype fp8_e4m3, or update it without kv_scales"
+        )
+    shape = kv_cache["layers"], len(KV_SCALE_ROWS), kv_cache["kv_heads"]
+    if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
+        found = scales.dtype if isinstance(scales, torch.Tensor) else type(scales).__name__
+        raise ManifestError(f"kv_scales is {found}; give an FP32 tensor of shape {shape}")
+    if scales.shape != shape:
+        raise ManifestError(
+            f"kv_scales has shape {tuple(scales.shape)}, and the engine's KV cache {shape}; "
+            f"calibrate the model that it serves, with [layers, {len(KV_SCALE_ROWS)}, KV heads]"
+        )
+    values = scales.detach().cpu()
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        raise ManifestError(
+            "kv_scales holds a value that is not a positive number; calibrate again"
+        )
