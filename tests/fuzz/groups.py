@@ -1,0 +1,20 @@
+"""The decoders, by group."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from tests.fuzz import control, frames, manifests, memory, trainer
+from tests.fuzz.decoder import Decoder
+
+
+class Group(Protocol):
+    """A module of decoders."""
+
+    def decoders(self) -> AbstractContextManager[list[Decoder]]:
+        """Decoders, while what they need is set up."""
+
+
+# control first: it imports SGLang, whose platform must be resolved before our modules are loaded
+GROUPS: tuple[Group, ...] = (control, manifests, frames, memory, trainer)
+SHARES = 11
+"""Decoders in all; each gets an equal part of the inputs."""

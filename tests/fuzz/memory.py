@@ -1,0 +1,130 @@
+"""What a rank reads between begin and commit: handles, buckets, segments, and whole sessions."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.framing import FramingError
+from sgl_fp8rl.protocol.manifest import Manifest, describe
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.weight_update import shared_memory
+from sgl_fp8rl.weight_update.rank_server import serve
+from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory, SharedMemoryError
+from tests.fuzz.decoder import Decoder, parse, to_frames
+from tests.fuzz.frames import arrived
+from tests.sgl_fp8rl.weight_update import toy
+
+HALF = 256
+"""Bytes of a chunk: one of the two tensors."""
+SHAPES: toy.Shapes = {"a": (HALF // 2,), "b": (HALF // 2,)}
+HANDLE = {"ipc": "0a" * 64, "nbytes": 4096, "gpu": "GPU-00000000-1111-2222-3333-444444444444"}
+BUCKET = {"op": "bucket", "name": "bucket", "bytes": 2 * HALF}
+SEGMENTS = {"op": "segments", "name": "segments", "handles": [HANDLE, {**HANDLE, "nbytes": HALF}]}
+SEGMENTS["places"] = {"a": [0, 64], "b": [1, 0]}
+CHUNKS = [{"op": "chunk", "index": 0}, {"op": "chunk", "index": 1}]
+SESSIONS = (
+    [BUCKET, *CHUNKS, {"op": "finish"}, {"op": "commit"}],
+    [BUCKET, CHUNKS[0], {"op": "abort", "reason": "enough of it"}],
+    [{"op": "bucket", "name": "bucket", "handle": HANDLE}, *CHUNKS],
+    [SEGMENTS, *CHUNKS],
+)
+
+
+class EndedError(Exception):
+    """A session that did not commit; the text is the reason that an operator reads."""
+
+
+class FakeMapping:
+    """Another process's device memory, without storage."""
+
+    def __init__(self, handle: Handle, device: int) -> None:
+        self.address, self.nbytes = 1 << 20, handle.nbytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.empty(self.nbytes, dtype=torch.uint8, device="meta")
+
+    def close(self) -> None:
+        self.address = 0
+
+
+def decode_bucket(fd: int, data: bytes) -> None:
+    shared = SharedMemory(torch.device("cpu"))
+    try:
+        shared.open_bucket(parse(data), [fd])
+        assert shared.bucket is not None and shared.bucket.content.numel() <= os.fstat(fd).st_size
+    finally:
+        shared.close()
+
+
+def decode_segments(manifest: Manifest, data: bytes) -> None:
+    shared = SharedMemory(torch.device("cuda", 0))
+    shared.open_segments(parse(data))
+    segments = shared.mapped()
+    segments.check(manifest)
+    for name, (segment, offset) in segments.places.items():
+        spec = manifest.tensors[name]
+        assert offset >= 0 and offset + spec.nbytes <= segments._mappings[segment].nbytes
+
+
+def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: bytes) -> None:
+    weights.session = None
+    weights.memory.close()
+    session = weights.begin(fingerprint, Policy(toy.RUN, 1))
+    with arrived(data, (fd,)) as sock:
+        listener: Any = SimpleNamespace(accept=lambda token, silence_s, known: sock)
+        outcome, peer = serve(listener, session, "token", 10.0)
+        assert outcome.dirty == session.dirty
+        assert not outcome.committed or (session.finished and peer is sock)
+    if not outcome.committed:
+        # an error that no step documents
+        assert "failed with" not in outcome.reason, outcome.reason
+        raise EndedError(f"the session ended: {' '.join(outcome.reason.split())}")
+
+
+def engine() -> EngineWeights:
+    """A rank with two vectors, each a chunk."""
+
+    def load(model: toy.Model, weights: toy.Weights) -> None:
+        for name, weight in weights:
+            model.data(name).copy_(weight)
+
+    storage = {name: torch.zeros(shape, dtype=toy.BF16) for name, shape in SHAPES.items()}
+    return toy.engine(toy.Model(storage, load), SHAPES)
+
+
+@contextmanager
+def decoders() -> Iterator[list[Decoder]]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        os.fdopen(os.memfd_create("fuzz", os.MFD_ALLOW_SEALING), "r+b") as file,
+    ):
+        patch.setattr(shared_memory, "Mapping", FakeMapping)
+        file.truncate(4 * HALF)
+        fd, weights = file.fileno(), engine()
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        tensors = {name: torch.ones(shape, dtype=toy.BF16) for name, shape in SHAPES.items()}
+        manifest = describe(tensors.items(), 1, HALF)
+        weights.accept(manifest)
+        mapped = Manifest(1, manifest.tensors, HALF, frozenset(SHAPES))
+        session = partial(decode_session, weights, manifest.fingerprint, fd)
+        refused = FramingError, SharedMemoryError
+        yield [
+            Decoder("handle", (HANDLE,), lambda data: Handle.from_json(parse(data)), WRONG),
+            Decoder("bucket", (BUCKET,), partial(decode_bucket, fd), (*refused, ValueError)),
+            Decoder("segments", (SEGMENTS,), partial(decode_segments, mapped), (*refused, *WRONG)),
+            Decoder("session", SESSIONS, session, (EndedError,), to_frames),
+        ]
+        weights.memory.close()
+
+
+WRONG = FramingError, ValueError

@@ -1,0 +1,127 @@
+"""What a trainer reads: replies of ranks, the layout, and HTTP."""
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.manifest import PROTOCOL, ManifestError
+from sgl_fp8rl.protocol.policy import Policy
+from tests.fuzz.decoder import Decoder, parse, to_frames
+from trainer_bridge import engine_client
+from trainer_bridge.engine_client import EngineError, HTTPEngine
+from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.layout import gpu_of
+from trainer_bridge.transport import rank_client
+from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.update_session import slowest_gpu
+
+TIMEOUT_S = 10.0
+NAMED = [("w", torch.zeros(256, 128, dtype=torch.bfloat16)), ("n", torch.zeros(64))]
+LAYOUT: dict[str, Any] = {
+    "protocol": PROTOCOL,
+    "sglang": "0.5.17",
+    "tp_size": 1,
+    "bucket_bytes": 1 << 20,
+    "logprobs": {"raw": False},
+    "dtype": "bfloat16",
+    "fallback": [],
+    "fp32": ["n"],
+    "formats": {"fp8": ["w"]},
+    "gpus": [],
+    "kv_cache": {"dtype": "fp8_e4m3", "scheme": "trainer", "layers": 2, "kv_heads": 1},
+    "routed_experts": None,
+    "version": 3,
+    "state": "serving",
+    "reason": "",
+}
+REPLIES = (
+    [{"ok": True, "known": ["bucket"]}, {"ok": True, "gpu_seconds": 0.5}, {"ok": True}],
+    [{"ok": True, "known": []}, {"ok": True, "gpu_seconds": None}, {"error": "a rank is dirty"}],
+    [{"error": "this socket serves another session"}],
+)
+
+
+def decode_replies(listener: socket.socket, patch: pytest.MonkeyPatch, data: bytes) -> None:
+    """One rank, which answered all at once and hung up."""
+    accepted = []
+
+    def send(sock: socket.socket, message: Any, fds: tuple[int, ...] = ()) -> None:
+        if "token" in message:
+            peer, _ = listener.accept()
+            accepted.append(peer)
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+
+    patch.setattr(rank_client.framing, "send", send)
+    ranks = None
+    try:
+        ranks = RankClients([listener.getsockname()], "token")
+        assert all(type(name) is str for name in ranks.known)
+        seconds = slowest_gpu(ranks.ask({"op": "finish"}))
+        assert seconds is None or seconds >= 0
+        ranks.ask({"op": "commit"})
+    finally:
+        for sock in accepted:
+            sock.close()
+        if ranks is not None:
+            ranks.close()
+
+
+def decode_layout(data: bytes) -> None:
+    client: Any = SimpleNamespace(control=lambda message: parse(data))
+    connection = EngineConnection(client)
+    layout = connection.layout()
+    gpu_of(NAMED, layout)
+    connection.plan(NAMED, None, None)
+    connection.kv_scales(torch.ones(2, 3, 1), None)
+    connection.committed(Policy("run", 0))
+
+
+def decode_http(patch: pytest.MonkeyPatch, status: int, data: bytes) -> None:
+    patch.setattr(engine_client, "post_all", lambda *_: iter([(0, (status, data))]))
+    assert isinstance(HTTPEngine("http://localhost", None).control({"op": "end"}), dict)
+
+
+@contextmanager
+def decoders() -> Iterator[list[Decoder]]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory() as folder,
+        listener,
+    ):
+        listener.settimeout(TIMEOUT_S)
+        listener.bind(str(Path(folder) / "rank"))
+        listener.listen()
+        layout_errors = framing.FramingError, EngineError, ManifestError
+        refused = (EngineError,)
+        errors = {"error": "requests were still running"}, {"error": {"message": "SGLang's own"}}
+        yield [
+            Decoder(
+                "rank replies",
+                REPLIES,
+                partial(decode_replies, listener, patch),
+                (EngineError,),
+                to_frames,
+                relays=True,
+            ),
+            Decoder("layout", (LAYOUT,), decode_layout, layout_errors),
+            Decoder("HTTP reply", (LAYOUT,), partial(decode_http, patch, 200), refused),
+            Decoder(
+                "HTTP error",
+                errors,
+                partial(decode_http, patch, 400),
+                refused,
+                relays=True,
+                reports=True,
+            ),
+        ]
