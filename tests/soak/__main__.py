@@ -1,0 +1,74 @@
+"""``python -m tests.soak``: see the package."""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests import run
+from tests.engine.harness import tail
+from tests.soak import resources
+from tests.soak.drive import drive
+from tests.soak.faults import FAULTS
+from tests.soak.report import report, table
+from tests.soak.settings import SETTINGS
+from tests.soak.soak import running
+
+
+def soak_once(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run and its report."""
+    facts = {"SGLang": version("sglang"), "device": arguments.device, "seed": arguments.seed}
+    counts: dict[str, int] = {}
+    with running(SETTINGS[arguments.device], arguments.seed, folder) as soak:
+        start, result = time.monotonic(), "passed"
+        try:
+            drive(soak, arguments.updates, counts, arguments.only)
+            if leaks := resources.leaks(soak.samples):
+                result = f"LEAKED: {'; '.join(leaks)}"
+        except Exception as error:  # noqa: BLE001  (a violation, or a trainer or client failed)
+            result = f"FAILED at {soak.step}: {type(error).__name__}: {error}"
+            print(f"{tail(soak.server.log)}\n\n{result}", file=sys.stderr)
+            if arguments.output:
+                shutil.copy(soak.server.log, arguments.output.with_suffix(".log"))
+        facts |= {"result": result, "policies": soak.judge.policies}
+        found = report(soak, counts, time.monotonic() - start, facts)
+        return {**found, "samples": soak.samples}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=SETTINGS, default="cpu")
+    parser.add_argument("--only", action="append", default=[], choices=FAULTS, help="these faults")
+    parser.add_argument("--output", type=Path, help="JSON of this run")
+    parser.add_argument("--table", type=Path, nargs="+", help="run nothing; JSON of earlier runs")
+    parser.add_argument("--record", type=Path, help="write the table to this file too")
+    arguments = parser.parse_args()
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server as well
+    if arguments.table:
+        reports = [json.loads(path.read_text()) for path in arguments.table]
+    else:
+        print(f"seed {arguments.seed}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            reports = [soak_once(arguments, Path(folder))]
+        if arguments.output:
+            arguments.output.write_text(json.dumps(reports[0]))
+    text = table(reports)
+    print(text)
+    if arguments.record:
+        head = f"`make soak`, commit {reports[0]['commit']}; {run.cpu()}"
+        arguments.record.write_text(f"# The last run of `make soak`\n\n{head}\n\n{text}\n")
+    return int(any(found["result"] != "passed" for found in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

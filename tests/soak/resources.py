@@ -1,0 +1,130 @@
+"""What engine and trainer take of the machine, and how it grows."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+Sample = dict[str, float]
+MIB = 1 << 20
+
+BOUNDS: dict[str, float] = {
+    "engine RSS MiB": 24,
+    "engine descriptors": 10,
+    "engine threads": 2,
+    "engine regions": 40,
+    "engine shared segments": 0,
+    "engine temporary files": 0,
+    "trainer RSS MiB": 48,
+    "trainer descriptors": 10,
+    "trainer threads": 1,
+    "trainer shared segments": 0,
+    "GPU MiB": 8,
+}
+"""Growth from the median of the second quarter of all samples to that of the last one.
+
+Descriptors come and go with requests: medians of 86 samples differ by 1, of 31 samples by 4. RSS of
+the engine grew by 10 MiB in 86 updates and 39,000 tokens.
+"""
+
+
+def sample(root: int, folder: Path, device: str) -> Sample:
+    """One look.
+
+    Args:
+        root: process id of the server; its children count as well.
+        folder: its TMPDIR.
+        device: "cuda" adds what is in use of the whole GPU.
+    """
+    engine = list(_tree(root))
+    found: Sample = {
+        "engine RSS MiB": sum(map(_rss_mib, engine)),
+        "engine descriptors": sum(len(_descriptors(pid)) for pid in engine),
+        "engine threads": sum(len(_entries(pid, "task")) for pid in engine),
+        "engine regions": sum(len(_regions(pid)) for pid in engine),
+        "engine shared segments": len(set().union(*map(_shared, engine))),
+        "engine temporary files": sum(1 for _ in folder.rglob("*")),
+    }
+    here = os.getpid()
+    found |= {
+        "trainer RSS MiB": _rss_mib(here),
+        "trainer descriptors": len(_descriptors(here)),
+        "trainer threads": len(_entries(here, "task")),
+        "trainer shared segments": len(_shared(here)),
+    }
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found["GPU MiB"] = (total - free) / MIB
+    return found
+
+
+def growth(samples: list[Sample]) -> Sample:
+    """Median of the last quarter minus median of the second quarter; the first one warms up."""
+    quarter = len(samples) // 4
+    if not quarter:
+        return {}
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    return {
+        name: median(s[name] for s in late) - median(s[name] for s in early) for name in samples[0]
+    }
+
+
+def leaks(samples: list[Sample]) -> list[str]:
+    """What grew beyond its bound."""
+    return [
+        f"{name} grew by {grown:g}, more than {BOUNDS[name]:g}"
+        for name, grown in growth(samples).items()
+        if grown > BOUNDS[name]
+    ]
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield pid
+    for task in _entries(pid, "task"):
+        for child in _text(Path(f"/proc/{pid}/task/{task}/children")).split():
+            yield from _tree(int(child))
+
+
+def _entries(pid: int, name: str) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/{name}")  # noqa: PTH208  (a link may be gone meanwhile)
+    except OSError:  # it has ended
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _rss_mib(pid: int) -> float:
+    lines = _text(Path(f"/proc/{pid}/status")).splitlines()
+    return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
+
+
+def _descriptors(pid: int) -> list[str]:
+    links = []
+    for name in _entries(pid, "fd"):
+        try:
+            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
+        except OSError:
+            continue
+    return links
+
+
+def _regions(pid: int) -> list[str]:
+    return _text(Path(f"/proc/{pid}/maps")).splitlines()
+
+
+def _shared(pid: int) -> set[str]:
+    """Inodes of the memory files that are mapped."""
+    return {
+        region.split()[4]
+        for region in _regions(pid)
+        if "/memfd:" in region or "/dev/shm/" in region
+    }
