@@ -1,6 +1,6 @@
 """Run the test suites of several SGLang versions side by side, and say at the end what they did.
 
-``make test`` calls it with ``test``, ``make test-full`` with ``test-full``. A suite is one pytest
+Each plan is a target of the Makefile, such as ``test`` and ``test-full``. A suite is one pytest
 process in the environment of its SGLang version under ``.venv/``. Its lines appear as they come,
 marked with the suite; a suite that fails stops no other. Standard library only.
 """
@@ -15,10 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from xml.etree import ElementTree
+
+from tests import guarantees
 
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = "0.5.17", "0.5.23"
@@ -35,6 +37,10 @@ class Suite:
     arguments: tuple[str, ...]
     families: str = ""
     """``FP8RL_TEST_FAMILIES``: the model families that are loaded; empty for all."""
+    environment: str = ""
+    """Folder under ``.venv/``; that of the SGLang version where it is empty."""
+    may_skip: bool = True
+    """Whether a test that is skipped is no failure of the suite."""
 
     @property
     def label(self) -> str:
@@ -42,11 +48,15 @@ class Suite:
 
     @property
     def python(self) -> Path:
-        return ROOT / ".venv" / self.sglang / "bin" / "python"
+        return self._folder / "bin" / "python"
 
     @property
     def is_installed(self) -> bool:
-        return (ROOT / ".venv" / self.sglang / ".ready").exists()
+        return (self._folder / ".ready").exists()
+
+    @property
+    def _folder(self) -> Path:
+        return ROOT / ".venv" / (self.environment or self.sglang)
 
 
 FAST = ("-m", "not engine and not gpu")
@@ -62,6 +72,7 @@ NOT_ON_NEWEST = (
     "--deselect=tests/sgl_fp8rl/test_cli.py::test_layers_of_a_real_engine",
     *("-k", "not retracted"),
 )
+VERL = ("tests/trainer_bridge/test_correction_verl.py",)
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
     "fast": (Suite("fast", OLDEST, FAST),),
@@ -76,6 +87,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
         Suite("fast", OLDEST, FAST),
         Suite("fast", NEWEST, FAST),
     ),
+    "verl": (Suite("verl", OLDEST, VERL, environment="verl", may_skip=False),),
 }
 JOBS = 2
 """An engine mostly starts, which takes one core."""
@@ -95,10 +107,13 @@ class Result:
     skipped: int = 0
     failures: tuple[str, ...] = ()
     """The tests that failed, as pytest names them."""
+    outcomes: dict[str, bool] = field(default_factory=dict)
+    """Whether each test passed (``guarantees.outcomes``)."""
 
     @property
     def is_well(self) -> bool:
-        return self.status == 0 and self.passed > 0 and not self.failed
+        ran = self.status == 0 and self.passed > 0 and not self.failed
+        return ran and (self.suite.may_skip or not self.skipped)
 
     @property
     def verdict(self) -> str:
@@ -106,7 +121,10 @@ class Result:
             return "NOT INSTALLED"
         if self.is_well:
             return "passed"
-        return "FAILED" if self.failed else f"FAILED: pytest ended with status {self.status}"
+        if self.failed:
+            return "FAILED"
+        ended = f"pytest ended with status {self.status}"
+        return f"FAILED: {ended if self.status else 'tests were skipped'}"
 
 
 def run(suite: Suite, extra: Sequence[str]) -> Result:
@@ -137,7 +155,8 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
             print(f"[{suite.label}] {line}", end="", flush=True)
         status = process.wait()
         running.discard(process)
-        return Result(suite, status, time.monotonic() - start, *read(xml))
+        seconds = time.monotonic() - start
+        return Result(suite, status, seconds, *read(xml), guarantees.outcomes(xml))
 
 
 def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
@@ -223,6 +242,7 @@ def main() -> int:
     print(f"\n{text}\n")
     if arguments.record:
         arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
+        guarantees.keep(guarantees.CPU, [result.outcomes for result in results], commit())
     return int(not all(result.is_well for result in results))
 
 

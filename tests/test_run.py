@@ -1,11 +1,12 @@
 """The runner of `make test`: one suite's failure hides no other's result."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests import run
+from tests import guarantees, run
 
 TESTS = {
     "test_good.py": "def test_one(): pass\ndef test_two(): pass\n",
@@ -26,6 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     python.chmod(0o755)
     (environment / ".ready").touch()
     monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(guarantees, "CPU", tmp_path / "guarantees.json")
     return tmp_path
 
 
@@ -53,11 +55,25 @@ def test_every_suite_is_reported(
     assert ["good", "2.0", "NOT INSTALLED", "0", "0"] in rows
     assert "test_bad.py::test_three" in out
     assert "| bad | 1.0 | FAILED |" in (root / "summary.md").read_text()
+    assert guarantees.read(guarantees.CPU) == {}  # no test there is marked
 
 
 def test_all_well(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     assert of_plan(monkeypatch, run.Suite("good", "1.0", ("test_good.py",))) == 0
+
+
+def test_a_skipped_test_fails_a_suite_that_may_not_skip(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    (root / "test_skips.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('not here')\n"
+    )
+    suite = run.Suite("skips", "2.0", ("test_skips.py",), environment="1.0")
+    assert of_plan(monkeypatch, suite) == 0
+    assert of_plan(monkeypatch, replace(suite, may_skip=False)) == 1
+    assert "| skips | 2.0 | FAILED: tests were skipped |" in capfd.readouterr().out
 
 
 def test_a_suite_that_ends_without_results_has_failed(
