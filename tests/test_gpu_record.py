@@ -33,6 +33,13 @@ def test_the_record_names_commit_gpu_and_counts() -> None:
         assert fact in record
 
 
+def test_rows_are_in_the_order_of_the_files_not_of_the_parts() -> None:
+    files = ["test_d.py", "test_a.py"]
+    whole = part("", files=files), part("test_c.py"), part("test_b.py")
+    rows = [line for line in join(list(whole), {*files}).splitlines() if line.startswith("|")][2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| a, d", "| b", "| c"]
+
+
 @pytest.mark.parametrize(
     ("second", "fault"),
     [

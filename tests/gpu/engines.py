@@ -15,7 +15,7 @@ import torch
 import trainer_bridge
 from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
 from tests.gpu.policies import Tensors
-from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import UpdateResult
 
 MAX_BATCH = 16
@@ -120,7 +120,7 @@ class Answers:
     """Of all tokens."""
 
     @classmethod
-    def of(cls, engine: EngineClient | EngineProcess, sizes: list[int]) -> "Answers":
+    def of(cls, engine: EngineProcess | Server, sizes: list[int]) -> "Answers":
         """Ask for a batch of each size; its sequences are decoded together."""
         logprobs: dict[int, list[list[float]]] = {}
         versions: set[int] = set()
@@ -142,12 +142,12 @@ def _prompts(size: int) -> list[list[int]]:
     return torch.randint(4096, (size, PROMPT_TOKENS), generator=random).tolist()
 
 
-def digests_of(engine: EngineClient | EngineProcess) -> list[Digest]:
+def digests_of(engine: EngineProcess | Server) -> list[Digest]:
     """Of each rank."""
     return engine.control({"op": "digest"})["ranks"]  # type: ignore[no-any-return]
 
 
-def digest_of(engine: EngineClient | EngineProcess) -> Digest:
+def digest_of(engine: EngineProcess | Server) -> Digest:
     """Of the only rank."""
     (rank,) = digests_of(engine)
     return rank

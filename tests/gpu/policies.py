@@ -180,7 +180,9 @@ def write_checkpoint(
     return path
 
 
-def reference_digests(policy: Tensors, rank: int = 0, tp_size: int = 1) -> dict[str, str]:
+def reference_digests(
+    policy: Tensors, rank: int = 0, tp_size: int = 1, ep_size: int = 1
+) -> dict[str, str]:
     """SHA-256 of each parameter that a rank of an engine must hold, by SGLang's names.
 
     Codes and scales are made by the torch reference, stacked by ``tests.engine.expected``.
@@ -191,7 +193,7 @@ def reference_digests(policy: Tensors, rank: int = 0, tp_size: int = 1) -> dict[
         if models.is_linear(name)
     }
     bf16 = {name: _array(tensor) for name, tensor in policy.items() if name not in fp8}
-    parameters = expected.parameters_of(fp8, bf16, rank, tp_size)
+    parameters = expected.parameters_of(fp8, bf16, rank, tp_size, ep_size)
     with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter's lock
         return dict(zip(parameters, pool.map(_sha256, parameters.values()), strict=True))
 

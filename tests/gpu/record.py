@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tests import guarantees
 from tests import run as suites
 
 HERE = Path(__file__).parent
@@ -34,6 +35,7 @@ def run_part(out: Path, files: list[str]) -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}", *files]
         status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
         passed, failed, skipped, failures = suites.read(xml)
+        outcomes = guarantees.outcomes(xml)
     part = {
         "files": files,
         "status": status,
@@ -41,6 +43,7 @@ def run_part(out: Path, files: list[str]) -> int:
         "failed": failed,
         "skipped": skipped,
         "failures": failures,
+        "outcomes": outcomes,
         "seconds": round(time.monotonic() - start),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
         **environment(),
@@ -99,13 +102,13 @@ def join(parts: list[Part], files: set[str]) -> str:
         "| files | passed | skipped | time | date (UTC) |",
         "|---|---|---|---|---|",
     ]
-    for part in parts:
-        names = ", ".join(Path(file).stem.removeprefix("test_") for file in part["files"])
-        lines.append(
-            f"| {names} | {part['passed']} | {part['skipped']} "
-            f"| {suites.duration(part['seconds'])} | {part['date']} |"
-        )
-    return "\n".join(lines)
+    rows = [
+        f"| {', '.join(sorted(Path(file).stem.removeprefix('test_') for file in part['files']))} "
+        f"| {part['passed']} | {part['skipped']} "
+        f"| {suites.duration(part['seconds'])} | {part['date']} |"
+        for part in parts
+    ]
+    return "\n".join([*lines, *sorted(rows)])
 
 
 def main() -> int:
@@ -115,6 +118,8 @@ def main() -> int:
         case ["join", first, *others]:
             parts = [json.loads(Path(path).read_text()) for path in (first, *others)]
             print(join(parts, {path.name for path in HERE.glob("test_*.py")}))
+            outcomes = [part["outcomes"] for part in parts]
+            guarantees.keep(guarantees.GPU, outcomes, parts[0]["commit"])
             return 0
     sys.exit(__doc__)
 

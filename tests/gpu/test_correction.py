@@ -107,5 +107,5 @@ def test_weights_mask_and_metrics_by_loops(level: Any, device: str) -> None:
 def test_what_is_not_finite_is_refused(value: float, device: str) -> None:
     trainer_BT, rollout_BT, mask_BT = make_batch((4, 5), device)
     trainer_BT[0, 1] = value
-    with pytest.raises(ValueError, match="1 sequences have a trainer or rollout logprob"):
+    with pytest.raises(ValueError, match="1 sequences have a NaN or infinite"):
         correct_logprobs(trainer_BT, rollout_BT, mask_BT)

@@ -31,7 +31,6 @@ from tests.gpu.engines import (
 )
 from tests.gpu.policies import DENSE, HEAD, Tensors, draw, shared_folder, write_checkpoint
 from tests.gpu.test_memory_saver import TAGS, release, resume
-from trainer_bridge.engine_client import EngineClient
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +164,7 @@ Rows = list[list[float]]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-def sample(engine: EngineClient) -> tuple[list[list[int]], Rows]:
+def sample(engine: EngineProcess | Server) -> tuple[list[list[int]], Rows]:
     """Whole sequences, and decode's logprobs of their ``TOKENS``."""
     random = torch.Generator().manual_seed(0)
     prompts = torch.randint(4096, (PROMPTS, PROMPT), generator=random).tolist()
@@ -183,7 +182,7 @@ def sample(engine: EngineClient) -> tuple[list[list[int]], Rows]:
     return whole, [[token[0] for token in s[first:last]] for s in sampled]
 
 
-def score(engine: EngineClient, sequences: list[list[int]]) -> Rows:
+def score(engine: EngineProcess | Server, sequences: list[list[int]]) -> Rows:
     """Prefill's logprobs of ``TOKENS``; without a prefix cache (FLAGS) all of it is computed."""
     replies = engine.generate(
         {

@@ -143,6 +143,7 @@ def assert_serves(world: World, policy: int) -> None:
 # ---- every order ---------------------------------------------------------------------------------
 
 
+@pytest.mark.guarantee("released", fault="every order of release, resume and update")
 @pytest.mark.parametrize("released", ORDERS, ids=IDS)
 def test_every_order(world: World, server: Server, released: list[tuple[str, ...]]) -> None:
     """Each order of resume, with the update as soon as there are weights, and at the end."""
@@ -182,6 +183,7 @@ def test_weights_that_stay_are_served(world: World, server: Server, tag: str) ->
     assert_serves(world, 0)
 
 
+@pytest.mark.guarantee("released", fault="an update while the weights are released")
 def test_an_update_of_released_weights_is_refused(world: World, server: Server) -> None:
     version = version_of(server)
     release(server, "weights")

@@ -1,4 +1,4 @@
-"""Tensor parallel over two GPUs: a trainer on one of them reaches the rank on the other too."""
+"""Tensor and expert parallel over two GPUs: a trainer on one of them reaches both ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,21 +60,29 @@ class Run:
     fresh: Answers
 
 
-@pytest.fixture(scope="module", params=[DENSE, MOE], ids=lambda shape: shape.name)
+CASES = [
+    pytest.param((DENSE, 1), id=f"{DENSE.name}-tp2"),
+    pytest.param((MOE, 1), id=f"{MOE.name}-tp2"),
+    pytest.param((MOE, TP), id=f"{MOE.name}-ep2"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    shape: Shape = request.param
-    logs = tmp_path_factory.mktemp(f"{shape.name}-tp{TP}")
+    shape: Shape = request.param[0]
+    flags = {**FLAGS, "tp_size": TP, "ep_size": request.param[1]}
+    logs = tmp_path_factory.mktemp("logs")
     last = 5
     with shared_folder() as folder:
         first, final = (write_checkpoint(shape, draw(shape, n), folder / str(n)) for n in (0, last))
         with together(
-            partial(start_server, logs / "server.log", first, tp_size=TP, **FLAGS),
-            partial(start_engine, logs / "fresh.log", final, tp_size=TP, **FLAGS),
+            partial(start_server, logs / "server.log", first, **flags),
+            partial(start_engine, logs / "fresh.log", final, **flags),
         ) as (server, fresh):
-            yield _update(shape, server, Answers.of(fresh, SIZES))
+            yield _update(shape, request.param[1], server, Answers.of(fresh, SIZES))
 
 
-def _update(shape: Shape, server: Server, fresh: Answers) -> Run:
+def _update(shape: Shape, ep_size: int, server: Server, fresh: Answers) -> Run:
     digests = [digests_of(server)]
     answers = [Answers.of(server, SIZES)]
     trainer = Trainer(shape)
@@ -94,7 +102,7 @@ def _update(shape: Shape, server: Server, fresh: Answers) -> Run:
         digests.append(digests_of(server))
         answers.append(Answers.of(server, SIZES))
     wanted = [
-        [reference_digests(draw(shape, n), rank, TP) for rank in range(TP)]
+        [reference_digests(draw(shape, n), rank, TP, ep_size) for rank in range(TP)]
         for n in range(len(digests))
     ]
     moved = [
@@ -106,12 +114,14 @@ def _update(shape: Shape, server: Server, fresh: Answers) -> Run:
     return Run(held, wanted, moved, answers, results, fresh)
 
 
+@pytest.mark.guarantee("all-or-none", fault="two GPUs, every byte compared")
 def test_every_byte_of_both_ranks_is_the_reference(run: Run) -> None:
     for version, (held, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
         assert held == wanted, f"after update {version}"
     assert run.held[0][0] != run.held[0][1]
 
 
+@pytest.mark.guarantee("in-place", fault="two GPUs, every address compared")
 def test_nothing_moved(run: Run) -> None:
     assert run.moved == [0] * len(run.moved)
 

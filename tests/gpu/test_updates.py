@@ -142,6 +142,7 @@ def _update(
 # ---- what updates write, and what the engine answers then ----------------------------------------
 
 
+@pytest.mark.guarantee("all-or-none", fault="updates of a running engine, every byte compared")
 def test_every_byte_is_the_reference(run: Run) -> None:
     for version, snapshot in enumerate(run.snapshots):
         assert sha256(snapshot.digest) == run.wanted[version], f"after update {version}"
@@ -163,6 +164,7 @@ def test_a_fresh_engine_answers_the_same(run: Run, version: int) -> None:
         assert updated.answers.logprobs[size] == fresh.answers.logprobs[size], f"batch of {size}"
 
 
+@pytest.mark.guarantee("in-place", fault="captured CUDA graphs of every batch size")
 def test_every_update_is_seen_at_every_batch_size(run: Run) -> None:
     for before, after in pairwise(run.snapshots):
         for size in run.sizes:
@@ -177,11 +179,13 @@ def test_every_batch_ran_in_a_cuda_graph(run: Run) -> None:
     assert {size for size, graph in decoded if not graph} == set()
 
 
+@pytest.mark.guarantee("in-place", fault="updates of a running engine, every address compared")
 def test_nothing_moved(run: Run) -> None:
     for snapshot in run.snapshots[1:]:
         assert storage(snapshot.digest) == storage(run.snapshots[0].digest)
 
 
+@pytest.mark.guarantee("one-version", fault="requests after each update")
 def test_tokens_carry_their_version(run: Run) -> None:
     # -1 is the checkpoint that the engine started with, and updates count from 0
     assert [s.answers.versions for s in run.snapshots] == [{v - 1} for v in range(UPDATES + 1)]
@@ -236,6 +240,7 @@ def test_one_wrong_block_is_seen(run: Run, server: Server) -> None:
     assert_healed(run)
 
 
+@pytest.mark.guarantee("quarantine", fault="NaN or Inf in a weight")
 @pytest.mark.parametrize("bad", [math.nan, -math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("kept", ["fp8", "bf16"])
 @pytest.mark.parametrize("place", ["mapped", "bucket"])
@@ -257,6 +262,7 @@ def test_no_number(run: Run, server: Server, place: str, kept: str, bad: float) 
     assert_healed(run)
 
 
+@pytest.mark.guarantee("quarantine", fault="the trainer is killed in the middle of an update")
 def test_a_killed_trainer(run: Run, server: Server) -> None:
     """It leaves a quarantined engine, which lets go of its bucket."""
     before = used_bytes()
