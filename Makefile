@@ -15,17 +15,33 @@ API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config
 export OMP_NUM_THREADS ?= 1
 
 .PRECIOUS: .venv/%/.ready
-.PHONY: test test-full fast lint demo api wheel clean
+.PHONY: test test-full soak fast fuzz verl lint demo api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
 	-$(MAKE) --keep-going $(READY)
-	$(PYTHON) tests/run.py $@ $(RUN_FLAGS)
+	$(PYTHON) -m tests.run $@ $(RUN_FLAGS)
 
 test-full: RUN_FLAGS := --record tests/FULL.md
 
+SOAKS := $(OLDEST:%=build/soak/%.json) $(NEWEST:%=build/soak/%.json)
+
+soak: $(READY)
+	for json in $(SOAKS); do \
+		.venv/$$(basename $$json .json)/bin/python -m tests.soak $(SOAK_FLAGS) --output $$json || exit 1; \
+	done
+	$(VENV)/bin/python -m tests.soak --table $(SOAKS) --record tests/SOAK.md
+
 fast: $(VENV)/.ready
-	$(PYTHON) tests/run.py fast
+	$(PYTHON) -m tests.run fast
+
+# A million mutated messages for the decoders of all that arrives; `fast` has 20,000.
+fuzz: $(VENV)/.ready
+	$(VENV)/bin/python -m tests.fuzz $(FUZZ_FLAGS)
+
+# The correction against verl itself; a test that is skipped fails it.
+verl: .venv/verl/.ready
+	$(PYTHON) -m tests.run verl
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
@@ -46,6 +62,14 @@ wheel: $(VENV)/.ready
 .venv/%/.ready: constraints/sglang-%.txt pyproject.toml
 	$(PYTHON) -m venv .venv/$*
 	.venv/$*/bin/$(PIP) install --constraint $< setuptools "sglang==$*" --editable ".[dev,examples]"
+	touch $@
+
+# It lies over SGLang's environment, whose torch it uses: verl's own dependencies are many.
+.venv/verl/.ready: constraints/verl-0.9.1.txt $(VENV)/.ready
+	$(VENV)/bin/python -m venv --clear .venv/verl
+	$(VENV)/bin/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv/verl/bin/python -c 'import site; print(site.getsitepackages()[0])')/sglang.pth"
+	.venv/verl/bin/$(PIP) install --no-deps --requirement $<
 	touch $@
 
 clean:
