@@ -60,6 +60,9 @@ def close(engine: Any) -> None:
 
 @atexit.register
 def _close_all() -> None:
+    connections = list(_alive)
+    for connection in connections:  # all are told before one that is busy is waited for
+        connection.hang_up()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
-    for connection in list(_alive):
+    for connection in connections:
         connection.close(deadline - time.monotonic())

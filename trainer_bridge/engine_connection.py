@@ -68,6 +68,11 @@ class EngineConnection:
         if previous is not None:
             previous.close()
 
+    def hang_up(self) -> None:
+        """Begin to close: the engine lets go of this process's memory while others are told."""
+        if self._ranks is not None:
+            self._ranks.hang_up()
+
     def close(self, timeout_s: float = DETACH_TIMEOUT_S) -> None:
         """Have the engine let go of this process's memory, and free what was made for it."""
         if self._ranks is not None:

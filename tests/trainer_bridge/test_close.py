@@ -135,10 +135,42 @@ def test_what_was_never_updated_can_be_closed(engine: Any, monkeypatch: pytest.M
     assert connection_module._connections == {}
 
 
-def test_at_exit_every_engine_lets_go() -> None:
+def test_at_exit_every_engine_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [engine_of(1), engine_of(1)]
     for engine in engines:
         update(toy.checkpoint(), engine, version=0)
+    # of this test alone: connections of earlier tests may not be collected yet, and nobody answers
+    monkeypatch.setattr(connection_module, "_alive", [connection_to(each) for each in engines])
+    monkeypatch.setattr(connection_module, "EXIT_TIMEOUT_S", 60.0)
     with looping(engines[0]), looping(engines[1]):
         connection_module._close_all()
         assert [opened(engine) for engine in engines] == [[0], [0]]
+
+
+def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They let go while the busy one is waited for."""
+    busy, *engines = (engine_of(1) for _ in range(3))
+    for engine in (busy, *engines):
+        update(toy.checkpoint(), engine, version=0)
+    monkeypatch.setattr(
+        connection_module, "_alive", [connection_to(engine) for engine in (busy, *engines)]
+    )
+    let_go = threading.Event()
+
+    class Waited:
+        """In the place of the busy engine's ranks: the others have let go before it answers."""
+
+        def hang_up(self) -> None:
+            pass
+
+        def detach(self, timeout_s: float) -> None:
+            for engine in engines:
+                engine.ranks[0].memory.close_if_orphaned()
+            if [opened(engine) for engine in engines] == [[0], [0]]:
+                let_go.set()
+
+        close = hang_up
+
+    monkeypatch.setattr(connection_to(busy), "_ranks", Waited())
+    connection_module._close_all()
+    assert let_go.is_set()

@@ -71,11 +71,15 @@ class RankClients:
             replies.append(reply)
         return replies
 
-    def detach(self, timeout_s: float) -> None:
-        """Hang up, and wait until every rank has let go of this process's memory."""
+    def hang_up(self) -> None:
+        """Have every rank let go of this process's memory, without waiting for it."""
         for rank in self._sockets:
             with suppress(OSError):  # it is gone, and so are its mappings
                 rank.shutdown(socket.SHUT_WR)
+
+    def detach(self, timeout_s: float) -> None:
+        """Hang up, and wait until every rank has let go of this process's memory."""
+        self.hang_up()
         deadline = time.monotonic() + timeout_s
         for rank in self._sockets:
             rank.settimeout(max(deadline - time.monotonic(), 1e-3))
