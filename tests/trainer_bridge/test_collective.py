@@ -1,19 +1,17 @@
 """Which ranks of a larger job update together, and how long they wait for their leader."""
 
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.collective import Leader, ranks_of
@@ -21,7 +19,6 @@ from trainer_bridge.fsdp import named_tensors
 from trainer_bridge.update import update
 
 WORLD = 4
-JOIN_S = 150.0
 BUCKET_BYTES = 1 << 18
 SHORT_S = 8
 """Timeout of the trainer's own collectives: less than an update may wait for requests."""
@@ -111,33 +108,12 @@ CASES = [on_some_ranks, on_a_mesh_of_two_dimensions, in_ddp, in_a_group, outside
 @pytest.mark.timeout(180)
 def test_ranks_that_update_together(tmp_path: Path) -> None:
     """All cases in one job: four processes take seconds to start."""
-    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        main, (str(tmp_path),), nprocs=WORLD, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + JOIN_S
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    assert len(list(tmp_path.glob("*-[0-3]"))) == WORLD * len(CASES)
+    ranks.run(all_cases, tmp_path, WORLD, SHORT_S)
+    for case in CASES:
+        assert len(list(tmp_path.glob(f"{case.__name__}-[0-3]"))) == WORLD
 
 
-def main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=SHORT_S),
-    )
+def all_cases(rank: int, folder: Path) -> None:
     for case in CASES:
         case(rank)
-        # by files: a barrier would wait only as long as the timeout above
-        Path(folder, f"{case.__name__}-{rank}").touch()
-        while len(list(Path(folder).glob(f"{case.__name__}-*"))) < WORLD:
-            time.sleep(0.05)
-    dist.destroy_process_group()
+        ranks.meet(rank, folder, case.__name__, WORLD)

@@ -1,15 +1,13 @@
 """FSDP2 trainers: two gloo processes gather, rank 0 sends, and both hear of every failure."""
 
-import time
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.collective import ranks_of
 from trainer_bridge.engine_client import EngineError
@@ -25,41 +24,12 @@ from trainer_bridge.fsdp import named_tensors, sources
 from trainer_bridge.update import UpdateResult, update
 
 WORLD = 2
-JOIN_S = 120.0
 COLLECTIVE_TIMEOUT_S = 30
 """A rank that is left waiting fails after this, and its test with it."""
 SMALL = 2 * 128 * 256 * 2
 
 
-def run(worker: Callable[..., None], folder: Path) -> None:
-    """Run ``worker(rank, folder)`` in two processes; fail if one fails or hangs."""
-    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        _main, (worker, str(folder)), nprocs=WORLD, join=False, start_method="spawn"
-    )
-    deadline = time.monotonic() + JOIN_S
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < deadline, "the ranks hang"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def _main(rank: int, worker: Callable[..., None], folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-    try:
-        worker(rank, Path(folder))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
 
 def gathered(value: Any) -> list[Any]:

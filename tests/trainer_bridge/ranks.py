@@ -1,0 +1,69 @@
+"""Trainers of several ranks: processes of one job over gloo, on this machine."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+JOIN_S = 150.0
+"""Seconds that a job may take, on a busy machine and with the imports of its processes."""
+POLL_S = 0.02
+
+
+def run(
+    worker: Callable[[int, Path], None], folder: Path, world: int, collective_timeout_s: float
+) -> None:
+    """Run ``worker(rank, folder)`` in ``world`` processes; fail if one fails or hangs.
+
+    Args:
+        collective_timeout_s: a rank that is left waiting in a collective fails after this.
+    """
+    context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        _main,
+        (worker, str(folder), world, collective_timeout_s),
+        nprocs=world,
+        join=False,
+        start_method="spawn",
+    )
+    deadline = time.monotonic() + JOIN_S
+    try:
+        while not context.join(timeout=1.0):
+            assert time.monotonic() < deadline, "the ranks hang"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def meet(rank: int, folder: Path, place: str, world: int) -> None:
+    """Wait for all ranks, however short the timeout of a barrier would be."""
+    (folder / f"{place}-{rank}").touch()
+    while len(list(folder.glob(f"{place}-*"))) < world:
+        time.sleep(POLL_S)
+
+
+def _main(
+    rank: int,
+    worker: Callable[[int, Path], None],
+    folder: str,
+    world: int,
+    collective_timeout_s: float,
+) -> None:
+    torch.set_num_threads(1)
+    meet(rank, Path(folder), "imported", world)  # some take longer than the timeout below
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    try:
+        worker(rank, Path(folder))
+        meet(rank, Path(folder), "ended", world)
+    finally:
+        dist.destroy_process_group()
