@@ -65,7 +65,7 @@ def main() -> int:
     text = table(reports)
     print(text)
     if arguments.record:
-        head = f"`make soak`, commit {reports[0]['commit']}; {run.cpu()}"
+        head = f"`make soak`; {run.cpu()}"
         arguments.record.write_text(f"# The last run of `make soak`\n\n{head}\n\n{text}\n")
     return int(any(found["result"] != "passed" for found in reports))
 

@@ -170,7 +170,7 @@ def released(soak: Soak, choose: random.Random) -> None:
 
 
 def out_of_memory(soak: Soak, choose: random.Random) -> None:
-    """There is no memory at the resume; there is some at the next."""
+    """The resume fails for want of memory; the next one succeeds."""
     with soak.clients.held():
         soak.server.flush()
         soak.post("/release_memory_occupation", {"tags": ["weights"]})

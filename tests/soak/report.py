@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -21,6 +22,7 @@ def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) ->
     return {
         **facts,
         "commit": run.commit(),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         "seconds": round(seconds),
         "updates": soak.updates,
         "faults": counts,
@@ -40,6 +42,8 @@ def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) ->
 def table(reports: Sequence[Report]) -> str:
     """One column for each run."""
     rows: dict[str, Callable[[Report], Any]] = {
+        "commit": itemgetter("commit"),
+        "date": itemgetter("date"),
         "device": itemgetter("device"),
         "seed": itemgetter("seed"),
         "time": lambda r: run.duration(r["seconds"]),
