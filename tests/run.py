@@ -40,7 +40,7 @@ class Suite:
     environment: str = ""
     """Folder under ``.venv/``; that of the SGLang version where it is empty."""
     may_skip: bool = True
-    """Whether a test that is skipped is no failure of the suite."""
+    """Whether the suite passes when one of its tests is skipped."""
 
     @property
     def label(self) -> str:

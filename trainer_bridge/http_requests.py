@@ -30,7 +30,7 @@ milliseconds for the last."""
 Answer = tuple[int, bytes]
 """HTTP status and body."""
 Fault = OSError | http.client.HTTPException
-"""Why there is no answer."""
+"""What kept an answer from coming."""
 
 
 def post_all(

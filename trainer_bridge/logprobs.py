@@ -36,7 +36,7 @@ def response_logprobs(
         float32 before the division.
 
     Raises:
-        ValueError: there are no sequences, a prompt of a response is empty, prompts and responses
+        ValueError: no sequence is given, the prompt of a response is empty, prompts and responses
             differ in number, or the temperature is not positive.
     """
     if not prompts or len(prompts) != len(responses):

@@ -20,4 +20,5 @@ def weights_of(model: torch.nn.Module) -> EngineWeights | None:
 
 
 def scheduler_weights(scheduler: Any) -> EngineWeights | None:
+    """The update state of the model that a scheduler runs, or None as above."""
     return weights_of(scheduler.tp_worker.model_runner.model)

@@ -83,7 +83,8 @@ class Decoder:
         """Decode one input; the error's type, or ``ACCEPTED``.
 
         Raises:
-            DefectError: an undocumented error, one that is no sentence, too much memory, or a hang.
+            DefectError: an undocumented error, a message that is not a sentence, too much memory,
+                or a hang.
         """
         shown = data[:300]
         tracemalloc.reset_peak()
