@@ -21,8 +21,9 @@ LAYERS = (
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.http_requests trainer_bridge.engine_client trainer_bridge.routed_experts "
-    "trainer_bridge.hf_names trainer_bridge.attention_hooks",
-    "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.transfer_plan "
+    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock",
+    "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
+    "trainer_bridge.transfer_plan trainer_bridge.weights "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.engine_connection "
     "trainer_bridge.connections trainer_bridge.collective trainer_bridge.update_session "
     "trainer_bridge.replies",

@@ -34,6 +34,7 @@ class Leader:
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.is_alone = len(ranks) < 2
         self._leads = not ranks or dist.get_rank() == ranks[0]
         self._error: Exception | None = None
         self._store: Any = _get_default_store() if ranks else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from sgl_fp8rl.protocol.framing import excerpt
+from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.http_requests import Answer, Fault, post_all
 
 CONTROL_PATH = "/fp8rl"

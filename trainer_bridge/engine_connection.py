@@ -11,6 +11,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import check_kv_scales, check_layout, sources_for
@@ -35,6 +36,10 @@ class EngineConnection:
         """A policy whose commit was asked for, and the token of its session."""
         self._layout: dict[str, Any] | None = None
         self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
+        self.has_tied_head = False
+        """Whether a stream may bring the head of a model that has none of its own."""
+        self._stream: Named | None = None
+        """What the last stream brought, in its order, as meta tensors."""
         self._kv_scales: torch.Tensor | None = None
         self._bucket: Bucket | None = None
         self._placement: Placement | None = None
@@ -97,7 +102,7 @@ class EngineConnection:
 
     def invalidate_layout(self) -> None:
         """Forget the layout and what follows from it: another engine may be at the address."""
-        self._layout = None
+        self._layout = self._stream = None
         self._plans.clear()
 
     def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
@@ -121,13 +126,47 @@ class EngineConnection:
             kept = self._kv_scales = torch.empty(scales.shape, device=device)
         return kept.copy_(scales.detach())
 
-    def plan(self, named: Named, family: str | None, device: torch.device | None) -> TransferPlan:
+    def remember_stream(self, plan: TransferPlan) -> None:
+        """Plan the next stream as this one came."""
+        names = (plan.sources[index].cuts[0][0] for index in plan.order)
+        self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
+
+    def stream_plan(
+        self,
+        announcement: Announcement | None,
+        kv_scales: torch.Tensor | None,
+        device: torch.device | None,
+    ) -> TransferPlan:
+        """The plan for a stream: that of the last one, or one that is made as tensors come.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+            ManifestError: nothing says what comes.
+        """
+        layout, known = self.layout(), self._stream
+        if known is None:
+            dtype, fp32 = getattr(torch, layout["dtype"]), layout["fp32"] or []
+            named, self.has_tied_head = announced(announcement, self.client, dtype, fp32)
+        else:
+            named = known
+        if kv_scales is not None:
+            named = [*named, (KV_SCALES, kv_scales.to("meta"))]
+        return self.plan(named, None, device, streamed=known is None)
+
+    def plan(
+        self,
+        named: Named,
+        family: str | None,
+        device: torch.device | None,
+        streamed: bool = False,
+    ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
         With a GPU at hand, what the engine quantizes is sent in its format.
 
         Args:
             family: see ``fsdp.sources``.
+            streamed: the tensors come in another order than this one.
 
         Raises:
             ManifestError: the tensors cannot make an update.
@@ -145,7 +184,7 @@ class EngineConnection:
         signature = family, device, tensors
         way = any(mapped), KV_SCALES in (name for name, _ in named)
         kept = self._plans.get(way)
-        if kept is not None and kept[0] == signature:
+        if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
         try:
             formats = self.layout()["formats"] if device is not None else {}
@@ -157,12 +196,14 @@ class EngineConnection:
                 chunk_bytes,
                 quantized,
                 [index for index, is_resident in enumerate(resident) if is_resident],
+                streamed,
             )
         except ManifestError:
             # an engine at the same address may have a larger bucket next time
             self.invalidate_layout()
             raise
-        self._plans[way] = (signature, plan)
+        if not streamed:
+            self._plans[way] = (signature, plan)
         return plan
 
     def share(
@@ -180,7 +221,7 @@ class EngineConnection:
             message = self._segments_message(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
-        if not any(plan.runs):
+        if not plan.streamed and not any(plan.runs):
             self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)

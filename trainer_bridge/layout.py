@@ -6,13 +6,12 @@ import torch
 
 from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, Source, sources
-from trainer_bridge.transport.rank_client import are_names
 
 
 def check_layout(layout: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -112,25 +113,24 @@ class QuantizePacker:
                 tag=tags[run.name],
             )
 
+        def alone(chunk: int, index: int) -> "list[Launch]":
+            runs = [run for run in plan.runs[index] if run.chunk == chunk]
+            those = (each for run in runs for each in descriptors(0, index, run))
+            return compile_descriptors(those, self._device, dtype)
+
         together: dict[int, list[CopyDescriptor]] = defaultdict(list)
-        alone: dict[tuple[int, int], list[CopyDescriptor]] = defaultdict(list)
         puts: dict[int, int] = defaultdict(int)
         for chunk, index in plan.turns:
-            runs = [run for run in plan.runs[index] if run.chunk == chunk]
             if index in plan.resident:
-                for run in runs:
-                    together[chunk] += descriptors(puts[chunk], index, run)
+                for run in plan.runs[index]:
+                    if run.chunk == chunk:
+                        together[chunk] += descriptors(puts[chunk], index, run)
                 puts[chunk] += 1
-            else:
-                for run in runs:
-                    alone[chunk, index] += descriptors(0, index, run)
         self._together: dict[int, list[Launch]] = {
             chunk: compile_descriptors(those, self._device, dtype)
             for chunk, those in together.items()
         }
-        self._alone: dict[tuple[int, int], list[Launch]] = {
-            turn: compile_descriptors(those, self._device, dtype) for turn, those in alone.items()
-        }
+        self._alone = cache(alone)  # when it comes first: a stream's order is not known before
 
     def begin(self) -> None:
         self._status.reset()
@@ -140,7 +140,7 @@ class QuantizePacker:
         if index in self._resident:
             self._bases.append(whole.data_ptr())
         else:
-            self._run(self._alone[chunk, index], [whole.data_ptr()])
+            self._run(self._alone(chunk, index), [whole.data_ptr()])
 
     def complete(self, chunk: int) -> None:
         if self._bases:

@@ -9,8 +9,8 @@ import torch
 from sgl_fp8rl.formats import DTYPES
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
-from sgl_fp8rl.protocol.chunks import ChunkSlice, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
+from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from trainer_bridge.fsdp import Source
 
 Signature = tuple[
@@ -44,6 +44,7 @@ class TransferPlan:
         mapped: which sources the engine reads in place.
         quantized: HF tensors that are quantized on the way into the bucket, and their format.
         resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
+        streamed: the order is not known: each source is planned as it comes, by ``add``.
 
     Raises:
         ManifestError: a name comes twice, an update cannot carry a dtype, or the bucket is
@@ -57,6 +58,7 @@ class TransferPlan:
         chunk_bytes: int,
         quantized: Mapping[str, WeightFormat] | None = None,
         resident: Collection[int] = (),
+        streamed: bool = False,
     ) -> None:
         self.sources = sources
         self.mapped = mapped
@@ -77,25 +79,75 @@ class TransferPlan:
                     announced += _encoded(name, view, quantized[name])
                     continue
                 announced.append((name, view))
-        self.manifest = describe(announced, 0, chunk_bytes, self.offsets)
-        self.chunks = cut_into_chunks(self.manifest)
+        self.manifest = describe(announced, 0, chunk_bytes, self.offsets, streamed)
+        self._cutter = Cutter(self.manifest) if streamed else None
+        self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(self.manifest)
         self.runs: list[list[Run]] = [[] for _ in sources]
         """What becomes of each source, in the order of the chunks."""
-        turns: dict[tuple[int, int], None] = {}
-        for number, chunk in enumerate(self.chunks):
-            scales_behind = (*chunk[1:], None)
-            for chunk_slice, behind in zip(chunk, scales_behind, strict=True):
-                if chunk_slice.offset >= 0 and chunk_slice.name in self.views:
-                    held = self.views[chunk_slice.name][1].dtype
-                    made_here = held not in self.manifest.format_of(chunk_slice.name).dtypes
-                    scales = behind.offset if made_here and behind is not None else -1
-                    self._add_run(number, chunk_slice, scales)
-                    turns[number, self.views[chunk_slice.name][0]] = None
-        self.turns = list(turns)
+        self.turns: list[tuple[int, int]] = []
         """(Chunk, source) in the order in which the bucket is filled: scales that are a source of
         their own are due before the rest of their codes."""
-        self.last_turns = {source: turn for turn, (_, source) in enumerate(self.turns)}
+        self.last_turns: dict[int, int] = {}
         """Index of the last turn of each source."""
+        self.order: dict[int, None] = {}
+        """The sources that a stream has brought."""
+        self._taken: set[tuple[int, int]] = set()
+        for number in range(len(self.chunks)):
+            self._take_turns(number, 0)
+
+    def index_of(self, name: str) -> int | None:
+        """The source that holds this HF tensor."""
+        return self.views[name][0] if name in self.views else None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether sources are planned as they come."""
+        return self._cutter is not None
+
+    def add(self, source: int) -> list[str]:
+        """Plan the source that comes next in a stream.
+
+        Returns:
+            The HF tensors that now have their place in the bucket, in its order.
+
+        Raises:
+            ManifestError: it came before, or is too large for the bucket.
+        """
+        cutter, last = self._cutter, max(len(self.chunks) - 1, 0)
+        assert cutter is not None
+        names = [name for name, _ in self.sources[source].cuts]
+        if source in self.order:
+            raise ManifestError(f"{names[0]} comes twice in the stream; send each tensor once")
+        self.order[source] = None
+        start = len(self.chunks[last]) if self.chunks else 0
+        names = [name for name in names if name in cutter.due]  # scales are due with their codes
+        for name in names:
+            cutter.add(name)
+        for number in range(last, len(self.chunks)):
+            self._take_turns(number, start if number == last else 0)
+        return names
+
+    def _take_turns(self, number: int, start: int) -> None:
+        """Plan the slices of a chunk from ``start`` on."""
+        slices = self.chunks[number][start:]
+        for chunk_slice, behind in zip(slices, [*slices[1:], None], strict=False):
+            if chunk_slice.offset >= 0 and chunk_slice.name in self.views:
+                index, view = self.views[chunk_slice.name]
+                made_here = view.dtype not in self.manifest.format_of(chunk_slice.name).dtypes
+                scales = behind.offset if made_here and behind is not None else -1
+                self._add_run(number, chunk_slice, scales)
+                if (number, index) not in self._taken:
+                    self._taken.add((number, index))
+                    self.last_turns[index] = len(self.turns)
+                    self.turns.append((number, index))
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """HF tensors and bytes that an update by this plan has brought."""
+        if not self.streamed:
+            return len(self.views), self.manifest.nbytes
+        names = {chunk_slice.name for chunk in self.chunks for chunk_slice in chunk}
+        return len(self.order), sum(self.manifest.tensors[name].nbytes for name in names)
 
     @cached_property
     def mapped_bytes(self) -> int:

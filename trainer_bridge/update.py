@@ -1,7 +1,7 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import check_in_flight
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge import hf_names
+from trainer_bridge.announcement import Announcement
+from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
-from trainer_bridge.layout import gpu_of, sources_for
-from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.fsdp import NamedTensors
+from trainer_bridge.layout import gpu_of
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 from trainer_bridge.update_session import UpdateSession
+from trainer_bridge.weights import Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -58,6 +58,7 @@ def update(
     kv_scales: torch.Tensor | None = None,
     in_flight: str = ABORT,
     group: dist.ProcessGroup | None = None,
+    announce: Announcement | None = None,
 ) -> UpdateResult:
     """Stream weights into a running engine and commit them as policy ``version``.
 
@@ -69,8 +70,10 @@ def update(
 
     Args:
         model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
-            ranks), or a mapping or iterable of (HF checkpoint name, tensor): BF16, FP16, FP32, or
-            FP8 E4M3 codes with ``<name>_scale_inv``.
+            ranks), or a mapping or list of (HF checkpoint name, tensor): BF16, FP16, FP32, or
+            FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
+            have it, in which all ranks gather each tensor at once: it is walked once, to its end
+            also where the update fails, and no more than a bucket of it is held at a time.
         engine: an ``sgl.Engine`` or an ``http://`` address. With FSDP2 or DDP every rank calls, and
             only the engine of the first is used; the others pass None.
         version: a whole number, greater than the last one of this run. To call again with the
@@ -87,7 +90,10 @@ def update(
             of K, V and Q, as ``KVCalibrator.scales`` gives them. They begin with this version.
             Of several ranks, the first one's are used.
         group: the ranks that call together, by default those of the parameters' device mesh or
-            of DDP.
+            of DDP. Ranks that walk an iterator without a group lead an update each.
+        announce: what the first iterator for this engine brings: the folder of an HF checkpoint,
+            or (name, dtype, shape) of each tensor. By default what the engine itself loaded; an
+            engine of dummy weights needs it.
 
     Returns:
         what happened, the same on every rank.
@@ -97,45 +103,53 @@ def update(
         ManifestError: the tensors cannot make an update, such as a name that comes twice, or the
             KV scales are not for this engine.
     """
-    clock = _Clock()
-    policy = check_policy(RUN if run is None else run, version)
-    check_in_flight(in_flight)
-    family = None
-    if isinstance(model_or_named_tensors, DistributedDataParallel):
-        group = group or model_or_named_tensors.process_group
-        model_or_named_tensors = model_or_named_tensors.module
-    if isinstance(model_or_named_tensors, nn.Module):
-        family = hf_names.model_type(model_or_named_tensors)
-    named = named_tensors(model_or_named_tensors)
-    leader = Leader(ranks_of(named, group))
+    clock = Clock()
+    if isinstance(model_or_named_tensors, Iterator):
+        weights: Weights = Stream(model_or_named_tensors, announce)
+    else:
+        if isinstance(model_or_named_tensors, DistributedDataParallel):
+            group = group or model_or_named_tensors.process_group
+            model_or_named_tensors = model_or_named_tensors.module
+        weights = WholeModel(model_or_named_tensors)
+    try:
+        policy = check_policy(RUN if run is None else run, version)
+        check_in_flight(in_flight)
+        result = _update(weights, engine, policy, kv_scales, in_flight, group, clock)
+    except Exception:
+        weights.exhaust()
+        raise
+    weights.exhaust()
+    return result
 
+
+def _update(
+    weights: Weights,
+    engine: Any,
+    policy: Policy,
+    kv_scales: torch.Tensor | None,
+    in_flight: str,
+    group: dist.ProcessGroup | None,
+    clock: Clock,
+) -> UpdateResult:
+    leader = Leader(ranks_of(weights.named, group))
     connection: Any = leader.attempt(connection_to, engine)
     layout: Any = leader.share(leader.attempt(EngineConnection.layout, connection))
 
-    device = gpu_of(named, layout)
+    device = gpu_of(weights.named, layout)
     if kv_scales is not None:
-        kept: Any = leader.attempt(EngineConnection.kv_scales, connection, kv_scales, device)
-        named = named if kept is None else [*named, (KV_SCALES, kept)]
-    session: Any = leader.attempt(_begin, connection, named, family, policy, in_flight, device)
-    plan: Any = None if session is None else session.plan
-    planned = sources_for(named, family, layout) if plan is None else plan.sources
+        kv_scales = leader.attempt(EngineConnection.kv_scales, connection, kv_scales, device)
+    session: Any = leader.attempt(_begin, connection, weights, kv_scales, policy, in_flight, device)
     gpu_seconds: Any = None
     try:
         committed_before = leader.share(session is not None and session.committed_before)
         clock.lap("begin")
         if committed_before:
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None)
-        for index, (source, (_, tensor)) in enumerate(zip(planned, named, strict=True)):
-            if plan is not None and plan.mapped[index]:
-                continue
-            whole = source.read(tensor)
-            clock.lap("read")
-            leader.attempt(UpdateSession.put, session, index, whole)
-            clock.lap("write")
+        weights.send(leader, session, layout, kv_scales, clock)
         gpu_seconds = leader.attempt(UpdateSession.finish, session)
         clock.lap("write")
         leader.attempt(UpdateSession.commit, session)
-        gpu_seconds, facts = leader.share((gpu_seconds, _facts(plan)))
+        gpu_seconds, facts = leader.share((gpu_seconds, _facts(session)))
         clock.lap("commit")
     except BaseException as error:
         if session is not None:
@@ -147,8 +161,8 @@ def update(
 
 def _begin(
     connection: EngineConnection,
-    named: Named,
-    family: str | None,
+    weights: Weights,
+    kv_scales: torch.Tensor | None,
     policy: Policy,
     in_flight: str,
     gpu: torch.device | None,
@@ -158,35 +172,17 @@ def _begin(
         torch.cuda.synchronize(gpu)  # the optimizer's last step is in the weights
     device = connection.reachable(gpu)
     try:
-        plan = connection.plan(named, family, device)
+        plan = weights.plan(connection, kv_scales, device)
         return UpdateSession(connection, plan, policy, in_flight, device)
     except UnreachableMemoryError as error:
         if device is None:
             raise
         connection.use_host_memory(error)
-    return _begin(connection, named, family, policy, in_flight, None)
+    return _begin(connection, weights, kv_scales, policy, in_flight, None)
 
 
-def _facts(plan: TransferPlan | None) -> tuple[int, int, int]:
+def _facts(session: UpdateSession | None) -> tuple[int, int, int]:
     """Tensors, bytes and mapped bytes of an update; on the other ranks, places for them."""
-    if plan is None:
+    if session is None:
         return 0, 0, 0
-    return len(plan.views), plan.manifest.nbytes, plan.mapped_bytes
-
-
-class _Clock:
-    """Adds up wall time by stage."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def lap(self, stage: str) -> None:
-        """Count the time since the last lap to ``stage``."""
-        now = time.perf_counter()
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last
-        self._last = now
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each stage and of all."""
-        return {**self._seconds, "total": time.perf_counter() - self._started}
+    return *session.plan.sent, session.plan.mapped_bytes

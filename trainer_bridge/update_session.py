@@ -5,12 +5,18 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.protocol.framing import excerpt
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.values import excerpt
+from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.rank_client import RankClients
+
+TIED_HEAD = "lm_head.weight"
+"""Frameworks stream it where it is tied too."""
 
 
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
@@ -57,6 +63,9 @@ class UpdateSession:
         self._token: Any = begun.get("token")
         self._chunk = self._turn = 0
         self._read: dict[int, torch.Tensor] = {}
+        self._came: set[int] = set()
+        self._order: list[str] = []
+        """Tensors of a stream that the engine is told of with the next chunk."""
         self._in_flight = 0
         try:
             self._ranks = RankClients(begun.get("sockets"), self._token)
@@ -89,6 +98,42 @@ class UpdateSession:
             whole = {**manifest.to_json(), "version": policy.version}
             begun = self._connection.client.control({**message, "manifest": whole})
         return begun
+
+    def put_named(self, name: str, tensor: torch.Tensor) -> None:
+        """Lay the next tensor of a stream into the bucket.
+
+        Raises:
+            ManifestError: it was not announced, or came before.
+        """
+        plan, index = self.plan, self.plan.index_of(name)
+        if index is None:
+            if self._connection.has_tied_head and name == TIED_HEAD:
+                return  # a copy of the embedding, which checkpoints leave out
+            raise ManifestError(
+                f"{name} was not announced; announce every tensor of the stream, by the names of "
+                f"the HF checkpoint"
+            )
+        if index in self._came:
+            raise ManifestError(f"{name} comes twice in the stream; send each tensor once")
+        source = plan.sources[index]
+        whole = as_announced(name, tensor, TensorSpec(source.sent_as, tuple(source.shape)))
+        self._came.add(index)
+        if plan.streamed:
+            self._order += plan.add(index)
+        self.put(index, whole)
+
+    def end_stream(self) -> None:
+        """Check that the stream was complete.
+
+        Raises:
+            ManifestError: a tensor of the last stream is missing; the engine checks the first.
+        """
+        missing = sorted(set(range(len(self.plan.sources))) - self._came)
+        if missing and not self.plan.streamed:
+            raise ManifestError(
+                f"the stream ended without {len(missing)} tensors that the last one brought, "
+                f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
+            )
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
@@ -134,6 +179,8 @@ class UpdateSession:
         self._open = False
         self._connection.keep(self._ranks)
         self._connection.client.control({"op": "end"})
+        if self.plan.streamed:
+            self._connection.remember_stream(self.plan)
         self._connection.committed(self._policy)
 
     def close(self, error: BaseException) -> None:
@@ -156,7 +203,9 @@ class UpdateSession:
             self._wait_chunk()  # the other half must be free before it is filled
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()  # the half is filled
-        self._ranks.send({"op": "chunk", "index": self._chunk})
+        order = {"order": self._order} if self.plan.streamed else {}
+        self._ranks.send({"op": "chunk", "index": self._chunk, **order})
+        self._order = []
         self._chunk += 1
         self._in_flight += 1
 

@@ -20,13 +20,13 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD
 from sgl_fp8rl.options import current_options
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.manifest import (
     PROTOCOL,
     ManifestError,
     check_in_flight,
 )
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
+from sgl_fp8rl.protocol.values import excerpt
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -81,7 +81,7 @@ class Control:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
                 return await self._begin(message)
-            if op in ("layers", "digest", "kv", "kv_observe", "kv_recalibrate"):
+            if op in ("layers", "tensors", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
         raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
 

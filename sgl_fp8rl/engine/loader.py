@@ -19,9 +19,9 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.scheduler import skipped_by_all
-from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.options import current_options
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.checkpoint_headers import read_headers
+from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.route_tracer import record_routes
@@ -29,13 +29,6 @@ from sgl_fp8rl.weight_update.routes import shapes_of
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
@@ -55,7 +48,8 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
         chunk_bytes = current_options().bucket_bytes // 2
-        self._load(engine_weights, read_manifest(files, chunk_bytes), read_tensors(files))
+        manifest = Manifest(CHECKPOINT.version, read_headers(files), chunk_bytes)
+        self._load(engine_weights, manifest, read_tensors(files))
         load_kv_scales(kv)
         postprocess(model)
         engine_weights.check_addresses()
@@ -77,27 +71,6 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         write_all(engine_weights, manifest, tensors)
         # its tables lie in memory that the memory saver may take away, and are not needed again
         engine_weights.forget(manifest.fingerprint)
-
-
-def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
-    """Names, dtypes and shapes from the headers of safetensors files, to be read in such chunks.
-
-    Raises:
-        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (safe_open is not a dict)
-                header = opened.get_slice(name)
-                dtype = _DTYPES.get(header.get_dtype())
-                if dtype is None:
-                    raise ManifestError(
-                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
-                        f"BF16, FP16, FP32 or block FP8"
-                    )
-                specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
-    return Manifest(CHECKPOINT.version, specs, chunk_bytes)
 
 
 def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

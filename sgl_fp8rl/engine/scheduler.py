@@ -74,6 +74,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer(kv_stats.start_observing(weights.kv))
     if message["op"] == "kv_recalibrate":
         return _answer(_recalibrate(scheduler, weights, group))
+    if message["op"] == "tensors":
+        return _answer(_tensors(weights))
     if message["op"] == "status":
         return _answer(_describe(weights))
     return _answer(_layout(weights, group))
@@ -121,6 +123,15 @@ def _sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, An
         "fallback": sorted({name for rank in ranks for name in rank["fallback"]}),
         "fp32": sorted({name for rank in ranks for name in rank["fp32"]}),
         "formats": {name: sorted(tensors) for name, tensors in formats.items()},
+    }
+
+
+def _tensors(weights: EngineWeights) -> dict[str, Any]:
+    """The HF tensors of a complete update; None before the first one to dummy weights."""
+    table = weights.table
+    return {
+        "shapes": None if table is None else {n: list(s) for n, s in table.sources.items()},
+        "has_tied_head": bool(getattr(weights.model.config, "tie_word_embeddings", False)),
     }
 
 
@@ -186,8 +197,8 @@ def _prepare(
             logger.exception("an update to %s could not be planned", policy)
         error = str(fault) or type(fault).__name__
     errors = [e for e in gather(error, group) if e is not None]
-    if not errors:
-        errors = _unrouted(weights, group)
+    if not errors and manifest is not None:
+        errors = _unrouted(weights, group, manifest.streamed)
     if errors or manifest is None:
         if manifest is not None:
             weights.forget(manifest.fingerprint)
@@ -197,10 +208,13 @@ def _prepare(
     return manifest.fingerprint
 
 
-def _unrouted(weights: EngineWeights, group: dist.ProcessGroup) -> list[str]:
+def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) -> list[str]:
     """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
     assert weights.table is not None
     unrouted = skipped_by_all(weights, group) - weights.table.skipped
+    if streamed:  # its names are those of a checkpoint, and need not come
+        weights.table.skipped |= unrouted
+        return []
     if not unrouted:
         return []
     return [

@@ -1,7 +1,8 @@
 """Chunks: how the tensors of a manifest fill the two halves of a bucket in turn.
 
 Trainer and engine cut the same manifest in the same way, so the wire carries the number of a chunk
-and nothing of what lies where.
+and nothing of what lies where. Of a stream whose order is not known before, it carries the names
+too, in the order in which they came.
 """
 
 from typing import NamedTuple
@@ -29,22 +30,34 @@ class ChunkSlice(NamedTuple):
     """Bytes from the start of the bucket; -1 where the slice lies in the trainer's memory."""
 
 
-def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
-    """The chunks of an update in the order in which they are written.
+class Cutter:
+    """Lays tensors into chunks, one after the other.
 
     Chunk ``i`` lies in half ``i % 2`` of the bucket. Codes travel with their companions: rows of
-    both are in one chunk, the companions right behind. Mapped tensors make one last chunk.
-
-    Raises:
-        ManifestError: a row block of some tensor is larger than half of the bucket.
+    both are in one chunk, the companions right behind.
     """
-    chunks: list[list[ChunkSlice]] = [[]]
-    fill = 0
-    for name, spec in manifest.tensors.items():
-        follows = manifest.is_companion(name) and split_name(name)[0] not in manifest.mapped
-        if name in manifest.mapped or follows:
-            continue
-        format_ = manifest.format_of(name)
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.chunks: list[list[ChunkSlice]] = []
+        """Only the last one still grows."""
+        self.due = {
+            name: None
+            for name in manifest.tensors
+            if name not in manifest.mapped and not self._follows(manifest, name)
+        }
+        """Names that were not added yet, without companions that follow their codes, in order."""
+        self._manifest = manifest
+        self._fill = 0
+
+    def add(self, name: str) -> None:
+        """Lay a tensor that is due behind the others.
+
+        Raises:
+            ManifestError: one of its row blocks is larger than half of the bucket.
+        """
+        del self.due[name]
+        manifest = self._manifest
+        spec, format_ = manifest.tensors[name], manifest.format_of(name)
         per_row = format_.block[0] if len(spec.shape) == 2 else 1
         columns = [_column(manifest, name)]
         for companion in (name + suffix for suffix in format_.suffixes):
@@ -53,14 +66,16 @@ def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
         start, length = 0, spec.shape[0] if spec.shape else 1
         step = ROW_STEP if len(spec.shape) == 2 else 1
         while start < length:
-            free = manifest.chunk_bytes - fill
+            if not self.chunks:
+                self.chunks.append([])
+            free = manifest.chunk_bytes - self._fill
             stop = length
             if sum(column.nbytes(start, stop) for column in columns) > free:
                 # what the alignment of two slices may cost is left free
                 free -= ALIGNMENT * (len(columns) - 1)
                 steps = max(free, 0) // sum(column.nbytes_raw(step) for column in columns)
                 stop = start + steps * step
-                if stop == start and fill == 0:
+                if stop == start and self._fill == 0:
                     step = min(step, length)
                     needed = sum(column.nbytes_raw(step) for column in columns)
                     needed += ALIGNMENT * (len(columns) - 1)
@@ -69,20 +84,37 @@ def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
                         f"engine's bucket; start the engine with a larger --fp8rl-bucket-bytes"
                     )
             for column in columns if stop > start else ():
-                half = (len(chunks) - 1) % 2
+                half = (len(self.chunks) - 1) % 2
                 chunk_slice = ChunkSlice(
-                    column.name, column.rows(start, stop), half * manifest.chunk_bytes + fill
+                    column.name, column.rows(start, stop), half * manifest.chunk_bytes + self._fill
                 )
-                chunks[-1].append(chunk_slice)
-                fill += column.nbytes(start, stop)
+                self.chunks[-1].append(chunk_slice)
+                self._fill += column.nbytes(start, stop)
             start = stop
             if start < length:
-                chunks.append([])
-                fill = 0
-    if manifest.mapped:
-        mapped = [name for name in manifest.tensors if name in manifest.mapped]
-        chunks.append([_whole(manifest, name) for name in mapped])
-    return [chunk for chunk in chunks if chunk]
+                self.chunks.append([])
+                self._fill = 0
+
+    @staticmethod
+    def _follows(manifest: Manifest, name: str) -> bool:
+        return manifest.is_companion(name) and split_name(name)[0] not in manifest.mapped
+
+
+def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
+    """The chunks of an update in the order in which they are written.
+
+    Mapped tensors make one last chunk.
+
+    Raises:
+        ManifestError: a row block of some tensor is larger than half of the bucket.
+    """
+    cutter = Cutter(manifest)
+    for name in list(cutter.due):
+        cutter.add(name)
+    if not manifest.mapped:
+        return cutter.chunks
+    mapped = [name for name in manifest.tensors if name in manifest.mapped]
+    return [*cutter.chunks, [_whole(manifest, name) for name in mapped]]
 
 
 class _Column(NamedTuple):

@@ -6,7 +6,6 @@ shared by descriptor or by handle, once; the weights themselves never pass throu
 
 import json
 import os
-import reprlib
 import socket
 import struct
 from typing import Any
@@ -15,8 +14,6 @@ MAX_MESSAGE_BYTES = 256 << 20
 RETRY_ON_HOST = {"retry": "host"}
 """Beside an error: nothing was written, and the same update can go through host memory."""
 _LENGTH = struct.Struct("!I")
-_EXCERPT = reprlib.Repr()
-_EXCERPT.maxstring = _EXCERPT.maxother = 100
 
 
 class FramingError(ConnectionError):
@@ -53,11 +50,6 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
             os.close(fd)
         raise
     return message, fds
-
-
-def excerpt(value: Any) -> str:
-    """A value that another process sent, as an error quotes it: short, however large or nested."""
-    return _EXCERPT.repr(value)
 
 
 def peer_uid(sock: socket.socket) -> int:

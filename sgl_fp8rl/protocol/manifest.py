@@ -12,10 +12,10 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, SUFFIXES, format_of, split_name
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.states import IN_FLIGHT
+from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 5
+PROTOCOL = 6
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
@@ -42,6 +42,9 @@ class Manifest:
     """Bytes of one half of the bucket: the most that one chunk carries."""
     mapped: frozenset[str] = frozenset()
     """Names that travel in no bucket: the engine reads them in the trainer's own memory."""
+    streamed: bool = False
+    """Whether tensors come in an order that is told with each chunk. Those may be left out that
+    the engine keeps nothing of."""
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
@@ -78,6 +81,7 @@ class Manifest:
             "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
             "chunk_bytes": self.chunk_bytes,
             "mapped": sorted(self.mapped),
+            "streamed": self.streamed,
         }
 
     @classmethod
@@ -103,8 +107,14 @@ class Manifest:
             )
         if not isinstance(mapped, list) or not all(type(n) is str and n in tensors for n in mapped):
             raise ManifestError("mapped names a tensor that the manifest lacks; list it there too")
+        streamed = data.get("streamed")
+        if type(streamed) is not bool or (streamed and mapped):
+            raise ManifestError(
+                f"streamed is {excerpt(streamed)}; give true or false, and true for no tensor that "
+                f"is mapped"
+            )
         specs = {name: _parse_spec(name, entry) for name, entry in tensors.items()}
-        return cls(version, specs, size, frozenset(mapped))
+        return cls(version, specs, size, frozenset(mapped), streamed)
 
 
 def describe(
@@ -112,6 +122,7 @@ def describe(
     version: int,
     chunk_bytes: int = Manifest.chunk_bytes,
     mapped: Collection[str] = (),
+    streamed: bool = False,
 ) -> Manifest:
     """The manifest of tensors in memory.
 
@@ -131,7 +142,7 @@ def describe(
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(version, tensors, chunk_bytes, frozenset(mapped))
+    return Manifest(version, tensors, chunk_bytes, frozenset(mapped), streamed)
 
 
 def check_version(version: Any) -> int:

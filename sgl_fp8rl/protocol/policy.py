@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.manifest import ManifestError, check_version
+from sgl_fp8rl.protocol.values import excerpt
 
 RUN_LENGTH = 64
 """The most characters of a run's name; replies carry it."""

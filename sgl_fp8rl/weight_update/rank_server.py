@@ -16,6 +16,7 @@ from typing import Any
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError
+from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.session import Session, SessionError
 from sgl_fp8rl.weight_update.shared_memory import UnreachableMemoryError
 
@@ -144,6 +145,8 @@ def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
 
 def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) -> dict[str, Any]:
     if op == "chunk":
+        if "order" in message:
+            session.extend(message["order"])
         session.write(message.get("index"))
     elif op == "finish":
         return {"gpu_seconds": session.finish()}
@@ -152,6 +155,6 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
     elif op == "segments":
         session.weights.memory.open_segments(message)
     else:
-        found = framing.excerpt(op)
+        found = excerpt(op)
         raise SessionError(f"an update has no step {found}; install one sgl-fp8rl on both sides")
     return {}

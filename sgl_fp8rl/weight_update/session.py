@@ -14,11 +14,11 @@ from torch import nn
 
 from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.protocol.values import are_names, excerpt
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch, record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
@@ -155,7 +155,10 @@ class EngineWeights:
     def begin(self, fingerprint: str, policy: Policy) -> "Session":
         """Open the session of a manifest that was accepted."""
         self._writers.move_to_end(fingerprint)
-        self.session = Session(self, self._writers[fingerprint], policy)
+        writer = self._writers[fingerprint]
+        if writer.manifest.streamed:  # its chunks are those of one stream
+            self.forget(fingerprint)
+        self.session = Session(self, writer, policy)
         self.state, self.reason = State.UPDATING, f"version {policy.version} is being written"
         return self.session
 
@@ -211,7 +214,7 @@ class Session:
         self.finished = False
         self.kv_scales: torch.Tensor | None = None
         """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
-        self._due = set(range(len(writer.chunks)))
+        self._written: set[int] = set()
         self._deferred: dict[str, torch.Tensor] = {}
         writer.begin()
         # before the trainer connects: it may then free what this update does not use
@@ -225,6 +228,24 @@ class Session:
         """Whether engine storage was written; before that, the old version is still whole."""
         return self.writer.dirty
 
+    def extend(self, names: Any) -> None:
+        """Take note of the next tensors of a stream, in their order.
+
+        Raises:
+            SessionError: they are not tensors that are due, or belong to a chunk that was written.
+        """
+        if not are_names(names):
+            raise SessionError(f"a stream goes on with {excerpt(names)}; give names of tensors")
+        written = {index: len(self.writer.chunks[index]) for index in self._written}
+        try:
+            for name in names:
+                self.writer.add(name)
+        except ManifestError as error:
+            raise SessionError(str(error)) from error
+        for index, length in written.items():
+            if len(self.writer.chunks[index]) != length:
+                raise SessionError(f"chunk {index} was written before all of it was announced")
+
     def write(self, index: Any) -> None:
         """Write chunk ``index``, which lies in the trainer's shared memory.
 
@@ -232,10 +253,11 @@ class Session:
             SessionError: the chunk came before, or there is none of that number.
             ValueError: NaN or Inf, or the memory is not what was announced.
         """
-        if type(index) is not int or index not in self._due:
+        known = type(index) is int and 0 <= index < len(self.writer.chunks)
+        if not known or index in self._written:
             raise SessionError(f"chunk {excerpt(index)} is not awaited; write each chunk once")
         source = self.writer.chunk_source(index, self.weights.memory)
-        for chunk_slice in self.writer.deferred[index]:
+        for chunk_slice in self.writer.deferred(index):
             spec = self.writer.manifest.tensors[chunk_slice.name]
             tensor = source.tensor(chunk_slice, spec)
             if chunk_slice.name not in self._deferred:
@@ -243,7 +265,7 @@ class Session:
             whole = self._deferred[chunk_slice.name]
             (whole[slice(*chunk_slice.rows)] if spec.shape else whole).copy_(tensor)
         self.writer.write(index, self.weights.memory)
-        self._due.remove(index)
+        self._written.add(index)
 
     def finish(self) -> float | None:
         """Check that every chunk came, and refresh what is derived from them.
@@ -255,11 +277,17 @@ class Session:
             SessionError: something is missing, or a parameter moved.
             ValueError: NaN or Inf, or KV scales that are not positive.
         """
-        if self._due:
-            missing = self.writer.chunks[min(self._due)][0].name
+        if due := self.writer.due():
             raise SessionError(
-                f"{len(self._due)} of {len(self.writer.chunks)} chunks are missing, {missing} "
-                f"among them; send every chunk of the manifest before commit"
+                f"{len(due)} tensors are missing from the stream, {due[0]} among them; send every "
+                f"tensor of the model"
+            )
+        missing = sorted(set(range(len(self.writer.chunks))) - self._written)
+        if missing:
+            raise SessionError(
+                f"{len(missing)} of {len(self.writer.chunks)} chunks are missing, "
+                f"{self.writer.chunks[missing[0]][0].name} among them; send every chunk of the "
+                f"manifest before commit"
             )
         seconds = self.writer.finish()
         kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}

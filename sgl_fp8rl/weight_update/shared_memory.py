@@ -15,8 +15,8 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle, Mapping
-from sgl_fp8rl.protocol.framing import excerpt
 from sgl_fp8rl.protocol.manifest import Manifest
+from sgl_fp8rl.protocol.values import excerpt
 
 
 class SharedMemoryError(ValueError):

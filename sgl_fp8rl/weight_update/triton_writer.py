@@ -42,7 +42,7 @@ class TritonWriter(WeightWriter):
         self._status = Status(device)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
-        self._launches = {i: self._compile(i, lambda p: (0, p.offset)) for i in in_bucket}
+        self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
         self._mapped_places: dict[str, tuple[int, int]] | None = None
 
     def begin(self) -> None:
@@ -57,6 +57,8 @@ class TritonWriter(WeightWriter):
             self._run(index, segments.bases())
             return
         bucket = memory.bucket_for(self.manifest)
+        if index not in self._launches:  # of a stream, whose chunks are not known before
+            self._launches[index] = self._compile_in_bucket(index)
         if bucket.content.is_cuda:
             self._run(index, [bucket.content.data_ptr()])
             return
@@ -99,6 +101,9 @@ class TritonWriter(WeightWriter):
             segments.check(self.manifest)
             self._launches[index] = self._compile(index, lambda p: segments.places[p.name])
             self._mapped_places = segments.places
+
+    def _compile_in_bucket(self, index: int) -> list[Launch]:
+        return self._compile(index, lambda p: (0, p.offset))
 
     def _compile(self, index: int, locate: Locate) -> list[Launch]:
         descriptors = (

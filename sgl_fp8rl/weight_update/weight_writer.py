@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.protocol.chunks import ChunkSlice, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import Manifest
+from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import write_tensor
@@ -34,9 +34,8 @@ class WeightWriter:
         self.manifest = manifest
         self.dtype = dtype
         self.kv_scales = frozenset(kv_scales)
-        self.chunks = cut_into_chunks(manifest)
-        self.deferred = [[p for p in chunk if self.is_deferred(p.name)] for chunk in self.chunks]
-        """Slices that are kept until the end, by chunk: for SGLang's loader, or KV scales."""
+        self._cutter = Cutter(manifest) if manifest.streamed else None
+        self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(manifest)
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
 
@@ -44,10 +43,32 @@ class WeightWriter:
         """Whether this tensor is not written chunk by chunk."""
         return name in self.table.fallback or name in self.kv_scales
 
+    def deferred(self, index: int) -> list[ChunkSlice]:
+        """Slices of a chunk that are kept until the end: for SGLang's loader, or KV scales."""
+        return [
+            chunk_slice for chunk_slice in self.chunks[index] if self.is_deferred(chunk_slice.name)
+        ]
+
     @property
     def uses_bucket(self) -> bool:
         """Whether any chunk travels through the bucket."""
-        return any(not self.is_mapped(index) for index in range(len(self.chunks)))
+        return self.manifest.streamed or any(
+            not self.is_mapped(index) for index in range(len(self.chunks))
+        )
+
+    def due(self) -> list[str]:
+        """The tensors of a stream that did not come yet, but for those that are not kept."""
+        return sorted(self._cutter.due.keys() - self.table.skipped) if self._cutter else []
+
+    def add(self, name: str) -> None:
+        """Plan the next tensor of a stream.
+
+        Raises:
+            ManifestError: it came before, is not in the manifest, or is too large for the bucket.
+        """
+        if self._cutter is None or name not in self._cutter.due:
+            raise ManifestError(f"{name} is not due in this stream; send each tensor once")
+        self._cutter.add(name)
 
     def is_mapped(self, index: int) -> bool:
         """Whether this chunk lies in the trainer's own memory."""

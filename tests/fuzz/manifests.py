@@ -23,6 +23,7 @@ SEED: dict[str, Any] = {
     },
     "chunk_bytes": 32768,
     "mapped": ["norm"],
+    "streamed": False,
 }
 
 
@@ -37,5 +38,7 @@ def decode(data: bytes) -> None:
 
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
-    seeds = SEED, {**SEED, "mapped": [], "tensors": {"n": ["bfloat16", [4096]]}}
+    unmapped = {**SEED, "mapped": []}
+    small = {**unmapped, "tensors": {"n": ["bfloat16", [4096]]}}
+    seeds = SEED, {**unmapped, "streamed": True}, small
     yield [Decoder("manifest", seeds, decode, (FramingError, ManifestError))]

@@ -1,6 +1,6 @@
 """FSDP2 trainers: two gloo processes gather, rank 0 sends, and both hear of every failure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,27 @@ def update_toy(rank: int, folder: Path) -> None:
 
     update(named, engine, version=2)
     assert engine is None or holds(engine, other)
+
+    # a stream in which both ranks gather, as frameworks have it
+    def stream(*extra: tuple[str, Any], whole: bool = True) -> Iterator[tuple[str, Any]]:
+        for name, tensor in (*reversed(named.items()), *extra):
+            yield name, tensor.full_tensor() if whole else tensor
+
+    everyone = dist.group.WORLD
+    for version in (3, 4):
+        update(stream(whole=version == 3), engine, version=version, group=everyone)
+        assert engine is None or holds(engine, other)
+    norm = named["norm.weight"]
+    for version, extra in ((4, ()), (5, (("unknown", norm),)), (5, (("norm.weight", norm),))):
+        found = failure(
+            lambda v=version, e=extra: update(stream(*e), engine, version=v, group=everyone)
+        )  # type: ignore[misc]
+        assert found[0] != "nothing was raised"
+    update(stream(), engine, version=6, group=everyone)
+    assert engine is None or holds(engine, other)
+    if rank == 0:  # which would be a leader of its own
+        with pytest.raises(ManifestError, match="pass group="):
+            update(iter(named.items()), engine, version=7)
 
 
 class Broken:

@@ -42,6 +42,9 @@ class Engine:
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["op"] == "layout":
             return dict(self.layout)
+        if message["op"] == "tensors":
+            shapes = {name: list(tensor.shape) for name, tensor in WEIGHTS.items()}
+            return {"shapes": shapes, "has_tied_head": False}
         if message["op"] == "begin":
             if "manifest" not in message:
                 return {"unknown": True}
@@ -85,6 +88,16 @@ def test_they_come_behind_the_weights_bit_for_bit(engine: Engine) -> None:
         assert list(engine.manifests[step]) == ["a", "b", KV_SCALES]
         assert engine.manifests[step][KV_SCALES] == ["float32", [LAYERS, 3, KV_HEADS]]
         assert result.bytes == 32 + 12 + 4 * LAYERS * 3 * KV_HEADS
+
+
+def test_they_come_behind_a_stream(engine: Engine) -> None:
+    """As a stream's other tensors, which are sent in the engine's dtype."""
+    for step in range(3):
+        sent = scales(step)
+        result = update(iter(WEIGHTS.items()), engine, version=step, kv_scales=sent)
+        assert result.bytes == 32 + 6 + 4 * LAYERS * 3 * KV_HEADS
+        if step:  # the plan of the first, which was made as tensors came, is not kept
+            assert torch.equal(engine.received(step), sent)
 
 
 def test_a_strided_view_with_a_gradient_will_do(engine: Engine) -> None:

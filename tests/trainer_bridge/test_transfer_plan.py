@@ -1,6 +1,7 @@
 """Plans of what is sent: replayed, they fill chunks with the bytes that the manifest promises."""
 
 import math
+import random
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, reject
 
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.packer import CopyPacker
@@ -291,3 +293,37 @@ def test_names_are_those_of_the_family() -> None:
     plan = plan_of([(FUSED, values((1, 4, 2)).to(BF16))], 256, family="mixtral")
     base = "l.block_sparse_moe.experts.0."
     assert list(plan.manifest.tensors) == [f"{base}w1.weight", f"{base}w3.weight"]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized: bool) -> None:
+    """Chunks, runs and turns are those of the plan of the same tensors in the same order."""
+    chosen = random.Random(seed)
+    named: Named = [
+        (f"{i}", torch.empty(chosen.randint(1, 700), 128 * chosen.randint(1, 3), dtype=BF16))
+        if chosen.random() < 0.7
+        else (f"{i}", torch.empty(chosen.randint(1, 300)))
+        for i in range(20)
+    ]
+    formats = {name: BLOCK_FP8 for name, t in named if quantized and t.dim() > 1}
+
+    def planned(order: Named, streamed: bool) -> TransferPlan:
+        made = sources(order, None, BF16)
+        return TransferPlan(made, [False] * len(order), 1 << 18, formats, (), streamed)
+
+    stream = planned(named, True)
+    assert stream.chunks == [] and stream.turns == []
+    order = chosen.sample(named, len(named))
+    told = [name for each, _ in order for name in stream.add([n for n, _ in named].index(each))]
+    whole = planned(order, False)
+    assert len(whole.chunks) > 3
+    assert told == [name for name, _ in order]
+    assert stream.chunks == whole.chunks
+    index = {place: [n for n, _ in named].index(name) for place, (name, _) in enumerate(order)}
+    assert stream.turns == [(chunk, index[place]) for chunk, place in whole.turns]
+    assert [stream.runs[index[place]] for place in range(len(order))] == whole.runs
+    assert stream.last_turns == {index[place]: turn for place, turn in whole.last_turns.items()}
+    assert stream.sent[1] == whole.sent[1]
+    with pytest.raises(ManifestError, match="comes twice"):
+        stream.add(0)

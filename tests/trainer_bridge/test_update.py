@@ -22,7 +22,7 @@ from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import sources
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.update import RUN, _facts, update
+from trainer_bridge.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -237,7 +237,7 @@ def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> N
     named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]
     plan = TransferPlan(sources(named, None, toy.BF16), [False, False], SMALL, {"w": BLOCK_FP8})
     assert set(plan.manifest.tensors) == {"v", "w", "w_scale_inv"}
-    assert _facts(plan) == (2, 5 * 4 + 128 * 256 + 2 * 4, 0)
+    assert plan.sent == (2, 5 * 4 + 128 * 256 + 2 * 4)
 
 
 def test_an_engine_with_dummy_weights_learns_what_it_keeps_in_fp32() -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.values import are_names
 from trainer_bridge.engine_client import EngineError, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
@@ -125,8 +126,3 @@ def _receive(rank: socket.socket) -> dict[str, Any]:
         on_host = framing.RETRY_ON_HOST.items() <= reply.items()
         raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))
     return reply
-
-
-def are_names(value: Any) -> bool:
-    """Whether a value of a reply is a list of strings."""
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)

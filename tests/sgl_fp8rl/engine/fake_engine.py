@@ -57,14 +57,15 @@ class FakeEngine:
     def __init__(self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20) -> None:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
+        self.has_tied_head = False
         self.ops: list[str] = []
         self.outcomes: list[Outcome] = []
         self._watch: threading.Thread | None = None
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         self.ops.append(message["op"])
+        table = self.ranks[0].table
         if message["op"] == "layout":
-            table = self.ranks[0].table
             return {
                 "protocol": PROTOCOL,
                 "dtype": "bfloat16",
@@ -74,6 +75,9 @@ class FakeEngine:
                 "gpus": [],
                 **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
             }
+        if message["op"] == "tensors":
+            shapes = None if table is None else {n: list(s) for n, s in table.sources.items()}
+            return {"shapes": shapes, "has_tied_head": self.has_tied_head}
         if message["op"] == "begin":
             return self._begin(message)
         assert message["op"] == "end"

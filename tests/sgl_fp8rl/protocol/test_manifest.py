@@ -20,6 +20,7 @@ GOOD: dict[str, Any] = {
     "tensors": {"a.weight": ["bfloat16", [4, 8]], "a.bias": ["float32", [4]]},
     "chunk_bytes": 512,
     "mapped": ["a.bias"],
+    "streamed": False,
 }
 
 

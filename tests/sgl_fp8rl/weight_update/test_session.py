@@ -1,5 +1,7 @@
 """Sessions: the state an engine is left in, what SGLang's loader writes, and fixed addresses."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights, SessionError
+from sgl_fp8rl.weight_update.session import EngineWeights, Session, SessionError
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, Model, Weights, begin, ragged, update
@@ -400,3 +402,78 @@ def test_a_parameter_that_is_new_is_caught() -> None:
     weights.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(SessionError, match="extra moved in memory"):
         weights.check_addresses()
+
+
+# -- a stream: names come with the chunks
+
+
+def streamed(weights: EngineWeights, tensors: toy.Tensors) -> Session:
+    manifest = describe(tensors.items(), 0, 1 << 17, streamed=True)
+    weights.accept(manifest)
+    bucket = torch.full((2 * manifest.chunk_bytes,), 0xA5, dtype=torch.uint8)
+    weights.memory.bucket = Bucket("toy", bucket)
+    return weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_stream_in_any_order_leaves_the_oracles_bytes(
+    weights: EngineWeights, reverse: bool
+) -> None:
+    tensors = toy.checkpoint()
+    session, written = streamed(weights, tensors), 0
+    for name in sorted(tensors, reverse=reverse):
+        session.extend([name])
+        for index in range(written, len(session.writer.chunks) - 1):
+            toy.fill(session, tensors, index)
+            session.write(index)
+            written += 1
+    toy.fill(session, tensors, written)
+    session.write(written)
+    session.finish()
+    weights.commit()
+    assert written > 2
+    assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+    # its chunks are those of one stream
+    assert not weights.knows(session.writer.manifest.fingerprint)
+
+
+@pytest.mark.parametrize("names", ["norm.weight", [1], ["unknown"], {"norm.weight": 1}, None])
+def test_a_stream_goes_on_with_names_of_its_manifest(weights: EngineWeights, names: Any) -> None:
+    session = streamed(weights, toy.checkpoint())
+    with pytest.raises(SessionError):
+        session.extend(names)
+    assert not session.dirty
+
+
+def test_a_tensor_is_streamed_once(weights: EngineWeights) -> None:
+    session = streamed(weights, toy.checkpoint())
+    session.extend(["norm.weight"])
+    with pytest.raises(SessionError, match=r"norm\.weight is not due"):
+        session.extend(["norm.weight"])
+
+
+def test_what_is_not_a_stream_is_not_extended(weights: EngineWeights) -> None:
+    session = begin(weights, toy.checkpoint())
+    with pytest.raises(SessionError, match="is not due"):
+        session.extend(["norm.weight"])
+
+
+def test_a_chunk_of_a_stream_is_written_when_it_is_full(weights: EngineWeights) -> None:
+    """Or the tensors that come into it later would not be written."""
+    tensors = toy.checkpoint()
+    session = streamed(weights, tensors)
+    session.extend(["norm.weight"])
+    toy.fill(session, tensors, 0)
+    session.write(0)
+    with pytest.raises(SessionError, match="chunk 0 was written before"):
+        session.extend(["attn.q.bias"])
+
+
+def test_a_stream_that_ends_early_is_not_committed(weights: EngineWeights) -> None:
+    tensors = toy.checkpoint()
+    session = streamed(weights, tensors)
+    with pytest.raises(SessionError, match=f"{len(tensors)} tensors are missing"):
+        session.finish()
+    session.extend(list(tensors))
+    with pytest.raises(SessionError, match="chunks are missing"):
+        session.finish()

@@ -1,0 +1,37 @@
+"""What a checkpoint of safetensors files holds, read from the headers: no tensor is loaded."""
+
+from collections.abc import Iterable
+
+import torch
+from safetensors import safe_open
+
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol.manifest import ManifestError
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+
+
+def read_headers(files: Iterable[str]) -> dict[str, TensorSpec]:
+    """Dtype and shape of each tensor, in the order of the files.
+
+    Raises:
+        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (safe_open is not a dict)
+                header = opened.get_slice(name)
+                dtype = _DTYPES.get(header.get_dtype())
+                if dtype is None:
+                    raise ManifestError(
+                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
+                        f"BF16, FP16, FP32 or block FP8"
+                    )
+                specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
+    return specs

@@ -1,0 +1,276 @@
+"""Updates from an iterator that can be walked once, in an order that nobody knows before."""
+
+import random
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.states import State
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_update import SMALL, engine_of, holds
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(120)
+
+Pairs = list[tuple[str, torch.Tensor]]
+
+
+def shuffled(tensors: toy.Tensors, seed: int) -> Pairs:
+    pairs = list(tensors.items())
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def state_of(engine: FakeEngine) -> State:
+    (state,) = {weights.state for weights in engine.ranks}
+    return state
+
+
+def dummy_engine(tp: int = 1) -> FakeEngine:
+    engine = engine_of(tp, SMALL)
+    for weights in engine.ranks:
+        weights.table = None
+        weights.quarantine("started with dummy weights")
+    return engine
+
+
+class Walked:
+    """An iterator that tells how far it was walked, and how many of its tensors are still held."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.left, self.most_held = len(pairs), 0
+        self._names = [name for name, _ in pairs]
+        self._pairs = pairs
+        self._held: list[weakref.ref[torch.Tensor]] = []
+
+    def __iter__(self) -> "Walked":
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        self.most_held = max(self.most_held, sum(ref() is not None for ref in self._held))
+        if not self.left:
+            raise StopIteration
+        name, tensor = self._pairs[len(self._pairs) - self.left]
+        tensor = tensor.clone()
+        self._held.append(weakref.ref(tensor))
+        self.left -= 1
+        return name, tensor
+
+
+@pytest.mark.guarantee("all-or-none", fault="a stream in any order, on one and two ranks")
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stream_leaves_the_oracles_bytes_in_any_order(tp: int, bucket_bytes: int) -> None:
+    for seed in range(4):
+        engine = engine_of(tp, bucket_bytes)
+        for version in range(3):
+            tensors = toy.checkpoint(version)
+            result = update(iter(shuffled(tensors, seed)), engine, version=version)
+            assert holds(engine, tensors)
+            assert state_of(engine) is State.SERVING
+            assert result.tensors == len(tensors)
+            in_fp32 = tensors["mlp.router.weight"].numel()  # as the engine keeps it
+            assert result.bytes == 2 * (sum(map(torch.numel, tensors.values())) + in_fp32)
+        # the manifest goes out for the first stream, and for the first in the order that it had
+        assert engine.ops == ["layout", "tensors", *["begin", "begin", "end"] * 2, "begin", "end"]
+
+
+def test_a_tensor_is_let_go_before_the_next_one() -> None:
+    engine = engine_of(2, SMALL)
+    for version in range(2):
+        stream = Walked(shuffled(toy.checkpoint(version), 0))
+        update(stream, engine, version=version)
+        assert stream.left == 0
+        assert stream.most_held <= 1
+
+
+def test_the_iterator_may_reuse_its_memory() -> None:
+    """As the receiving buffers of a collective do."""
+    engine = engine_of(1, SMALL)
+    memory = torch.empty(max(t.numel() for t in toy.checkpoint().values()), dtype=toy.BF16)
+
+    def stream(tensors: toy.Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in shuffled(tensors, 1):
+            view = memory[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+            memory.fill_(float("nan"))
+
+    for version in range(2):
+        tensors = toy.checkpoint(version)
+        update(stream(tensors), engine, version=version)
+        assert holds(engine, tensors)
+
+
+def test_the_order_may_change_from_one_update_to_the_next() -> None:
+    engine = engine_of(1, SMALL)
+    for version in range(4):
+        tensors = toy.checkpoint(version)
+        update(iter(shuffled(tensors, version)), engine, version=version)
+        assert holds(engine, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_masters_are_rounded_to_what_the_engine_keeps(dtype: torch.dtype) -> None:
+    engine, tensors = engine_of(1), toy.checkpoint(dtype=dtype)
+    table = engine.ranks[0].table
+    kept = table.kept_in(torch.float32) if table else []
+    sent = {n: t.float() if n in kept else t.to(toy.BF16) for n, t in tensors.items()}
+    update(iter(tensors.items()), engine, version=0)
+    assert holds(engine, sent)
+
+
+# -- failures: the iterator is walked to its end, and then the error is raised
+
+
+@pytest.mark.guarantee("all-or-none", fault="a stream that fails, before or after it began")
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("unknown", "lm_head.weight was not announced"),
+        ("twice", "comes twice"),
+        ("shape", "has shape"),
+        ("codes", "was announced; announce the dtypes"),
+        ("missing", "missing from the stream|without 1 tensors"),
+        ("NaN", "NaN"),
+    ],
+)
+def test_a_failure_exhausts_the_iterator_and_a_complete_stream_heals(
+    fault: str, error: str, later: bool
+) -> None:
+    """In the first stream, whose order is not known, and in a later one."""
+    engine, version = engine_of(2, SMALL), 0
+    if later:
+        update(iter(shuffled(toy.checkpoint(), 3)), engine, version=0)
+        version = 1
+    pairs = shuffled(toy.checkpoint(version), 3)
+    name, tensor = pairs[5]
+    at_fault = {
+        "unknown": ("lm_head.weight", tensor),
+        "twice": pairs[2],
+        "shape": (name, tensor.new_zeros(1, *tensor.shape)),
+        "codes": (name, tensor.to(torch.float8_e4m3fn)),
+        "NaN": (name, torch.full_like(tensor, float("nan"))),
+    }
+    broken = [*pairs[:5], *([at_fault[fault]] if fault in at_fault else []), *pairs[6:]]
+    stream = Walked(broken)
+    with pytest.raises((ManifestError, EngineError), match=error):
+        update(stream, engine, version=version)
+    assert stream.left == 0
+    assert state_of(engine) is State.QUARANTINED
+    healed = toy.checkpoint(9)
+    update(iter(shuffled(healed, 3)), engine, version=version + 1)
+    assert holds(engine, healed)
+
+
+def test_an_update_that_is_refused_exhausts_the_iterator() -> None:
+    engine = engine_of(1)
+    update(toy.checkpoint(), engine, version=4)
+    for version in (4, -1):
+        stream = Walked(shuffled(toy.checkpoint(1), 0))
+        with pytest.raises((ManifestError, EngineError), match="version"):
+            update(stream, engine, version=version)
+        assert stream.left == 0
+    assert holds(engine, toy.checkpoint())
+
+
+def test_an_error_of_the_iterator_itself_reaches_the_caller() -> None:
+    engine = engine_of(1, SMALL)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from shuffled(toy.checkpoint(), 0)[:6]
+        raise RuntimeError("a rank of the trainer is gone")
+
+    with pytest.raises(RuntimeError, match="a rank of the trainer is gone"):
+        update(stream(), engine, version=0)
+    assert state_of(engine) is State.QUARANTINED
+    tensors = toy.checkpoint(1)
+    update(iter(shuffled(tensors, 0)), engine, version=1)
+    assert holds(engine, tensors)
+
+
+# -- what is announced
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_of_dummy_weights_needs_an_announcement(tp: int, tmp_path: Path) -> None:
+    engine, tensors = dummy_engine(tp), toy.checkpoint()
+    with pytest.raises(ManifestError, match="pass announce="):
+        update(iter(tensors.items()), engine, version=0)
+    with pytest.raises(ManifestError, match="holds no safetensors files"):
+        update(iter(tensors.items()), engine, version=0, announce=tmp_path)
+    names = sorted(tensors)
+    for part, some in enumerate((names[:3], names[3:])):
+        save_file({name: tensors[name] for name in some}, tmp_path / f"{part}.safetensors")
+    for version in range(4):
+        tensors = toy.checkpoint(version)
+        pairs = shuffled(tensors, 2)
+        update(iter(pairs), engine, version=version, announce=str(tmp_path))
+        assert holds(engine, tensors)
+
+
+def test_an_announcement_of_tensors(tmp_path: Path) -> None:
+    engine, tensors = dummy_engine(), toy.checkpoint()
+    announce = [(name, t.dtype, t.shape) for name, t in tensors.items()]
+    update(iter(shuffled(tensors, 5)), engine, version=0, announce=announce)
+    assert holds(engine, tensors)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_codes_and_scales_are_streamed_where_they_are_announced(seed: int) -> None:
+    """Scales anywhere behind or before their codes."""
+    engine = engine_of(2, SMALL)
+    for version in range(3):
+        tensors = toy.checkpoint(version)
+        streamed = toy.quantized(tensors)
+        announce = [(name, t.dtype, t.shape) for name, t in streamed.items()]
+        update(iter(shuffled(streamed, seed)), engine, version=version, announce=announce)
+        assert holds(engine, tensors)
+
+
+def test_a_tied_head_may_come_or_not() -> None:
+    """Frameworks stream it beside the embedding; the checkpoint, and the engine, lack it."""
+    engine = engine_of(1, SMALL)
+    engine.has_tied_head = True
+    for version in range(4):
+        tensors = toy.checkpoint(version)
+        pairs = shuffled(tensors, 0)
+        head = [("lm_head.weight", tensors["embed.weight"])] if version % 2 else []
+        update(iter([*pairs[:4], *head, *pairs[4:]]), engine, version=version)
+        assert holds(engine, tensors)
+
+
+def test_a_tensor_that_the_engine_does_not_keep_may_be_left_out() -> None:
+    """Such as a head of multi-token prediction in the checkpoint, which trainers do not have."""
+    model = toy.toy()
+    load = model.loader
+    model.loader = lambda m, weights: load(m, ((n, t) for n, t in weights if n != "mtp.weight"))
+    weights = toy.engine(model, {**toy.SHAPES, "mtp.weight": (8, 8)})
+    assert weights.table is not None
+    weights.table.skipped = frozenset({"mtp.weight"})
+    engine = FakeEngine([weights], SMALL)
+    for version in range(2):
+        tensors = toy.checkpoint(version)
+        update(iter(shuffled(tensors, 0)), engine, version=version)
+        assert holds(engine, tensors)
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, {"shapes": 3}, {"shapes": {"w": [0]}, "has_tied_head": False}]
+)
+def test_an_answer_that_names_no_shapes_is_refused(
+    reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(1)
+    real = engine.control
+    monkeypatch.setattr(engine, "control", lambda m: reply if m["op"] == "tensors" else real(m))
+    with pytest.raises(EngineError, match="install the same sgl-fp8rl"):
+        update(iter(toy.checkpoint().items()), engine, version=0)

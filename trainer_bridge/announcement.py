@@ -1,0 +1,106 @@
+"""What a stream will bring, known before its first tensor comes: names, dtypes and shapes."""
+
+from collections.abc import Iterable, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.values import excerpt
+from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.fsdp import Named
+
+Announcement = str | PathLike[str] | Iterable[tuple[str, torch.dtype, Sequence[int]]]
+"""The folder of an HF checkpoint that has the stream's names and shapes, or (name, dtype, shape)
+of each tensor. In any order."""
+
+
+def announced(
+    announcement: Announcement | None, client: EngineClient, dtype: torch.dtype, fp32: list[str]
+) -> tuple[Named, bool]:
+    """The tensors of a stream, as meta tensors, and whether the head of the model is tied.
+
+    Without an announcement they are those of the checkpoint that the engine loaded.
+
+    Args:
+        dtype: the engine's; what a checkpoint holds is sent in it.
+        fp32: the HF tensors that the engine keeps in FP32; they are sent in FP32.
+
+    Raises:
+        EngineError: the engine cannot be reached.
+        ManifestError: nothing says what comes, as with an engine of dummy weights; or the folder
+            holds no checkpoint.
+    """
+    reply = client.control({"op": "tensors"})
+    shapes, has_tied_head = reply.get("shapes"), reply.get("has_tied_head")
+    if type(has_tied_head) is not bool or not _are_shapes(shapes):
+        raise EngineError(
+            f"the engine names its tensors by {excerpt(reply)}; install the same sgl-fp8rl on both "
+            f"sides"
+        )
+    if announcement is None and shapes is None:
+        raise ManifestError(
+            "the engine has dummy weights and does not know the tensors of a checkpoint; pass "
+            "announce=, the folder of the HF checkpoint that was trained from"
+        )
+    if isinstance(announcement, str | PathLike):
+        shapes, announcement = _shapes_in(Path(fspath(announcement))), None
+    if announcement is None:
+        kept = frozenset(fp32)
+        announcement = [
+            (name, torch.float32 if name in kept else dtype, shape)
+            for name, shape in (shapes or {}).items()
+        ]
+    named = [
+        (name, torch.empty(tuple(shape), dtype=each, device="meta"))
+        for name, each, shape in announcement
+    ]
+    return named, has_tied_head
+
+
+def as_announced(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor of a stream in the dtype in which it was announced, contiguous.
+
+    Raises:
+        ManifestError: it has another shape, or its dtype cannot be converted.
+    """
+    if tuple(tensor.shape) != spec.shape:
+        raise ManifestError(
+            f"{name} has shape {tuple(tensor.shape)} in the stream, and {spec.shape} was "
+            f"announced; stream whole tensors in the checkpoint's layout"
+        )
+    if tensor.dtype != spec.dtype and not {tensor.dtype, spec.dtype} <= set(WEIGHT_DTYPES):
+        raise ManifestError(
+            f"{name} is {tensor.dtype} in the stream, and {spec.dtype} was announced; announce "
+            f"the dtypes of the stream"
+        )
+    return tensor.detach().to(spec.dtype).contiguous()
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes in a checkpoint's headers; of FP8 codes the weights, without their scales."""
+    try:
+        from sgl_fp8rl.protocol.checkpoint_headers import read_headers
+    except ImportError as error:
+        raise ManifestError(
+            f"the headers of {folder} cannot be read ({error}); pip install safetensors"
+        ) from error
+    files = sorted(map(str, folder.glob("*.safetensors")))
+    if not files:
+        raise ManifestError(
+            f"{folder} holds no safetensors files; announce the folder of an HF checkpoint"
+        )
+    return {name: spec.shape for name, spec in Manifest(0, read_headers(files)).weights()}
+
+
+def _are_shapes(shapes: Any) -> bool:
+    return shapes is None or (
+        isinstance(shapes, dict)
+        and all(
+            isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
+            for shape in shapes.values()
+        )
+    )
