@@ -18,13 +18,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import trainer_bridge
 from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import models
 from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
+from trainer_bridge.fsdp import NamedTensors
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
@@ -39,11 +38,13 @@ SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
 IDLE = {"sleep_on_idle": True}
 """An engine without requests leaves its core to others; by default it polls without a pause."""
 
-STREAMS: dict[str, Callable[[Path], Iterator[tuple[str, torch.Tensor]]]] = {
+STREAMS: dict[str, Callable[[Path], NamedTensors]] = {
     "bf16": models.named_tensors,
-    "fp8": lambda checkpoint: models.fp8_stream(checkpoint, quantize_weight),
+    "fp8": lambda checkpoint: list(models.fp8_stream(checkpoint, quantize_weight)),
+    "stream": models.framework_stream,
 }
-"""What a trainer may send of the same weights: BF16, or codes and scales that it made."""
+"""What a trainer may send of the same weights: BF16, codes and scales that it made, or an iterator
+that can be walked once."""
 
 
 class EngineProcess:
@@ -104,9 +105,11 @@ class EngineProcess:
         """As of an ``EngineClient``."""
         return self._call("sample", requests, timeout)  # type: ignore[no-any-return]
 
-    def update(self, checkpoint: Path, version: int, stream: str = "bf16") -> int:
+    def update(
+        self, checkpoint: Path, version: int, stream: str = "bf16", announce: Path | None = None
+    ) -> int:
         """``trainer_bridge.update``; returns how many tensors were sent. Raises EngineError."""
-        return self._call("update", checkpoint, version, stream)  # type: ignore[no-any-return]
+        return self._call("update", checkpoint, version, stream, announce)  # type: ignore[no-any-return]
 
     def flush(self) -> None:
         """Empty the prefix cache; nothing may run."""
@@ -155,8 +158,9 @@ def _run_engine(
     engine = sglang.Engine(**options)
     client = connect(engine)
 
-    def update(checkpoint: Path, version: int, stream: str) -> int:
-        return trainer_bridge.update(STREAMS[stream](checkpoint), engine, version=version).tensors
+    def update(checkpoint: Path, version: int, stream: str, announce: Path | None) -> int:
+        tensors = STREAMS[stream](checkpoint)
+        return trainer_bridge.update(tensors, engine, version=version, announce=announce).tensors
 
     def flush() -> bool:
         coroutine = engine.tokenizer_manager.flush_cache(timeout_s=FLUSH_TIMEOUT_S)

@@ -183,9 +183,20 @@ def _draw(name: str, shape: torch.Size, seed: int, norm_plus_one: bool) -> torch
     return values.bfloat16()
 
 
-def named_tensors(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(path: Path | str) -> list[tuple[str, torch.Tensor]]:
     """The checkpoint's tensors by their HF names, in BF16, sorted by name."""
-    yield from sorted(load_file(Path(path) / WEIGHTS).items())
+    return sorted(load_file(Path(path) / WEIGHTS).items())
+
+
+def framework_stream(path: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a training framework gathers it: in FP32, in an order of its own, and with the head where
+    it is tied too."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    tensors = dict(named_tensors(path))
+    if config.get("tie_word_embeddings"):
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    names = sorted(tensors, key=lambda name: name[::-1])
+    return ((name, tensors[name].float()) for name in names)
 
 
 def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:

@@ -94,7 +94,7 @@ def test_family(family: str, tmp_path: Path) -> None:
     with EngineProcess(tmp_path / "log", first) as engine:
         layers = engine.control({"op": "layers"})["layers"]
         at_start = score(engine)
-        engine.update(second, version=0, stream="bf16")
+        engine.update(second, version=0, stream="stream")
         updated = score(engine)
         engine.update(first, version=1, stream="fp8")
         returned = score(engine)

@@ -1,7 +1,7 @@
 """After updates, an engine holds what a fresh one of the same weights holds, byte for byte.
 
-One engine is updated five times, by turns from BF16 and from codes and scales. What it holds is
-compared with ``expected.py`` and with fresh engines; all in one process with its trainer.
+One engine is updated five times: from BF16, from codes and scales, and from streams. What it holds
+is compared with ``expected.py`` and with fresh engines; all in one process with its trainer.
 """
 
 from collections.abc import Iterator
@@ -40,6 +40,8 @@ ROLLOUT: dict[str, Any] = {
 SCORE = {**ROLLOUT, "logprob_start_len": 0}
 PROMPTS = [[1, 2, 3], [4] * 2000, [5]]
 """The second is longer than the model's context."""
+FORMS = ["bf16", "fp8", "stream", "stream", "bf16"]
+"""What the trainer sends at each update."""
 Digest = list[dict[str, dict[str, Any]]]
 
 
@@ -94,7 +96,7 @@ def run(
         formats = engine.control({"op": "layout"})["formats"]
         snapshots = [Snapshot.of(engine)]
         for version in range(1, UPDATES + 1):
-            engine.update(checkpoints[version], version, "bf16" if version % 2 else "fp8")
+            engine.update(checkpoints[version], version, FORMS[version - 1])
             snapshots.append(Snapshot.of(engine))
         sampled = rollout(engine, PROMPTS, {"n": 2, "max_new_tokens": 4, "ignore_eos": True})
     return Run(checkpoints, tp_size, ep_size, formats, snapshots, sampled)
@@ -186,8 +188,9 @@ def test_dummy_start(policies: Policies, tmp_path: Path) -> None:
         assert refusal.value.status == 503
         assert engine.control({"op": "layout"})["state"] == "quarantined"
 
-        for version, (checkpoint, stream) in enumerate(zip(later, ("bf16", "fp8"), strict=False)):
-            engine.update(checkpoint, version, stream)
+        forms = ("stream", "bf16", "fp8")
+        for version, (checkpoint, stream) in enumerate(zip(later, forms, strict=False)):
+            engine.update(checkpoint, version, stream, announce=start)
             snapshot = Snapshot.of(engine)
             assert sha256(snapshot.digest) == expected.digests(checkpoint, 2)
             assert set(snapshot.versions) == {version}
