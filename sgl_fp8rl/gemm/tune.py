@@ -16,8 +16,9 @@ from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Candidate, Config
 from sgl_fp8rl.gemm.table import Entry, Shape, stock_entry
 from sgl_fp8rl.gemm.warmup import ROW_STEP
 
-ERROR_BOUND = 1e-3
-"""Largest ``bench_inputs.difference``; an FP32 GEMM rounded to BF16 has 2e-6, with outliers too."""
+ERROR_BOUND = 2e-5
+"""Largest ``bench_inputs.difference``. Healthy: 2e-6, with outliers too, of an FP32 GEMM rounded to
+BF16."""
 MARGIN = 0.02
 """How much faster than the stock choice a kernel must be; medians repeat within 1%."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 31, 48, 64, 96, 128, 160, 192, 256)
