@@ -57,7 +57,7 @@ CPU = Sizes(
     "cpu",
     dense=_TINY,
     whole=replace(_TINY, name="tiny-deep", layers=36),
-    moe=replace(_TINY, name="tiny-moe", intermediate=128, experts=16),
+    moe=replace(_TINY, name="tiny-moe", intermediate=256, experts=16, layers=4),
     batches=(2, 6),
     tokens=96,
     flags={"decode_log_interval": 1, "log_level": "info", "disable_radix_cache": True},

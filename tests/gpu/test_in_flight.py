@@ -92,10 +92,8 @@ def caught(world: World, size: int, in_flight: str) -> tuple[list[Sampled], tupl
         return asked.result(CALL_TIMEOUT_S), (old, new)
 
 
-def assert_of_their_versions(
-    world: World, sampled: list[Sampled], versions: tuple[int, int]
-) -> dict[str, float]:
-    """Every token's logprob is that of its version's policy, and not that of the other."""
+def compare(world: World, sampled: list[Sampled], versions: tuple[int, int]) -> dict[str, float]:
+    """How far each token's logprob is from that of its version's policy, and of the other."""
     own, other, edges, means = [], [], [torch.zeros(0)], []
     by_policy = zip(*(oracle.distances(sampled) for oracle in world.oracles), strict=True)
     for one, distances in zip(sampled, by_policy, strict=True):
@@ -110,7 +108,8 @@ def assert_of_their_versions(
         cut = one.versions.count(versions[0])
         if 0 < cut < len(one.tokens):
             edges.append(own[-1][max(0, cut - EDGE) : cut + EDGE])
-    found = {
+    assert len(torch.cat(own)) == sum(len(one.tokens) for one in sampled)
+    return {
         "mean": float(torch.cat(own).mean()),
         "largest": float(torch.cat(own).max()),
         "largest mean": max(mine for mine, _ in means),
@@ -119,12 +118,13 @@ def assert_of_their_versions(
         "control, least mean": min(others for _, others in means),
         "control, beyond": beyond(other),
     }
-    assert len(torch.cat(own)) == sum(len(one.tokens) for one in sampled)
+
+
+def assert_of_their_versions(found: dict[str, float]) -> None:
     assert found["largest mean"] <= MEAN_BOUND < found["control, least mean"], found
     assert found["beyond"] <= RARE, found
     assert found["beyond at edges"] <= RARE_AT_EDGES, found
     assert found["control, beyond"] >= TOLD_APART, found
-    return found
 
 
 def beyond(distances: list[torch.Tensor]) -> float:
@@ -156,24 +156,24 @@ def test_every_token_is_of_the_version_that_it_carries(
         assert 0 < min(after) <= max(after) < HERE.tokens, "every request went on"
     else:
         assert sum(after) == 0
-    found = assert_of_their_versions(world, sampled, (old, new))
+    found = compare(world, sampled, (old, new))
     record_property("tokens, tokens after the update", (sum(counts), sum(after)))
     record_property("difference from the oracle", found)
+    assert_of_their_versions(found)
     # the engine goes on with the new version alone
     prompts = prompts_of(HERE.dense, size)
     again = bridge.sample(world.server.address, prompts, LEAST_TOKENS)
     assert {version for one in again for version in one.versions} == {new}
-    assert_of_their_versions(world, again, (old, new))
+    assert_of_their_versions(compare(world, again, (old, new)))
 
 
 def test_a_change_that_is_one_token_off_is_seen(world: World) -> None:
     """The control of the checks above."""
     sampled, versions = caught(world, HERE.batches[-1], "retract")
-    assert_of_their_versions(world, sampled, versions)
+    assert compare(world, sampled, versions)["beyond at edges"] <= RARE_AT_EDGES
     for one in sampled:
         one.versions[one.versions.index(versions[1])] = versions[0]
-    with pytest.raises(AssertionError, match="beyond at edges"):
-        assert_of_their_versions(world, sampled, versions)
+    assert compare(world, sampled, versions)["beyond at edges"] > 10 * RARE_AT_EDGES
 
 
 def test_graphs_and_the_overlapped_scheduler_ran(world: World) -> None:

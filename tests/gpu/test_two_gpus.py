@@ -42,8 +42,8 @@ pytestmark = [
 
 TP = 2
 SIZES = [1, 3, 8]
-OF_ORACLE = 0.6
-"""Mean |difference| of logprobs from the oracle's, as in ``test_oracle.py``."""
+OF_ORACLE = 0.4
+"""Mean |difference| of logprobs from the oracle's, as of four layers in ``test_oracle.py``."""
 # All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
 # shared with others may not allow.
 FLAGS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}

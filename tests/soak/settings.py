@@ -65,9 +65,10 @@ SETTINGS = {
             DENSE.name, DENSE.hidden, DENSE.intermediate, DENSE.kv_heads, layers=4, vocabulary=4096
         ),
         _start_on_gpu,
-        # as on a CPU, until they are measured
-        token_bound=4.0,
-        segment_bound=1.0,
+        # Twice those of a CPU until they are measured: with four layers a reference in BF16 is off
+        # by 0.55 of a random token, with two by 0.35.
+        token_bound=8.0,
+        segment_bound=2.0,
     ),
 }
 
