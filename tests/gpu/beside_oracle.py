@@ -24,7 +24,7 @@ KV_TOKENS = 1 << 15
 """At least 256 requests in pages of 64."""
 LAYER = "model.layers.0"
 """In which the control exchanges gate and up."""
-WIDE = 2.0
+WIDE = 1.5
 """Times its bound, the least distance of the control."""
 
 Samples = dict[tuple[str, int], list[Sampled]]

@@ -29,9 +29,11 @@ KV_TOKENS = 1 << 19
 """At least 256 requests of 32 and 1024 tokens in pages of 64."""
 LEAST_TOKENS = 8
 """Of one version in one sequence, whose mean is compared."""
-MEAN_BOUND = 1.5
-"""Of |difference| from the oracle, in nats. Healthy: 0.23 (a CPU, two layers; an H200 has not been
-measured); the least of the control 17."""
+AGAIN_TOKENS = 32
+"""Of a response after the update."""
+MEAN_BOUND = 2.0
+"""Of |difference| from the oracle, in nats. Healthy: at most 0.3 on a CPU with two layers, twice
+that is to be expected of four; an H200 has not been measured. The least of the control: 15."""
 TOKEN_BOUND = 4.0
 """Of one token. Healthy: at most 1.7 on a CPU; ``RARE`` says how many may be beyond it."""
 RARE, RARE_AT_EDGES = 1e-3, 0.01
@@ -62,6 +64,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     oracles = tuple(Reference(config, policy) for policy in policies)
     flags = {**FP8_KV, "max_total_tokens": KV_TOKENS}
     with start(folder / "server.log", config, **flags) as server:
+        for policy in policies:  # compiles what an update needs, before requests wait for one
+            bring(server, policy)
         yield World(server, policies, oracles)
 
 
@@ -162,18 +166,18 @@ def test_every_token_is_of_the_version_that_it_carries(
     assert_of_their_versions(found)
     # the engine goes on with the new version alone
     prompts = prompts_of(HERE.dense, size)
-    again = bridge.sample(world.server.address, prompts, LEAST_TOKENS)
+    again = bridge.sample(world.server.address, prompts, AGAIN_TOKENS)
     assert {version for one in again for version in one.versions} == {new}
     assert_of_their_versions(compare(world, again, (old, new)))
 
 
 def test_a_change_that_is_one_token_off_is_seen(world: World) -> None:
     """The control of the checks above."""
-    sampled, versions = caught(world, HERE.batches[-1], "retract")
+    sampled, versions = caught(world, HERE.batches[0], "retract")
     assert compare(world, sampled, versions)["beyond at edges"] <= RARE_AT_EDGES
     for one in sampled:
         one.versions[one.versions.index(versions[1])] = versions[0]
-    assert compare(world, sampled, versions)["beyond at edges"] > 10 * RARE_AT_EDGES
+    assert compare(world, sampled, versions)["beyond at edges"] > 5 * RARE_AT_EDGES
 
 
 def test_graphs_and_the_overlapped_scheduler_ran(world: World) -> None:
