@@ -18,8 +18,9 @@ from tests.gpu.sizes import HERE
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 BOUNDS = {"BF16 KV": 0.6, "FP8 KV": 0.6, "experts, FP8 KV": 0.35}
-"""Of the mean |difference|, in nats. Healthy on a CPU, with the same layers of a smaller width: at
-most 0.31, 0.34 and MOE; the control at least 1.9 and MOE_CONTROL. An H200 has not been measured."""
+"""Of the mean |difference|, in nats. Healthy on a CPU, as many layers of a width of 256: at most
+0.31, 0.34 and 0.18; the control at least 2.0, 1.9 and 0.93. A width of 1024 changes that little; an
+H200 has not been measured."""
 
 
 def assert_in_graphs(server: Server) -> None:
