@@ -43,7 +43,7 @@ pytestmark = [
 TP = 2
 SIZES = [1, 3, 8]
 OF_ORACLE = 0.4
-"""Mean |difference| of logprobs from the oracle's. Healthy: of four layers of experts on one rank of
+"""Mean |difference| of logprobs from the oracle. Healthy: of four layers of experts on one rank of
 a CPU at most 0.18 (``test_oracle.py``); two GPUs have not been measured."""
 # All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
 # shared with others may not allow.
