@@ -13,7 +13,7 @@ import torch
 
 import trainer_bridge
 from tests.engine.harness import Server
-from tests.gpu.engines import start_server, version_of
+from tests.gpu.engines import decoded_sizes, start_server, version_of
 from tests.gpu.policies import Shape, Tensors
 from tests.gpu.sizes import HERE
 from tests.logprob_oracle import Reference, Sampled
@@ -62,6 +62,7 @@ def samples(server: Server, shape: Shape, policy: Tensors, kind: str) -> Samples
     found: Samples = {(kind, size): sample(server, shape, size) for size in HERE.batches}
     versions = {v for those in found.values() for one in those for v in one.versions}
     assert versions == {version}
+    assert_in_graphs(server, *HERE.batches)
     return found
 
 
@@ -80,6 +81,14 @@ def sample(server: Server, shape: Shape, size: int) -> list[Sampled]:
         found.append(Sampled(prompt, reply["output_ids"], logprobs, meta["policy_version"]))
         assert len(found[-1].tokens) == len(logprobs) == NEW_TOKENS
     return found
+
+
+def assert_in_graphs(server: Server, *sizes: int) -> None:
+    """Batches of these sizes were decoded together, and every batch by a CUDA graph."""
+    if HERE.has_graphs:
+        decoded = decoded_sizes(server.log)
+        assert {(size, True) for size in sizes} <= decoded
+        assert all(graph for _, graph in decoded)
 
 
 def swapped(policy: Tensors) -> Tensors:

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.engine.harness import CALL_TIMEOUT_S, Server
-from tests.gpu.beside_oracle import FP8_KV, bring, config_of, prompts_of, start
-from tests.gpu.engines import decoded_sizes
+from tests.gpu.beside_oracle import FP8_KV, assert_in_graphs, bring, config_of, prompts_of, start
 from tests.gpu.policies import Tensors, draw
 from tests.gpu.sizes import HERE
 from tests.logprob_oracle import Reference, Sampled
@@ -169,6 +168,7 @@ def test_every_token_is_of_the_version_that_it_carries(
     again = bridge.sample(world.server.address, prompts, AGAIN_TOKENS)
     assert {version for one in again for version in one.versions} == {new}
     assert_of_their_versions(compare(world, again, (old, new)))
+    assert_in_graphs(world.server, size)
 
 
 def test_a_change_that_is_one_token_off_is_seen(world: World) -> None:
@@ -180,11 +180,7 @@ def test_a_change_that_is_one_token_off_is_seen(world: World) -> None:
     assert compare(world, sampled, versions)["beyond at edges"] > 5 * RARE_AT_EDGES
 
 
-def test_graphs_and_the_overlapped_scheduler_ran(world: World) -> None:
+def test_the_scheduler_overlaps(world: World) -> None:
     status, info = world.server.ask("/server_info")
     assert status == 200
     assert info["disable_overlap_schedule"] is False
-    if HERE.has_graphs:
-        decoded = decoded_sizes(world.server.log)
-        assert {(size, True) for size in HERE.batches} <= decoded
-        assert {size for size, graph in decoded if not graph} == set()

@@ -12,7 +12,6 @@ from tests.engine.harness import Server
 from tests.gpu.beside_oracle import FP8_KV, assert_near, config_of, samples, start
 from tests.gpu.engines import (
     Answers,
-    decoded_sizes,
     digests_of,
     sha256,
     start_engine,
@@ -155,6 +154,4 @@ def test_an_fp8_kv_cache_on_two_ranks_beside_an_oracle(
     policy = draw(shape, 0, HERE.device)
     with start(tmp_path / "server.log", config, **FP8_KV, **FLAGS, tp_size=TP) as server:
         sampled = samples(server, shape, policy, shape.name)
-        if HERE.has_graphs:
-            assert {(size, True) for size in HERE.batches} <= decoded_sizes(server.log)
     assert_near(config, policy, sampled, {shape.name: OF_ORACLE}, record_property)
