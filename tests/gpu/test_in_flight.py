@@ -31,7 +31,7 @@ LEAST_TOKENS = 8
 AGAIN_TOKENS = 32
 """Of a response after the update."""
 MEAN_BOUND = 2.0
-"""Of |difference| from the oracle, in nats. Healthy: at most 0.3 on a CPU with two layers, twice
+"""Of |difference| from the oracle, in nats. Healthy: at most 0.36 on a CPU with two layers; twice
 that is to be expected of four; an H200 has not been measured. The least of the control: 15."""
 TOKEN_BOUND = 4.0
 """Of one token. Healthy: at most 1.7 on a CPU; ``RARE`` says how many may be beyond it."""
