@@ -1,7 +1,8 @@
 """Tests that need an NVIDIA GPU; without one they are skipped.
 
 With TRITON_INTERPRET=1 the kernel tests run on the CPU instead, through Triton's interpreter;
-``tests/sgl_fp8rl/ops/test_triton_kernels.py`` starts them so.
+``tests/sgl_fp8rl/ops/test_triton_kernels.py`` starts them so. ``sizes.py`` says which tests of
+engines can be rehearsed there, too.
 """
 
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+
+from tests.gpu.sizes import REHEARSAL, REHEARSED
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -21,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if INTERPRETED:
             if "exhaustive" in item.name:
                 item.add_marker(pytest.mark.skip(reason="too much for Triton's interpreter"))
-        elif not torch.cuda.is_available():
+        elif not torch.cuda.is_available() and not (REHEARSAL and item.path.name in REHEARSED):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 

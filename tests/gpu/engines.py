@@ -56,9 +56,11 @@ def start_server(
     common: dict[str, Any] = FLAGS,
     **flags: Any,
 ) -> Server:
-    """An SGLang server with the flags that the GPU needs, and ``flags``."""
+    """An SGLang server with the flags that the GPU needs, and ``flags``; False leaves one out."""
     arguments: list[str] = []
     for name, value in (common | flags).items():
+        if value is False:
+            continue
         arguments.append(f"--{name.replace('_', '-')}")
         if value is not True:
             arguments.append(str(value))

@@ -1,4 +1,4 @@
-"""Random policies with the layers of Qwen3-8B and Qwen3-30B-A3B, drawn on the GPU.
+"""Random policies with the layers of Qwen3-8B and Qwen3-30B-A3B, drawn where they are used.
 
 Few layers and a small vocabulary; all else has the size of the real model. Weights are scaled so
 that every part of a layer counts: each linear keeps the variance of what it reads, and each
@@ -29,6 +29,8 @@ from tests.engine import expected, models
 HEAD = 128
 SHARED_MEMORY = Path("/dev/shm")
 ROOM_BYTES = 16 << 30
+SHARPNESS = 2.0
+"""Neither experts nor tokens are all alike."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -118,23 +120,29 @@ LARGE = replace(DENSE, name="qwen3-8b-large", layers=12, vocabulary=32768)
 """Several GB, so that what a load takes is seen beside everything else on the device."""
 
 
-def draw(shape: Shape, seed: int) -> Tensors:
-    """A policy in BF16 on the GPU, by HF names; other seeds share nothing with it."""
-    return {name: _draw(name, size, seed) for name, size in shape.tensors()}
+def draw(shape: Shape, seed: int, device: str = "cuda", sharpness: float = SHARPNESS) -> Tensors:
+    """A policy in BF16 on a device, by HF names; other seeds share nothing with it.
+
+    Args:
+        sharpness: about the standard deviation of the logits of tokens, and of experts.
+    """
+    return {name: _draw(name, size, seed, device, sharpness) for name, size in shape.tensors()}
 
 
-def _draw(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
-    random = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode(), seed))
-    values = torch.randn(size, generator=random, device="cuda")
+def _draw(
+    name: str, size: tuple[int, ...], seed: int, device: str, sharpness: float
+) -> torch.Tensor:
+    random = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
+    values = torch.randn(size, generator=random, device=device)
     if len(size) == 1:  # a norm
         return (1 + 0.3 * values).bfloat16()
     if name != "model.embed_tokens.weight":
         values *= size[1] ** -0.5
     if name.endswith((".mlp.gate.weight", "lm_head.weight")):
-        values *= 2  # neither experts nor tokens are all alike
+        values *= sharpness
     if models.is_linear(name):
         blocks = [-(-n // models.BLOCK) for n in size]
-        gain = torch.exp2(torch.rand(blocks, generator=random, device="cuda") * 2 - 1)
+        gain = torch.exp2(torch.rand(blocks, generator=random, device=device) * 2 - 1)
         values *= gain.repeat_interleave(models.BLOCK, 0).repeat_interleave(models.BLOCK, 1)
     return values.bfloat16()
 

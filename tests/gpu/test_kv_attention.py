@@ -18,7 +18,7 @@ from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))
 KERNELS = ("fa2", "xqa", "xqa-bf16-mma")
-OF_CODES = {"fa2": 0.02, "xqa": 0.15, "xqa-bf16-mma": 0.02}
+OF_CODES = {"fa2": 0.02, "xqa": 0.11, "xqa-bf16-mma": 0.02}
 """Relative L2 error against float64 attention over what the codes mean. FA2 and the BF16 MMA round
 q, P and out to BF16, the FP8 MMA rounds q and P to E4M3. Healthy: at most 0.0065, 0.078 and 0.0042
 (H200)."""

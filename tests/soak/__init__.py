@@ -9,8 +9,8 @@ After each step:
 
 - ``judge.py``: every token that a client was given carries a version that was committed, and its
   logprob is that of this version's policy on the same prefix, by a model of transformers that has
-  the same FP8 weights (``reference.py``). What a policy gives for the tokens of the one before is
-  printed beside it, as a control.
+  the same FP8 weights (``tests/logprob_oracle.py``). What a policy gives for the tokens of the one
+  before is printed beside it, as a control.
 - after a fault the engine is as it was, or quarantined, as the fault demands; the next complete
   update heals it.
 - ``resources.py``: memory, descriptors, threads, memory regions and shared segments of engine and

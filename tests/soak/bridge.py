@@ -5,22 +5,13 @@ from typing import Any
 
 import trainer_bridge
 from tests.gpu.policies import Tensors
+from tests.logprob_oracle import Sampled
 from trainer_bridge import EngineError
 
 Named = Tensors | list[tuple[str, Any]]
 SERVING, QUARANTINED = "serving", "quarantined"
 RUN = "soak"
 """Of all of its trainers, whose processes differ."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One sequence of a rollout."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
 
 
 @dataclass(frozen=True)

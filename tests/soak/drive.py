@@ -15,7 +15,7 @@ FAULT_RATE = 1 / 3
 
 def faults_of(soak: Soak, only: Sequence[str]) -> list[str]:
     """The kinds that this device can have."""
-    cannot = impossible(soak.setting)
+    cannot = impossible()
     return [name for name in FAULTS if name not in cannot and (not only or name in only)]
 
 

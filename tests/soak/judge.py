@@ -6,8 +6,7 @@ from itertools import groupby
 
 import torch
 
-from tests.soak.bridge import Sampled
-from tests.soak.reference import Reference
+from tests.logprob_oracle import Reference, Sampled
 
 
 class ViolationError(AssertionError):

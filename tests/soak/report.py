@@ -26,7 +26,7 @@ def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) ->
         "seconds": round(seconds),
         "updates": soak.updates,
         "faults": counts,
-        "impossible": impossible(soak.setting),
+        "impossible": impossible(),
         "heals": soak.heals,
         "quarantines": soak.quarantines,
         "tokens": soak.judge.tokens,

@@ -10,10 +10,10 @@ from typing import Any
 
 from tests.engine.harness import Server
 from tests.gpu.policies import write_checkpoint
+from tests.logprob_oracle import Reference
 from tests.soak import bridge, resources
 from tests.soak.clients import Clients
 from tests.soak.judge import Judge, ViolationError
-from tests.soak.reference import Reference
 from tests.soak.settings import Setting, draw
 from tests.soak.trainer import Trainer
 from tests.soak.wire import Wire
@@ -44,8 +44,9 @@ class Soak:
         """What is under way, for the report of a failure."""
         self.samples: list[resources.Sample] = []
         self.bytes_of_first_update = self._bytes_of_update()
-        self.bytes_of_update = self._bytes_of_update()
-        """That a trainer sends to a rank: the first brings the memory that they share."""
+        self.bytes_of_update = min(self._bytes_of_update() for _ in range(2))
+        """That a trainer sends to a rank: the first brings the memory that they share; the second
+        on a GPU says where the weights lie, which no later one does."""
         self.clients = Clients(server.address, setting.shape.vocabulary, seed)
 
     def next_version(self) -> int:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.policies import Tensors, write_checkpoint
-from tests.soak.bridge import Sampled
+from tests.logprob_oracle import Reference, Sampled
 from tests.soak.judge import Judge, ViolationError
-from tests.soak.reference import Reference
 from tests.soak.settings import SETTINGS, draw
 
 SETTING = SETTINGS["cpu"]

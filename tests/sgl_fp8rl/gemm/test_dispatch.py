@@ -15,13 +15,15 @@ from sgl_fp8rl.gemm.bench_inputs import difference
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
 from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry
-from sgl_fp8rl.gemm.tune import ERROR_BOUND
 from sgl_fp8rl.ops import activation_triton
 from sgl_fp8rl.ops.activation import attach, quantize_tokens
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from tests.sgl_fp8rl.gemm import fakes
 
 N, K = 256, 384
+FLIPPED = 1e-3
+"""Largest ``difference`` from the reference, whose division rounds a few codes of activations the
+other way. Healthy: at most 1.1e-4; the product of another batch is near 1."""
 
 
 class Ran(list[str]):
@@ -77,8 +79,7 @@ def test_the_entry_is_that_of_the_batch(
     y = dispatch.linear(choices, layer, activation(m))
     assert ran == [name]
     want = fp8_linear(activation(m), layer.weight, layer.weight_scale_inv)
-    # its quantization rounds a few codes the other way
-    assert difference(y, want) < ERROR_BOUND
+    assert difference(y, want) < FLIPPED
 
 
 def test_without_a_table_the_stock_choice_runs(ran: Ran, layer: Any) -> None:

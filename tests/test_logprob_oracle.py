@@ -1,0 +1,66 @@
+"""The oracle of logprobs rounds as the oracle of bytes, and finds the place of each expert."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.gpu.policies import MOE, draw, write_checkpoint
+from tests.logprob_oracle import Reference, Sampled, fake_quantize
+
+TINY = replace(MOE, hidden=256, intermediate=128, kv_heads=2, heads=4, experts=16, vocabulary=512)
+ROUNDED = 0.05
+"""Of logprobs in FP32. What two exchanged experts change is more."""
+
+
+def test_weights_are_rounded_as_by_the_oracle_of_bytes() -> None:
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    weight[:128, :128] = 0
+    wanted = oracle.dequantize_weight(*oracle.quantize_weight(weight.numpy()))
+    assert torch.equal(fake_quantize(weight, 128), torch.from_numpy(wanted).float())
+    assert not torch.equal(fake_quantize(weight, 1), fake_quantize(weight, 128))
+
+
+def test_experts_lie_where_transformers_reads_them(tmp_path: Path) -> None:
+    """Two that are exchanged are seen, and not where the router is changed alike."""
+    policy = draw(TINY, 0, "cpu")
+    config = write_checkpoint(TINY, policy, tmp_path / "0")
+    prompt = torch.randint(TINY.vocabulary, (64,), generator=torch.Generator().manual_seed(1))
+    plain = Reference(config, policy)
+    (wanted,) = plain.logprobs([prompt.tolist()])
+    experts = "model.layers.0.mlp.experts"
+    mixed = dict(policy)
+    for part in ("gate", "up", "down"):
+        one, other = (f"{experts}.{expert}.{part}_proj.weight" for expert in (0, 1))
+        mixed[one], mixed[other] = mixed[other], mixed[one]
+    (changed,) = Reference(config, mixed).logprobs([prompt.tolist()])
+    assert (changed - wanted).abs().max() > ROUNDED
+    router = "model.layers.0.mlp.gate.weight"
+    mixed[router] = policy[router][[1, 0, *range(2, TINY.experts)]]
+    (same,) = Reference(config, mixed).logprobs([prompt.tolist()])
+    torch.testing.assert_close(same, wanted, atol=ROUNDED / 100, rtol=0)
+
+
+def test_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = draw(TINY, 0, "cpu")
+    reference = Reference(write_checkpoint(TINY, policy, tmp_path / "0"), policy)
+    sequences = [list(range(n, n + 8 + n)) for n in range(5)]
+    whole = reference.logprobs(sequences)
+    monkeypatch.setattr("tests.logprob_oracle.LOGITS", 2 * 12 * TINY.vocabulary)
+    sampled = [
+        Sampled(sequence[:4], sequence[4:], row[3:].tolist(), [0] * (len(sequence) - 4))
+        for sequence, row in zip(sequences, whole, strict=True)
+    ]
+    for one, distance in zip(sampled, reference.distances(sampled), strict=True):
+        assert distance.shape == (len(one.tokens),)
+        assert distance.max() < ROUNDED / 100
+
+
+def test_a_policy_of_another_model_is_refused(tmp_path: Path) -> None:
+    policy = draw(TINY, 0, "cpu")
+    config = write_checkpoint(TINY, policy, tmp_path / "0")
+    del policy["model.norm.weight"]
+    with pytest.raises(ValueError, match="other tensors"):
+        Reference(config, policy)
