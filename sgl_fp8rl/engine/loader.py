@@ -6,11 +6,10 @@ through them. The BF16 model is never whole in engine memory.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -19,23 +18,15 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.scheduler import skipped_by_all
-from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.options import current_options
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
-from sgl_fp8rl.protocol.policy import CHECKPOINT
+from sgl_fp8rl.protocol.manifest import Manifest
+from sgl_fp8rl.weight_update.checkpoint_files import read_manifest, read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
@@ -77,35 +68,6 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         write_all(engine_weights, manifest, tensors)
         # its tables lie in memory that the memory saver may take away, and are not needed again
         engine_weights.forget(manifest.fingerprint)
-
-
-def read_manifest(files: Iterable[str], chunk_bytes: int) -> Manifest:
-    """Names, dtypes and shapes from the headers of safetensors files, to be read in such chunks.
-
-    Raises:
-        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
-    """
-    specs: dict[str, TensorSpec] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (safe_open is not a dict)
-                header = opened.get_slice(name)
-                dtype = _DTYPES.get(header.get_dtype())
-                if dtype is None:
-                    raise ManifestError(
-                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
-                        f"BF16, FP16, FP32 or block FP8"
-                    )
-                specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
-    return Manifest(CHECKPOINT.version, specs, chunk_bytes)
-
-
-def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of safetensors files, mapped: only what is copied out is read from disk."""
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
 
 
 class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
