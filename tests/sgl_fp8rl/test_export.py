@@ -1,9 +1,11 @@
 """``sgl-fp8rl export`` without an engine: files, the config, and what is refused."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_fp8rl import cli, export
+from sgl_fp8rl.engine import export as engine_export
 from sgl_fp8rl.engine.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.checkpoint_files import INDEX, CheckpointWriter
+from sgl_fp8rl.weight_update.routes import Route, RouteTable
 
 MATRIX, HEAD, NORM = "model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"
 
@@ -156,3 +161,37 @@ def test_ranks_are_joined() -> None:
         assert torch.equal(joined["w" + suffix].view(torch.uint8), tensor.view(torch.uint8))
     with pytest.raises(ValueError, match="32768 of 65536"):
         _assemble("w", (256, 256), [rank(upper), rank(upper)])
+
+
+def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each refusal and each fault is an answer: an exception would end the server."""
+    monkeypatch.setattr(engine_export, "gather", lambda value, group: [value])
+    monkeypatch.setattr(engine_export.dist, "get_rank", lambda group: 0)
+    box = ((0, 2),)
+    table = RouteTable({"w": (2,)}, {"w": [Route("w", box, "p", box)]}, {"p": torch.ones(2)})
+    weights: Any = SimpleNamespace(
+        state=State.SERVING, reason="", table=table, model=torch.nn.Module()
+    )
+
+    def answer() -> Any:
+        folder = tempfile.mkdtemp(dir=tmp_path)  # empty and private
+        return engine_export.write(weights, folder, None), Path(folder)  # type: ignore[arg-type]
+
+    reply, folder = answer()
+    assert reply == {"layers": []}
+    (shard,) = folder.glob("*.safetensors")
+    assert torch.equal(load_file(shard)["w"], torch.ones(2))
+
+    def is_full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "add", is_full)
+        assert answer()[0] == {"error": "w cannot be exported: no space left"}
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "finish", is_full)
+        assert "no space left" in answer()[0]["error"]
+    table.fallback["norm"] = "it is computed"
+    assert "norm cannot be read back (it is computed)" in answer()[0]["error"]
+    weights.state, weights.reason = State.QUARANTINED, "a failed update"
+    assert "quarantined, not committed: a failed update" in answer()[0]["error"]
