@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_fp8rl import doctor
+from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.tables import align
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tune(arguments.model, arguments.tp)
     if arguments.command == "precision":
         return _precision(arguments)
+    if arguments.command == "export":
+        return _export(arguments)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
 
 
@@ -78,6 +81,23 @@ def _parser() -> argparse.ArgumentParser:
         "effect of single layers",
     )
     precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
+
+    export = commands.add_parser(
+        "export", help="write a block-FP8 checkpoint that SGLang and vLLM read without this plugin"
+    )
+    export.add_argument(
+        "source", help="folder of a BF16 checkpoint, or an engine's http:// address"
+    )
+    export.add_argument("output", type=Path, help="folder to make")
+    export.add_argument(
+        "--ignored-layers",
+        nargs="+",
+        metavar="PATTERN",
+        help="layers that stay BF16, as of --fp8rl-ignored-layers (of a folder)",
+    )
+    export.add_argument(
+        "--tp", type=int, help="leave layers BF16 that an engine of this size does (of a folder)"
+    )
 
     report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
     report.add_argument("source", help="an engine's http:// address, or a file from --json")
@@ -177,6 +197,21 @@ def _precision(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    from safetensors import SafetensorError
+
+    from sgl_fp8rl import export
+    from trainer_bridge.engine_client import EngineError
+
+    try:
+        print(
+            export.run(arguments.source, arguments.output, arguments.ignored_layers, arguments.tp)
+        )
+    except (EngineError, ImportError, OSError, ValueError, SafetensorError) as error:
+        sys.exit(f"sgl-fp8rl export: {error}")
+    return 0
+
+
 def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
     layers = read_layers(model, tp_size)
     print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
@@ -190,23 +225,10 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
     """
     try:
-        import sglang
+        with dummy_engine(model, tp_size) as engine:
+            layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
     except ImportError as error:
         sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run pip install 'sgl-fp8rl[sglang]'")
-    engine = sglang.Engine(
-        model_path=model,
-        quantization="fp8rl",
-        load_format="dummy",
-        tp_size=tp_size,
-        skip_tokenizer_init=True,
-        max_total_tokens=1024,  # nothing is generated: no large KV cache, no captured graphs
-        disable_cuda_graph=True,
-        log_level="error",
-    )
-    try:
-        layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
-    finally:
-        engine.shutdown()
     return layers
 
 

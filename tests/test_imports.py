@@ -46,11 +46,14 @@ LAYERS = (
     "sgl_fp8rl.engine.moe",
     "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
     "sgl_fp8rl.weight_update",
+    "sgl_fp8rl.engine.ranks",
+    "sgl_fp8rl.engine.export",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
     "sgl_fp8rl.engine",
     # the tools
-    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor",
+    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
+    "sgl_fp8rl.dummy_engine sgl_fp8rl.export",
     "sgl_fp8rl.cli",
 )
 """Modules and packages, the lowest first: a file imports its own layer and those below. The longest

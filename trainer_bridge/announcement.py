@@ -83,17 +83,13 @@ def as_announced(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Ten
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes in a checkpoint's headers; of FP8 codes the weights, without their scales."""
     try:
-        from sgl_fp8rl.protocol.checkpoint_headers import read_headers
+        from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
     except ImportError as error:
         raise ManifestError(
             f"the headers of {folder} cannot be read ({error}); pip install safetensors"
         ) from error
-    files = sorted(map(str, folder.glob("*.safetensors")))
-    if not files:
-        raise ManifestError(
-            f"{folder} holds no safetensors files; announce the folder of an HF checkpoint"
-        )
-    return {name: spec.shape for name, spec in Manifest(0, read_headers(files)).weights()}
+    specs = read_headers(weight_files(folder))
+    return {name: spec.shape for name, spec in Manifest(0, specs).weights()}
 
 
 def _are_shapes(shapes: Any) -> bool:

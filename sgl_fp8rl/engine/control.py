@@ -35,6 +35,8 @@ DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler."""
 ANSWER_TIMEOUT_S = 60.0
 """How long the schedulers may take to answer before ``/health`` reports that they hang."""
+EXPORT_TIMEOUT_S = 600.0
+"""As ``ANSWER_TIMEOUT_S``, of an export: as long as its client waits for the answer."""
 WAIT_POLL_S = 0.05
 """Between two attempts to begin where no request is aborted; each may retract all of them."""
 FINISH_TIMEOUT_S = 570.0
@@ -83,6 +85,8 @@ class Control:
                 return await self._begin(message)
             if op in ("layers", "tensors", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
+            if op in ("export_plan", "export"):
+                return await self._ask(message)
         raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
 
     async def _describe(self, op: str) -> dict[str, Any]:
@@ -177,7 +181,8 @@ class Control:
         except RecursionError:
             raise ControlError("the message is nested too deeply; send a control message") from None
         compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
-        reply = await self._receive(ANSWER_TIMEOUT_S)
+        healthy_s = EXPORT_TIMEOUT_S if message.get("op") == "export" else ANSWER_TIMEOUT_S
+        reply = await self._receive(healthy_s)
         if "error" in reply:
             raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
         return reply

@@ -6,11 +6,10 @@ through them. The BF16 model is never whole in engine memory.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -23,6 +22,7 @@ from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
+from sgl_fp8rl.weight_update.checkpoint_files import read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
@@ -71,14 +71,6 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         write_all(engine_weights, manifest, tensors)
         # its tables lie in memory that the memory saver may take away, and are not needed again
         engine_weights.forget(manifest.fingerprint)
-
-
-def read_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of safetensors files, mapped: only what is copied out is read from disk."""
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
 
 
 class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import routed_experts
+from sgl_fp8rl.engine import export, routed_experts
 from sgl_fp8rl.engine.attached import scheduler_weights
 from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.quant_config import list_layers
+from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.options import current_options
@@ -26,7 +27,6 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.weight_update.rank_server import RankSocket, reply, serve
-from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
@@ -36,16 +36,9 @@ PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
-READS_MEMORY = ("digest", "kv", "kv_observe", "kv_recalibrate")
+READS_MEMORY = ("digest", "export", "kv", "kv_observe", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
-
-
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank of the tensor-parallel group, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
@@ -68,6 +61,10 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":
         return _answer({"ranks": gather(_digest(weights.model), group)})
+    if message["op"] == "export_plan":
+        return _answer(export.plan(weights, message, group))
+    if message["op"] == "export":
+        return _answer(_export(scheduler, weights, message, group))
     if message["op"] == "kv":
         return _answer(kv_stats.read(weights.kv, group))
     if message["op"] == "kv_observe":
@@ -103,26 +100,10 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
     on_gpu = weights.device.type == "cuda"
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
-        **_sources(weights.table, group),
+        **sources(weights.table, group),
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),
         **_describe(weights),
-    }
-
-
-def _sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:
-    """How the ranks together keep HF tensors: with expert parallelism each has other experts."""
-    ranks = [names for names in gather(table.names if table else None, group) if names is not None]
-    if not ranks:
-        return {"fallback": [], "fp32": None, "formats": {}}
-    formats: dict[str, set[str]] = {}
-    for rank in ranks:
-        for name, tensors in rank["formats"].items():
-            formats.setdefault(name, set()).update(tensors)
-    return {
-        "fallback": sorted({name for rank in ranks for name in rank["fallback"]}),
-        "fp32": sorted({name for rank in ranks for name in rank["fp32"]}),
-        "formats": {name: sorted(tensors) for name, tensors in formats.items()},
     }
 
 
@@ -146,6 +127,17 @@ def _recalibrate(
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
     weights.kv.recalibrate()
     return {"pending": True}
+
+
+def _export(
+    scheduler: Any, weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Write the committed weights; nothing is generated meanwhile."""
+    if not all(gather(bool(scheduler.is_fully_idle()), group)):
+        return {"error": "requests are running; export when they have ended", "busy": True}
+    written = export.write(weights, message.get("folder"), group)
+    model = {"model": scheduler.server_args.model_path, "revision": scheduler.server_args.revision}
+    return {**written, **model, **_status(weights)}
 
 
 def _digest(model: torch.nn.Module) -> dict[str, dict[str, Any]]:

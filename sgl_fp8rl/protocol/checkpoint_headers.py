@@ -1,6 +1,8 @@
 """What a checkpoint of safetensors files holds, read from the headers: no tensor is loaded."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -8,6 +10,7 @@ from safetensors import safe_open
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.manifest import ManifestError
 
+INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -16,7 +19,23 @@ _DTYPES = {
 }
 
 
-def read_headers(files: Iterable[str]) -> dict[str, TensorSpec]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint's weights: those of its index, if it has one.
+
+    Raises:
+        ValueError: there are none.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        return sorted({folder / name for name in names})
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no safetensors files; pass the folder of a checkpoint")
+    return files
+
+
+def read_headers(files: Iterable[Path | str]) -> dict[str, TensorSpec]:
     """Dtype and shape of each tensor, in the order of the files.
 
     Raises:

@@ -50,7 +50,9 @@ def stream(checkpoint: Path, layout: Layout) -> Iterator[tuple[str, torch.Tensor
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        **({"moe_grouped_gemm": False, "moe_token_dispatcher_type": "allgather"} if experts else {}),
+        **(
+            {"moe_grouped_gemm": False, "moe_token_dispatcher_type": "allgather"} if experts else {}
+        ),
     )
     model = GPTModel(
         config=bridge.config,
@@ -90,7 +92,9 @@ class _View(nn.Module):
 
 
 def _renamed(name: str, is_dense: bool) -> str:
-    name = re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r"experts.\2.weight\1", name)
+    name = re.sub(
+        r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r"experts.\2.weight\1", name
+    )
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     if is_dense:  # before experts it is a module of its own
         name = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")

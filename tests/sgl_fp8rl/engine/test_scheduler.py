@@ -129,9 +129,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The scheduler's hooks, with threads in the place of a process group."""
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine import scheduler
+    from sgl_fp8rl.engine import ranks, scheduler
 
-    monkeypatch.setattr(scheduler, "gather", lambda value, group: group.gather(value))
+    for user in (scheduler, ranks):
+        monkeypatch.setattr(user, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(scheduler.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
 
@@ -423,7 +424,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
     assert set(first.by_format()["fp8"]) < set(toy.FP8_NAMES)
 
     answers = engine.on_ranks(
-        lambda rank: engine.module._sources(engine.ranks[rank].table, engine.groups[rank])
+        lambda rank: engine.module.sources(engine.ranks[rank].table, engine.groups[rank])
     )
     for answer in answers:
         assert answer.result(TIMEOUT_S) == {
@@ -434,7 +435,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
 
 
 def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
-    answers = dummy.on_ranks(lambda rank: dummy.module._sources(None, dummy.groups[rank]))
+    answers = dummy.on_ranks(lambda rank: dummy.module.sources(None, dummy.groups[rank]))
     empty = {"fallback": [], "fp32": None, "formats": {}}
     assert [answer.result(TIMEOUT_S) for answer in answers] == [empty] * TP
 

@@ -1,0 +1,162 @@
+"""The engine's side of ``sgl-fp8rl export``: how it would keep a checkpoint, and what it serves.
+
+Routes are read backwards: each names the box of engine storage that holds a box of an HF tensor.
+"""
+
+import logging
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from sgl_fp8rl.engine.quant_config import list_layers
+from sgl_fp8rl.engine.ranks import gather, sources
+from sgl_fp8rl.formats import BLOCK_FP8, format_of
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.ops.regions import Region, numel, sizes, view
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
+from sgl_fp8rl.weight_update.route_tracer import record_routes
+from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.session import EngineWeights
+
+logger = logging.getLogger(__name__)
+
+Parts = dict[str, list[tuple[Region, torch.dtype, torch.Tensor]]]
+"""What a rank holds of one HF tensor: by suffix, boxes of the tensor, their dtype and their bytes.
+Bytes, because torch does not pickle FP8."""
+
+
+def plan(
+    weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """How an engine that has loaded nothing would keep the tensors of a manifest."""
+    table, error = None, None
+    try:
+        if weights.table is not None:
+            raise ManifestError("the engine has loaded weights; ask one with --load-format dummy")
+        manifest = Manifest.from_json(message.get("manifest"))
+        table = record_routes(weights.model, shapes_of(manifest))
+    except Exception as fault:  # whatever it is, the other ranks wait for this one's word
+        if not isinstance(fault, (ManifestError, RouteError)):
+            logger.exception("an export could not be planned")
+        error = str(fault) or type(fault).__name__
+    errors = [e for e in gather(error, group) if e is not None]
+    if errors:
+        return {"error": errors[0]}
+    return {
+        **sources(table, group),
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "layers": _not_fp8(weights),
+    }
+
+
+def write(weights: EngineWeights, folder: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Write the committed weights as safetensors: rank 0 writes what all ranks hold.
+
+    Args:
+        folder: an empty private folder of the engine's user, made by who asks.
+    """
+    error = _why_not(weights) or _why_not_into(folder)
+    errors = [e for e in gather(error, group) if e is not None]
+    if errors:
+        return {"error": errors[0]}
+    table = weights.table
+    assert table is not None  # it serves
+    writer = CheckpointWriter(Path(folder)) if dist.get_rank(group) == 0 else None
+    for name in (n for n in table.sources if n not in table.skipped):
+        ranks = gather(_parts(table, name), group)
+        if writer is None or error is not None:
+            continue  # whatever happened on rank 0, the others take part to the end
+        try:
+            writer.add(_assemble(name, table.sources[name], ranks))
+        except (OSError, ValueError, SafetensorError) as fault:
+            error = f"{name} cannot be exported: {fault}"
+    if writer is not None and error is None:
+        try:
+            writer.finish()
+        except (OSError, SafetensorError) as fault:
+            error = f"the export cannot be written: {fault}"
+    error = gather(error, group)[0]
+    return {"error": error} if error else {"layers": _not_fp8(weights)}
+
+
+def _why_not(weights: EngineWeights) -> str | None:
+    if weights.state is not State.SERVING:
+        return f"the weights are {weights.state.value}, not committed: {weights.reason}"
+    assert weights.table is not None
+    if weights.table.fallback:
+        name = min(weights.table.fallback)
+        return (
+            f"{name} cannot be read back ({weights.table.fallback[name]}); export the BF16 "
+            f"checkpoint of this policy"
+        )
+    return None
+
+
+def _why_not_into(folder: Any) -> str | None:
+    """No one but the engine's user may have made the folder, or can read what is written there."""
+    try:
+        path = Path(folder)
+        status = path.lstat()
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if private and status.st_uid == os.geteuid() and not any(path.iterdir()):
+            return None
+    except (OSError, TypeError, ValueError):  # whatever was named
+        pass
+    return (
+        f"the engine cannot write into {excerpt(folder)}; run the export on the engine's host, as "
+        f"its user"
+    )
+
+
+def _not_fp8(weights: EngineWeights) -> list[str]:
+    """The engine's names of the layers that it computes in BF16."""
+    return [layer.name for layer in list_layers(weights.model) if layer.format != BLOCK_FP8.name]
+
+
+def _parts(table: RouteTable, name: str) -> Parts:
+    parts: Parts = {}
+    for route in table.routes[name]:
+        format_ = table.format_of(route)
+        for suffix in ("", *format_.suffixes):
+            src, dst = (
+                format_.companion_region(suffix, region) if suffix else region
+                for region in (route.src, route.dst)
+            )
+            box = view(table.parameters[route.parameter + suffix], dst)
+            content = box.to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
+            parts.setdefault(suffix, []).append((src, box.dtype, content))
+    return parts
+
+
+def _assemble(name: str, shape: tuple[int, ...], ranks: list[Parts]) -> dict[str, torch.Tensor]:
+    """One HF tensor, and its scales, of the boxes of all ranks; several may hold the same box.
+
+    Raises:
+        ValueError: the ranks do not hold all of it.
+    """
+    boxes: dict[str, dict[Region, torch.Tensor]] = {"": {}}
+    for parts in ranks:
+        for suffix, found in parts.items():
+            for region, dtype, content in found:
+                values = content.view(dtype).reshape(sizes(region))
+                boxes.setdefault(suffix, {})[region] = values
+    held = sum(map(numel, boxes[""]))
+    if held != math.prod(shape):
+        raise ValueError(f"the engine holds {held} of {math.prod(shape)} elements")
+    dtype = next(iter(boxes[""].values())).dtype
+    specs = {"": TensorSpec(dtype, shape), **format_of(dtype).companions(shape)}
+    tensors = {}
+    for suffix, spec in specs.items():
+        tensors[name + suffix] = whole = torch.empty(spec.shape, dtype=spec.dtype)
+        for region, values in boxes[suffix].items():
+            view(whole, region).copy_(values)
+    return tensors

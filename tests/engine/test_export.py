@@ -1,0 +1,159 @@
+"""``sgl-fp8rl export``: stock SGLang loads what was exported, and answers as the engine does.
+
+The files are compared byte for byte with ``tests.oracle``. SGLang's own ``fp8`` reads config and
+weights; on a CPU only its arithmetic is replaced (``stock_fp8.py``).
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import trainer_bridge
+from sgl_fp8rl import export
+from tests import oracle
+from tests.engine import models, stock_fp8
+from tests.engine.conftest import Policies
+from tests.engine.harness import LAUNCH_SERVER, START_TIMEOUT_S, EngineProcess, Server
+from tests.engine.serving import ASK
+from trainer_bridge.engine_client import EngineError
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+SCORE = {**ASK, "return_logprob": True, "logprob_start_len": 0}
+VERSION = 3
+
+
+@pytest.fixture
+def stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of an engine that runs without our quantization, as the checkpoint's config says."""
+    monkeypatch.syspath_prepend(str(stock_fp8.install(tmp_path / "plugins")))
+    return {"quantization": None}
+
+
+def logprobs(engine: Any) -> list[float]:
+    """Of the prompt but its first token, and of greedy output."""
+    meta = engine.generate(SCORE)[0]["meta_info"]
+    return [p[0] for p in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
+
+
+def logprobs_of(log: Path, checkpoint: Path, **options: Any) -> list[float]:
+    with EngineProcess(log, checkpoint, **options) as engine:
+        return logprobs(engine)
+
+
+def run_command(*arguments: Any) -> None:
+    """The command in a process of its own: a scheduler that dies takes its parent with it."""
+    command = [sys.executable, "-m", "sgl_fp8rl.cli", "export", *map(str, arguments)]
+    subprocess.run(command, check=True, timeout=2 * START_TIMEOUT_S, capture_output=True)
+
+
+def expected(checkpoint: Path) -> models.Tensors:
+    """What an export of this checkpoint holds; codes and scales are the oracle's."""
+
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = oracle.quantize_weight(weight.float().numpy())
+        return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+
+    return dict(models.fp8_stream(checkpoint, quantize))
+
+
+def exported(folder: Path) -> models.Tensors:
+    """All tensors, read through the index."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    files = {file: load_file(folder / file) for file in set(index.values())}
+    assert {name for tensors in files.values() for name in tensors} == index.keys()
+    return {name: files[file][name] for name, file in index.items()}
+
+
+def assert_equal(found: models.Tensors, wanted: models.Tensors) -> None:
+    def facts(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+        content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        return tensor.dtype, tensor.shape, content
+
+    assert found.keys() == wanted.keys()
+    assert [n for n in wanted if facts(found[n]) != facts(wanted[n])] == []
+
+
+def swap_scales(folder: Path, copy: Path) -> Path:
+    """The export with the scales of one matrix in another order of blocks."""
+    shutil.copytree(folder, copy)
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(n for n in sorted(tensors) if n.endswith("down_proj.weight_scale_inv"))
+    tensors[name] = tensors[name].roll(1, dims=-1).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    return copy
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.full), "qwen3_moe"])
+def test_stock_sglang_answers_as_the_engine(
+    family: str, policies: Policies, stock: dict[str, Any], tmp_path: Path
+) -> None:
+    start, policy = policies(family)[:2]
+    served, quantized = tmp_path / "served", tmp_path / "quantized"
+    with Server(tmp_path / "server.log", LAUNCH_SERVER, start, "--load-format", "dummy") as server:
+        with pytest.raises(EngineError, match="quarantined"):
+            export.run(server.address, served)
+        assert not list(tmp_path.glob("*served*"))
+        tensors = models.named_tensors(policy)
+        trainer_bridge.update(tensors, server, version=VERSION, run="this run")
+        engine = logprobs(server)
+        export.run(server.address, served)
+        assert logprobs(server) == engine  # it is only read
+    run_command(policy, quantized)
+    for folder in (served, quantized):
+        assert_equal(exported(folder), expected(policy))
+        assert (folder / "generation_config.json").exists()
+    config = json.loads((served / "config.json").read_text())
+    assert config["fp8rl"] == {"run": "this run", "version": VERSION}
+    assert logprobs_of(tmp_path / "stock.log", served, **stock) == engine
+    # the control: were the answers equal here, they would prove nothing
+    swapped = swap_scales(served, tmp_path / "swapped")
+    assert logprobs_of(tmp_path / "swapped.log", swapped, **stock) != engine
+
+
+@pytest.mark.full
+def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
+    """An MLP that is not whole blocks, an ignored layer, and a head tied to the embedding."""
+    bf16 = models.make_checkpoint(
+        "qwen3", tmp_path / "bf16", tie_word_embeddings=True, intermediate_size=320
+    )
+    ignored = "layers.1.self_attn"
+    run_command(bf16, tmp_path / "fp8", "--ignored-layers", ignored)
+    found = exported(tmp_path / "fp8")
+    fp8 = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert fp8 == {f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
+
+    log = tmp_path / "engine.log"
+    with EngineProcess(log, bf16, fp8rl_ignored_layers=(ignored,)) as engine:
+        wanted, digest = logprobs(engine), engine.control({"op": "digest"})["ranks"][0]
+    assert logprobs_of(tmp_path / "stock.log", tmp_path / "fp8", **stock) == wanted
+    # our own engine reads the list in the export's config as well
+    with EngineProcess(tmp_path / "again.log", tmp_path / "fp8") as engine:
+        again = engine.control({"op": "digest"})["ranks"][0]
+    assert {n: t["sha256"] for n, t in again.items()} == {n: t["sha256"] for n, t in digest.items()}
+
+
+def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
+    """Rows, columns and experts are joined; both ranks hold the one KV head."""
+    checkpoint = models.make_checkpoint("qwen3_moe", tmp_path / "bf16", num_key_value_heads=1)
+    folder, open_folder = tmp_path / "export", tmp_path / "open"
+    folder.mkdir(mode=0o700)
+    open_folder.mkdir()
+    open_folder.chmod(0o755)
+    with EngineProcess(tmp_path / "log", checkpoint, tp_size=2) as engine:
+        for refused in (open_folder, tmp_path / "missing", None):
+            with pytest.raises(EngineError, match="cannot write into"):
+                engine.control({"op": "export", "folder": refused and str(refused)})
+        engine.control({"op": "export", "folder": str(folder)})
+        with pytest.raises(EngineError, match="cannot write into"):
+            engine.control({"op": "export", "folder": str(folder)})  # it is not empty any more
+    assert_equal(exported(folder), expected(checkpoint))
+    assert not list(open_folder.iterdir())
