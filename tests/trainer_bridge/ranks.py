@@ -15,7 +15,11 @@ POLL_S = 0.02
 
 
 def run(
-    worker: Callable[[int, Path], None], folder: Path, world: int, collective_timeout_s: float
+    worker: Callable[[int, Path], None],
+    folder: Path,
+    world: int,
+    collective_timeout_s: float,
+    join_s: float = JOIN_S,
 ) -> None:
     """Run ``worker(rank, folder)`` in ``world`` processes; fail if one fails or hangs.
 
@@ -29,7 +33,7 @@ def run(
         join=False,
         start_method="spawn",
     )
-    deadline = time.monotonic() + JOIN_S
+    deadline = time.monotonic() + join_s
     try:
         while not context.join(timeout=1.0):
             assert time.monotonic() < deadline, "the ranks hang"

@@ -36,7 +36,8 @@ def stream(checkpoint: Path, layout: Layout) -> Iterator[tuple[str, torch.Tensor
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
+        # experts are either cut, as other layers are, or whole on some ranks
+        expert_tensor_parallel_size=1 if layout.expert > 1 else layout.tensor,
     )
     config = AutoConfig.from_pretrained(checkpoint)
     config.rope_theta = config.rope_parameters["rope_theta"]  # where mbridge 0.15 looks for it
@@ -44,6 +45,7 @@ def stream(checkpoint: Path, layout: Layout) -> Iterator[tuple[str, torch.Tensor
     experts = getattr(config, "num_experts", None)
     bridge.set_extra_args(
         use_cpu_initialization=True,
+        sequence_parallel=False,
         variable_seq_lengths=False,
         persist_layer_norm=False,
         bias_activation_fusion=False,
