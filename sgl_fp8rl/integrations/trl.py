@@ -128,8 +128,11 @@ class EngineGeneration:
         """Tokens and logprobs of each completion; or why not, for all ranks to raise."""
         try:
             batch = rollout(self._engine, prompts, _sampling(self._trainer))
-            ended = [*zip(batch.finish_reasons, batch.tokens, strict=True)]
-            failed = [i for i, (r, row) in enumerate(ended) if r in ("error", "abort") or not row]
+            failed = [
+                index
+                for index, reason in enumerate(batch.finish_reasons)
+                if reason in ("error", "abort") or not batch.tokens[index]
+            ]
             if failed:
                 raise batch.errors.get(failed[0]) or RuntimeError(
                     f"attach: {len(failed)} of {len(prompts)} requests were aborted or have no "
@@ -241,7 +244,7 @@ def _sampling(trainer: Any) -> dict[str, Any]:
 def _check(trainer: Any) -> None:
     """Refuse what would fail later, or train on wrong numbers."""
     if not isinstance(trainer, trl.GRPOTrainer):
-        raise ValueError(f"attach: {type(trainer).__name__} is no trl.GRPOTrainer; pass one")
+        raise ValueError(f"attach: {type(trainer).__name__} is not a trl.GRPOTrainer; pass one")
     sharding, mode = trainer._dist, trainer.vllm_importance_sampling_mode
     refused = {
         "it samples with vLLM or has an engine; build it with use_vllm=False and attach once": (

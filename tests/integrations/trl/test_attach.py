@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +83,33 @@ def test_the_subclass_has_one_more_argument(make: Make, engine: FakeEngine) -> N
     trainer.train()
     assert engine.version == 0
     assert steps_of(trainer)[0]["fp8rl/policy_version"] == 0
+
+
+def of_two_ranks(rank: int, monkeypatch: pytest.MonkeyPatch, sent: Any) -> Any:
+    """The adapter on one of two ranks, to which rank 0 sends ``sent``."""
+
+    def receive(box: list[Any]) -> None:
+        box[0] = sent
+
+    monkeypatch.setattr(adapter, "gather_object", lambda prompts: [*prompts, *prompts])
+    monkeypatch.setattr(adapter, "broadcast_object_list", receive)
+    accelerator = SimpleNamespace(is_main_process=False, process_index=rank, num_processes=2)
+    return adapter.EngineGeneration(SimpleNamespace(accelerator=accelerator), None)
+
+
+def test_each_rank_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [[1], [2], [3], [4]], [[-1.0], [-2.0], [-3.0], [-4.0]]
+    for rank, tokens in enumerate([[[1], [2]], [[3], [4]]]):
+        generation = of_two_ranks(rank, monkeypatch, sent)
+        prompts, completions, logprobs, _ = generation.generate([[5], [5]], None, 2)
+        assert prompts == [[5], [5]] and completions == tokens
+        assert logprobs == [[[-float(token)] for token in row] for row in tokens]
+
+
+def test_a_failure_of_rank_0_ends_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = of_two_ranks(1, monkeypatch, EngineError("the engine has gone"))
+    with pytest.raises(EngineError, match="has gone"):
+        generation.generate([[5], [5]], None, 2)
 
 
 def failed(index: int, reply: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from sgl_fp8rl.integrations import trl as adapter
 from tests.engine import expected, models
-from tests.engine.harness import LAUNCH_SERVER, ROOT, Server, end_group, tail
+from tests.engine.harness import LAUNCH_SERVER, ROOT, START_TIMEOUT_S, Server, end_group, tail
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import Make
 from tests.integrations.trl.tiny import (
@@ -27,16 +27,15 @@ from tests.integrations.trl.tiny import (
 )
 from trainer_bridge import Rollout, UpdateResult
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 120)]
 
 FAST_LR = 1e-2
 """One step of this moves the policy by far more than FP8 does."""
 MEAN_DIFFERENCE = 0.05
-"""Of |trainer's logprob - engine's|, a batch: FP8 0.028 at most; weights one step old 0.1 and more.
-The control below keeps those of the first step."""
+"""Of |trainer's logprob - engine's|, a batch: FP8 0.029 at most; with weights a step old, 0.4."""
 ADAPTED_DIFFERENCE = 0.1
-"""The same where adapters are as large as the weights: merged 0.06 at most, not merged 0.3."""
-RANKS_TIMEOUT_S = 240
+"""The same where adapters are as large as the weights: merged 0.052 at most, not merged 0.39."""
+RANKS_TIMEOUT_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> tuple[list[UpdateResult], list[Rol
 
 def differences(steps: list[dict[str, float]]) -> list[float]:
     """TRL's own measure: the mean of |its logprob - the engine's|, a step."""
-    found = [row["sampling/sampling_logp_difference/mean"] for row in steps]
-    print("DIFF", found, [row["reward"] for row in steps])
-    return found
+    return [row["sampling/sampling_logp_difference/mean"] for row in steps]
 
 
 def test_each_batch_comes_from_its_steps_weights(
@@ -176,7 +173,7 @@ def train_on_two_ranks(
     return json.loads((folder / "result.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.timeout(RANKS_TIMEOUT_S + 260)
+@pytest.mark.timeout(RANKS_TIMEOUT_S + START_TIMEOUT_S + 60)
 def test_fsdp2_ranks_learn(server: Server, checkpoint: Path, tmp_path: Path) -> None:
     result = train_on_two_ranks(
         server, checkpoint, tmp_path / "fsdp2", tiny.FSDP2, max_steps=12, learning_rate=FAST_LR
@@ -191,7 +188,7 @@ def test_fsdp2_ranks_learn(server: Server, checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-@pytest.mark.timeout(RANKS_TIMEOUT_S + 260)
+@pytest.mark.timeout(RANKS_TIMEOUT_S + START_TIMEOUT_S + 60)
 @pytest.mark.parametrize("sharding", [{}, tiny.FSDP2], ids=["ddp", "fsdp2"])
 def test_adapters_on_ranks(
     sharding: dict[str, str], server: Server, checkpoint: Path, tmp_path: Path

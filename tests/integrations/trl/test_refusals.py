@@ -33,7 +33,7 @@ def test_options_without_usable_logprobs_are_refused(
 
 
 def test_trainers_that_cannot_work_are_refused(make: Make, engine: FakeEngine) -> None:
-    with pytest.raises(ValueError, match="is no trl"):
+    with pytest.raises(ValueError, match="not a trl"):
         adapter.attach(object(), engine)
     trainer = make()
     adapter.attach(trainer, engine)
