@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from examples.trl import tiny_model
+from examples.trl.tiny_model import END
 from sgl_fp8rl.integrations import trl as adapter
 from sgl_fp8rl.protocol.policy import Policy
 from tests.integrations.trl import tiny
-from tests.integrations.trl.tiny import END
 from trainer_bridge import UpdateResult
 from trainer_bridge.connections import connection_to
 
@@ -70,7 +71,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_checkpoint(tmp_path_factory.mktemp("policy"))
+    return tiny_model.save(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from examples.trl.tiny_model import END
 from sgl_fp8rl.integrations import trl as adapter
 from tests.engine.harness import ROOT
-from tests.engine.models import VOCAB
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import FakeEngine, Make
-from tests.integrations.trl.tiny import END, steps_of
+from tests.integrations.trl.tiny import steps_of
 from trainer_bridge.engine_client import EngineError
 
 
@@ -191,7 +191,3 @@ def test_without_trl_the_import_says_what_to_install() -> None:
     assert child.returncode != 0
     assert last.startswith("ImportError: sgl_fp8rl.integrations.trl")
     assert "pip install 'sgl-fp8rl[trl]'" in last
-
-
-def test_the_words_are_tokens() -> None:
-    assert tiny.tokenizer()("3 17 511")["input_ids"] == [3, 17, VOCAB - 1]

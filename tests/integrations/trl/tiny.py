@@ -1,7 +1,7 @@
 """A stock ``trl.GRPOTrainer`` small enough for a CPU; as a script, one rank of several.
 
-The policy is a random Qwen3, whose words are numbers. The reward is the share of a completion's
-tokens that are even, which it learns within some steps.
+The policy is that of ``examples.trl.tiny_model``. The reward is the share of a completion's tokens
+that are even, which it learns within some steps.
 """
 
 import json
@@ -14,22 +14,13 @@ import torch
 from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from examples.trl import tiny_model
 from sgl_fp8rl.integrations.trl import attach
-from tests.engine.models import COMMON, VOCAB
 
-PAD, END = VOCAB - 2, VOCAB - 1
 FSDP2 = {
     "ACCELERATE_USE_CPU": "true",
     "ACCELERATE_USE_FSDP": "true",
@@ -44,21 +35,6 @@ FSDP2 = {
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Adapters as large as the weights, so that adding and subtracting them shows in the last bits.
 LORA = LoraConfig(r=8, lora_alpha=64, target_modules=LINEARS, init_lora_weights=False)
-
-
-def make_checkpoint(path: Path) -> Path:
-    """A policy as training begins it: every word is almost as likely as any other."""
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**COMMON)).to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({str(i): i for i in range(VOCAB)}, unk_token=str(PAD)))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=str(END), pad_token=str(PAD), unk_token=str(PAD)
-    )
 
 
 def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -97,7 +73,7 @@ def make_trainer(checkpoint: Path, output: Path, peft_config: Any = None, **opti
         reward_funcs=even,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer(),
+        processing_class=tiny_model.tokenizer(),
         peft_config=peft_config,
     )
 
