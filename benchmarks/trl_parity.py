@@ -19,7 +19,6 @@ import json
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from datasets import Dataset
@@ -27,18 +26,15 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.environment import ROOT, environment
-from benchmarks.parity.comparison import compare
+from benchmarks.tables.trl import PICTURE, draw, table
 from examples.grpo.engine import KEYWORDS, running_engine
 from examples.trl import tiny_model
 from sgl_fp8rl.integrations.trl import attach
-from trainer_bridge.metrics import draw
 
 ARMS = {"bf16": "re:.*", "fp8": ""}
 """Which layers stay BF16."""
 SEEDS, STEPS, LEARNING_RATE = 5, 12, 1e-2
-MARGIN, ALPHA = 0.1, 0.05
 LOG = ROOT / "benchmarks" / "results" / "trl.jsonl"
-PICTURE = ROOT / "docs" / "trl.png"
 NAMES = {"reward": "reward"} | {
     f"fp8rl/{name}": name for name in ("policy_version", "mismatch_kl_k3", "ess", "alarms")
 }
@@ -86,32 +82,6 @@ def train(engine: Any, seed: int, folder: Path) -> list[Row]:
     return [{ours: row[theirs] for theirs, ours in NAMES.items()} for row in logged]
 
 
-def judge(rows: list[Row]) -> Row:
-    """What was asked and predicted, of all steps."""
-    means = {
-        arm: [
-            fmean(row["reward"] for row in rows if (row["run"], row["seed"]) == (arm, seed))
-            for seed in range(SEEDS)
-        ]
-        for arm in ARMS
-    }
-    result = compare(means["fp8"], means["bf16"], MARGIN, ALPHA)
-    kl = {arm: [row["mismatch_kl_k3"] for row in rows if row["run"] == arm] for arm in ARMS}
-    return {
-        "mean_reward": means,
-        "difference": result.mean,
-        "interval": result.interval,
-        "p_tost": result.p_tost,
-        "equivalent": result.p_tost is not None and result.p_tost < ALPHA,
-        "first_reward": [row["reward"] for row in rows if row["step"] == 0],
-        "last_reward": [row["reward"] for row in rows if row["step"] == STEPS - 1],
-        "mean_kl": {arm: fmean(values) for arm, values in kl.items()},
-        "largest_kl": {arm: max(values) for arm, values in kl.items()},
-        "steps_with_an_alarm": sum(row["alarms"] > 0 for row in rows),
-        "versions_are_steps": all(row["policy_version"] == row["step"] for row in rows),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--log", type=Path, default=LOG)
@@ -120,19 +90,17 @@ def main() -> None:
     lines: list[Row] = [
         {"kind": "environment", **environment("python -m benchmarks.trl_parity"), **versions()}
     ]
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         served = tiny_model.save(Path(folder) / "served")
         for arm, ignored_layers in ARMS.items():
             with running_engine(served, ignored_layers, 0, KEYWORDS["cpu"]) as engine:
                 for seed in range(SEEDS):
                     for step, row in enumerate(train(engine, seed, Path(folder))):
-                        names = {"arm": f"{arm}, seed {seed}", "run": arm, "seed": seed}
-                        rows.append({"kind": "step", "step": step, **names, **row})
-    lines += [*rows, {"kind": "verdict", **judge(rows)}]
-    options.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    draw([options.log], options.picture, ["reward", "mismatch_kl_k3", "ess"])
-    print(json.dumps(lines[-1], indent=1))
+                        lines.append({"step": step, "arm": arm, "seed": seed, **row})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    options.log.write_text(text)
+    draw(text, options.picture)
+    print(table(text))
 
 
 def versions() -> dict[str, str]:
