@@ -7,16 +7,15 @@ before sampling, then ``generate``. ``EngineGeneration`` takes that place. Impor
 """
 
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from sgl_fp8rl.integrations.peft import merged
 from trainer_bridge import mismatch_metrics, rollout, update
-from trainer_bridge.fsdp import named_tensors
 from trainer_bridge.metrics.alarms import announce, check_alarms
 from trainer_bridge.rollout import check_sampling
 
@@ -83,7 +82,7 @@ class EngineGeneration:
         trainer, accelerator = self._trainer, self._accelerator
         self.version = max(int(trainer.state.global_step), self.version + 1)
         group = dist.group.WORLD if accelerator.num_processes > 1 else None
-        with _merged(accelerator.unwrap_model(trainer.model)) as model:
+        with merged(accelerator.unwrap_model(trainer.model)) as model:
             result = update(model, self._engine, version=self.version, run=self.run, group=group)
         self._log("update_seconds", result.seconds["total"])
 
@@ -180,48 +179,6 @@ class _SyncAtStart(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._last_loaded_step = -1
-
-
-class _MergedView(nn.Module):
-    """A PEFT model whose adapters are merged, under the names of the model without adapters."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        base = model.get_base_model()
-        self.config = base.config
-        kept = f"modules_to_save.{model.active_adapter}."
-        self._named = [
-            (name.replace(".base_layer.", ".").replace(kept, ""), tensor)
-            for name, tensor in named_tensors(base)
-            if model.prefix not in name and "original_module" not in name
-        ]
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
-        return iter(self._named)
-
-
-@contextmanager
-def _merged(model: Any) -> Iterator[nn.Module]:
-    """What an update sends of a model; afterwards its parameters are what they were, to the bit.
-
-    Subtracting an adapter again would not do: it leaves the rounding of both sums in the weights.
-    """
-    if not hasattr(model, "merge_adapter"):
-        yield model
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    adapted = [m.get_base_layer() for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    kept = {p: p.detach().clone() for layer in adapted for p in layer.parameters()}
-    try:
-        with torch.no_grad():
-            model.merge_adapter()
-        yield _MergedView(model)
-    finally:
-        with torch.no_grad():
-            model.unmerge_adapter()
-            for parameter, before in kept.items():
-                parameter.copy_(before)
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:

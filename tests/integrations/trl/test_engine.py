@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import save_file
 
 from sgl_fp8rl.integrations import trl as adapter
+from sgl_fp8rl.integrations.peft import MergedView
 from tests.engine import expected, models
 from tests.engine.harness import LAUNCH_SERVER, ROOT, START_TIMEOUT_S, Server, end_group, tail
 from tests.integrations.trl import tiny
@@ -137,7 +138,7 @@ def test_adapters_that_are_not_merged_are_seen(
     server: Server, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests with adapters."""
-    monkeypatch.setattr(adapter, "_merged", lambda model: nullcontext(adapter._MergedView(model)))
+    monkeypatch.setattr(adapter, "merged", lambda model: nullcontext(MergedView(model)))
     trainer = make(peft_config=LORA, max_steps=1)
     adapter.attach(trainer, server.address)
     trainer.train()
