@@ -61,7 +61,7 @@ wheel: $(VENV)/.ready
 
 .venv/%/.ready: constraints/sglang-%.txt pyproject.toml
 	$(PYTHON) -m venv .venv/$*
-	.venv/$*/bin/$(PIP) install --constraint $< setuptools "sglang==$*" --editable ".[dev,examples]"
+	.venv/$*/bin/$(PIP) install --constraint $< setuptools "sglang==$*" --editable ".[dev,examples,trl]"
 	touch $@
 
 # It lies over SGLang's environment, whose torch it uses: verl's own dependencies are many.

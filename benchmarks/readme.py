@@ -11,7 +11,7 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
-from benchmarks.tables import correction, headline, kv, pictures
+from benchmarks.tables import correction, headline, kv, pictures, trl
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
@@ -43,6 +43,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "decode_profile_moe": ("decode_profile_moe.json", engine_tables.decode_profile),
     "mitigations": ("mitigations.json", engine_tables.mitigations),
     "kernels": ("kernels.json", kernel_tables.kernels),
+    "trl": ("trl.jsonl", trl.table),
     "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
     "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
@@ -72,6 +73,9 @@ def main() -> None:
     measured = RESULTS / "parity.jsonl"
     if measured.exists():
         picture.draw(read(measured), picture.PICTURE)
+    measured = RESULTS / "trl.jsonl"
+    if measured.exists():
+        trl.draw(read(measured), trl.PICTURE)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ LAYERS = (
     "trainer_bridge.correction",
     "trainer_bridge.update trainer_bridge.controller",
     "trainer_bridge",
+    # training frameworks
+    "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.deep_gemm",
@@ -182,6 +184,13 @@ def test_trainer_bridge_loads_no_sglang() -> None:
     loaded = loaded_by("import trainer_bridge")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
+
+
+@pytest.mark.parametrize("package", ["sgl_fp8rl", "sgl_fp8rl.integrations", "trainer_bridge"])
+def test_no_framework_is_loaded(package: str) -> None:
+    loaded = loaded_by(f"import {package}; dir({package})")
+    assert package.partition(".")[0] in loaded
+    assert not loaded & {"trl", "accelerate", "peft", "datasets", "transformers"}
 
 
 def test_precision_loads_no_sglang() -> None:

@@ -198,6 +198,15 @@ def rollout(
     return result
 
 
+def check_sampling(sampling: dict[str, Any]) -> None:
+    """Check sampling parameters before there is an engine.
+
+    Raises:
+        ValueError: ``rollout`` would refuse them.
+    """
+    _read_sampling(sampling)
+
+
 def _request(
     prompt: str | Sequence[int], sampling_params: dict[str, Any], routed_experts: bool
 ) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Adapters of training frameworks: only the module of a framework imports it."""

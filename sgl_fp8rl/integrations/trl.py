@@ -1,0 +1,234 @@
+"""FP8 rollouts for TRL's ``GRPOTrainer``: ``attach(trainer, engine)``, or the subclass here.
+
+TRL samples with vLLM through one object, ``trainer.vllm_generation``: ``sync_weights`` once a step
+before sampling, then ``generate``. ``EngineGeneration`` takes that place. Importance sampling
+(``vllm_importance_sampling_*``) and its metrics (``sampling/*``) stay TRL's; the logs gain
+``fp8rl/*``. TRL 1.16 names what is set here; the names are not part of its documented interface.
+"""
+
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sgl_fp8rl.integrations.peft import merged
+from trainer_bridge import mismatch_metrics, rollout, update
+from trainer_bridge.metrics.alarms import announce, check_alarms
+from trainer_bridge.rollout import check_sampling
+
+try:
+    import trl
+    from accelerate.utils import broadcast_object_list, gather_object
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); "
+        f"pip install 'sgl-fp8rl[trl]' installs it"
+    ) from error
+
+LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
+"""What is logged of ``mismatch_metrics``, over the tokens of all ranks."""
+
+
+def attach(trainer: Any, engine: Any) -> None:
+    """Let a ``trl.GRPOTrainer`` sample from an FP8 engine that follows its weights.
+
+    Every rank calls it, before ``train``; rank 0 alone speaks with the engine. Ranks may be of DDP
+    or FSDP2. Adapters of PEFT are merged into what is sent, and the trainer's weights are then put
+    back exactly: that takes a copy of the adapted matrices during an update.
+
+    A batch with a token of another policy, or a request that failed, ends training with an error.
+
+    Args:
+        trainer: built with ``use_vllm=False``.
+        engine: an ``sgl.Engine``, or the ``http://`` address of a server; of rank 0.
+
+    Raises:
+        ValueError: the trainer's options cannot work with an engine.
+    """
+    _check(trainer)
+    generation = EngineGeneration(trainer, engine)
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    trainer.vllm_generation, trainer._last_loaded_step = generation, -1
+    trainer._generate_and_score_completions = generation.logging(
+        trainer._generate_and_score_completions
+    )
+    trainer.add_callback(_SyncAtStart(trainer))
+
+
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+    """``trl.GRPOTrainer`` with one more argument, ``engine``; see ``attach``."""
+
+    def __init__(self, *args: Any, engine: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        attach(self, engine)
+
+
+class EngineGeneration:
+    """Stands where TRL keeps its vLLM: the methods that ``GRPOTrainer`` calls there."""
+
+    def __init__(self, trainer: Any, engine: Any) -> None:
+        self.run = f"trl-{secrets.token_hex(4)}"
+        self.version = -1
+        """The policy version that generates: the trainer's step, unless steps began again."""
+        self._trainer, self._engine = trainer, engine
+        self._accelerator = trainer.accelerator
+
+    def sync_weights(self) -> None:
+        """Bring the engine to the trainer's weights; TRL calls it once a step."""
+        trainer, accelerator = self._trainer, self._accelerator
+        self.version = max(int(trainer.state.global_step), self.version + 1)
+        group = dist.group.WORLD if accelerator.num_processes > 1 else None
+        with merged(accelerator.unwrap_model(trainer.model)) as model:
+            result = update(model, self._engine, version=self.version, run=self.run, group=group)
+        self._log("update_seconds", result.seconds["total"])
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: None,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """One completion to each prompt of this rank, as ``VLLMGeneration.generate`` gives them.
+
+        TRL repeats a prompt ``num_generations`` times, and each is a request of its own.
+
+        Returns:
+            prompts, completions, a list with the logprob of each of their tokens, and None.
+        """
+        gathered, box = gather_object(prompts), [None]
+        if self._accelerator.is_main_process:
+            with profiler or nullcontext():
+                box = [self._sample(gathered)]
+        broadcast_object_list(box)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        first = self._accelerator.process_index * len(prompts)
+        tokens, logprobs = (rows[first : first + len(prompts)] for rows in box[0])  # type: ignore[attr-defined]
+        return prompts, tokens, [[[logprob] for logprob in row] for row in logprobs], None
+
+    def logging(self, score: Callable[..., Any]) -> Callable[..., Any]:
+        """TRL's method that samples and scores a batch; the result also logs it as ``fp8rl/*``."""
+
+        def score_and_log(inputs: Any) -> Any:
+            batch = score(inputs)
+            self._log("policy_version", self.version)
+            if "sampling_per_token_logps" in batch and "old_per_token_logps" in batch:
+                self._log_mismatch(batch)
+            return batch
+
+        return score_and_log
+
+    def _sample(self, prompts: list[list[int]]) -> Any:
+        """Tokens and logprobs of each completion; or why not, for all ranks to raise."""
+        try:
+            batch = rollout(self._engine, prompts, _sampling(self._trainer))
+            failed = [
+                index
+                for index, reason in enumerate(batch.finish_reasons)
+                if reason in ("error", "abort") or not batch.tokens[index]
+            ]
+            if failed:
+                raise batch.errors.get(failed[0]) or RuntimeError(
+                    f"attach: {len(failed)} of {len(prompts)} requests were aborted or have no "
+                    f"tokens; let nothing else update or abort this engine, and resume from a "
+                    f"checkpoint"
+                )
+            if batch.policy_versions != [self.version]:
+                raise RuntimeError(
+                    f"attach: policy versions {batch.policy_versions} sampled a batch of version "
+                    f"{self.version}; let no other trainer update this engine, and resume from a "
+                    f"checkpoint"
+                )
+            return batch.tokens, batch.logprobs
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
+            return error
+
+    def _log_mismatch(self, batch: dict[str, torch.Tensor]) -> None:
+        mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1) > 0
+        if not self._accelerator.gather(mask_BT.sum()).sum():
+            return  # every completion was truncated, and the trainer masks those
+        metrics = mismatch_metrics(
+            batch["old_per_token_logps"],
+            batch["sampling_per_token_logps"],
+            mask_BT,
+            group=dist.group.WORLD if self._accelerator.num_processes > 1 else None,
+        )
+        alarms = check_alarms(metrics)
+        if self._accelerator.is_main_process:
+            announce(alarms)
+        for name in LOGGED:
+            self._log(name, metrics[name])
+        self._log("alarms", len(alarms))
+
+    def _log(self, name: str, value: float) -> None:
+        """Into what TRL averages up to its next log, of training or of evaluation."""
+        mode = "train" if self._trainer.model.training else "eval"
+        self._trainer._metrics[mode][f"fp8rl/{name}"].append(value)
+
+
+class _SyncAtStart(TrainerCallback):  # type: ignore[misc]
+    """A training that begins at the step of the last update still begins with an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer._last_loaded_step = -1
+
+
+def _sampling(trainer: Any) -> dict[str, Any]:
+    """TRL's sampling options, under SGLang's names."""
+    args = trainer.args
+    return {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p,
+        "repetition_penalty": trainer.repetition_penalty,
+        "regex": args.vllm_structured_outputs_regex,
+        "max_new_tokens": trainer.max_completion_length,
+        "stop_token_ids": trainer.eos_token_ids,
+        "no_stop_trim": True,  # the end token belongs to the completion
+        **(args.generation_kwargs or {}),
+    }
+
+
+def _check(trainer: Any) -> None:
+    """Refuse what would fail later, or train on wrong numbers."""
+    if not isinstance(trainer, trl.GRPOTrainer):
+        raise ValueError(f"attach: {type(trainer).__name__} is not a trl.GRPOTrainer; pass one")
+    sharding, mode = trainer._dist, trainer.vllm_importance_sampling_mode
+    refused = {
+        "it samples with vLLM or has an engine; build it with use_vllm=False and attach once": (
+            trainer.use_vllm
+        ),
+        "it trains a vision-language model, and images are not sent; use a text model": (
+            trainer._is_vlm
+        ),
+        "it calls tools on several ranks, which then sample at different times; use one rank": (
+            trainer.tools and trainer.accelerator.num_processes > 1
+        ),
+        "its model is sharded by FSDP1 or DeepSpeed ZeRO-3; use FSDP2 (fsdp_version: 2) or DDP": (
+            sharding.fsdp_version == 1 or sharding.is_zero3
+        ),
+        "its model has quantized weights, and an engine takes BF16, FP16 or FP32; load it so": (
+            any(not p.is_floating_point() for p in trainer.model.parameters())
+        ),
+        f"its loss 'vespo' has no vllm_importance_sampling_mode={mode!r}; use 'token_truncate'": (
+            trainer.loss_type == "vespo"
+            and trainer.vllm_importance_sampling_correction
+            and mode not in ("token_truncate", "token_mask")
+        ),
+    }
+    for why, is_so in refused.items():
+        if is_so:
+            raise ValueError(f"attach: this GRPOTrainer is refused: {why}")
+    sampling = _sampling(trainer)
+    if sampling.get("n", 1) != 1:
+        raise ValueError("attach: generation_kwargs has n; set num_generations instead")
+    check_sampling(sampling)

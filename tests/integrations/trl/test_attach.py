@@ -1,0 +1,193 @@
+"""TRL's own GRPOTrainer and ``rollout`` on a fake engine: what is asked, trained on and logged."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from examples.trl.tiny_model import END
+from sgl_fp8rl.integrations import trl as adapter
+from tests.engine.harness import ROOT
+from tests.integrations.trl import tiny
+from tests.integrations.trl.conftest import FakeEngine, Make
+from tests.integrations.trl.tiny import steps_of
+from trainer_bridge.engine_client import EngineError
+
+
+def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> None:
+    trainer = make(max_steps=2)
+    adapter.attach(trainer, engine)
+    batches = []
+    score = trainer._generate_and_score_completions
+
+    def keep(inputs: Any) -> Any:
+        batches.append(score(inputs))
+        return batches[-1]
+
+    trainer._generate_and_score_completions = keep
+    trainer.train()
+    batch = batches[-1]
+    assert len(engine.prompts) == 16
+    assert [p == q for p, q in zip(engine.prompts, engine.prompts[1:], strict=False)] == [
+        *[True] * 7,  # a group of 8, then another prompt
+        False,
+        *[True] * 7,
+    ]
+    wanted = [[prompt[0], i, END] for i, prompt in enumerate(engine.prompts)]
+    # TRL shuffles the rows after sampling
+    assert sorted(batch["completion_ids"].tolist()) == sorted(wanted)
+    assert batch["sampling_per_token_logps"].tolist() == [[-6.0, -7.0, -8.0]] * 16
+    assert engine.sampling["max_new_tokens"] == 16
+    assert engine.sampling["stop_token_ids"] == [END] and engine.sampling["no_stop_trim"]
+    assert (engine.sampling["top_p"], engine.sampling["temperature"]) == (1.0, 1.0)
+    for step, row in enumerate(steps_of(trainer)):
+        assert row["fp8rl/policy_version"] == step
+        assert row["fp8rl/update_seconds"] == 0.5
+        # -6, -7, -8 beside a policy of 512 words that are almost equally likely
+        assert row["fp8rl/mismatch_kl_k3"] > 0.1 and row["fp8rl/ess"] < 0.9
+        assert row["sampling/importance_sampling_ratio/max"] == 2.0
+
+
+def test_versions_grow_where_steps_begin_again(make: Make, engine: FakeEngine) -> None:
+    trainer = make(max_steps=1)
+    adapter.attach(trainer, engine)
+    versions = []
+    for _ in range(3):
+        trainer.train()
+        versions.append(engine.version)
+    assert versions == [0, 1, 2]
+
+
+def test_an_evaluation_samples_from_the_weights_of_its_step(make: Make, engine: FakeEngine) -> None:
+    trainer = make(max_steps=2, num_generations_eval=4, per_device_eval_batch_size=4)
+    adapter.attach(trainer, engine)
+    trainer.train()
+    metrics = trainer.evaluate(trainer.train_dataset.select(range(1)))
+    assert engine.version == 2 and len(engine.prompts) == 4
+    assert metrics["eval_reward"] > 0
+    assert trainer.state.log_history[-1]["eval_fp8rl/policy_version"] == 2
+
+
+def test_the_subclass_has_one_more_argument(make: Make, engine: FakeEngine) -> None:
+    stock = make(max_steps=1)
+    trainer = adapter.GRPOTrainer(
+        model=stock.model,
+        reward_funcs=tiny.even,
+        args=stock.args,
+        train_dataset=stock.train_dataset,
+        processing_class=stock.processing_class,
+        engine=engine,
+    )
+    trainer.train()
+    assert engine.version == 0
+    assert steps_of(trainer)[0]["fp8rl/policy_version"] == 0
+
+
+def of_two_ranks(rank: int, monkeypatch: pytest.MonkeyPatch, sent: Any) -> Any:
+    """The adapter on one of two ranks, to which rank 0 sends ``sent``."""
+
+    def receive(box: list[Any]) -> None:
+        box[0] = sent
+
+    monkeypatch.setattr(adapter, "gather_object", lambda prompts: [*prompts, *prompts])
+    monkeypatch.setattr(adapter, "broadcast_object_list", receive)
+    accelerator = SimpleNamespace(is_main_process=False, process_index=rank, num_processes=2)
+    return adapter.EngineGeneration(SimpleNamespace(accelerator=accelerator), None)
+
+
+def test_each_rank_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [[1], [2], [3], [4]], [[-1.0], [-2.0], [-3.0], [-4.0]]
+    for rank, tokens in enumerate([[[1], [2]], [[3], [4]]]):
+        generation = of_two_ranks(rank, monkeypatch, sent)
+        prompts, completions, logprobs, _ = generation.generate([[5], [5]], None, 2)
+        assert prompts == [[5], [5]] and completions == tokens
+        assert logprobs == [[[-float(token)] for token in row] for row in tokens]
+
+
+def test_a_failure_of_rank_0_ends_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = of_two_ranks(1, monkeypatch, EngineError("the engine has gone"))
+    with pytest.raises(EngineError, match="has gone"):
+        generation.generate([[5], [5]], None, 2)
+
+
+def failed(index: int, reply: dict[str, Any]) -> Any:
+    return EngineError("request 3 is too long", 400) if index == 3 else reply
+
+
+def aborted(index: int, reply: dict[str, Any]) -> Any:
+    if index == 3:
+        reply["meta_info"]["finish_reason"] = {"type": "abort"}
+    return reply
+
+
+def empty(index: int, reply: dict[str, Any]) -> Any:
+    return reply | {"output_ids": []} if index == 3 else reply
+
+
+def mixed(index: int, reply: dict[str, Any]) -> Any:
+    if index == 3:
+        reply["meta_info"]["policy_version"][2] += 1
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (failed, "too long"),
+        (aborted, "1 of 16 requests were aborted"),
+        (empty, "1 of 16 requests were aborted or have no tokens"),
+        (mixed, r"versions \[0, 1\] sampled a batch of version 0"),
+    ],
+)
+def test_an_incomplete_or_mixed_batch_ends_training(
+    edit: Any, message: str, make: Make, engine: FakeEngine
+) -> None:
+    trainer = make()
+    adapter.attach(trainer, engine)
+    engine.edit = edit
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_harmless_generation_kwargs_are_sent(make: Make, engine: FakeEngine) -> None:
+    trainer = make(max_steps=1, generation_kwargs={"max_new_tokens": 5, "ignore_eos": True})
+    adapter.attach(trainer, engine)
+    trainer.train()
+    assert engine.sampling["max_new_tokens"] == 5 and engine.sampling["ignore_eos"]
+
+
+def test_without_correction_only_the_version_is_logged(make: Make, engine: FakeEngine) -> None:
+    trainer = make(max_steps=1, vllm_importance_sampling_correction=False)
+    adapter.attach(trainer, engine)
+    trainer.train()
+    (row,) = steps_of(trainer)
+    assert row["fp8rl/policy_version"] == 0 and "fp8rl/ess" not in row
+
+
+def test_a_batch_of_truncated_completions_is_no_error(make: Make, engine: FakeEngine) -> None:
+    def cut(index: int, reply: dict[str, Any]) -> Any:
+        meta = reply["meta_info"]
+        meta["finish_reason"] = {"type": "length"}
+        for name in ("output_token_logprobs", "policy_version", "policy_run"):
+            meta[name] = meta[name][:2]
+        return reply | {"output_ids": reply["output_ids"][:2]}
+
+    trainer = make(max_steps=1, mask_truncated_completions=True)
+    adapter.attach(trainer, engine)
+    engine.edit = cut
+    trainer.train()
+    assert "fp8rl/ess" not in steps_of(trainer)[0]
+
+
+def test_without_trl_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['trl'] = None\nimport sgl_fp8rl.integrations.trl"
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    last = child.stderr.strip().splitlines()[-1]
+    assert child.returncode != 0
+    assert last.startswith("ImportError: sgl_fp8rl.integrations.trl")
+    assert "pip install 'sgl-fp8rl[trl]'" in last
