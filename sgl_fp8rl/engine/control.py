@@ -210,11 +210,17 @@ def add_route(
     """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
     if server_args.quantization == NAME:
         port_args = kw["port_args"] if "port_args" in kw else args[1]
-        rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
-        control = Control(tokenizer_manager, rpc, server_args)
-        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/internal_requests.py)
-        compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (internal_requests.py)
+        serve(server_args, tokenizer_manager, port_args)
     return original(server_args, tokenizer_manager, *args, **kw)
+
+
+def serve(server_args: Any, tokenizer_manager: Any, port_args: Any) -> Control:
+    """Make the control channel of a server, and its route on SGLang's application."""
+    rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
+    control = Control(tokenizer_manager, rpc, server_args)
+    compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+    return control
 
 
 def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,18 @@
+"""verl's replica of the rollout ``sglang``: it starts our server where the key asks for it."""
+
+from typing import Any
+
+import ray
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+
+from sgl_fp8rl.integrations.verl.rollout_config import is_ours
+from sgl_fp8rl.integrations.verl.server import Server
+
+
+class Replica(SGLangReplica):  # type: ignore[misc]
+    """verl's, with another server class under ``rollout.quantization=fp8rl``."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        if is_ours(self.config):
+            self.server_class = ray.remote(Server)
