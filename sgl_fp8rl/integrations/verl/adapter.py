@@ -59,9 +59,9 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
                 "an fp8rl engine serves no LoRA adapters; set actor_rollout_ref.model.lora.merge="
                 "True, which sends merged weights"
             )
-        await self._init_server_adapter()
         pairs = _checkpointed(weights, self.model_config.hf_config)
         try:
+            await self._init_server_adapter()
             if self._is_server_tp_leader():
                 await self._lead(pairs, global_steps)
         finally:

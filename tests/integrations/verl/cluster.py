@@ -26,7 +26,9 @@ from trainer_bridge.transport.ray_actor import RayEngine
 
 RANKS = 2
 START_TIMEOUT_S = 500.0
-CALL_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 300.0
+GATHER_TIMEOUT_S = 150.0
+"""A rank that is left waiting fails before the call does."""
 PROMPT = list(range(1, 17))
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "ignore_eos": True}
 
@@ -70,7 +72,9 @@ def weights_of(checkpoint: Path) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    transformer_impl.get_device_id = lambda: "cpu"  # verl knows no CPU platform
+    # verl knows no CPU platform
+    transformer_impl.get_device_id = lambda: "cpu"
+    transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
     engine = SimpleNamespace(
         module=model,
         model_config=SimpleNamespace(lora={}, hf_config=model.config),
@@ -96,7 +100,7 @@ class Rank:
             init_method=f"file://{store}",
             rank=rank,
             world_size=RANKS,
-            timeout=timedelta(seconds=CALL_TIMEOUT_S),
+            timeout=timedelta(seconds=GATHER_TIMEOUT_S),
         )
         adapter = get_rollout_class("sglang")
         self._adapter = adapter(rollout, model_config(checkpoint), device_mesh=None)

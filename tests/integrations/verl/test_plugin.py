@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import TokenOutput
@@ -21,6 +24,10 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from sgl_fp8rl.integrations.verl import adapter, server
 from sgl_fp8rl.integrations.verl.replica import Replica
+from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+
+DOCS = Path(__file__).parents[3] / "docs"
+COMMAND = "python -m verl.trainer.main_ppo"
 
 REGISTRIES = """
 import verl
@@ -74,6 +81,26 @@ def test_a_replica_starts_our_server_under_the_key_only(quantization: str | None
     started = replica.server_class.__ray_metadata__.modified_class
     assert issubclass(started, async_sglang_server.SGLangHttpServer)
     assert issubclass(started, server.Server) is (quantization == "fp8rl")
+
+
+def test_the_documented_command_is_a_configuration() -> None:
+    """It composes, and our server takes it: no key of it is unknown to verl or refused by us."""
+    from hydra import compose, initialize_config_module
+
+    page = next(p.read_text() for p in DOCS.glob("frameworks*.md") if COMMAND in p.read_text())
+    command = page[page.index(COMMAND) + len(COMMAND) :].partition("\n\n")[0]
+    overrides = shlex.split(os.path.expandvars(command.replace("\\\n", " ")))
+    assert len(overrides) > 15
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        whole = compose("ppo_trainer", overrides=overrides)
+        with pytest.raises(Exception, match="quantisation"):
+            compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.quantisation=fp8rl"])
+    config = omega_conf_to_dataclass(whole.actor_rollout_ref.rollout)
+    assert is_ours(config)
+    check(config)
+    hand_over(config)
+    sglang = config.engine_kwargs["sglang"]
+    assert sglang == {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8rl"}
 
 
 # ---- the adapter, without a server
