@@ -41,7 +41,7 @@ def rollout_config(**more: Any) -> RolloutConfig:
         "tp_size": 1,
         "enable_memory_saver": False,
         "kv_cache_dtype": "fp8_e4m3",
-        "fp8rl_bucket_bytes": BUCKET_BYTES,
+        "fp8rl_bucket_bytes": 4 * BUCKET_BYTES,  # FP32 masters of wide rows
     }
     settings = {
         "name": "sglang",
