@@ -1,4 +1,7 @@
-"""verl's parts and ours, over Ray: updates, rollouts, versions, a failure and its recovery."""
+"""verl's parts and ours, over Ray: updates, rollouts, versions, a failure and its recovery.
+
+The engine is started once. Each test brings it to what it needs, whatever ran before.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +20,8 @@ from trainer_bridge.engine_client import EngineError, HTTPEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 4 * CALL_TIMEOUT_S)]
 
-POLICIES = 3
 LAST = "model.norm.weight"
+STEPS = ("global_steps", "min_global_steps", "max_global_steps")
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +29,29 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """With a tied head: verl's state dict has it twice, a checkpoint once."""
     folder = tmp_path_factory.mktemp("policies")
     start = models.make_checkpoint("qwen3", folder / "0", tie_word_embeddings=True)
-    return [start, *(models.perturb(start, folder / str(n), n) for n in range(1, POLICIES))]
+    return [start, models.perturb(start, folder / "1", 1)]
 
 
 @pytest.fixture(scope="module")
 def world(policies: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """After a first update; before it the engine has random weights and generates nothing."""
     with cluster(policies[0], tmp_path_factory.mktemp("ranks")) as running:
+        assert_quarantined(running)
+        assert update(running, policies[0], step=0) == 0
         yield running
+
+
+def status(world: Cluster) -> dict[str, Any]:
+    return world.engine.control({"op": "status"})
+
+
+def update(world: Cluster, checkpoint: Path, step: int | None) -> int:
+    """Update on both ranks, which read all tensors; the new version."""
+    read = world.each_rank("update", checkpoint, step)
+    assert read[0] == read[1] and isinstance(read[0], int), read
+    assert holds(world, checkpoint)
+    assert status(world)["state"] == "serving"
+    return int(status(world)["version"])
 
 
 def holds(world: Cluster, checkpoint: Path) -> bool:
@@ -42,81 +61,88 @@ def holds(world: Cluster, checkpoint: Path) -> bool:
     return {name: held[name]["sha256"] for name in wanted} == wanted
 
 
-def update(world: Cluster, checkpoint: Path, step: int | None, **more: Any) -> int:
-    """Update on both ranks, which read all tensors; the new version."""
-    read = world.each_rank("update", checkpoint, step, **more)
-    assert read[0] == read[1] and isinstance(read[0], int), read
-    return int(world.engine.control({"op": "status"})["version"])
-
-
-def test_from_start_to_recovery(world: Cluster, policies: list[Path]) -> None:
-    """One story: the engine is started once."""
-    # without weights it generates nothing
-    assert world.engine.control({"op": "status"})["state"] == "quarantined"
-    with pytest.raises(EngineError, match="quarantined"):
+def assert_quarantined(world: Cluster) -> None:
+    assert status(world)["state"] == "quarantined"
+    with pytest.raises(EngineError, match="quarantined") as refused:
         world.generate()
+    assert "Server.generate" in str(refused.value)  # it came through Ray
 
-    assert update(world, policies[0], step=0) == 0
-    assert holds(world, policies[0])
-    output = world.generate(8)
-    assert len(output.token_ids) == len(output.log_probs) == 8
-    assert output.extra_fields["policy_versions"] == [0] * 8
-    steps = ("global_steps", "min_global_steps", "max_global_steps")
-    assert [output.extra_fields[name] for name in steps] == [0, 0, 0]
 
-    # the same step again, as after a resume; one without a number; and one ahead
-    assert update(world, policies[1], step=0) == 1
-    assert holds(world, policies[1]) and not holds(world, policies[0])
-    output = world.generate(4)
-    assert output.extra_fields["policy_versions"] == [1] * 4
-    assert output.extra_fields["max_global_steps"] == 0
-    assert update(world, policies[0], step=None) == 2
-    assert update(world, policies[1], step=7) == 7
-    output = world.generate(4)
-    assert output.extra_fields["policy_versions"] == [7] * 4
-    assert [output.extra_fields[name] for name in steps] == [7, 7, 7]
+def test_tokens_carry_versions_and_steps(world: Cluster, policies: list[Path]) -> None:
+    """A step may be ahead, the same again (as after a resume), or missing."""
+    ahead = int(status(world)["version"]) + 5
+    updates = ((1, ahead, ahead), (0, ahead, ahead + 1), (1, None, ahead + 2))
+    for policy, step, version in updates:
+        assert update(world, policies[policy], step) == version
+        assert not holds(world, policies[1 - policy])
+        output = world.generate(8)
+        assert len(output.token_ids) == len(output.log_probs) == 8
+        assert output.extra_fields["policy_versions"] == [version] * 8
+        # without a number it is still the step before
+        assert output.extra_fields["global_steps"] == ahead
+        if step is not None:
+            assert [output.extra_fields[name] for name in STEPS] == [ahead] * 3
 
-    # requests in flight come back, each token with the version and the step that sampled it
+
+def test_requests_in_flight_come_back_with_what_sampled_them(
+    world: Cluster, policies: list[Path]
+) -> None:
+    before = int(status(world)["version"]) + 1
+    assert update(world, policies[0], before) == before
     running = [world.send(400) for _ in range(4)]
-    assert update(world, policies[2], step=8) == 8
-    for done in ray.get(running, timeout=CALL_TIMEOUT_S):
-        versions = done.extra_fields["policy_versions"]
-        assert len(versions) == len(done.token_ids) == len(done.log_probs)
-        assert set(versions) <= {7, 8}
+    assert update(world, policies[1], before + 1) == before + 1
+    found = set()
+    for output in ray.get(running, timeout=CALL_TIMEOUT_S):
+        versions = output.extra_fields["policy_versions"]
+        assert len(versions) == len(output.token_ids) == len(output.log_probs)
+        assert set(versions) <= {before, before + 1}
         if versions:
-            found = [done.extra_fields[name] for name in steps[1:]]
-            assert found == [min(versions), max(versions)]
+            steps = [output.extra_fields[name] for name in STEPS]
+            assert steps == [max(versions), min(versions), max(versions)]
+        found.add(output.stop_reason)
+    assert found <= {"abort", "length"}
 
-    # a failure on the leader: the other rank reads to the end, the engine is quarantined
-    failed, read = world.each_rank("update", policies[0], 9, LAST)
+
+def test_a_failed_update_quarantines_until_the_next(world: Cluster, policies: list[Path]) -> None:
+    """The leader fails, and neither rank is left alone in a gather."""
+    step = int(status(world)["version"]) + 1
+    failed, read = world.each_rank("update", policies[0], step, LAST)
     assert isinstance(failed, EngineError | ManifestError) and LAST in str(failed)
-    counts = world.each_rank("count")
-    assert counts == [read, read]
-    status = world.engine.control({"op": "status"})
-    assert (status["state"], status["version"]) == ("quarantined", 8)
-    with pytest.raises(EngineError, match="quarantined"):
-        world.generate()
-    # the same step heals it, as another version
-    assert update(world, policies[0], step=9) == 10
-    assert holds(world, policies[0])
+    assert world.each_rank("count") == [read, read]
+    assert status(world)["version"] == step - 1
+    assert_quarantined(world)
+    assert update(world, policies[0], step) == step + 1  # the same step, as another version
     output = world.generate(4)
-    assert output.extra_fields["policy_versions"] == [10] * 4
-    assert output.extra_fields["max_global_steps"] == 9
+    assert output.extra_fields["policy_versions"] == [step + 1] * 4
+    assert [output.extra_fields[name] for name in STEPS] == [step] * 3
 
-    # as a checkpoint engine hands weights over
-    assert len(set(world.each_rank("update_from_async", policies[1], 10))) == 1
-    assert holds(world, policies[1])
 
-    # refusals, on every rank alike and before anything is read
-    for more in ({"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}):
-        results = world.each_rank("update", policies[0], 11, **more)
-        assert [type(found) for found in results] == [ValueError] * 2, results
-        assert world.each_rank("count") == [0, 0]
-    assert world.engine.control({"op": "status"})["version"] == 11
+def test_an_async_generator_is_read_as_well(world: Cluster, policies: list[Path]) -> None:
+    """So a checkpoint engine's worker hands weights over."""
+    for policy in policies:
+        version = int(status(world)["version"])
+        read = world.each_rank("update_from_async", policy, version + 1)
+        assert read[0] == read[1] and isinstance(read[0], int), read
+        assert holds(world, policy)
+        assert status(world)["version"] == version + 1
 
-    # the route, at the host's own address
+
+@pytest.mark.parametrize("more", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
+def test_what_is_no_policy_is_refused(
+    world: Cluster, policies: list[Path], more: dict[str, Any]
+) -> None:
+    before = status(world)
+    results = world.each_rank("update", policies[0], 1000, **more)
+    assert [type(found) for found in results] == [ValueError] * 2, results
+    assert world.each_rank("count") == [0, 0]
+    assert status(world) == before
+
+
+def test_both_ways_to_the_control_channel(world: Cluster) -> None:
+    """Over Ray, and over HTTP at the host's own address, where verl binds the server."""
     server = HTTPEngine(f"http://{world.replica.server_address}", None)
-    assert server.control({"op": "status"})["version"] == 11
-    with pytest.raises(EngineError, match="unknown") as refused:
-        world.engine.control({"op": "nothing"})
-    assert refused.value.status == 400
+    assert server.control({"op": "status"}) == status(world)
+    for engine in (server, world.engine):
+        with pytest.raises(EngineError, match="unknown") as refused:
+            engine.control({"op": "nothing"})
+        assert refused.value.status == 400
