@@ -6,7 +6,6 @@ import ray
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
 
 from sgl_fp8rl.integrations.verl.rollout_config import is_ours
-from sgl_fp8rl.integrations.verl.server import Server
 
 
 class Replica(SGLangReplica):  # type: ignore[misc]
@@ -15,4 +14,7 @@ class Replica(SGLangReplica):  # type: ignore[misc]
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         if is_ours(self.config):
+            # nothing else of ours is imported without the key
+            from sgl_fp8rl.integrations.verl.server import Server
+
             self.server_class = ray.remote(Server)
