@@ -34,11 +34,10 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "ig
 
 
 def rollout_config(**more: Any) -> RolloutConfig:
-    """One server for both ranks; its engine runs on one CPU rank."""
+    """One server for both ranks, and so an engine of as many: each on a core of its own."""
     engine = {
         **SMALL,
         **IDLE,
-        "tp_size": 1,
         "enable_memory_saver": False,
         "kv_cache_dtype": "fp8_e4m3",
         "fp8rl_bucket_bytes": 4 * BUCKET_BYTES,  # FP32 masters of wide rows
@@ -182,7 +181,7 @@ def cluster(checkpoint: Path, folder: Path) -> Iterator[Cluster]:
         num_cpus=2,
         object_store_memory=200 << 20,
         include_dashboard=False,
-        log_to_driver=True,
+        runtime_env={"env_vars": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))}},
     )
     try:
         config = rollout_config()

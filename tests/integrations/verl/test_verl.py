@@ -71,6 +71,19 @@ def assert_quarantined(world: Cluster) -> None:
     assert "Server.generate" in str(refused.value)  # it came through Ray
 
 
+def test_the_engine_has_our_arguments_not_verls(world: Cluster) -> None:
+    """verl asks for a copy of the weights in host memory, and for FlashInfer's attention."""
+
+    def arguments(server: Any) -> list[Any]:
+        made = server.tokenizer_manager.server_args
+        names = ("quantization", "kv_cache_dtype", "attention_backend", "enable_weights_cpu_backup")
+        return [getattr(made, name) for name in names]
+
+    found = ray.get(world.server.__ray_call__.remote(arguments), timeout=CALL_TIMEOUT_S)
+    assert found == ["fp8rl", "fp8_e4m3", "torch_native", False]
+    assert world.engine.control({"op": "layout"})["kv_cache"] is not None
+
+
 def test_tokens_carry_versions_and_steps(world: Cluster, policies: list[Path]) -> None:
     """A step may be ahead, the same again (as after a resume), or missing."""
     ahead = int(status(world)["version"]) + 5
