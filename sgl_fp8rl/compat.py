@@ -19,6 +19,7 @@ SYMBOLS = {
     # plugin framework
     "HookRegistry": "sglang.srt.plugins.hook_registry:HookRegistry",
     "HookType": "sglang.srt.plugins.hook_registry:HookType",
+    "load_plugins": "sglang.srt.plugins:load_plugins",
     "add_quantization_method_choices": "sglang.srt.server_args:add_quantization_method_choices",
     # quantization
     "BASE_QUANTIZATION_METHODS": "sglang.srt.layers.quantization:BASE_QUANTIZATION_METHODS",

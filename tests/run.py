@@ -77,7 +77,7 @@ NOT_ON_NEWEST = (
     "--deselect=tests/sgl_fp8rl/test_cli.py::test_layers_of_a_real_engine",
     *("-k", "not retracted"),
 )
-VERL = ("tests/trainer_bridge/test_correction_verl.py",)
+VERL = ("--verbose", "tests/trainer_bridge/test_correction_verl.py", "tests/integrations/verl")
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
     "fast": (Suite("fast", OLDEST, FAST),),

@@ -42,6 +42,8 @@ WAIT_POLL_S = 0.05
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 PATH = "/fp8rl"
+FORWARDING_HEADERS = ("x-forwarded-for", "forwarded")
+"""A proxy names in them for whom it asks."""
 
 
 class ControlError(RuntimeError):
@@ -213,11 +215,17 @@ def add_route(
     """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
     if server_args.quantization == NAME:
         port_args = kw["port_args"] if "port_args" in kw else args[1]
-        rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
-        control = Control(tokenizer_manager, rpc, server_args)
-        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (kv_cache/internal_requests.py)
-        compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (internal_requests.py)
+        serve(server_args, tokenizer_manager, port_args)
     return original(server_args, tokenizer_manager, *args, **kw)
+
+
+def serve(server_args: Any, tokenizer_manager: Any, port_args: Any) -> Control:
+    """Make the control channel of a server, and its route on SGLang's application."""
+    rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
+    control = Control(tokenizer_manager, rpc, server_args)
+    compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
+    return control
 
 
 def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
@@ -262,11 +270,10 @@ async def _json(request: Any) -> Any:
 
 
 def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
-    host = request.client.host if request.client else ""
-    if options.listen == "loopback" and not _is_loopback(host):
+    if options.listen == "loopback" and not _is_from_this_host(request):
         raise ControlError(
-            "control messages are taken from this host only; start with --fp8rl-listen any and a "
-            "key to take them from others",
+            "control messages are taken from this host only, and not through a proxy; start with "
+            "--fp8rl-listen any and a key to take them from others",
             403,
         )
     given = request.headers.get("authorization", "")
@@ -276,10 +283,24 @@ def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
         raise ControlError("the key is missing or wrong; set FP8RL_KEY to the server's key", 401)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+def _is_from_this_host(request: Any) -> bool:
+    """Whether the peer has a loopback address, or the very address that it connected to.
+
+    Frameworks bind servers to the host's own address. ``scope["server"]`` is the connection's
+    ``getsockname``, never a wildcard, and Linux drops packets from outside that claim an address of
+    this host. A forwarding header takes the kernel's word away: uvicorn then writes its content
+    into ``client``.
+    """
+    if any(name in request.headers for name in FORWARDING_HEADERS):
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    peer, here = (_address(request.scope.get(end)) for end in ("client", "server"))
+    return peer is not None and (peer.is_loopback or peer == here)
+
+
+def _address(end: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address of ``(host, port)``; None where it has none, as at a Unix socket."""
+    try:
+        address = ipaddress.ip_address(end[0])
+    except (TypeError, ValueError):
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

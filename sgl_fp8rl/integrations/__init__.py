@@ -1,1 +1,1 @@
-"""Adapters of training frameworks: only the module of a framework imports it."""
+"""Adapters of RL frameworks: each is imported where its framework is, and imports it."""

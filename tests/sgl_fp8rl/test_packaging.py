@@ -65,6 +65,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         "console_scripts": {"sgl-fp8rl": "sgl_fp8rl.cli:main"},
         "sglang.srt.plugins": {"fp8rl": "sgl_fp8rl.engine.plugin:register"},
         "sglang.srt.platforms": {"fp8rl_cpu": "sgl_fp8rl.engine.cpu_platform:activate"},
+        "verl.plugins": {"fp8rl": "sgl_fp8rl.integrations.verl.plugin"},
     }
 
 

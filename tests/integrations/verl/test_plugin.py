@@ -1,0 +1,319 @@
+"""verl finds the plugin by its entry point; without the key nothing of verl changes."""
+
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.sglang_rollout import async_sglang_server
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+
+from sgl_fp8rl.integrations.verl import adapter, server
+from sgl_fp8rl.integrations.verl.replica import Replica
+from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+
+DOCS = Path(__file__).parents[3] / "docs"
+COMMAND = "python -m verl.trainer.main_ppo"
+
+REGISTRIES = """
+import verl
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+print(_ROLLOUT_REGISTRY["sglang", "async"], RolloutReplicaRegistry._registry["sglang"].__module__)
+"""
+TAKEN = """
+import importlib.metadata, types, sys
+def entry_points(**of):
+    found = real(**of)
+    def load():
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        _ROLLOUT_REGISTRY["sglang", "async"] = "other.Adapter"
+    other = types.SimpleNamespace(name="other", load=load)
+    return [other, *found] if of.get("group") == "verl.plugins" else found
+real, importlib.metadata.entry_points = importlib.metadata.entry_points, entry_points
+"""
+PREFIX = "sgl_fp8rl.integrations.verl"
+STOCK = "verl.workers.rollout"
+
+
+@pytest.mark.parametrize(
+    ("before", "plugins", "adapter_of", "loader_of", "error"),
+    [
+        ("", "auto", f"{PREFIX}.adapter.Adapter", f"{PREFIX}.plugin", None),
+        ("", "none", f"{STOCK}.sglang_rollout.sglang_rollout.ServerAdapter", STOCK, None),
+        (TAKEN, "auto", "other.Adapter", STOCK, "other.Adapter, not verl's own"),
+        (TAKEN, "fp8rl", f"{PREFIX}.adapter.Adapter", f"{PREFIX}.plugin", None),
+    ],
+)
+def test_verl_loads_it_from_its_entry_point(
+    before: str, plugins: str, adapter_of: str, loader_of: str, error: str | None
+) -> None:
+    """In an interpreter of its own; a failure is logged where everyone sees it."""
+    environment = os.environ | {"VERL_USE_EXTERNAL_PLUGINS": plugins}
+    line = [sys.executable, "-c", before + REGISTRIES]
+    child = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=250)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found, loader = child.stdout.splitlines()[-1].split()
+    assert found == adapter_of
+    assert loader.startswith(loader_of)
+    said = "sgl-fp8rl is not available in verl" in child.stderr
+    assert said is (error is not None) and (error or "") in child.stderr
+
+
+@pytest.mark.parametrize("quantization", ["fp8rl", "fp8", None])
+def test_a_replica_starts_our_server_under_the_key_only(quantization: str | None) -> None:
+    config = RolloutConfig(name="sglang", quantization=quantization, tensor_model_parallel_size=1)
+    replica: Any = Replica(replica_rank=0, config=config, model_config=SimpleNamespace())
+    started = replica.server_class.__ray_metadata__.modified_class
+    assert issubclass(started, async_sglang_server.SGLangHttpServer)
+    assert issubclass(started, server.Server) is (quantization == "fp8rl")
+
+
+def test_the_documented_command_is_a_configuration() -> None:
+    """It composes, and our server takes it: no key of it is unknown to verl or refused by us."""
+    from hydra import compose, initialize_config_module
+
+    page = next(p.read_text() for p in DOCS.glob("frameworks*.md") if COMMAND in p.read_text())
+    command = page[page.index(COMMAND) + len(COMMAND) :].partition("\n\n")[0]
+    overrides = shlex.split(os.path.expandvars(command.replace("\\\n", " ")))
+    assert len(overrides) > 15
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        whole = compose("ppo_trainer", overrides=overrides)
+        with pytest.raises(Exception, match="quantisation"):
+            compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.quantisation=fp8rl"])
+    config = omega_conf_to_dataclass(whole.actor_rollout_ref.rollout)
+    assert is_ours(config)
+    check(config)
+    hand_over(config)
+    sglang = config.engine_kwargs["sglang"]
+    assert sglang == {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8rl"}
+
+
+# ---- the adapter, without a server
+
+
+class Engine:
+    """Stands for ``trainer_bridge.update``; takes ``limit`` tensors and may then fail."""
+
+    def __init__(self, limit: int | None = None, error: Exception | None = None) -> None:
+        self.limit, self.error = limit, error
+        self.versions: list[int] = []
+        self.got: list[str] = []
+
+    def update(self, stream: Iterator[Any], engine: Any, *, version: int) -> str:
+        self.versions.append(version)
+        self.got = []
+        for name, _ in stream:
+            self.got.append(name)
+            if len(self.got) == self.limit:
+                break
+        if self.error is not None:
+            raise self.error
+        return "done"
+
+
+class Called:
+    """A server actor whose methods are remembered."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote(*args: Any) -> None:
+            self.calls.append((name, *args))
+
+        return SimpleNamespace(remote=remote)
+
+
+def an_adapter(leads: bool, tied: bool = False, quantization: str | None = "fp8rl") -> Any:
+    made: Any = object.__new__(get_rollout_class("sglang"))
+    made.config = RolloutConfig(name="sglang", quantization=quantization)
+    made.model_config = SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=tied))
+    made.server_actor = Called()
+    made._is_server_tp_leader = lambda: leads
+
+    async def init() -> None:
+        pass
+
+    made._init_server_adapter = init
+    return made
+
+
+NAMES = ["a", "lm_head.weight", "b", "c"]
+
+
+class Weights:
+    """A generator, or an async one, that counts what was taken of it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.read, self.error = 0, error
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in NAMES:
+            self.read += 1
+            yield name, torch.zeros(1)
+        if self.error is not None:
+            raise self.error
+
+    async def later(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for pair in self:
+            await asyncio.sleep(0)
+            yield pair
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(adapter.trainer_bridge, "update", made.update)
+    return made
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_leader_sends_all_that_a_checkpoint_has(
+    engine: Engine, is_async: bool, tied: bool
+) -> None:
+    weights, leader = Weights(), an_adapter(leads=True, tied=tied)
+    given = weights.later() if is_async else iter(weights)
+    asyncio.run(leader.update_weights(given, global_steps=3))
+    assert engine.got == [name for name in NAMES if not (tied and name == "lm_head.weight")]
+    assert leader.server_actor.calls == [("fp8rl_note_step", 3, 3), ("set_global_steps", 3)]
+
+
+def test_the_others_only_read(engine: Engine) -> None:
+    weights, other = Weights(), an_adapter(leads=False)
+    asyncio.run(other.update_weights(iter(weights), global_steps=3))
+    assert (weights.read, engine.versions, other.server_actor.calls) == (len(NAMES), [], [])
+
+
+@pytest.mark.parametrize("limit", [1, 2, len(NAMES)])
+def test_a_leader_that_fails_reads_on(engine: Engine, limit: int) -> None:
+    """The other ranks wait for it in each gather."""
+    engine.limit, engine.error = limit, RuntimeError("the engine is gone")
+    weights, leader = Weights(), an_adapter(leads=True)
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        asyncio.run(leader.update_weights(iter(weights), global_steps=3))
+    assert weights.read == len(NAMES)
+    assert ("set_global_steps", 3) not in leader.server_actor.calls
+
+
+def test_a_generator_that_fails_is_the_failure(engine: Engine) -> None:
+    weights, leader = Weights(KeyError("a gather failed")), an_adapter(leads=True)
+    with pytest.raises(KeyError, match="a gather failed"):
+        asyncio.run(leader.update_weights(iter(weights), global_steps=3))
+
+
+def test_each_call_has_a_version_of_its_own(engine: Engine) -> None:
+    leader = an_adapter(leads=True)
+    for step in (0, 0, None, 7, 5, None):
+        asyncio.run(leader.update_weights(iter(Weights()), global_steps=step))
+    engine.error = RuntimeError("x")
+    with pytest.raises(RuntimeError):
+        asyncio.run(leader.update_weights(iter(Weights()), global_steps=20))
+    engine.error = None
+    asyncio.run(leader.update_weights(iter(Weights()), global_steps=20))
+    assert engine.versions == [0, 1, 2, 7, 8, 9, 20, 21]
+    noted = [call[1:] for call in leader.server_actor.calls if call[0] == "fp8rl_note_step"]
+    assert noted[2:5] == [(2, None), (7, 7), (8, 5)]
+
+
+@pytest.mark.parametrize("leads", [False, True])
+@pytest.mark.parametrize("more", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
+def test_what_is_no_policy_is_refused_on_all_ranks(
+    engine: Engine, leads: bool, more: dict[str, Any]
+) -> None:
+    weights = Weights()
+    with pytest.raises(ValueError, match=r"delta_flush|LoRA"):
+        asyncio.run(an_adapter(leads).update_weights(iter(weights), global_steps=3, **more))
+    assert (weights.read, engine.versions) == (0, [])
+
+
+def test_without_the_key_verls_own_update_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    async def stock(self: Any, *args: Any, **keywords: Any) -> None:
+        seen.append((*args, keywords))
+
+    monkeypatch.setattr(ServerAdapter, "update_weights", stock)
+    other = an_adapter(leads=True, quantization="fp8")
+    asyncio.run(other.update_weights("weights", global_steps=3, base_sync_done=True))
+    assert seen == [("weights", 3, "named_tensors", {"base_sync_done": True})]
+    assert engine.versions == []
+
+
+# ---- the server, without an engine
+
+
+def labelled(versions: list[int] | None, tokens: int, reason: str = "stop") -> TokenOutput:
+    made: Any = object.__new__(server.Server)
+    made._steps = {0: 0, 1: 0, 2: None, 7: 7}
+    meta = {} if versions is None else {"policy_version": versions}
+    output = TokenOutput(
+        token_ids=[1] * tokens,
+        log_probs=[0.0] * tokens,
+        stop_reason=reason,
+        extra_fields={"global_steps": 5},
+    )
+    return made._with_versions(output, meta)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("versions", "steps"),
+    [([7, 7], (7, 7, 7)), ([1, 7], (7, 0, 7)), ([2, 2], (5, None, None)), ([2, 7], (7, 7, 7))],
+)
+def test_steps_are_those_that_sampled(versions: list[int], steps: tuple[Any, ...]) -> None:
+    """verl's own ``global_steps`` is that of the server when the reply came."""
+    fields = labelled(versions, len(versions)).extra_fields
+    assert fields["policy_versions"] == versions
+    names = ("global_steps", "min_global_steps", "max_global_steps")
+    assert tuple(fields.get(name) for name in names) == steps
+
+
+def test_tokens_of_an_unknown_policy_are_not_returned() -> None:
+    output = labelled(None, 3, "abort")
+    assert (output.token_ids, output.log_probs) == ([], [])
+    for versions, reason in ((None, "stop"), ([1], "abort"), ([1], "stop")):
+        with pytest.raises(RuntimeError, match="3 tokens"):
+            labelled(versions, 3, reason)
+
+
+def test_a_reply_reaches_the_call_that_awaits_it() -> None:
+    """Two calls at once, and one of SGLang's own that nobody records."""
+
+    class Manager:
+        name = "manager"
+
+        async def generate_request(self, obj: int, request: Any) -> AsyncIterator[Any]:
+            await asyncio.sleep(0.01 * obj)
+            yield {"meta_info": {"policy_version": [obj]}}
+
+    recording: Any = server._Recording(Manager())
+    assert recording.name == "manager"
+
+    async def call(obj: int) -> Any:
+        meta: dict[str, Any] = {}
+        server._meta.set(meta)
+        await recording.generate_request(obj, None).__anext__()
+        return meta["policy_version"]
+
+    async def calls() -> Any:
+        await recording.generate_request(0, None).__anext__()
+        return await asyncio.gather(call(2), call(1))
+
+    assert asyncio.run(calls()) == [[2], [1]]

@@ -1,0 +1,57 @@
+"""What of verl's rollout configuration is refused, and how the key reaches SGLang."""
+
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+
+
+class Config:
+    """As verl's: read by ``get`` or by attribute, and frozen."""
+
+    def __init__(self, backend: str = "naive", **fields: Any) -> None:
+        vars(self).update(fields, checkpoint_engine=type("C", (), {"backend": backend}))
+
+    def get(self, name: str) -> Any:
+        return getattr(self, name, None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (Config(), None),
+        (Config(top_p=1.0, top_k=-1, repetition_penalty=1.0), None),
+        (Config(top_k=0), None),
+        (Config(backend="nccl"), None),
+        (Config(top_p=0.9), "top_p=0.9"),
+        (Config(top_k=50), "top_k=50"),
+        (Config(repetition_penalty=1.1), "repetition_penalty=1.1"),
+        (Config(backend="delta_sharded"), "delta_sharded"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(config: Any, named: str | None) -> None:
+    if named is None:
+        check(config)
+        return
+    with pytest.raises(ValueError, match=named):
+        check(config)
+
+
+@pytest.mark.parametrize("given", [None, {}, {"sglang": None}, {"sglang": {"tp_size": 1}}])
+def test_the_key_becomes_an_argument_of_sglang(given: Any) -> None:
+    config = Config(quantization="fp8rl", engine_kwargs=given)
+    assert is_ours(config)
+    hand_over(config)
+    kept = (given or {}).get("sglang") or {}
+    assert config.get("engine_kwargs") == {"sglang": {**kept, "quantization": "fp8rl"}}
+    assert config.get("quantization") is None
+    assert given in (None, {}, {"sglang": None}, {"sglang": {"tp_size": 1}})  # not written into
+
+
+@pytest.mark.parametrize("other", [None, "fp8"])
+def test_other_rollouts_are_not_ours(other: str | None) -> None:
+    assert not is_ours(Config(quantization=other))

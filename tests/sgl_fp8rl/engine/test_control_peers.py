@@ -1,0 +1,147 @@
+"""From whom the control route takes messages: peers of this host, by the kernel's word."""
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl.engine import control
+from sgl_fp8rl.engine.control import PATH, ControlError
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 60.0
+NODE, OTHER = ("10.0.0.4", 30000), ("10.0.0.5", 30000)
+
+
+def request(client: Any, server: Any, **headers: str) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "client": client, "server": server, "headers": raw})
+
+
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [
+        ((LOOPBACK, 1), NODE),
+        (("127.0.0.2", 1), (LOOPBACK, 30000)),
+        (("::1", 1), ("::1", 30000)),
+        (("10.0.0.4", 1), NODE),
+        (("::ffff:10.0.0.4", 1), ("::ffff:10.0.0.4", 30000)),
+        (("::ffff:10.0.0.4", 1), NODE),
+        (("fd00::2", 1), ("fd00:0:0::2", 30000)),
+    ],
+)
+def test_peers_of_this_host(client: Any, server: Any) -> None:
+    control._authorize(Fp8RLServerArgs(), request(client, server))
+    for header in ("x-forwarded-for", "forwarded"):
+        with pytest.raises(ControlError) as refused:
+            control._authorize(Fp8RLServerArgs(), request(client, server, **{header: LOOPBACK}))
+        assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [
+        (OTHER, NODE),
+        (("10.0.0.4", 1), (LOOPBACK, 30000)),
+        (("10.0.0.5", 1), ("0.0.0.0", 30000)),
+        (("fd00::3", 1), ("fd00::2", 30000)),
+        (("fe80::1%eth0", 1), ("fe80::1%eth1", 30000)),
+        (("10.0.0.4", 1), None),
+        (None, None),
+        (None, NODE),
+        (("", 0), ("", 0)),
+        (("server.sock", None), ("server.sock", None)),
+    ],
+)
+def test_other_peers(client: Any, server: Any) -> None:
+    with pytest.raises(ControlError) as refused:
+        control._authorize(Fp8RLServerArgs(), request(client, server))
+    assert refused.value.status == 403
+    anyone = Fp8RLServerArgs(listen="any", key="secret")
+    control._authorize(anyone, request(client, server, authorization="Bearer secret"))
+
+
+def test_an_address_of_this_host_needs_the_key_too() -> None:
+    options = Fp8RLServerArgs(key="secret")
+    with pytest.raises(ControlError) as refused:
+        control._authorize(options, request(("10.0.0.4", 1), NODE, authorization="Bearer x"))
+    assert refused.value.status == 401
+
+
+# ---- what a real server sees
+
+
+class Answers:
+    """A control channel without an engine."""
+
+    async def handle(self, message: Any) -> dict[str, Any]:
+        return {"op": message["op"]}
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A server on every address of this host that believes every proxy."""
+    app = FastAPI()
+    answers: Any = Answers()
+    app.add_api_route(PATH, control._handler(answers), methods=["POST"])
+    listening = socket.create_server(("0.0.0.0", 0))
+    config = uvicorn.Config(app, forwarded_allow_ips="*", log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not server.started and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.started
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    """An address of this host that is no loopback address."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # a route is looked up; nothing is sent
+        found = str(probe.getsockname()[0])
+        if not found.startswith("127."):
+            return found
+    pytest.skip("this host has loopback addresses only")
+
+
+def post(port: int, to: str, source: str | None = None, **headers: str) -> tuple[int, Any]:
+    bound = None if source is None else (source, 0)
+    connection = http.client.HTTPConnection(to, port, timeout=60, source_address=bound)
+    with contextlib.closing(connection):
+        connection.request("POST", PATH, json.dumps({"op": "status"}), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+
+
+def test_a_server_answers_this_host_at_each_address(port: int, address: str) -> None:
+    for to in (LOOPBACK, address):
+        assert post(port, to) == (200, {"op": "status"})
+
+
+def test_a_server_refuses_a_peer_with_another_address(port: int, address: str) -> None:
+    """Both ends are this host's, but not equal, as those of another host are not."""
+    assert post(port, LOOPBACK, source=address)[0] == 403
+
+
+def test_a_header_gives_no_peer_an_address_of_this_host(port: int, address: str) -> None:
+    for to in (LOOPBACK, address):
+        for claimed in (LOOPBACK, address, f"{LOOPBACK}:5"):
+            assert post(port, to, **{"X-Forwarded-For": claimed})[0] == 403
