@@ -39,7 +39,7 @@ fast: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_FLAGS)
 
-# The correction against verl itself; a test that is skipped fails it.
+# The adapter of verl and the correction beside verl itself; a test that is skipped fails it.
 verl: .venv/verl/.ready
 	$(PYTHON) -m tests.run verl
 

@@ -14,8 +14,8 @@ from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
 
 Announcement = str | PathLike[str] | Iterable[tuple[str, torch.dtype, Sequence[int]]]
-"""The folder of an HF checkpoint that has the stream's names and shapes, or (name, dtype, shape)
-of each tensor. In any order."""
+"""The folder of an HF checkpoint that has the stream's names and shapes, looked at where the engine
+does not know them; or (name, dtype, shape) of each tensor. In any order."""
 
 
 def announced(
@@ -47,7 +47,8 @@ def announced(
             "announce=, the folder of the HF checkpoint that was trained from"
         )
     if isinstance(announcement, str | PathLike):
-        shapes, announcement = _shapes_in(Path(fspath(announcement))), None
+        shapes = _shapes_in(Path(fspath(announcement))) if shapes is None else shapes
+        announcement = None
     if announcement is None:
         kept = frozenset(fp32)
         announcement = [

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 import trainer_bridge
 from sgl_fp8rl.integrations.verl.rollout_config import is_ours
+from trainer_bridge import UpdateResult
 from trainer_bridge.transport.ray_actor import RayEngine
 
-TIED_HEAD = "lm_head.weight"
 logger = logging.getLogger(__name__)
 
 Pairs = AsyncIterator[tuple[str, torch.Tensor]]
@@ -59,7 +60,7 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
                 "an fp8rl engine serves no LoRA adapters; set actor_rollout_ref.model.lora.merge="
                 "True, which sends merged weights"
             )
-        pairs = _checkpointed(weights, self.model_config.hf_config)
+        pairs = _asynchronous(weights)
         try:
             await self._init_server_adapter()
             if self._is_server_tp_leader():
@@ -76,29 +77,26 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
         await self.server_actor.fp8rl_note_step.remote(version, step)
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         stream = _from_thread(pairs, asyncio.get_running_loop())
-        result = await asyncio.to_thread(_update, stream, self._fp8rl_engine, version, device)
+        send = partial(
+            trainer_bridge.update,
+            stream,
+            self._fp8rl_engine,
+            version=version,
+            announce=self.model_config.local_path,
+        )
+        result = await asyncio.to_thread(_on, device, send)
         logger.info("policy %d (step %s): %s", version, step, result)
         if step is not None:
             await self.server_actor.set_global_steps.remote(step)
 
 
-def _update(
-    stream: Iterator[tuple[str, torch.Tensor]], engine: RayEngine, version: int, gpu: int | None
-) -> trainer_bridge.UpdateResult:
+def _on(gpu: int | None, send: Callable[[], UpdateResult]) -> UpdateResult:
     if gpu is not None:
         torch.cuda.set_device(gpu)  # a thread begins on the first one
-    return trainer_bridge.update(stream, engine, version=version)
+    return send()
 
 
-async def _checkpointed(weights: Any, hf_config: Any) -> Pairs:
-    """The tensors of a checkpoint: a tied head is in verl's weights, but not in a checkpoint."""
-    is_tied = bool(getattr(hf_config, "tie_word_embeddings", False))
-    async for name, tensor in _asynchronous(weights):
-        if not (is_tied and name == TIED_HEAD):
-            yield name, tensor
-
-
-async def _asynchronous(weights: Any) -> AsyncIterator[Any]:
+async def _asynchronous(weights: Any) -> Pairs:
     if hasattr(weights, "__aiter__"):
         async for pair in weights:
             yield pair
