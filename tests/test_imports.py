@@ -53,8 +53,8 @@ LAYERS = (
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
     "sgl_fp8rl.engine",
-    # what frameworks import
-    "sgl_fp8rl.integrations",
+    # a framework that starts engines itself
+    "sgl_fp8rl.integrations.verl",
     # the tools
     "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
     "sgl_fp8rl.dummy_engine sgl_fp8rl.export",

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import trainer_bridge
+from sgl_fp8rl.integrations import contract
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import PROTOCOL
 from tests.engine import models
@@ -145,6 +146,16 @@ def paused(server: Server) -> Iterator[None]:
         yield
     finally:
         assert server.status_of("/continue_generation", b"{}") == 200
+
+
+def test_the_contract_of_adapters(server: Server, policy: Path) -> None:
+    def sample() -> list[int]:
+        (reply,) = server.generate(ASK)
+        return list(reply["meta_info"]["policy_version"])
+
+    contract.check_weights(lambda: models.framework_stream(policy), policy)
+    contract.check_engine(server.address)
+    contract.check_updates(server.address, lambda: models.framework_stream(policy), sample)
 
 
 def test_rollout_with_a_limit(server: Server) -> None:

@@ -40,7 +40,7 @@ def rollout_config(**more: Any) -> RolloutConfig:
         **IDLE,
         "enable_memory_saver": False,
         "kv_cache_dtype": "fp8_e4m3",
-        "fp8rl_bucket_bytes": 4 * BUCKET_BYTES,  # FP32 masters of wide rows
+        "fp8rl_bucket_bytes": BUCKET_BYTES,
     }
     settings = {
         "name": "sglang",

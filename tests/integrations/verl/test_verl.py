@@ -13,6 +13,7 @@ pytest.importorskip("verl")
 
 import ray
 
+from sgl_fp8rl.integrations.contract import check_engine
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.engine import expected, models
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, START_TIMEOUT_S, Cluster, cluster
@@ -82,6 +83,10 @@ def test_the_engine_has_our_arguments_not_verls(world: Cluster) -> None:
     found = ray.get(world.server.__ray_call__.remote(arguments), timeout=CALL_TIMEOUT_S)
     assert found == ["fp8rl", "fp8_e4m3", "torch_native", False]
     assert world.engine.control({"op": "layout"})["kv_cache"] is not None
+
+
+def test_the_engine_keeps_the_contract(world: Cluster) -> None:
+    check_engine(world.engine)
 
 
 def test_tokens_carry_versions_and_steps(world: Cluster, policies: list[Path]) -> None:

@@ -78,9 +78,14 @@ class FakeEngine:
         if message["op"] == "tensors":
             shapes = None if table is None else {n: list(s) for n, s in table.sources.items()}
             return {"shapes": shapes, "has_tied_head": self.has_tied_head}
+        if message["op"] == "status":
+            policy = self.ranks[0].policy
+            state = self.ranks[0].state.value
+            return {"run": policy.run, "version": policy.version, "state": state}
         if message["op"] == "begin":
             return self._begin(message)
-        assert message["op"] == "end"
+        if message["op"] != "end":
+            raise EngineError(f"control message {message['op']} is unknown", 400)
         assert self._watch is not None
         self._watch.join(JOIN_S)
         assert not self._watch.is_alive(), "the session does not end"
