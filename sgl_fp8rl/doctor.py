@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.integrations import seams
 from sgl_fp8rl.tables import align
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ ENTRY_POINTS = {
 GENERIC_NAMES = ("server_args", "trainer_bridge")
 FP8_SM = (8, 9)
 """First compute capability with FP8 tensor cores (Ada); only Hopper, 9.0, is tested."""
+_version = seams.installed
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,35 @@ def _sglang_version(version: str | None) -> Check:
     return Check("sglang", "warn", f"{version} is untested {where}; {remedy}")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def check_frameworks() -> Iterator[Check]:
+    """Training frameworks that are installed. What is wrong with one is no fault of ours: a warning
+    of what its adapter needs."""
+    for name, framework in seams.FRAMEWORKS.items():
+        version = _version(name)
+        if version is None:
+            continue
+        yield _framework(name, version, framework)
+        if clashes := ", ".join(seams.pin_clashes(name)):
+            command = seams.install_command(name)
+            remedy = f"asks for {clashes}; keep these by {command} (docs/frameworks.md)"
+            yield Check(f"{name} pins", "warn", remedy)
+    for name in seams.NO_ADAPTER:
+        if version := _version(name):
+            remedy = "no adapter; docs/frameworks.md says why, under Without an adapter"
+            yield Check(name, "skip", f"{version}: {remedy}")
+
+
+def _framework(name: str, version: str, framework: seams.Framework) -> Check:
+    remedy = f"install {framework.version}: {seams.install_command(name)}"
+    if missing := seams.missing_symbols(framework.symbols):
+        return Check(name, "warn", f"{version} lacks {', '.join(missing)}; {remedy}")
+    if absent := [need for need in framework.needs if _version(need) is None]:
+        remedy = f"{', '.join(absent)} not installed; install what it needs (docs/frameworks.md)"
+        return Check(name, "warn", f"{version}: {remedy}")
+    if version != framework.version:
+        return Check(name, "warn", f"{version} has the symbols, but is untested; {remedy}")
+    count = len(framework.symbols)
+    return Check(name, "ok", f"{version}: {count} of {count} symbols found")
 
 
 def check_entry_points() -> Iterator[Check]:
@@ -292,6 +318,7 @@ PROBES: dict[str, Callable[[], Iterator[Check]]] = {
     "device": check_device,
     "FP8 KV cache": check_kv_cache,
     "packages": check_shadowing,
+    "frameworks": check_frameworks,
     "environment": check_environment,
     "numerics": check_numerics,
 }

@@ -32,8 +32,6 @@ LAYERS = (
     "trainer_bridge.correction",
     "trainer_bridge.update trainer_bridge.controller",
     "trainer_bridge",
-    # training frameworks
-    "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.deep_gemm",
