@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
@@ -30,17 +30,12 @@ def announced(
         fp32: the HF tensors that the engine keeps in FP32; they are sent in FP32.
 
     Raises:
-        EngineError: the engine cannot be reached.
+        EngineError: the engine cannot be reached, or is of another version.
         ManifestError: nothing says what comes, as with an engine of dummy weights; or the folder
             holds no checkpoint.
     """
     reply = client.control({"op": "tensors"})
-    shapes, has_tied_head = reply.get("shapes"), reply.get("has_tied_head")
-    if type(has_tied_head) is not bool or not _are_shapes(shapes):
-        raise EngineError(
-            f"the engine names its tensors by {excerpt(reply)}; install the same sgl-fp8rl on both "
-            f"sides"
-        )
+    shapes, has_tied_head = _read(reply)
     if announcement is None and shapes is None:
         raise ManifestError(
             "the engine has dummy weights and does not know the tensors of a checkpoint; pass "
@@ -93,11 +88,14 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in Manifest(0, specs).weights()}
 
 
-def _are_shapes(shapes: Any) -> bool:
-    return shapes is None or (
-        isinstance(shapes, dict)
-        and all(
-            isinstance(shape, list) and all(type(size) is int and size > 0 for size in shape)
-            for shape in shapes.values()
+def _read(reply: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]] | None, bool]:
+    """What an engine answers: the shapes of its tensors, if it knows them, and its head."""
+    shapes, has_tied_head = reply.get("shapes"), reply.get("has_tied_head")
+    if type(has_tied_head) is not bool or not (shapes is None or isinstance(shapes, dict)):
+        raise EngineError(
+            f"the engine names its tensors by {excerpt(reply)}; install the same sgl-fp8rl on both "
+            f"sides"
         )
-    )
+    if shapes is not None:
+        shapes = {name: parse_spec(name, ["bfloat16", s]).shape for name, s in shapes.items()}
+    return shapes, has_tied_head

@@ -109,10 +109,10 @@ def _layout(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
 
 def _tensors(weights: EngineWeights) -> dict[str, Any]:
     """The HF tensors of a complete update; None before the first one to dummy weights."""
-    table = weights.table
+    table, config = weights.table, getattr(weights.model, "config", None)
     return {
         "shapes": None if table is None else {n: list(s) for n, s in table.sources.items()},
-        "has_tied_head": bool(getattr(weights.model.config, "tie_word_embeddings", False)),
+        "has_tied_head": bool(getattr(config, "tie_word_embeddings", False)),
     }
 
 

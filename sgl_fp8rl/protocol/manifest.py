@@ -113,7 +113,7 @@ class Manifest:
                 f"streamed is {excerpt(streamed)}; give true or false, and true for no tensor that "
                 f"is mapped"
             )
-        specs = {name: _parse_spec(name, entry) for name, entry in tensors.items()}
+        specs = {name: parse_spec(name, entry) for name, entry in tensors.items()}
         return cls(version, specs, size, frozenset(mapped), streamed)
 
 
@@ -170,7 +170,12 @@ def check_in_flight(choice: Any) -> str:
     return str(choice)
 
 
-def _parse_spec(name: str, entry: Any) -> TensorSpec:
+def parse_spec(name: str, entry: Any) -> TensorSpec:
+    """Dtype and shape of one tensor, from ``[dtype, shape]`` on the wire.
+
+    Raises:
+        ManifestError: no tensor of a model is so.
+    """
     if len(name) > LONGEST_NAME or not name.isprintable():
         raise ManifestError(f"a tensor is called {excerpt(name)}; use the names of the checkpoint")
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], list)):

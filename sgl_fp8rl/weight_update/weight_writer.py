@@ -8,6 +8,7 @@ import torch
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import write_tensor
@@ -67,7 +68,7 @@ class WeightWriter:
             ManifestError: it came before, is not in the manifest, or is too large for the bucket.
         """
         if self._cutter is None or name not in self._cutter.due:
-            raise ManifestError(f"{name} is not due in this stream; send each tensor once")
+            raise ManifestError(f"{excerpt(name)} is not due in a stream; send each tensor once")
         self._cutter.add(name)
 
     def is_mapped(self, index: int) -> bool:

@@ -13,6 +13,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
+from sgl_fp8rl.engine import export, ranks
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control, ControlError
@@ -36,8 +37,13 @@ BEGIN = {
     "retry_of": None,
 }
 SEEDS = (
-    *({"op": op} for op in ("layout", "status", "layers", "digest", "kv", "kv_observe", "end")),
+    *(
+        {"op": op}
+        for op in ("layout", "status", "layers", "tensors", "digest", "kv", "kv_observe", "end")
+    ),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),
+    {"op": "export_plan", "manifest": MANIFEST.to_json()},
+    {"op": "export", "folder": "an empty folder"},
 )
 
 
@@ -72,6 +78,7 @@ async def handle(weights: EngineWeights, data: bytes) -> None:
         flush_cache=lambda empty_cache: True,
         waiting_queue=[],
         _engine_paused=False,
+        server_args=SimpleNamespace(model_path="model", revision=None),
     )
     rpc = Rpc(scheduler)
     scheduler.ipc_channels = SimpleNamespace(recv_from_rpc=rpc.replies)
@@ -111,7 +118,8 @@ def decoders() -> Iterator[list[Decoder]]:
     stub = SimpleNamespace(path="rank0.sock", close=lambda: None)
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "gather", lambda value, group: [value])
+        for user in (scheduler_module, ranks, export):
+            patch.setattr(user, "gather", lambda value, group: [value])
         patch.setattr(scheduler_module, "RankSocket", lambda rank: stub)
         patch.setattr(scheduler_module, "serve", lambda *_: outcome)
         patch.setattr(scheduler_module.dist, "get_rank", lambda group: 0)

@@ -31,6 +31,14 @@ BUCKET = {"op": "bucket", "name": "bucket", "bytes": 2 * HALF}
 SEGMENTS = {"op": "segments", "name": "segments", "handles": [HANDLE, {**HANDLE, "nbytes": HALF}]}
 SEGMENTS["places"] = {"a": [0, 64], "b": [1, 0]}
 CHUNKS = [{"op": "chunk", "index": 0}, {"op": "chunk", "index": 1}]
+STREAM = [
+    {"op": "chunk", "index": 0, "order": ["b", "a"]},
+    {"op": "chunk", "index": 1, "order": []},
+]
+STREAMS = (
+    [BUCKET, *STREAM, {"op": "finish"}, {"op": "commit"}],
+    [BUCKET, *CHUNKS, {"op": "finish"}],
+)
 SESSIONS = (
     [BUCKET, *CHUNKS, {"op": "finish"}, {"op": "commit"}],
     [BUCKET, CHUNKS[0], {"op": "abort", "reason": "enough of it"}],
@@ -91,6 +99,13 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
         raise EndedError(f"the session ended: {' '.join(outcome.reason.split())}")
 
 
+def decode_stream(
+    weights: EngineWeights, manifest: Manifest, fingerprint: str, fd: int, data: bytes
+) -> None:
+    weights.accept(manifest)
+    decode_session(weights, fingerprint, fd, data)
+
+
 def engine() -> EngineWeights:
     """A rank with two vectors, each a chunk."""
 
@@ -117,12 +132,15 @@ def decoders() -> Iterator[list[Decoder]]:
         weights.accept(manifest)
         mapped = Manifest(1, manifest.tensors, HALF, frozenset(SHAPES))
         session = partial(decode_session, weights, manifest.fingerprint, fd)
+        streamed = describe(tensors.items(), 1, HALF, streamed=True)
+        stream = partial(decode_stream, weights, streamed, streamed.fingerprint, fd)
         refused = FramingError, SharedMemoryError
         yield [
             Decoder("handle", (HANDLE,), lambda data: Handle.from_json(parse(data)), WRONG),
             Decoder("bucket", (BUCKET,), partial(decode_bucket, fd), (*refused, ValueError)),
             Decoder("segments", (SEGMENTS,), partial(decode_segments, mapped), (*refused, *WRONG)),
             Decoder("session", SESSIONS, session, (EndedError,), to_frames),
+            Decoder("stream", STREAMS, stream, (EndedError,), to_frames),
         ]
         weights.memory.close()
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.manifest import PROTOCOL, ManifestError
+from sgl_fp8rl.protocol.manifest import PROTOCOL, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from trainer_bridge import engine_client
+from trainer_bridge.announcement import announced
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.layout import gpu_of
@@ -48,6 +49,7 @@ REPLIES = (
     [{"ok": True, "known": []}, {"ok": True, "gpu_seconds": None}, {"error": "a rank is dirty"}],
     [{"error": "this socket serves another session"}],
 )
+TENSORS = {"shapes": {"a": [4, 8], "b": [3]}, "has_tied_head": False}
 
 
 def decode_replies(listener: socket.socket, patch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -86,6 +88,12 @@ def decode_layout(data: bytes) -> None:
     connection.committed(Policy("run", 0))
 
 
+def decode_tensors(data: bytes) -> None:
+    client: Any = SimpleNamespace(control=lambda message: parse(data))
+    named, _ = announced(None, client, torch.bfloat16, ["a"])
+    describe(named, 0)
+
+
 def decode_http(patch: pytest.MonkeyPatch, status: int, data: bytes) -> None:
     patch.setattr(engine_client, "post_all", lambda *_: iter([(0, (status, data))]))
     assert isinstance(HTTPEngine("http://localhost", None).control({"op": "end"}), dict)
@@ -115,6 +123,7 @@ def decoders() -> Iterator[list[Decoder]]:
                 relays=True,
             ),
             Decoder("layout", (LAYOUT,), decode_layout, layout_errors),
+            Decoder("tensors", (TENSORS,), decode_tensors, layout_errors),
             Decoder("HTTP reply", (LAYOUT,), partial(decode_http, patch, 200), refused),
             Decoder(
                 "HTTP error",

@@ -448,7 +448,7 @@ def test_a_stream_goes_on_with_names_of_its_manifest(weights: EngineWeights, nam
 def test_a_tensor_is_streamed_once(weights: EngineWeights) -> None:
     session = streamed(weights, toy.checkpoint())
     session.extend(["norm.weight"])
-    with pytest.raises(SessionError, match=r"norm\.weight is not due"):
+    with pytest.raises(SessionError, match=r"norm\.weight' is not due"):
         session.extend(["norm.weight"])
 
 
