@@ -23,13 +23,17 @@ from trainer_bridge import UpdateResult
 FRAMEWORKS = ("slime", "miles")
 ACTOR = "backends.megatron_utils.actor"
 ITERATOR = "backends.megatron_utils.update_weight.hf_weight_iterator_base"
-WHOLE_TENSORS = {
-    "update_weight_mode": "full",
-    "update_weight_transport": "nccl",
-    "update_weight_transfer_mode": "broadcast",
+OTHER_WAY = "only whole tensors that go to running engines can be sent to an fp8rl engine"
+OTHER_LOGPROBS = "the engine's logprobs would differ from what the trainer computes"
+REQUIRED: dict[str, tuple[Any, str]] = {
+    "update_weight_mode": ("full", OTHER_WAY),
+    "update_weight_transport": ("nccl", OTHER_WAY),
+    "update_weight_transfer_mode": ("broadcast", OTHER_WAY),
+    "rollout_top_p": (1.0, OTHER_LOGPROBS),
+    "rollout_top_k": (-1, OTHER_LOGPROBS),
 }
-"""Options of slime (the first two) and of miles that send whole tensors to running engines, and
-their values; this way is the one that is replaced."""
+"""Options that slime or miles has, the one value that is supported, and why. The first three choose
+the class that ``init`` replaces."""
 logger = logging.getLogger(__name__)
 
 
@@ -77,7 +81,7 @@ class Updater:
     ) -> None:
         if is_lora:
             raise ValueError(
-                "an fp8rl engine serves no LoRA adapters; train all weights, or merge the adapter"
+                "an fp8rl engine serves no LoRA adapters; train all weights, without --lora-rank"
             )
         if quantization_config is not None:
             raise ValueError(
@@ -198,13 +202,10 @@ def _check(args: Namespace) -> None:
             "with `sglang serve --quantization fp8rl`, and pass --rollout-external-engine-addrs "
             "without --colocate"
         )
-    for name, value in WHOLE_TENSORS.items():
+    for name, (value, why) in REQUIRED.items():
         given = getattr(args, name, value)
         if given != value:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {given} does not send whole tensors to a running "
-                f"engine; set it to {value}"
-            )
+            raise ValueError(f"--{name.replace('_', '-')} {given}: {why}; set it to {value}")
     if getattr(args, "pause_generation_mode", ABORT) == "in_place":
         raise ValueError(
             "--pause-generation-mode in_place keeps a KV cache of older weights; set it to retract "

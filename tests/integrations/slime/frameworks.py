@@ -61,6 +61,8 @@ def options(framework: str, addresses: list[str], **changed: Any) -> Namespace:
     given = {
         "colocate": False,
         "hf_checkpoint": "/the/checkpoint",
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
         "rollout_external_engine_addrs": addresses,
         "update_weight_buffer_size": BUFFER_BYTES,
     }

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 import trainer_bridge
 from sgl_fp8rl.integrations import slime as ours
@@ -19,6 +21,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 
+ROOT = Path(__file__).parents[3]
 COLLECTIVE_TIMEOUT_S = 60.0
 ADDRESSES = ["127.0.0.1:30000", "http://127.0.0.1:30001", "127.0.0.1:30002"]
 URLS = [f"http://127.0.0.1:{port}" for port in (30000, 30001, 30002)]
@@ -126,6 +129,8 @@ def test_miles_connects_again_where_it_says_so() -> None:
         ({"update_weight_mode": "delta"}, "--update-weight-mode delta"),
         ({"update_weight_transport": "disk"}, "--update-weight-transport disk"),
         ({"update_weight_transfer_mode": "p2p"}, "--update-weight-transfer-mode p2p"),
+        ({"rollout_top_p": 0.9}, "logprobs would differ"),
+        ({"rollout_top_k": 20}, "logprobs would differ"),
         ({"pause_generation_mode": "in_place"}, "KV cache of older weights"),
     ],
 )
@@ -158,6 +163,16 @@ def test_a_policy_that_cannot_be_sent_is_refused(
 def test_a_process_without_a_train_actor_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has loaded neither"):
         ours.init(options("slime", ADDRESSES))
+
+
+def test_the_example_names_our_function(framework: str) -> None:
+    """Read as the frameworks read it: each key becomes an option, this one the path of a call."""
+    given = yaml.safe_load((ROOT / "examples" / "slime" / "fp8rl.yaml").read_text())
+    module, _, name = given.pop("custom_megatron_init_path").rpartition(".")
+    assert given == {}
+    getattr(import_module(module), name)(options(framework, ADDRESSES))
+    actor: Any = sys.modules[f"{framework}.{ours.ACTOR}"]
+    assert actor.UpdateWeightFromDistributed is not frameworks.Stock
 
 
 def two_ranks(rank: int, folder: Path) -> None:
