@@ -53,8 +53,8 @@ LAYERS = (
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
     "sgl_fp8rl.engine",
-    # what frameworks import
-    "sgl_fp8rl.integrations",
+    # a framework that starts engines itself
+    "sgl_fp8rl.integrations.verl",
     # the tools
     "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
     "sgl_fp8rl.dummy_engine sgl_fp8rl.export",
@@ -182,8 +182,9 @@ def test_server_args_is_stdlib_only() -> None:
     assert loaded - set(sys.stdlib_module_names) == {"server_args"}
 
 
-def test_trainer_bridge_loads_no_sglang() -> None:
-    loaded = loaded_by("import trainer_bridge")
+@pytest.mark.parametrize("module", ["trainer_bridge", "sgl_fp8rl.integrations.slime"])
+def test_a_trainer_loads_no_sglang(module: str) -> None:
+    loaded = loaded_by(f"import {module}")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
