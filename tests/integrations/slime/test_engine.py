@@ -19,7 +19,10 @@ from tests.integrations.slime import frameworks
 from tests.trainer_bridge import ranks
 from trainer_bridge.engine_client import connect
 
-pytest.importorskip("mbridge")
+try:
+    import mbridge  # noqa: F401
+except (ImportError, OSError) as error:  # megatron-core loads a CUDA library that 0.5.23 brings
+    pytest.skip(f"mbridge cannot be imported: {error}", allow_module_level=True)
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 WORLD = 2
@@ -46,7 +49,7 @@ def train(rank: int, folder: Path, *, address: str, later: list[Path]) -> None:
         if rank == 0:
             digest = connect(address).control({"op": "digest"})["ranks"]
             (folder / f"{updater.weight_version}.json").write_text(json.dumps(digest))
-        assert updater.pop_metrics()["perf/fp8rl_update_bytes"] > 0
+        assert updater.pop_metrics()["perf/fp8rl_update_bytes"] > 2 * frameworks.BUFFER_BYTES
         dist.barrier()
     assert updater.weight_version == len(later)
 
