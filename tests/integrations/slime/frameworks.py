@@ -95,7 +95,7 @@ def start(
     """The updater, as ``MegatronTrainRayActor.init`` makes it."""
     ours.init(args)
     actor: Any = sys.modules[f"{framework}.backends.megatron_utils.actor"]
-    given = {"model_name": "qwen3config", "quantization_config": None}
+    given: dict[str, Any] = {"model_name": "qwen3config", "quantization_config": None}
     if framework == "miles":
         given["is_lora"] = False
     updater = actor.UpdateWeightFromDistributed(
