@@ -180,8 +180,9 @@ def test_server_args_is_stdlib_only() -> None:
     assert loaded - set(sys.stdlib_module_names) == {"server_args"}
 
 
-def test_trainer_bridge_loads_no_sglang() -> None:
-    loaded = loaded_by("import trainer_bridge")
+@pytest.mark.parametrize("module", ["trainer_bridge", "sgl_fp8rl.integrations.slime"])
+def test_a_trainer_loads_no_sglang(module: str) -> None:
+    loaded = loaded_by(f"import {module}")
     assert "torch" in loaded
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
