@@ -32,6 +32,8 @@ LAYERS = (
     "trainer_bridge.correction",
     "trainer_bridge.update trainer_bridge.controller",
     "trainer_bridge",
+    # adapters of trainers: nothing of the engine
+    "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.deep_gemm",
