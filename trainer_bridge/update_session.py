@@ -116,7 +116,8 @@ class UpdateSession:
         if index in self._came:
             raise ManifestError(f"{name} comes twice in the stream; send each tensor once")
         source = plan.sources[index]
-        whole = as_announced(name, tensor, TensorSpec(source.sent_as, tuple(source.shape)))
+        # as the packer will read it
+        whole = as_announced(name, tensor, TensorSpec(source.held_as, tuple(source.shape)))
         self._came.add(index)
         if plan.streamed:
             self._order += plan.add(index)

@@ -41,7 +41,6 @@ def _slime(package: str) -> tuple[str, ...]:
     backend = f"{package}.backends.megatron_utils"
     weights = f"{backend}.update_weight.hf_weight_iterator_base"
     return (
-        f"{backend}.actor:UpdateWeightFromTensor",
         f"{backend}.actor:UpdateWeightFromDistributed",
         f"{backend}.initialize:init",
         *_members(weights, "HfWeightIteratorBase", "create", "get_hf_weight_chunks"),

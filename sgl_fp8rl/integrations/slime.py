@@ -45,7 +45,7 @@ def init(args: Namespace) -> None:
 
     Raises:
         ValueError: an option asks for what an fp8rl engine cannot do.
-        RuntimeError: this process is no train actor of slime or miles.
+        RuntimeError: this process is not a train actor of slime or miles.
     """
     loaded = [name for name in FRAMEWORKS if f"{name}.{ACTOR}" in sys.modules]
     if len(loaded) != 1:

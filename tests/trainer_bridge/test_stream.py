@@ -16,6 +16,7 @@ from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.packer import CopyPacker
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -125,6 +126,24 @@ def test_masters_are_rounded_to_what_the_engine_keeps(dtype: torch.dtype) -> Non
     sent = {n: t.float() if n in kept else t.to(toy.BF16) for n, t in tensors.items()}
     update(iter(tensors.items()), engine, version=0)
     assert holds(engine, sent)
+
+
+def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel reads the bytes of that dtype, whatever the stream brings."""
+    engine, seen = engine_of(1), {}
+    put = CopyPacker.put
+
+    def noted(self: CopyPacker, index: int, whole: torch.Tensor, chunk: int) -> None:
+        seen[index] = whole.dtype, self._plan.sources[index].held_as
+        put(self, index, whole, chunk)
+
+    monkeypatch.setattr(CopyPacker, "put", noted)
+    tensors = toy.checkpoint()
+    announce = [(name, torch.float32, t.shape) for name, t in tensors.items()]
+    update(iter(tensors.items()), engine, version=0, announce=announce)
+    assert set(seen.values()) == {(torch.float32, torch.float32)}
+    assert len(seen) == len(tensors)
+    assert holds(engine, tensors)
 
 
 # -- failures: the iterator is walked to its end, and then the error is raised
