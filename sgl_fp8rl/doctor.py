@@ -107,7 +107,7 @@ def _sglang_version(version: str | None) -> Check:
 
 
 def check_frameworks() -> Iterator[Check]:
-    """Training frameworks that are installed. What is wrong with one is no fault of ours: a warning
+    """Training frameworks that are installed. What is wrong with one is not our fault: a warning
     of what its adapter needs."""
     for name, framework in seams.FRAMEWORKS.items():
         version = _version(name)

@@ -60,7 +60,7 @@ def run(
         EngineError: the engine refuses, or cannot be reached.
         ImportError: a folder is to be exported, and SGLang is not installed.
         OSError, SafetensorError: a file cannot be read or written.
-        ValueError: the source is no BF16 checkpoint, or the output exists.
+        ValueError: the source is not a BF16 checkpoint, or the output exists.
     """
     is_engine = source.startswith(("http://", "https://"))
     if is_engine and (ignored is not None or tp_size is not None):

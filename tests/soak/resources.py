@@ -56,7 +56,7 @@ def sample(root: int, folder: Path, device: str) -> Sample:
         "trainer shared segments": len(_shared(here)),
     }
     if device == "cuda":
-        torch.cuda.empty_cache()  # what the judge's last batch took is no growth
+        torch.cuda.empty_cache()  # what the judge's last batch took does not count as growth
         free, total = torch.cuda.mem_get_info()
         found["GPU MiB"] = (total - free) / MIB
     return found

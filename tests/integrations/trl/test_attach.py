@@ -167,7 +167,7 @@ def test_without_correction_only_the_version_is_logged(make: Make, engine: FakeE
     assert row["fp8rl/policy_version"] == 0 and "fp8rl/ess" not in row
 
 
-def test_a_batch_of_truncated_completions_is_no_error(make: Make, engine: FakeEngine) -> None:
+def test_a_batch_of_truncated_completions_is_accepted(make: Make, engine: FakeEngine) -> None:
     def cut(index: int, reply: dict[str, Any]) -> Any:
         meta = reply["meta_info"]
         meta["finish_reason"] = {"type": "length"}

@@ -231,7 +231,7 @@ def test_each_call_has_a_version_of_its_own(engine: Engine) -> None:
 
 @pytest.mark.parametrize("leads", [False, True])
 @pytest.mark.parametrize("more", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
-def test_what_is_no_policy_is_refused_on_all_ranks(
+def test_differences_and_adapters_are_refused_on_all_ranks(
     engine: Engine, leads: bool, more: dict[str, Any]
 ) -> None:
     weights = Weights()

@@ -113,7 +113,7 @@ def port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    """An address of this host that is no loopback address."""
+    """An address of this host that is not a loopback address."""
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # a route is looked up; nothing is sent
         found = str(probe.getsockname()[0])
