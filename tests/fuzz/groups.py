@@ -16,5 +16,5 @@ class Group(Protocol):
 
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
 GROUPS: tuple[Group, ...] = (control, manifests, frames, memory, trainer)
-SHARES = 11
+SHARES = 13
 """Decoders in all; each gets an equal part of the inputs."""
