@@ -37,6 +37,7 @@ class WeightWriter:
         self.kv_scales = frozenset(kv_scales)
         self._cutter = Cutter(manifest) if manifest.streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(manifest)
+        self._deferred: dict[int, list[ChunkSlice]] = {}
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
 
@@ -46,9 +47,9 @@ class WeightWriter:
 
     def deferred(self, index: int) -> list[ChunkSlice]:
         """Slices of a chunk that are kept until the end: for SGLang's loader, or KV scales."""
-        return [
-            chunk_slice for chunk_slice in self.chunks[index] if self.is_deferred(chunk_slice.name)
-        ]
+        if index not in self._deferred:  # looked for once: a chunk can have 18,000 slices
+            self._deferred[index] = [p for p in self.chunks[index] if self.is_deferred(p.name)]
+        return self._deferred[index]
 
     @property
     def uses_bucket(self) -> bool:
