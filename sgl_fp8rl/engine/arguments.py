@@ -1,0 +1,105 @@
+"""SGLang's arguments that an fp8rl engine refuses, before its model is loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl.kv_cache import backends
+from sgl_fp8rl.kv_cache.scales import read_file
+
+REFUSED: Mapping[str, Mapping[str, object]] = {
+    "updates reach one tokenizer worker, one scheduler and its ranks on one host": {
+        "tokenizer_worker_num": 1,
+        "dp_size": 1,
+        "attn_dp_size": 1,
+        "enable_dp_attention": False,
+        "pp_size": 1,
+        "nnodes": 1,
+    },
+    "updates reach no other server that holds a part of the model or of a request": {
+        "disaggregation_mode": "null",
+        "encoder_only": False,
+        "language_only": False,
+        "encoder_urls": None,
+    },
+    "updates do not bring the weights of drafts and adapters": {
+        "speculative_algorithm": None,
+        "enable_lora": False,
+        "lora_paths": None,
+    },
+    "its weights would be moved, shared or converted, and updates write them in place": {
+        "enable_eplb": False,
+        "elastic_ep_backend": None,
+        "dwdp_size": 1,
+        "weight_cache_mode": "off",
+        "startup_weight_load_mode": "serial",
+        "cpu_offload_gb": 0,
+        "offload_group_size": -1,
+        "enable_paged_experts": False,
+        "kt_weight_path": None,
+        "torchao_config": None,
+    },
+    "its KV cache would outlive the flush of an update": {
+        "hicache_storage_backend": None,
+        "enable_lmcache": False,
+        "enable_flexkv": False,
+        "enable_unified_cache_external_linker": False,
+        "radix_cache_backend": None,
+    },
+    "an update could begin between two layers of a prefill": {"enable_pdmux": False},
+}
+"""Why, and each field with the value that is not refused: SGLang's default, or an empty one."""
+
+
+def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
+    """Check the arguments of an engine, before its model is loaded.
+
+    Raises:
+        ValueError: updates cannot reach all of it, its KV cache cannot be scaled, or its control
+            route would need two keys in one header.
+    """
+    refuse_layout(server_args)
+    refuse_kv_cache(server_args, options)
+    refuse_second_key(server_args, options.key)
+
+
+def refuse_layout(server_args: Any) -> None:
+    """Refuse configurations that updates cannot reach, before anything starts.
+
+    Raises:
+        ValueError: a field of ``REFUSED`` is set. A field that this SGLang lacks is not.
+    """
+    for why, fields in REFUSED.items():
+        for field, unset in fields.items():
+            value = getattr(server_args, field, unset)
+            if (value or unset) != unset:
+                raise ValueError(
+                    f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
+                    f"{value} yet: {why}; start it without"
+                )
+
+
+def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
+    """Refuse a KV cache that cannot be scaled, and scales that cannot be read.
+
+    Raises:
+        ValueError: the arguments are refused.
+    """
+    if backends.check_dtype(server_args.kv_cache_dtype):
+        backends.check_resolved(server_args)
+        if options.kv_scales is not None:
+            read_file(options.kv_scales)
+
+
+def refuse_second_key(server_args: Any, key: str | None) -> None:
+    """Refuse a key of ours beside another of SGLang's: a request has one ``Authorization``.
+
+    Raises:
+        ValueError: they differ.
+    """
+    name = "admin_api_key" if server_args.admin_api_key else "api_key"
+    if key is not None and getattr(server_args, name) not in (None, "", key):
+        raise ValueError(
+            f"FP8RL_KEY is not the --{name.replace('_', '-')}, which SGLang requires of the same "
+            f"requests; set both to the same key"
+        )
