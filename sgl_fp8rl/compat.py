@@ -149,11 +149,15 @@ HARMLESS_UPDATES = frozenset(
     }
 )
 """Methods of SGLang's weight updater that change no weights and are not wrapped."""
+_MAIN = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 HOOK_TARGETS |= {
     "check_weights": f"{_UPDATER}.check_weights",
     "attach_kv_storage": "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped",
     "start_scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
+    "continue_generation": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
     "release_memory": f"{_UPDATER}.release_memory_occupation",
+    "release_from_main": f"{_MAIN}.release_memory_occupation",
+    "resume_from_main": f"{_MAIN}.resume_memory_occupation",
     "resume_memory": f"{_UPDATER}.resume_memory_occupation",
 }
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -213,6 +217,13 @@ METHODS = (
     f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
 )
 SYMBOLS |= {name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()}
+SYMBOLS |= {
+    "GPU_MEMORY_ALL_TYPES": "sglang.srt.constants:GPU_MEMORY_ALL_TYPES",
+    "ReleaseMemoryOccupationReqOutput": "sglang.srt.managers.io_struct"
+    ":ReleaseMemoryOccupationReqOutput",
+    "ResumeMemoryOccupationReqOutput": "sglang.srt.managers.io_struct"
+    ":ResumeMemoryOccupationReqOutput",
+}
 _MANAGERS = "sglang.srt.managers"
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_MANAGERS}.scheduler.Scheduler": (
@@ -235,6 +246,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "sglang.srt.constrained.grammar_manager.GrammarManager": ("grammar_queue",),
     f"{_MANAGERS}.io_struct.CheckWeightsReqInput": ("action",),
     f"{_MANAGERS}.io_struct.GenerateReqInput": ("rid",),
+    f"{_MANAGERS}.io_struct.ReleaseMemoryOccupationReqInput": ("tags",),
+    f"{_MANAGERS}.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
     f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": ("extra_key",),
     "sglang.srt.entrypoints.engine.Engine": (
         "server_args_class",

@@ -11,6 +11,8 @@ import json
 import os
 import secrets
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import zmq
@@ -32,7 +34,8 @@ POLL_S = 0.0005
 SPIN_S = 0.005
 """How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
-"""How long requests that were aborted for an update may take to leave the scheduler."""
+"""How long requests that were aborted for an update may take to leave the scheduler, and others to
+end before memory is released."""
 ANSWER_TIMEOUT_S = 60.0
 """How long the schedulers may take to answer before ``/health`` reports that they hang."""
 EXPORT_TIMEOUT_S = 600.0
@@ -62,10 +65,12 @@ class Control:
         self._rpc = rpc
         self._server_args = server_args
         self._options = current_options()
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+        """One message at a time."""
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
+        tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 
     async def handle(self, message: Any) -> dict[str, Any]:
         """Answer one message.
@@ -78,7 +83,7 @@ class Control:
         op = message.get("op") if isinstance(message, dict) else None
         if op == "end":
             return await self._end()
-        async with self._lock:
+        async with self.lock:
             if op in ("status", "layout"):
                 return await self._describe(op)
             if self._session is not None:
@@ -163,6 +168,32 @@ class Control:
         finally:
             self._session = None
             self._resume(was_paused)
+
+    @asynccontextmanager
+    async def idle(self) -> AsyncIterator[None]:
+        """Nothing runs meanwhile: requests end first, and new ones wait.
+
+        Raises:
+            ControlError: requests do not end.
+        """
+        loop = asyncio.get_running_loop()
+        async with self.lock, self._manager.is_pause_cond:  # in the order in which `begin` does
+            deadline = loop.time() + DRAIN_TIMEOUT_S
+            while not (await self._ask({"op": "idle"}))["idle"]:
+                if self._manager.is_pause:
+                    raise ControlError(
+                        "generation is paused, so requests in flight cannot end; abort them, or "
+                        "continue_generation before the release",
+                        409,
+                    )
+                if loop.time() > deadline:
+                    raise ControlError(
+                        f"requests were still running after {DRAIN_TIMEOUT_S:.0f} s; abort them, "
+                        f"or release when they have ended",
+                        503,
+                    )
+                await asyncio.sleep(WAIT_POLL_S)
+            yield
 
     def _resume(self, was_paused: bool) -> None:
         # the scheduler was never paused, so SGLang's own continue_generation has a message less

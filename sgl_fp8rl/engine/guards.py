@@ -14,8 +14,6 @@ VERSION_KEY, RUN_KEY = "policy_version", "policy_run"
 """Where ``meta_info`` of a response carries the policy version of each output token, and its run.
 
 The run is empty where it is that of the token before."""
-WEIGHTS_TAG = "weights"
-"""SGLang's memory-saver tag of the weights."""
 STOCK_UPDATE = (
     "this engine runs with --quantization fp8rl, whose weights change through "
     "trainer_bridge.update(model, engine, version=...)"
@@ -27,7 +25,7 @@ READING_CHECKS = ("snapshot", "compare", "checksum")
 def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
     """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
     weights = scheduler_weights(scheduler)
-    if weights is None or weights.state is State.SERVING:
+    if weights is None or (weights.state is State.SERVING and not weights.released_tags):
         if weights is not None and weights.kv is not None:
             isolate_prefix(request)
         original(scheduler, request, **kwargs)
@@ -37,35 +35,26 @@ def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any
 
 def refusal(weights: EngineWeights) -> tuple[str, int]:
     """Why no policy generates, and the HTTP status that says so."""
-    return f"engine weights are quarantined: {weights.reason}", HTTPStatus.SERVICE_UNAVAILABLE
+    if weights.state is State.SERVING:
+        tags = ", ".join(sorted(weights.released_tags))
+        why = f"the memory of {tags} is released; resume_memory_occupation before requests"
+    else:
+        why = f"engine weights are quarantined: {weights.reason}"
+    return why, HTTPStatus.SERVICE_UNAVAILABLE
 
 
-def quarantine_released(original: Any, updater: Any, request: Any) -> Any:
-    """AROUND ``release_memory_occupation``: released weights are lost, so none may be sampled."""
-    output = original(updater, request)
-    weights = weights_of(updater.tp_worker.model_runner.model)
-    if weights is not None and WEIGHTS_TAG in updater.offload_tags:
-        weights.released = True
-        weights.quarantine("the weights' memory was released; resume it and send a complete update")
-    return output
+def look_around(original: Any, scheduler: Any, requests: Any) -> Any:
+    """AROUND ``Scheduler.process_input_requests``, a step of every loop, idle or not.
 
-
-def note_resumed(original: Any, updater: Any, request: Any) -> Any:
-    """AROUND ``resume_memory_occupation``: there is memory to update again, still quarantined."""
-    output = original(updater, request)
-    weights = weights_of(updater.tp_worker.model_runner.model)
-    if weights is not None:
-        weights.released = WEIGHTS_TAG in updater.offload_tags
-    return output
-
-
-def look_after_trainer(original: Any, scheduler: Any, requests: Any) -> Any:
-    """AROUND ``Scheduler.process_input_requests``, a step of every loop, idle or not: the memory of
-    a trainer that has gone is let go, between two updates and on the thread that makes them."""
-    output = original(scheduler, requests)
+    What waits to be released is tried again. The memory of a trainer that has gone is let go,
+    between two updates and on the thread that makes them.
+    """
     weights = scheduler_weights(scheduler)
-    if weights is not None:
-        weights.memory.close_if_orphaned()
+    if weights is None:
+        return original(scheduler, requests)
+    waiting, weights.waiting = weights.waiting, []
+    output = original(scheduler, [*waiting, *requests])
+    weights.memory.close_if_orphaned()
     return output
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from server_args import Fp8RLServerArgs, parse
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine.arguments import check_server_args
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.scales import read_file
 from sgl_fp8rl.options import current_options, export_flags, export_keywords, read_options
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ def _register() -> None:
         kv_calibrate,
         kv_setup,
         loader,
+        memory_release,
         output_stream,
         quant_config,
         routed_experts,
@@ -92,9 +93,12 @@ def _register() -> None:
         "handle_generate_request": guards.refuse_generation,
         "handle_embedding_request": guards.refuse_generation,
         "handle_rpc_request": scheduler.handle_rpc,
-        "process_input_requests": guards.look_after_trainer,
-        "release_memory": guards.quarantine_released,
-        "resume_memory": guards.note_resumed,
+        "process_input_requests": guards.look_around,
+        "continue_generation": memory_release.continue_served,
+        "release_from_main": memory_release.release_when_idle,
+        "resume_from_main": memory_release.resume_in_turn,
+        "release_memory": memory_release.release,
+        "resume_memory": memory_release.resume,
         "check_weights": guards.refuse_reset,
         "attach_kv_storage": guards.refuse_kv_storage,
         "start_scheduler": check_scheduler_args,
@@ -150,18 +154,6 @@ def _for_fp8_kv(given: Mapping[str, Any]) -> dict[str, str | int]:
     return backends.choose(given, backends.capability())
 
 
-def refuse_kv_cache(server_args: Any, options: Fp8RLServerArgs) -> None:
-    """Refuse a KV cache that cannot be scaled, and scales that cannot be read.
-
-    Raises:
-        ValueError: the arguments are refused.
-    """
-    if backends.check_dtype(server_args.kv_cache_dtype):
-        backends.check_resolved(server_args)
-        if options.kv_scales is not None:
-            read_file(options.kv_scales)
-
-
 def parse_engine_kwargs(**keywords: Any) -> Any:
     """Make the arguments of ``Engine(...)``: ``fp8rl_*`` keywords are ours.
 
@@ -191,62 +183,6 @@ def check_scheduler_args(
     if server_args.quantization == NAME:
         check_server_args(server_args, current_options())
     original(scheduler, server_args, *args, **keywords)
-
-
-def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
-    """Check the arguments of an engine, before its model is loaded.
-
-    Raises:
-        ValueError: updates cannot reach all of it, its KV cache cannot be scaled, or its control
-            route would need two keys in one header.
-    """
-    refuse_layout(server_args)
-    refuse_kv_cache(server_args, options)
-    refuse_second_key(server_args, options.key)
-
-
-def refuse_second_key(server_args: Any, key: str | None) -> None:
-    """Refuse a key of ours beside another of SGLang's: a request has one ``Authorization``.
-
-    Raises:
-        ValueError: they differ.
-    """
-    name = "admin_api_key" if server_args.admin_api_key else "api_key"
-    if key is not None and getattr(server_args, name) not in (None, "", key):
-        raise ValueError(
-            f"FP8RL_KEY is not the --{name.replace('_', '-')}, which SGLang requires of the same "
-            f"requests; set both to the same key"
-        )
-
-
-def refuse_layout(server_args: Any) -> None:
-    """Refuse configurations that updates cannot reach, before anything starts.
-
-    Raises:
-        ValueError: several tokenizer workers, data or pipeline parallelism, speculative decoding,
-            disaggregation, moving experts, LoRA, shared weights, a cache that outlives a flush.
-    """
-    for field, unset in (
-        ("tokenizer_worker_num", 1),
-        ("dp_size", 1),
-        ("enable_dp_attention", False),
-        ("pp_size", 1),
-        ("nnodes", 1),
-        ("speculative_algorithm", None),
-        ("disaggregation_mode", "null"),
-        ("enable_eplb", False),
-        ("elastic_ep_backend", None),
-        ("weight_cache_mode", "off"),
-        ("enable_lora", False),
-        ("hicache_storage_backend", None),
-        ("enable_lmcache", False),
-    ):
-        value = getattr(server_args, field, unset)
-        if (value or unset) != unset:
-            raise ValueError(
-                f"quantization fp8rl cannot update an engine with --{field.replace('_', '-')} "
-                f"{value} yet; start it without, and run several servers for more throughput"
-            )
 
 
 def _leave_torchrun() -> None:

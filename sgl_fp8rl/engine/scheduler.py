@@ -17,6 +17,7 @@ from sgl_fp8rl.engine import export, routed_experts
 from sgl_fp8rl.engine.attached import scheduler_weights
 from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
+from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
@@ -57,6 +58,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     group = scheduler.tp_group.cpu_group
     if weights.released and message["op"] in READS_MEMORY:
         return _answer({"error": RELEASED})
+    if message["op"] == "idle":
+        return _answer({"idle": all(gather(is_idle(scheduler), group))})
     if message["op"] == "layers":
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import retraction
+from sgl_fp8rl.engine import scheduler
 
 CONTROL = "FP8RL_TEST_CONTROL"
 KEEP_CACHE = "keep_cache"
@@ -26,12 +26,15 @@ SLOW = "slow"
 """Each step takes longer by ``STEP_S``, up to the next retraction: a request of many tokens runs
 when an update begins, however late the test's own process gets a core."""
 STEP_S = 0.02
+KEEP_EMBEDDINGS = "keep_embeddings"
+"""A fault: an update forgets no embedding."""
 EMBEDDING = "embedding"
 """The next step keeps the embedding of an image, as a model with a vision tower does."""
 EMBEDDINGS = "embeddings"
 """How many embeddings the last step found."""
 COMMAND = [sys.executable, "-m", "tests.engine.controlled_server"]
-_retract = retraction.retract
+_retract = scheduler.retract
+_forget_embeddings = scheduler.forget_embeddings
 
 
 def is_wanted(name: str) -> bool:
@@ -65,8 +68,14 @@ def retract(scheduler: Any) -> bool:
         return _retract(scheduler)
 
 
+def forget_embeddings() -> None:
+    if not is_wanted(KEEP_EMBEDDINGS):
+        _forget_embeddings()
+
+
 if CONTROL in os.environ:  # and not where a test reads the names above
-    retraction.retract = retract
+    scheduler.retract = retract
+    scheduler.forget_embeddings = forget_embeddings
     compat.HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", slow_step, compat.HookType.AROUND
     )

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import trainer_bridge
+from sgl_fp8rl import compat
 from sgl_fp8rl.integrations import contract
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import PROTOCOL
@@ -56,6 +57,8 @@ from tests.engine.serving import (
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.update import RUN
+
+NEEDS_GPU = "newer SGLang needs a GPU to release memory"
 
 pytestmark = pytest.mark.engine
 
@@ -800,6 +803,44 @@ def test_request_that_waits_for_a_failing_update(
             waiting.result(CALL_TIMEOUT_S)
         assert refusal.value.status == 503
     assert_serves(server, policy, update(server, policy))
+
+
+@pytest.mark.guarantee("released", fault="a release while requests run")
+@pytest.mark.skipif(compat.sglang_version() != "0.5.17", reason=NEEDS_GPU)
+def test_a_release_waits_for_what_runs(server: Server, policy: Path) -> None:
+    """Stock SGLang ends itself."""
+    old = version_of(server)
+    long = {**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 200}}
+    with ThreadPoolExecutor() as pool:
+        streams = [server.stream(long) for _ in range(2)]
+        for stream in streams:
+            next(stream)  # it generates now
+        released = pool.submit(server.status_of, "/release_memory_occupation", b"{}")
+        for *_, last in streams:
+            assert last["meta_info"]["policy_version"] == [old] * 200
+        assert released.result(CALL_TIMEOUT_S) == 200
+        with pytest.raises(EngineError, match="memory was released"):
+            server.generate(ASK)
+    assert server.status_of("/resume_memory_occupation", b"{}") == 200
+    assert_serves(server, policy, update(server, policy))
+
+
+@pytest.mark.guarantee("released", fault="a release while requests are paused")
+@pytest.mark.skipif(compat.sglang_version() != "0.5.17", reason=NEEDS_GPU)
+def test_a_release_that_would_wait_for_ever_is_refused(server: Server, policies: Policies) -> None:
+    """A resume of what was not released does nothing; stock SGLang ends itself over both."""
+    version = version_of(server)
+    stream = server.stream({**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 200}})
+    next(stream)  # it generates now
+    assert server.status_of("/pause_generation", b'{"mode": "in_place"}') == 200
+    status, reply = server.ask("/release_memory_occupation", b"{}")
+    assert status == 400
+    assert "generation is paused" in str(reply)
+    assert server.status_of("/resume_memory_occupation", b"{}") == 200
+    assert server.status_of("/continue_generation", b"{}") == 200
+    *_, last = stream
+    assert last["meta_info"]["policy_version"] == [version] * 200
+    assert_serves(server, policies("qwen3")[0], version)
 
 
 def test_paused_server_stays_paused(server: Server, policy: Path) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
 from sgl_fp8rl.engine.control import Control, ControlError
+from sgl_fp8rl.engine.memory_release import release_when_idle, resume_in_turn
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
@@ -242,3 +243,87 @@ def test_the_status_during_a_session_asks_no_scheduler(monkeypatch: pytest.Monke
     assert set(before["logprobs"]) == {"raw"}
     assert asyncio.run(ask(during=True)) == {**before, "state": "updating"}
     assert engine.asked == [{"op": "status"}]
+
+
+# ---- a release of memory
+
+
+class Release:
+    """A release by the main process, of an engine that is busy for some looks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, busy: int) -> None:
+        self.released = 0
+        self.engine = Engine(patch, BEGUN)
+        self.manager = self.engine.manager
+        self.looks: list[bool] = []
+        """Whether new requests were kept back, at each look."""
+        patch.setattr(control_module, "WAIT_POLL_S", 0.01)
+
+        async def ask(message: dict[str, Any]) -> dict[str, Any]:
+            assert message == {"op": "idle"}
+            self.looks.append(self.manager.is_pause_cond.locked())
+            await asyncio.sleep(0)
+            return {"idle": len(self.looks) > busy}
+
+        patch.setattr(self.engine.control, "_ask", ask)
+
+    async def stock(self, manager: Any, *args: Any) -> str:
+        assert self.manager.is_pause_cond.locked()
+        self.released += 1
+        return "released"
+
+    async def release(self) -> Any:
+        return await release_when_idle(self.stock, self.manager, "request")
+
+
+def test_a_release_waits_for_requests_and_keeps_new_ones_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = Release(monkeypatch, busy=2)
+    assert asyncio.run(release.release()) == "released"
+    assert release.looks == [True] * 3
+    assert not release.manager.is_pause_cond.locked()
+
+
+@pytest.mark.parametrize(("paused", "why"), [(True, "paused"), (False, "still running")])
+def test_a_release_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, paused: bool, why: str
+) -> None:
+    release = Release(monkeypatch, busy=10**9)
+    release.manager.is_pause = paused
+    monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", 0.05)
+    with pytest.raises(ControlError, match=why):
+        asyncio.run(release.release())
+    assert release.released == 0
+    assert not release.manager.is_pause_cond.locked()
+
+
+def test_what_a_caller_gave_up_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Release(monkeypatch, busy=20)
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(release.release(), 0.05)
+        async with release.engine.control.lock:  # the look that was under way has ended
+            pass
+
+    asyncio.run(give_up())
+    assert release.looks and release.released == 0
+
+
+def test_a_resume_comes_after_a_release_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Release(monkeypatch, busy=2)
+    before: list[int] = []
+
+    async def resume(manager: Any) -> None:
+        before.append(release.released)
+
+    async def both() -> None:
+        asked = asyncio.create_task(release.release())
+        while not release.looks:
+            await asyncio.sleep(0)
+        await resume_in_turn(resume, release.manager)
+        await asked
+
+    asyncio.run(both())
+    assert before == [1]

@@ -1,4 +1,4 @@
-"""Weights that SGLang released hold no version until the next update."""
+"""Memory that SGLang released: nothing runs on it, and weights hold no version until an update."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,37 +8,184 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import guards, memory_release
 from sgl_fp8rl.engine.attached import attach
-from sgl_fp8rl.engine.guards import note_resumed, quarantine_released
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update.session import EngineWeights, State
 
+ALL = ["kv_cache", "weights", "cuda_graph"]
 
-def test_released_weights_are_quarantined_until_an_update() -> None:
-    model = nn.Linear(2, 2)
-    weights = EngineWeights(model, torch.bfloat16)
-    weights.state = State.SERVING
-    attach(model, weights)
-    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-    updater = SimpleNamespace(tp_worker=runner, offload_tags=set())
 
-    def release(updater: Any, tags: set[str]) -> str:
-        updater.offload_tags |= tags
+class Updater:
+    """SGLang's releases and resumes, with what they end themselves over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.offload_tags: set[str] = set()
+        self.idle = True
+        self.calls: list[tuple[str, list[str]]] = []
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
+
+    def release(self, request: Any) -> str:
+        assert self.is_fully_idle(), "release_memory_occupation should be called when idle"
+        assert not self.offload_tags & set(request.tags), "it is away already"
+        self.offload_tags |= set(request.tags)
+        self.calls.append(("release", request.tags))
         return "released"
 
-    def resume(updater: Any, tags: set[str]) -> str:
-        updater.offload_tags -= tags
+    def resume(self, request: Any) -> str:
+        for tag in request.tags:
+            self.offload_tags.remove(tag)
+        self.calls.append(("resume", request.tags))
         return "resumed"
 
-    assert quarantine_released(release, updater, {"kv_cache"}) == "released"
+
+@pytest.fixture
+def weights() -> EngineWeights:
+    """They serve."""
+    weights = EngineWeights(nn.Linear(2, 2), torch.bfloat16)
+    weights.state = State.SERVING
+    attach(weights.model, weights)
+    return weights
+
+
+@pytest.fixture
+def updater(weights: EngineWeights) -> Updater:
+    return Updater(weights.model)
+
+
+def request(*tags: str) -> Any:
+    return SimpleNamespace(tags=list(tags))
+
+
+def release(updater: Updater, *tags: str) -> Any:
+    return memory_release.release(Updater.release, updater, request(*tags))
+
+
+def resume(updater: Updater, *tags: str) -> Any:
+    return memory_release.resume(Updater.resume, updater, request(*tags))
+
+
+def test_released_weights_are_quarantined_until_an_update(
+    weights: EngineWeights, updater: Updater
+) -> None:
+    assert release(updater, "kv_cache") == "released"
     assert weights.state is State.SERVING
-    quarantine_released(release, updater, {"weights"})
+    release(updater, "weights")
     assert weights.state is State.QUARANTINED
 
     with pytest.raises(ManifestError, match="resume_memory_occupation"):
         weights.check_policy(Policy("any", 0))
-    assert note_resumed(resume, updater, {"weights"}) == "resumed"
+    assert resume(updater, "weights") == "resumed"
     assert weights.state is State.QUARANTINED
     assert not weights.released
     weights.check_policy(Policy("any", 0))
+
+
+def test_only_what_is_there_is_released_and_what_is_away_resumed(updater: Updater) -> None:
+    release(updater, "kv_cache")
+    release(updater)  # all
+    assert isinstance(release(updater), compat.ReleaseMemoryOccupationReqOutput)
+    resume(updater, "weights")
+    resume(updater)
+    assert isinstance(resume(updater, *ALL), compat.ResumeMemoryOccupationReqOutput)
+    assert sorted(compat.GPU_MEMORY_ALL_TYPES) == sorted(ALL)
+    assert [(what, sorted(tags)) for what, tags in updater.calls] == [
+        ("release", ["kv_cache"]),
+        ("release", ["cuda_graph", "weights"]),
+        ("resume", ["weights"]),
+        ("resume", ["cuda_graph", "kv_cache"]),
+    ]
+    assert not updater.offload_tags
+
+
+@pytest.mark.guarantee("released", fault="a request while the KV cache is released")
+def test_nothing_generates_on_released_memory(
+    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
+    refused: list[tuple[str, int]] = []
+    monkeypatch.setattr(guards, "refuse", lambda _, asked, *why: refused.append(why))
+    served: list[Any] = []
+
+    def ask() -> None:
+        guards.refuse_generation(lambda _, asked: served.append(asked), None, "request")
+
+    ask()
+    release(updater, "kv_cache")
+    ask()
+    ((why, status),) = refused
+    assert "kv_cache" in why and "resume_memory_occupation" in why and status == 503
+    resume(updater, "kv_cache")
+    ask()
+    assert len(served) == 2 and len(refused) == 1
+
+
+def step(updater: Updater, *asked: Any) -> list[Any]:
+    """The answers of one step of the scheduler's loop, ``None`` for what waits.
+
+    Args:
+        asked: requests, whose ``kind`` is ``Updater.release`` or ``Updater.resume``.
+    """
+    hooks = {Updater.release: memory_release.release, Updater.resume: memory_release.resume}
+
+    def process(_: Any, due: list[Any]) -> list[Any]:
+        return [hooks[each.kind](each.kind, updater, each) for each in due]
+
+    return guards.look_around(process, None, list(asked))  # type: ignore[no-any-return]
+
+
+def of(kind: Any, *tags: str) -> Any:
+    return SimpleNamespace(kind=kind, tags=list(tags))
+
+
+def test_a_release_waits_until_nothing_runs(
+    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
+    updater.idle = False
+    assert step(updater, of(Updater.release, "weights")) == [None]
+    assert step(updater) == [None]
+    assert weights.state is State.SERVING
+    updater.idle = True
+    assert step(updater) == ["released"]
+    assert weights.state is State.QUARANTINED
+    assert step(updater) == []
+
+
+def test_a_resume_comes_after_a_release_that_waits(
+    weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "scheduler_weights", lambda scheduler: weights)
+    updater.idle = False
+    step(updater, of(Updater.release, "kv_cache"))
+    assert step(updater, of(Updater.resume, "kv_cache")) == [None, None]
+    updater.idle = True
+    assert step(updater) == ["released", "resumed"]
+    assert not updater.offload_tags
+
+
+def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
+    def fail(updater: Any, request: Any) -> None:
+        raise AssertionError("something else")
+
+    with pytest.raises(AssertionError, match="something else"):
+        memory_release.release(fail, updater, request("weights"))
+
+
+@pytest.mark.parametrize("state", [State.SERVING, State.QUARANTINED])
+@pytest.mark.guarantee("released", fault="requests that a pause kept over a release and a resume")
+def test_what_a_pause_kept_does_not_go_on_in_quarantine(
+    weights: EngineWeights, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_release, "scheduler_weights", lambda scheduler: weights)
+    refused: list[Any] = []
+    monkeypatch.setattr(memory_release, "refuse_waiting", lambda _, *why: refused.append(why))
+    weights.state, weights.reason = state, "the weights' memory was released"
+    done = memory_release.continue_served(lambda _, asked: asked, None, "continue")
+    assert done == "continue"
+    assert bool(refused) is (state is State.QUARANTINED)

@@ -556,7 +556,7 @@ def test_a_step_of_the_loop_lets_go_of_what_a_trainer_left(
     def step() -> list[int]:
         """How much each rank has open after a step, which does what it did before."""
         for scheduler in engine.schedulers:
-            look = guards.look_after_trainer
+            look = guards.look_around
             assert look(lambda _, requests: requests * 2, scheduler, ["r"]) == ["r", "r"]
         return [len(weights.memory.known()) for weights in engine.ranks]
 
@@ -565,6 +565,25 @@ def test_a_step_of_the_loop_lets_go_of_what_a_trainer_left(
     assert step() == [1, 1]
     trainer.ranks.close()
     assert step() == [0, 0]
+
+
+# ---- a commit whose answer was lost
+
+
+@pytest.mark.guarantee("runs", fault="a commit whose answer is lost, and its retry")
+def test_a_retry_of_what_committed_is_told_so(engine: Engine) -> None:
+    tensors = toy.checkpoint()
+    trainer = Trainer(engine, tensors)
+    trainer.write()
+    trainer.ranks.ask({"op": "finish"})
+    trainer.ranks.ask({"op": "commit"})
+    for future in trainer.futures:
+        future.result(TIMEOUT_S)
+    trainer.ranks.close()
+    again = short(manifest_of(tensors).fingerprint)
+    assert engine.answer({**again, "retry_of": TOKEN}) == {"committed": True}
+    for token in ("another", "", None):
+        assert "not newer" in engine.answer({**again, "retry_of": token})["error"]
 
 
 # ---- what a released engine is asked
@@ -579,7 +598,7 @@ def test_released_memory_is_not_read(
     monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: weights)
     message = {"message": json.dumps({"op": op})}
     request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
-    weights.released = True
+    weights.released_tags = frozenset({"weights"})
     answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
     assert not answer.success
     assert "resume_memory_occupation" in answer.message

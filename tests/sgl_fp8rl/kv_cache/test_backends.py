@@ -11,7 +11,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, doctor
-from sgl_fp8rl.engine import hooks, kv_attention, plugin
+from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.backends import XQA, Capability, choose
@@ -193,14 +193,14 @@ def test_on_hopper_flags_choose_xqa(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_sglang_was_told_elsewhere_is_held_too(changes: dict[str, Any], message: str) -> None:
     options = Fp8RLServerArgs()
-    plugin.refuse_kv_cache(resolved(), options)
+    arguments.refuse_kv_cache(resolved(), options)
     with pytest.raises(ValueError, match=message):
-        plugin.refuse_kv_cache(resolved(**changes), options)
+        arguments.refuse_kv_cache(resolved(**changes), options)
 
 
 def test_a_file_of_scales_is_looked_for_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"/absent\.json"):
-        plugin.refuse_kv_cache(resolved(), Fp8RLServerArgs(kv_scales="/absent.json"))
+        arguments.refuse_kv_cache(resolved(), Fp8RLServerArgs(kv_scales="/absent.json"))
 
 
 # -- in the process that serves
