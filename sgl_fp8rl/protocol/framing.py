@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -31,20 +32,29 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
         sock.sendall(header + body)
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive(
+    sock: socket.socket, most_bytes: int = MAX_MESSAGE_BYTES
+) -> tuple[dict[str, Any], list[int]]:
     """Receive one message and the file descriptors that came with it.
+
+    Args:
+        most_bytes: what the peer may send.
 
     Raises:
         FramingError: the connection ended, or the message is not a JSON object of a sane size.
-        TimeoutError: the socket's timeout ran out.
+        TimeoutError: no message began within the socket's timeout, or it did not end within as
+            long again, however its bytes trickle in.
     """
     header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 4)
     try:
-        header += _exactly(sock, _LENGTH.size - len(header))
+        timeout = sock.gettimeout()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        header += _exactly(sock, _LENGTH.size - len(header), deadline)
         (length,) = _LENGTH.unpack(header)
-        if length > MAX_MESSAGE_BYTES:
+        if length > most_bytes:
             raise FramingError(f"a message of {length} bytes came; the peer is not a bridge")
-        message = _parse(_exactly(sock, length))
+        message = _parse(_exactly(sock, length, deadline))
+        sock.settimeout(timeout)
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -69,9 +79,14 @@ def _parse(body: bytes) -> dict[str, Any]:
     return message
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
     received = []
     while size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("a message did not end in time")
+            sock.settimeout(left)
         data = sock.recv(min(size, 1 << 20))
         if not data:
             raise FramingError("the connection ended in the middle of an update")

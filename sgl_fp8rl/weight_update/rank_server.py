@@ -23,6 +23,10 @@ from sgl_fp8rl.weight_update.shared_memory import UnreachableMemoryError
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
+HELLO_TIMEOUT_S = 10.0
+"""Seconds that a peer has to say who it is; the next one waits meanwhile."""
+LONGEST_HELLO = 4096
+"""Bytes that are read of a peer that has not shown its token."""
 LONGEST_REASON = 1000
 """Characters of a trainer's reason to abort that are kept: each request is refused with it."""
 
@@ -67,12 +71,15 @@ class RankSocket:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
             # one deadline for all: peers that are turned away must not hold the engine
-            self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("no trainer came in time")
+            self._listener.settimeout(left)
             peer, _ = self._listener.accept()
             try:
-                peer.settimeout(CONNECT_TIMEOUT_S)
+                peer.settimeout(min(left, HELLO_TIMEOUT_S))
                 if framing.peer_uid(peer) == os.getuid():  # nothing of another user is parsed
-                    hello, fds = framing.receive(peer)
+                    hello, fds = framing.receive(peer, LONGEST_HELLO)
                     for fd in fds:
                         os.close(fd)
                     if hello.get("token") == token:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 WRITERS_KEPT = 4
 """Writers that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
 
+WEIGHTS_TAG = "weights"
+"""SGLang's tag of the weights' memory."""
 RUNS_KEPT = 64
 """Runs that a rank remembers to have been replaced by another."""
 
@@ -57,12 +59,19 @@ class EngineWeights:
         """Of the session that committed ``policy``."""
         self.state = State.QUARANTINED
         self.reason = "no complete set of weights has been loaded yet"
-        self.released = False
-        """Whether the memory saver has taken the weights' memory away."""
+        self.released_tags: frozenset[str] = frozenset()
+        """What the memory saver has taken away, by SGLang's tags."""
+        self.waiting: list[Any] = []
+        """Requests to release memory, which wait until nothing runs, and what came behind them."""
         self.session: Session | None = None
         self._replaced: deque[str] = deque(maxlen=RUNS_KEPT)
         self._writers: OrderedDict[str, WeightWriter] = OrderedDict()
         self._addresses = _addresses(model)
+
+    @property
+    def released(self) -> bool:
+        """Whether the weights' memory is away."""
+        return WEIGHTS_TAG in self.released_tags
 
     def knows(self, fingerprint: str) -> bool:
         """Whether a manifest with this fingerprint was accepted before."""

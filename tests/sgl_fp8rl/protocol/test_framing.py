@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,3 +106,45 @@ def test_silence_is_a_timeout_and_keeps_no_descriptor(
 
 def test_the_peer_is_known_by_its_user(pair: tuple[socket.socket, socket.socket]) -> None:
     assert framing.peer_uid(pair[0]) == os.getuid()
+
+
+def test_a_message_that_trickles_in_is_given_up(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Though no byte of it is waited for as long as the socket's timeout."""
+    received = threading.Event()
+
+    def trickle() -> None:
+        pair[0].sendall(struct.pack("!I", 100))
+        for _ in range(100):
+            if received.wait(0.05):
+                return
+            pair[0].sendall(b" ")
+
+    pair[1].settimeout(0.5)
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    try:
+        with pytest.raises(TimeoutError):
+            framing.receive(pair[1])
+    finally:
+        received.set()
+        sender.join(10)
+    framing.send(pair[1], {"other": "way"})
+    assert framing.receive(pair[0])[0] == {"other": "way"}
+
+
+def test_the_timeout_stays_as_it_was(pair: tuple[socket.socket, socket.socket]) -> None:
+    framing.send(pair[0], {"names": ["x"] * 100})
+    framing.receive(pair[1])
+    assert pair[1].gettimeout() == 10
+
+
+def test_bytes_that_keep_coming_do_not_put_off_the_end(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are there at once; the clock says that the time ran out."""
+    times = iter([0.0, 1.0, 11.0])
+    monkeypatch.setattr(framing, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    pair[0].sendall(struct.pack("!I", 2 << 20) + b" " * 4096)  # in two pieces
+    pair[0].sendall(b" " * 4096)
+    with pytest.raises(TimeoutError, match="did not end"):
+        framing.receive(pair[1])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -475,3 +476,25 @@ def test_peers_that_are_turned_away_do_not_hold_the_engine(
         done.set()
         knocker.join(5)
         rank_socket.close()
+
+
+def test_silent_peers_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has less time than what is left of it; in that of all the trainer is waited for."""
+    times = iter([0.0, 1.0, 25.0, 31.0])
+    monkeypatch.setattr(rank_server_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    given: list[float | None] = []
+
+    def silent(peer: socket.socket, most_bytes: int) -> None:
+        given.append(peer.gettimeout())
+        assert most_bytes < 1 << 16, "of a peer that is not known yet little is read"
+        raise TimeoutError
+
+    monkeypatch.setattr(framing, "receive", silent)
+    rank_socket = RankSocket(0)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for peer in (one, other):
+            peer.connect(str(rank_socket.path))
+        with pytest.raises(TimeoutError, match="no trainer"):
+            rank_socket.accept("mine", 1.0, [])
+    rank_socket.close()
+    assert given == [10.0, 5.0]
