@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.http_requests import Answer, Fault, post_all
+from trainer_bridge.http_exchange import Answer, Fault
+from trainer_bridge.http_requests import post_all
 
 CONTROL_PATH = "/fp8rl"
 CONTROL_TIMEOUT_S = 600.0

@@ -1,8 +1,9 @@
 """POST requests to one HTTP server, all at once, each on a connection of its own.
 
-One thread sends every request before it reads a reply, so that the server can batch them; the
-kernel then reports which connections have theirs. No connection is used twice: servers close idle
-ones (SGLang after 5 s), and a request that crosses the close is lost.
+One thread sends every request before it reads a reply, so that the server can batch them. Only
+opening a connection waits: requests and replies pass in parts, as each connection takes or has
+them, so one that stalls delays no other. No connection is used twice: servers close idle ones
+(SGLang after 5 s), and a request that crosses the close is lost.
 """
 
 import http.client
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainer_bridge.http_exchange import Answer, Exchange, Fault, post
+
 CONNECT_TIMEOUT_S = 60.0
 MAX_CONNECTIONS = 16384
 """More than any engine runs requests, and fewer than the ports that a client has for one server."""
@@ -26,11 +29,6 @@ SPARE_DESCRIPTORS = 256
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
 """A host that is gone is noticed after 90 s, however long the reply may take. Seconds, but
 milliseconds for the last."""
-
-Answer = tuple[int, bytes]
-"""HTTP status and body."""
-Fault = OSError | http.client.HTTPException
-"""What kept an answer from coming."""
 
 
 def post_all(
@@ -58,24 +56,32 @@ def post_all(
             while True:
                 for index, message in waiting:
                     try:
-                        connection = server.send(json.dumps(message).encode())
+                        exchange = server.send(json.dumps(message).encode())
                     except (OSError, http.client.HTTPException) as fault:
                         yield index, fault
                         continue
-                    selector.register(connection.sock, selectors.EVENT_READ, (index, connection))
+                    selector.register(exchange.sock, exchange.events, (index, exchange))
                     if len(selector.get_map()) == room:
                         break
                 if not selector.get_map():
                     return
-                # past the deadline none is ready, and each reads that it is too late
-                ready = selector.select(server.seconds_left())
-                for key in [key for key, _ in ready] or list(selector.get_map().values()):
-                    selector.unregister(key.fileobj)
-                    index, connection = key.data
-                    yield index, server.receive(connection)
+                left = server.seconds_left()
+                ready = [key for key, _ in selector.select(left)]
+                # at the deadline each has its last turn
+                for key in ready if left != 0.0 else list(selector.get_map().values()):
+                    index, exchange = key.data
+                    answer = exchange.advance()
+                    if answer is None and left == 0.0:
+                        answer = server.too_late()
+                    if answer is not None:
+                        selector.unregister(exchange.sock)
+                        exchange.sock.close()
+                        yield index, answer
+                    elif exchange.events != key.events:
+                        selector.modify(exchange.sock, exchange.events, key.data)
         finally:
             for key in selector.get_map().values():
-                key.data[1].close()
+                key.data[1].sock.close()
 
 
 class _Server:
@@ -97,48 +103,38 @@ class _Server:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._silence: TimeoutError | None = None
 
-    def send(self, body: bytes) -> http.client.HTTPConnection:
-        """Send one request on a new connection.
+    def send(self, body: bytes) -> Exchange:
+        """Begin to send one request on a new connection.
 
         Raises:
             OSError: it cannot be sent; once the host was silent, that is not tried again.
         """
         if self._silence is not None:
             raise self._silence
-        connection = http.client.HTTPConnection(self._host)
+        request = post(self._path, body, self._headers)
         try:
-            connection.sock = self._open()
-            connection.request("POST", self._path, body, self._headers)
-        except BaseException as fault:
-            connection.close()
-            if isinstance(fault, TimeoutError):
-                self._silence = fault
+            sock = self._open()
+        except TimeoutError as fault:
+            self._silence = fault
             raise
-        return connection
-
-    def receive(self, connection: http.client.HTTPConnection) -> Answer | Fault:
-        """Read a reply that has begun, or say that it came too late."""
         try:
-            connection.sock.settimeout(self._remaining())
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException) as fault:
-            return fault
-        finally:
-            connection.close()
+            return Exchange(sock, request)
+        except BaseException:
+            sock.close()
+            raise
 
     def seconds_left(self) -> float | None:
         """Until the deadline; None where there is none."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
-    def _remaining(self) -> float | None:
-        left = self.seconds_left()
-        if left == 0.0:
-            raise TimeoutError(f"no answer within {self._timeout:g} s")
-        return left
+    def too_late(self) -> TimeoutError:
+        """The fault of a request that has no answer at the deadline."""
+        return TimeoutError(f"no answer within {self._timeout:g} s")
 
     def _open(self) -> socket.socket:
-        left = self._remaining()
+        left = self.seconds_left()
+        if left == 0.0:
+            raise self.too_late()
         sock = socket.create_connection(
             self._peer, CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
         )

@@ -1,5 +1,6 @@
 """Many POST requests at once: deadlines, dead servers, and the limit of file descriptors."""
 
+import http.client
 import json
 import resource
 import socket
@@ -7,13 +8,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from trainer_bridge import http_requests
-from trainer_bridge.http_requests import Answer, Fault, post_all
+from trainer_bridge import http_exchange, http_requests
+from trainer_bridge.http_exchange import Answer, Fault
+from trainer_bridge.http_requests import post_all
 
 Peers = list[tuple[socket.socket, Any]]
 """Connections, and what was sent on each."""
@@ -22,16 +24,14 @@ REPLY = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 def read_request(peer: socket.socket) -> Any:
     """The JSON of one request; None where the client has gone."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        if not (part := peer.recv(65536)):
-            return None
-        data += part
-    head, body = data.split(b"\r\n\r\n", 1)
-    (length,) = (line for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
-    while len(body) < int(length.split(b":")[1]):
-        body += peer.recv(65536)
-    return json.loads(body)
+    with peer.makefile("rb") as stream:
+        length = 0
+        for line in iter(stream.readline, b"\r\n"):
+            if not line:
+                return None
+            if line.startswith(b"Content-Length"):
+                length = int(line.split(b":")[1])
+        return json.loads(stream.read(length))
 
 
 @contextmanager
@@ -81,6 +81,164 @@ def test_a_server_that_dies_loses_only_what_it_has_not_answered() -> None:
         found = answers(url, 4)
     assert isinstance(found.pop(2), ConnectionError)
     assert set(found.values()) == {(200, b"ok")}
+
+
+UNFINISHED = {
+    "the status line": b"HTTP/1.1 2",
+    "the headers": b"HTTP/1.1 200 OK\r\nContent-Le",
+    "the body": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nx",
+    "a chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3e8\r\nx",
+}
+
+
+@pytest.mark.guarantee("rollouts", fault="a reply that stalls or drips")
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("drips", [False, True], ids=["stalls", "drips"])
+@pytest.mark.parametrize("begun", UNFINISHED.values(), ids=UNFINISHED)
+def test_an_unfinished_reply_delays_no_other(
+    begun: bytes, drips: bool, timeout: float | None
+) -> None:
+    finished = threading.Event()
+
+    def serve(peers: Peers) -> None:
+        slow, good = peers[0][0], peers[1][0]
+        slow.sendall(begun)
+        good.sendall(REPLY)
+        for _ in range(100):  # an end, for a client that waits for it
+            if finished.wait(0.05):
+                break
+            if drips:
+                with suppress(OSError):  # the client has gone
+                    slow.sendall(b"x")
+        slow.close()
+
+    with listen(serve, 2) as url:
+        iterator = post_all(url, [0, 1], {}, timeout)
+        first = next(iterator)
+        finished.set()
+        iterator.close()
+    assert first == (1, (200, b"ok"))
+
+
+@pytest.mark.parametrize("begun", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_reply_that_drips_past_the_deadline_is_too_late(begun: bytes) -> None:
+    def serve(peers: Peers) -> None:
+        with suppress(OSError):  # the client has gone
+            peers[0][0].sendall(begun)
+            for _ in range(200):
+                peers[0][0].sendall(b"x")
+                time.sleep(0.05)
+        peers[0][0].close()
+
+    with listen(serve, 1) as url:
+        (fault,) = answers(url, 1, timeout=0.5).values()
+    assert isinstance(fault, TimeoutError) and str(fault) == "no answer within 0.5 s"
+
+
+def test_a_request_that_is_not_read_delays_no_other() -> None:
+    """It is larger than the buffers of its connection, and is sent once it is read."""
+    long = "x" * (32 << 20)
+    answered = threading.Event()
+    found: list[bool] = []
+
+    def run(listener: socket.socket) -> None:
+        slow, _ = listener.accept()
+        listener.settimeout(10)  # an end, for a client that waits for it
+        with slow:
+            good, _ = listener.accept()
+            with good:
+                assert read_request(good) == 1
+                good.sendall(REPLY)
+            if answered.wait(60):
+                found.append(read_request(slow) == long)
+                slow.sendall(REPLY)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run, args=(listener,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/generate"
+        iterator = post_all(url, [long, 1], {})
+        assert next(iterator) == (1, (200, b"ok"))
+        answered.set()
+        assert list(iterator) == [(0, (200, b"ok"))]
+        thread.join(60)
+    assert found == [True]
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+REPLIES = {
+    "a length": (REPLY, b"ok"),
+    "no body": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b""),
+    "chunks": (CHUNKED + b"1\r\no\r\n1;x=y\r\nk\r\n0\r\n\r\n", b"ok"),
+    "a chunk that ends like the last": (CHUNKED + b"4\r\nok\r\n\r\n0\r\n\r\n", b"ok\r\n"),
+    "chunks and a trailer": (CHUNKED + b"2\r\nok\r\n0\r\nDigest: x\r\n\r\n", b"ok"),
+    "100 before it": (b"HTTP/1.1 100 Continue\r\n\r\n" + REPLY, b"ok"),
+}
+
+
+@pytest.mark.parametrize(("reply", "body"), REPLIES.values(), ids=REPLIES)
+def test_a_reply_ends_before_its_connection_does(reply: bytes, body: bytes) -> None:
+    """However it is cut into packets."""
+    answered = threading.Event()
+
+    def serve(peers: Peers) -> None:
+        for peer, _ in peers:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(len(reply)):
+            peers[0][0].sendall(reply[at : at + 1])
+        peers[1][0].sendall(reply)
+        answered.wait(60)
+
+    with listen(serve, 2) as url:
+        found = answers(url, 2, timeout=50)
+        answered.set()
+    assert found == dict.fromkeys(range(2), (200, body))
+
+
+@pytest.mark.parametrize(("reply", "body"), REPLIES.values(), ids=REPLIES)
+def test_each_byte_of_a_reply_is_needed(reply: bytes, body: bytes) -> None:
+    collected = http_exchange._Reply()
+    found = [collected.add(reply[at : at + 1]) for at in range(len(reply))]
+    assert found == [None] * (len(reply) - 1) + [(200, body)]
+
+
+def test_a_reply_without_a_length_ends_with_its_connection() -> None:
+    def serve(peers: Peers) -> None:
+        for part in (b"HTTP/1.1 200 OK\r\n\r\n", b"o", b"k"):
+            peers[0][0].sendall(part)
+        peers[0][0].close()
+
+    with listen(serve, 1) as url:
+        assert answers(url, 1) == {0: (200, b"ok")}
+
+
+@pytest.mark.parametrize("begun", [UNFINISHED["the body"], UNFINISHED["a chunk"]])
+def test_a_truncated_reply_is_a_fault_of_its_request(begun: bytes) -> None:
+    def serve(peers: Peers) -> None:
+        peers[0][0].sendall(begun)
+        peers[0][0].close()
+        peers[1][0].sendall(REPLY)
+
+    with listen(serve, 2) as url:
+        found = answers(url, 2)
+    assert isinstance(found[0], http.client.IncompleteRead)
+    assert found[1] == (200, b"ok")
+
+
+@pytest.mark.parametrize("reply", [b"+PONG\r\n", b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * (1 << 16)])
+def test_a_reply_without_an_end_of_headers(reply: bytes) -> None:
+    """It is refused while the connection is open."""
+    answered = threading.Event()
+
+    def serve(peers: Peers) -> None:
+        with suppress(OSError):  # the client has gone
+            peers[0][0].sendall(reply)
+        answered.wait(60)
+
+    with listen(serve, 1) as url:
+        found = answers(url, 1, timeout=50)
+        answered.set()
+    assert isinstance(found[0], http.client.HTTPException)
 
 
 def test_the_deadline_is_that_of_all_requests() -> None:
