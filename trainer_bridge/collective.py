@@ -78,8 +78,12 @@ class Leader:
                     self._store.delete_key(key)
                     self._store.delete_key(f"{key}/read")
             self._shares += 1
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to here: a cycle would keep the update's bucket
         return value
 
 

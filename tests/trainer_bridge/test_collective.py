@@ -1,6 +1,9 @@
 """Which ranks of a larger job update together, and how long they wait for their leader."""
 
+import gc
 import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.collective import Leader, ranks_of
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import named_tensors
 from trainer_bridge.update import update
 
@@ -117,3 +121,26 @@ def all_cases(rank: int, folder: Path) -> None:
     for case in CASES:
         case(rank)
         ranks.meet(rank, folder, case.__name__, WORLD)
+
+
+def test_what_failed_is_freed_at_once() -> None:
+    """A bucket of a gigabyte would otherwise wait for Python's garbage collection."""
+
+    class Bucket:
+        pass
+
+    def fail(bucket: Bucket) -> None:
+        raise EngineError("NaN")
+
+    def update() -> "weakref.ref[Bucket]":
+        bucket, leader = Bucket(), Leader(())
+        leader.attempt(fail, bucket)
+        with suppress(EngineError):
+            leader.share(None)
+        return weakref.ref(bucket)
+
+    gc.disable()
+    try:
+        assert update()() is None
+    finally:
+        gc.enable()
