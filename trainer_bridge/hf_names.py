@@ -1,7 +1,8 @@
 """Names of the HF checkpoint for the parameters of a trainer's model.
 
 transformers 5 keeps the experts of a layer as one 3-D parameter, while checkpoints (and so SGLang)
-name each expert's matrices. Wrappers add prefixes of their own.
+name each expert's matrices, and it has moved parts of some vision-language models. Wrappers add
+prefixes of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ _DOWN = ".experts.down_proj"
 _MIXTRAL_STYLE = ("mixtral", "minimax", "minimax_m2")
 # Families whose checkpoints, too, hold the experts of a layer as one tensor.
 _FUSED = ("gpt_oss", "llama4", "llama4_text")
+# Families whose checkpoints have the language model as ``model`` and the vision tower beside it.
+_TOWER_BESIDE = ("qwen2_vl", "qwen2_5_vl")
 
 
 def clean(name: str) -> str:
@@ -49,6 +52,8 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     if mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    if family in _TOWER_BESIDE:
+        name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
     if family in _FUSED:
         yield name, lambda whole: whole
     elif name.endswith(_GATE_UP) and len(shape) == 3:

@@ -152,10 +152,18 @@ def make_checkpoint(
     if spec.raw_config:
         saved = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(saved | spec.raw_config, indent=2))
-    plus_one = spec.model_type.startswith("gemma")
+    draw(path, seed, plus_one=spec.model_type.startswith("gemma"))
+    return path
+
+
+def draw(path: Path, seed: int, plus_one: bool = False) -> None:
+    """Give each tensor of a checkpoint other values, by its name and the seed.
+
+    Args:
+        plus_one: the model adds 1 to the weights of its norms.
+    """
     shapes = load_file(path / WEIGHTS)
     _save(path, {name: _draw(name, t.shape, seed, plus_one) for name, t in shapes.items()})
-    return path
 
 
 def _save(path: Path, tensors: Tensors) -> None:

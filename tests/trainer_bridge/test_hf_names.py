@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.engine import models, vision_models
 from trainer_bridge import hf_names
 from trainer_bridge.fsdp import NamedTensors, Source, named_tensors, sources
 
@@ -160,3 +161,15 @@ def test_names_and_values_are_those_that_transformers_saves(
         n: t.shape for s in planned(model, torch.float32) for n, t in s.announce(s.sent_as)
     }
     assert announced == {name: tensor.shape for name, tensor in expected.items()}
+
+
+@pytest.mark.parametrize("family", list(vision_models.FAMILIES))
+def test_names_of_a_vision_language_model(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    checkpoint = vision_models.make_checkpoint(family, tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    expected = dict(models.named_tensors(checkpoint))
+    found = streamed(model, torch.bfloat16)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
