@@ -1,10 +1,12 @@
 """Joining the parts of a GPU run: what must not be called a pass is refused."""
 
+import re
 from typing import Any
 
 import pytest
 
-from tests.gpu.record import PACKAGES, Part, join
+from tests.gpu import schedule
+from tests.gpu.record import HERE, PACKAGES, Part, join
 
 FILES = {"test_a.py", "test_b.py"}
 
@@ -12,6 +14,7 @@ FILES = {"test_a.py", "test_b.py"}
 def part(name: str, **fields: Any) -> Part:
     return {
         "files": [f"tests/gpu/{name}"],
+        "alone": False,
         "status": 0,
         "passed": 7,
         "failed": 0,
@@ -53,3 +56,18 @@ def test_rows_are_in_the_order_of_the_files_not_of_the_parts() -> None:
 def test_what_is_not_a_whole_pass_is_refused(second: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         join([part("test_a.py"), part("test_b.py", **second)], FILES)
+
+
+def test_every_file_is_scheduled() -> None:
+    together, alone = (
+        {f"test_{name}.py" for names in parts for name in names}
+        for parts in (schedule.TOGETHER, schedule.ALONE)
+    )
+    texts = {path.name: path.read_text() for path in HERE.glob("test_*.py")}
+    assert together | alone == texts.keys()
+    assert alone == {name for name, text in texts.items() if "mark.alone" in text}
+    # a part without tests fails
+    whole = {
+        name for name, text in texts.items() if re.search(r"pytestmark = \[[^]]*mark\.alone", text)
+    }
+    assert whole and not together & whole

@@ -1,7 +1,7 @@
-"""Run ``tests/gpu`` in parts, as GPUs are lent for minutes, and join what they did to one record.
+"""What parts of ``tests/gpu`` did (``schedule.py``), and all of it in one record.
 
-    python -m tests.gpu.record run part1.json tests/gpu/test_gemms.py ...
-    python -m tests.gpu.record join part1.json part2.json > tests/GPU.md
+    python -m tests.gpu.schedule FOLDER
+    python -m tests.gpu.record join FOLDER/*.json > tests/GPU.md
 
 ``join`` fails where a file of ``tests/gpu`` is missing, a test failed, or the parts are of several
 commits. The commit of a copy without a repository is taken from ``FP8RL_COMMIT``.
@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -27,17 +26,30 @@ SUMS = ("passed", "skipped", "seconds")
 Part = dict[str, Any]
 
 
-def run_part(out: Path, files: list[str]) -> int:
-    """Run these files in one pytest process; its record goes to ``out``, its lines to stdout."""
+def run_part(out: Path, files: list[str], alone: bool, variables: dict[str, str]) -> int:
+    """Run these files in one pytest process; its status.
+
+    Its record goes to ``out``; beside it are the log, and an .xml of what tests measured
+    (``record_property``).
+
+    Args:
+        alone: run the tests with this mark, or those without it.
+        variables: of the process's environment.
+    """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={xml}", *files]
-        status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
-        passed, failed, skipped, failures = suites.read(xml)
-        outcomes = guarantees.outcomes(xml)
+    xml = out.with_suffix(".xml")
+    xml.unlink(missing_ok=True)  # of an earlier run
+    marks = "gpu and alone" if alone else "gpu and not alone"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={xml}", *files]
+    with out.with_suffix(".log").open("w") as log:
+        status = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
+        ).returncode
+    passed, failed, skipped, failures = suites.read(xml)
+    outcomes = guarantees.outcomes(xml)
     part = {
         "files": files,
+        "alone": alone,
         "status": status,
         "passed": passed,
         "failed": failed,
@@ -97,13 +109,14 @@ def join(parts: list[Part], files: set[str]) -> str:
         "",
         f"{first['gpu']}, driver {first['driver']}, {versions}. {totals['passed']} passed, "
         f"{totals['skipped']} skipped, {suites.duration(totals['seconds'])} in {len(parts)} parts "
-        f"(`tests/gpu/record.py`).",
+        f"(`tests/gpu/schedule.py`).",
         "",
         "| files | passed | skipped | time | date (UTC) |",
         "|---|---|---|---|---|",
     ]
     rows = [
-        f"| {', '.join(sorted(Path(file).stem.removeprefix('test_') for file in part['files']))} "
+        f"| {', '.join(sorted(Path(file).stem.removeprefix('test_') for file in part['files']))}"
+        f"{' (alone)' if part['alone'] else ''} "
         f"| {part['passed']} | {part['skipped']} "
         f"| {suites.duration(part['seconds'])} | {part['date']} |"
         for part in parts
@@ -113,8 +126,6 @@ def join(parts: list[Part], files: set[str]) -> str:
 
 def main() -> int:
     match sys.argv[1:]:
-        case ["run", out, first, *files]:
-            return run_part(Path(out), [first, *files])
         case ["join", first, *others]:
             parts = [json.loads(Path(path).read_text()) for path in (first, *others)]
             print(join(parts, {path.name for path in HERE.glob("test_*.py")}))

@@ -27,6 +27,7 @@ from sgl_fp8rl.protocol.cuda_memory import (
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

@@ -29,8 +29,9 @@ from tests.gpu.policies import DENSE, draw, reference_digests, shared_folder, wr
 from tests.gpu.test_cuda_memory import MIB, new_peer
 from tests.gpu.test_updates import RECLAIM_S
 from tests.gpu.trainers import Trainer, answer, trainer_process
+from trainer_bridge.update import RUN
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,11 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handle, "to_json", lambda self: handle)
 
 
-def update_and_stay(connection: Connection, address: str, version: int) -> None:
+def update_and_stay(connection: Connection, address: str, version: int, run: str) -> None:
     """Be read in place, and do nothing from then on."""
     tensors = draw(DENSE, 1)
     for step in (version, version + 1):
-        result = trainer_bridge.update(tensors, address, version=step)
+        result = trainer_bridge.update(tensors, address, version=step, run=run)
     connection.send(result.mapped_bytes)
     threading.Event().wait()
 
@@ -100,7 +101,9 @@ def test_a_trainer_that_died_between_updates(server: Server) -> None:
     trainer_bridge.close(server)
     before = used_bytes()
     version = version_of(server) + 1
-    with trainer_process(update_and_stay, server.address, version) as (process, connection):
+    # of this process's run, or its own next update would be refused
+    arguments = (update_and_stay, server.address, version, RUN)
+    with trainer_process(*arguments) as (process, connection):
         mapped = answer(connection)
         assert mapped > 0
         assert used_bytes() > before + mapped  # the control: they are seen while it lives

@@ -276,6 +276,7 @@ def test_steps_with_the_memory_saver(tmp_path: Path) -> None:
 # ---- capacity ------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_the_cache_takes_all_static_memory(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

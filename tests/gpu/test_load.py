@@ -32,7 +32,7 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SHARD_BYTES = 512 << 20  # a layer is 368 MiB, the embedding and the head 256 MiB each
 BESIDE_BYTES = 512 << 20

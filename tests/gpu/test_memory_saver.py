@@ -38,7 +38,7 @@ from tests.gpu.policies import (
 from tests.gpu.trainers import Trainer
 from trainer_bridge.engine_client import EngineError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 TAGS: tuple[str, ...] = ("kv_cache", "weights", "cuda_graph")
 

@@ -41,9 +41,9 @@ pytestmark = [
 
 TP = 2
 SIZES = [1, 3, 8]
-OF_ORACLE = 0.4
-"""Mean |difference| of logprobs from the oracle. Healthy: of four layers of experts on one rank of
-a CPU at most 0.18 (``test_oracle.py``); two GPUs have not been measured."""
+OF_ORACLE = {DENSE.name: 0.22, MOE.name: 0.27}
+"""Of the mean |difference| of logprobs from the oracle, in nats. Healthy on two H200s: at most
+0.164 and 0.206; the control at least 1.68 and 1.00."""
 # All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
 # shared with others may not allow.
 FLAGS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
@@ -154,4 +154,4 @@ def test_an_fp8_kv_cache_on_two_ranks_beside_an_oracle(
     policy = draw(shape, 0, HERE.device)
     with start(tmp_path / "server.log", config, **FP8_KV, **FLAGS, tp_size=TP) as server:
         sampled = samples(server, shape, policy, shape.name)
-    assert_near(config, policy, sampled, {shape.name: OF_ORACLE}, record_property)
+    assert_near(config, policy, sampled, OF_ORACLE, record_property)

@@ -48,7 +48,7 @@ from tests.gpu.policies import (
 )
 from tests.gpu.trainers import Trainer, answer, stop_at_part, trainer_process, update_twice
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import UpdateResult
+from trainer_bridge.update import RUN, UpdateResult
 
 pytestmark = pytest.mark.gpu
 
@@ -262,6 +262,7 @@ def test_no_number(run: Run, server: Server, place: str, kept: str, bad: float) 
     assert_healed(run)
 
 
+@pytest.mark.alone
 @pytest.mark.guarantee("quarantine", fault="the trainer is killed in the middle of an update")
 def test_a_killed_trainer(run: Run, server: Server) -> None:
     """It leaves a quarantined engine, which lets go of its bucket."""
@@ -287,7 +288,8 @@ def test_expandable_segments(run: Run, server: Server) -> None:
     """Memory that cannot be exported goes through the bucket, each time."""
     version = version_of(server) + 1
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    arguments = (update_twice, server.address, run.shape, 1, version)
+    # of this process's run, or its own next update would be refused
+    arguments = (update_twice, server.address, run.shape, 1, version, RUN)
     with trainer_process(*arguments, environment=environment) as (_, connection):
         assert answer(connection) == (True, [0, 0])
     assert version_of(server) == version + 1

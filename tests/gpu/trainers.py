@@ -61,14 +61,14 @@ def answer(connection: Connection) -> Any:
 
 
 def update_twice(
-    connection: Connection, address: str, shape: Shape, seed: int, version: int
+    connection: Connection, address: str, shape: Shape, seed: int, version: int, run: str
 ) -> None:
     """Send the same tensors as two versions; tell whether torch's memory is expandable, and what
     was read in place each time."""
     tensors = draw(shape, seed)
     expandable = all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     mapped = [
-        trainer_bridge.update(tensors, address, version=v).mapped_bytes
+        trainer_bridge.update(tensors, address, version=v, run=run).mapped_bytes
         for v in (version, version + 1)
     ]
     connection.send((expandable, mapped))

@@ -1,0 +1,124 @@
+"""Run all that needs GPUs, as much at once as they allow: ``python -m tests.gpu.schedule FOLDER``.
+
+First parts that share a GPU, then those marked ``alone``, one on each GPU, and the soak. Names of
+files behind the folder run only these. ``FOLDER`` gets a record, a log and measured values of each
+part (``record.py``).
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tests.gpu import record
+
+SHARE = 4
+"""Parts that run on one GPU at a time; engines of several fit into its memory."""
+SOAK_UPDATES = 200
+TOGETHER = (
+    ("two_gpus",),
+    ("backends",),
+    ("updates",),
+    ("oracle",),
+    ("in_flight",),
+    ("kv_cache",),
+    ("gemms",),
+    ("expert_tiles", "experts"),
+    ("kv_triton", "qk_rope"),
+    ("flashinfer_plans", "kv_attention", "activation", "correction", "precision"),
+    ("expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
+)
+"""Files of a part, the longest first. ``two_gpus`` sees all GPUs."""
+ALONE = (
+    ("load",),
+    ("memory_saver", "cuda_memory"),
+    ("host_fallback",),
+    ("kv_cache",),
+    ("updates",),
+)
+ENVIRONMENT = {
+    # other tests use one of the GPUs
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+Job = Callable[[str], int]
+"""Takes the GPUs that it may see, and returns an exit status."""
+
+
+def job(folder: Path, names: tuple[str, ...], alone: bool) -> tuple[str, Job]:
+    """A part and its name."""
+    name = "-".join([*names, *(["alone"] if alone else [])])
+    files = [f"tests/gpu/test_{name}.py" for name in names]
+
+    def run(gpus: str) -> int:
+        visible = {"CUDA_VISIBLE_DEVICES": gpus}
+        environment = os.environ | ENVIRONMENT | ({} if "two_gpus" in names else visible)
+        return record.run_part(folder / f"{name}.json", files, alone, environment)
+
+    return name, run
+
+
+def soak(folder: Path) -> tuple[str, Job]:
+    output = folder / "soak" / "cuda.json"
+
+    def run(gpus: str) -> int:
+        output.parent.mkdir(exist_ok=True)
+        options = [f"--updates={SOAK_UPDATES}", f"--output={output}"]
+        command = [sys.executable, "-m", "tests.soak", "--device=cuda", *options]
+        with output.with_suffix(".out").open("w") as log:
+            return subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
+            ).returncode
+
+    return "soak", run
+
+
+def run_all(jobs: Iterable[tuple[str, Job]], share: int) -> int:
+    """Run jobs, ``share`` at a time on each GPU; how many failed."""
+    due: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
+    for each in jobs:
+        due.put(each)
+
+    def work(gpu: str) -> int:
+        failed = 0
+        while True:
+            try:
+                name, run = due.get_nowait()
+            except queue.Empty:
+                return failed
+            start = time.monotonic()
+            status = run(gpu)
+            failed += status != 0
+            print(f"{name}: status {status}, {time.monotonic() - start:.0f} s", flush=True)
+
+    gpus = [str(index) for index in range(torch.cuda.device_count())] * share
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return sum(pool.map(work, gpus))
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    folder, wanted = Path(sys.argv[1]), set(sys.argv[2:])
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def chosen(parts: tuple[tuple[str, ...], ...], alone: bool) -> list[tuple[str, Job]]:
+        mine = [tuple(n for n in names if not wanted or n in wanted) for names in parts]
+        return [job(folder, names, alone) for names in mine if names]
+
+    failed = run_all(chosen(TOGETHER, alone=False), SHARE)
+    soaks = [soak(folder)] if not wanted or "soak" in wanted else []
+    return int(failed + run_all([*soaks, *chosen(ALONE, alone=True)], 1) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
