@@ -37,7 +37,7 @@ fast: $(VENV)/.ready
 
 # A million mutated messages for the decoders of all that arrives; `fast` has 20,000.
 fuzz: $(VENV)/.ready
-	$(VENV)/bin/python -m tests.fuzz $(FUZZ_FLAGS)
+	$(VENV)/bin/python -m tests.fuzz --record tests/FUZZ.md $(FUZZ_FLAGS)
 
 # The adapter of verl and the correction beside verl itself; a test that is skipped fails it.
 verl: .venv/verl/.ready
