@@ -3,8 +3,6 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 
 from tests.soak import bridge
@@ -39,10 +37,9 @@ class Clients:
         self._stop = threading.Event()
         self._credit = 0
         self._granted = threading.Condition()
-        self._lanes = [threading.Lock() for _ in range(COUNT)]
         self._threads = [
-            threading.Thread(target=self._ask, args=(lane, random.Random(f"{seed} {n}")))
-            for n, lane in enumerate(self._lanes)
+            threading.Thread(target=self._ask, args=(random.Random(f"{seed} {n}"),))
+            for n in range(COUNT)
         ]
         for thread in self._threads:
             thread.daemon = True  # a server that hangs must not keep the soak from its end
@@ -51,7 +48,7 @@ class Clients:
     def _prompt(self, choose: random.Random) -> list[int]:
         return [choose.randrange(self._vocabulary) for _ in range(choose.randint(*PROMPT_TOKENS))]
 
-    def _ask(self, lane: threading.Lock, choose: random.Random) -> None:
+    def _ask(self, choose: random.Random) -> None:
         while True:
             with self._granted:
                 self._granted.wait_for(lambda: self._credit > 0 or self._stop.is_set())
@@ -60,8 +57,7 @@ class Clients:
                 return
             prompt = choose.choice(self._shared) if choose.random() < 0.5 else self._prompt(choose)
             try:
-                with lane:
-                    found = bridge.sample(self._address, [prompt], choose.randint(*NEW_TOKENS))
+                found = bridge.sample(self._address, [prompt], choose.randint(*NEW_TOKENS))
                 for sampled in found:
                     self.sampled.put(sampled)
             except Exception as error:  # noqa: BLE001  (the soak's own thread reports it)
@@ -78,16 +74,6 @@ class Clients:
         with self._granted:
             self._credit = CREDIT
             self._granted.notify_all()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Nothing is in flight meanwhile, and until the next ``grant``."""
-        with self._granted:
-            self._credit = 0
-        with ExitStack() as stack:
-            for lane in self._lanes:
-                stack.enter_context(lane)
-            yield
 
     def take(self) -> list[bridge.Sampled]:
         """The sequences since the last call.

@@ -19,7 +19,7 @@ from tests.soak.trainer import Trainer
 from tests.soak.wire import Wire
 
 IN_FLIGHT = "abort", "finish", "retract"
-SILENCE_S = 8.0
+SILENCE_S = 20.0
 """``--fp8rl-session-timeout-s``: a busy machine must not seem silent."""
 PROBE_TOKENS = 8
 
