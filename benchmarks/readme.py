@@ -11,7 +11,7 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
-from benchmarks.tables import correction, headline, kv, pictures, trl
+from benchmarks.tables import correction, headline, kv, learning, pictures, trl, verl, verl_parity
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
@@ -44,6 +44,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "mitigations": ("mitigations.json", engine_tables.mitigations),
     "kernels": ("kernels.json", kernel_tables.kernels),
     "trl": ("trl.jsonl", trl.table),
+    "verl": ("verl.jsonl", verl.table),
+    "verl_parity": ("verl_parity.jsonl", verl_parity.table),
     "gemms": (TABLES / "nvidia-h200.json", kernel_tables.gemms),
     "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
@@ -73,9 +75,10 @@ def main() -> None:
     measured = RESULTS / "parity.jsonl"
     if measured.exists():
         picture.draw(read(measured), picture.PICTURE)
-    measured = RESULTS / "trl.jsonl"
-    if measured.exists():
-        trl.draw(read(measured), trl.PICTURE)
+    for name, into in (("trl", trl.PICTURE), ("verl_parity", verl_parity.PICTURE)):
+        measured = RESULTS / f"{name}.jsonl"
+        if measured.exists():
+            learning.draw(read(measured), into)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.environment import ROOT, environment
-from benchmarks.tables.trl import PICTURE, draw, table
+from benchmarks.tables.learning import draw
+from benchmarks.tables.trl import PICTURE, table
 from examples.grpo.engine import KEYWORDS, running_engine
 from examples.trl import tiny_model
 from sgl_fp8rl.integrations.trl import attach

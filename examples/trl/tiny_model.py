@@ -26,17 +26,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save(path: Path, seed: int = 0) -> Path:
-    """Write a BF16 checkpoint with its tokenizer. Sides of all FP8 matrices are whole blocks."""
+def save(path: Path, seed: int = 0, **more: int) -> Path:
+    """Write a BF16 checkpoint with its tokenizer. Sides of all FP8 matrices are whole blocks.
+
+    Args:
+        more: what of ``Qwen3Config`` is to be another.
+    """
     torch.manual_seed(seed)
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    }
     config = Qwen3Config(
+        **shape | more,
         vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -48,6 +48,7 @@ def _slime(package: str) -> tuple[str, ...]:
 
 
 _SGLANG_IN_VERL = "verl.workers.rollout.sglang_rollout"
+_TRAINERS_OF_VERL = "verl.trainer.ppo.v1"
 _SLIME_NEEDS = ("sglang", "ray", "megatron-core")
 
 FRAMEWORKS = {
@@ -89,6 +90,9 @@ FRAMEWORKS = {
                 *("launch_server", "generate", "set_global_steps", "config"),
                 *("tokenizer_manager", "scheduler_info"),
             ),
+            f"{_TRAINERS_OF_VERL}.trainer_base:register_trainer",
+            f"{_TRAINERS_OF_VERL}.trainer_base:PPOTrainer.step",
+            f"{_TRAINERS_OF_VERL}.trainer_sync:PPOTrainerSync",
         ),
         needs=("sglang", "ray", "tensordict"),
         extra="sglang",

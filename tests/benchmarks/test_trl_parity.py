@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.run import RESULTS
-from benchmarks.tables.trl import draw, judge, table
+from benchmarks.tables.learning import draw
+from benchmarks.tables.trl import judge, table
 
 Rows = list[dict[str, Any]]
 

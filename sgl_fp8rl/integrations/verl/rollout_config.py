@@ -1,5 +1,6 @@
 """What verl's rollout configuration says to an fp8rl server, and what it must not say."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sgl_fp8rl.constants import NAME
@@ -39,6 +40,13 @@ def check(config: Any) -> None:
 def hand_over(config: Any) -> None:
     """Make the key an argument of SGLang, since verl's server knows only ``fp8``."""
     given = dict(config.engine_kwargs or {})
-    given["sglang"] = {**(given.get("sglang") or {}), "quantization": NAME}
+    sglang = {name: _tuple_of(name, value) for name, value in (given.get("sglang") or {}).items()}
+    given["sglang"] = {**sglang, "quantization": NAME}
     object.__setattr__(config, "engine_kwargs", given)  # verl's configurations are frozen
     object.__setattr__(config, "quantization", None)
+
+
+def _tuple_of(name: str, value: Any) -> Any:
+    """One of our options as its class has it: YAML knows lists only."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if is_list and name.startswith(f"{NAME}_") else value

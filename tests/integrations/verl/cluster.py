@@ -1,7 +1,8 @@
 """A real Ray with a real fp8rl server under our replica, and two gloo ranks under our adapter.
 
-No trainer of verl: it needs GPUs. Its parts are real where they meet ours: registries, replica,
-server, adapters, and the generator of an FSDP2 engine's weights.
+No trainer of verl (``test_trainer`` has it): a test does with each rank what it wants. Parts are
+real where they meet ours: registries, replica, server, adapters, and the generator of an FSDP2
+engine's weights.
 """
 
 import asyncio

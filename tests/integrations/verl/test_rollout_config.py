@@ -55,3 +55,13 @@ def test_the_key_becomes_an_argument_of_sglang(given: Any) -> None:
 @pytest.mark.parametrize("other", [None, "fp8"])
 def test_other_rollouts_are_not_ours(other: str | None) -> None:
     assert not is_ours(Config(quantization=other))
+
+
+def test_our_lists_become_tuples() -> None:
+    """As our options have them; what is SGLang's stays as it is."""
+    given = {"sglang": {"fp8rl_ignored_layers": ["re:.*mlp.*"], "cuda_graph_bs": [1, 2]}}
+    config = Config(quantization="fp8rl", engine_kwargs=given)
+    hand_over(config)
+    sglang = config.get("engine_kwargs")["sglang"]
+    assert sglang["fp8rl_ignored_layers"] == ("re:.*mlp.*",)
+    assert sglang["cuda_graph_bs"] == [1, 2]

@@ -1,0 +1,40 @@
+"""verl's synchronous trainer, with our metrics of the mismatch and their alarms among its own.
+
+Import it in verl by ``VERL_USE_EXTERNAL_MODULES=sgl_fp8rl.integrations.verl.trainer``, and select
+it by ``trainer.v1.trainer_mode=fp8rl``. Each logger of ``trainer.logger`` then has ``fp8rl/*``.
+"""
+
+from typing import Any
+
+import transfer_queue  # type: ignore[import-not-found]
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+
+from sgl_fp8rl.constants import NAME
+from trainer_bridge import mismatch_metrics
+from trainer_bridge.metrics.alarms import announce, check_alarms
+
+FIELDS = ["old_log_probs", "rollout_log_probs", "response_mask"]
+LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
+"""What is logged of ``mismatch_metrics``, beside the number of alarms."""
+
+
+@register_trainer(NAME)
+class Trainer(PPOTrainerSync):  # type: ignore[misc]
+    """A step's metrics are of the tokens that verl's correction kept."""
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # verl asks for this name again, for its buffer
+        super().__init__(config)
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        batch = super().step(metrics, timing_raw)
+        found = transfer_queue.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
+        ).to_padded_tensor()
+        trainer, rollout, mask = (found[name] for name in FIELDS)
+        ours = mismatch_metrics(trainer, rollout, mask.bool())
+        alarms = check_alarms(ours)
+        announce(alarms)
+        metrics |= {f"{NAME}/{name}": ours[name] for name in LOGGED}
+        metrics[f"{NAME}/alarms"] = len(alarms)
+        return batch

@@ -1,0 +1,127 @@
+"""verl's whole trainer on this CPU: ``verl.trainer.main_ppo`` with the example's configuration.
+Names of metrics are verl's.
+
+``benchmarks.verl_cpu`` says what differs from a run on GPUs. A run that fails shows its log's end.
+"""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from benchmarks import verl_log, verl_parity
+
+LEARNING_RATE = 1e-2
+MOVED = 0.05
+"""Nats of the policy's entropy, in three steps; 0.16 was measured."""
+FP8_KL = 0.01
+"""Nats; 0.0003 to 0.0006 were measured."""
+END_S = 60.0
+"""Ray's processes end after the one that started them."""
+# of two runs: a test's own and that of its fixture
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * (verl_parity.LIMIT_S + 2 * END_S))]
+
+MODULES = "VERL_USE_EXTERNAL_MODULES"
+K3 = "rollout_corr/k3_kl"
+Steps = list[dict[str, Any]]
+"""The metrics of each step."""
+
+
+def run(arm: str, ranks: int, steps: int, *more: str) -> tuple[str | None, Steps]:
+    """The failure, if there is one, and what verl logged; no process is left."""
+    with run_folder() as folder:
+        rate = f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}"
+        failure = verl_parity.run(arm, ranks, steps, 0, folder, rate, *more)
+        deadline = time.monotonic() + END_S
+        while left := processes_of(folder):
+            assert time.monotonic() < deadline, f"processes {left} are left; {failure}"
+            time.sleep(0.2)
+        logged = folder / verl_log.METRICS
+        lines = logged.read_text().splitlines() if logged.exists() else []
+        return failure, [json.loads(line)["data"] for line in lines]
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """On a short path, as Ray's sockets need it; at the end, what the run left behind is ended."""
+    folder = Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        for process in processes_of(folder):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Those that inherited the environment of the folder's run."""
+    mark = f"VERL_FILE_LOGGER_PATH={folder}/".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def trained(arm: str, ranks: int, steps: int, *more: str) -> Steps:
+    """Each step's tokens are of the policy of that step, and teach the next one."""
+    failure, logged = run(arm, ranks, steps, *more)
+    assert failure is None, failure
+    assert [step["training/global_step"] for step in logged] == list(range(1, steps + 1))
+    oldest = "training/off_policy/trajectory_staleness_worst/max"
+    assert all(step[oldest] == 0 and step["actor/grad_norm"] > 0 for step in logged)
+    return logged
+
+
+def assert_engine_follows(steps: Steps) -> None:
+    """The policy changes, and rollouts stay as near to it as FP8 lets them."""
+    first, *_, last = (step["rollout_corr/training_log_ppl"] for step in steps)
+    assert abs(last - first) > MOVED
+    assert all(0 < step[K3] < FP8_KL for step in steps)
+
+
+@pytest.fixture(scope="module")
+def fp8() -> Steps:
+    return trained("fp8", ranks=1, steps=3)
+
+
+def test_rollouts_follow_the_trainer(fp8: Steps) -> None:
+    assert_engine_follows(fp8)
+
+
+def test_two_ranks_feed_two_ranks() -> None:
+    """FSDP2 and TP 2."""
+    assert_engine_follows(trained("fp8", ranks=2, steps=3))
+
+
+def test_rollouts_are_fp8_and_our_trainer_logs_more(
+    fp8: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BF16 rollouts of the same policy are nearer to the trainer: the control."""
+    modules = f"{verl_parity.ENVIRONMENT[MODULES]},sgl_fp8rl.integrations.verl.trainer"
+    monkeypatch.setitem(verl_parity.ENVIRONMENT, MODULES, modules)
+    (bf16,) = trained("bf16", 1, 1, "trainer.v1.trainer_mode=fp8rl")
+    assert 0 < 2 * bf16[K3] < fp8[0][K3]
+    assert bf16["fp8rl/mismatch_kl_k3"] == pytest.approx(bf16[K3], rel=0.01)
+    assert bf16["fp8rl/alarms"] == 0
+    assert "fp8rl/alarms" not in fp8[0]
+
+
+def test_a_refusal_of_the_server_ends_the_run() -> None:
+    failure, steps = run("fp8", 1, 1, "actor_rollout_ref.rollout.top_p=0.9")
+    assert failure is not None and "top_p=0.9" in failure
+    assert steps == []
