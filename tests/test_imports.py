@@ -20,7 +20,8 @@ LAYERS = (
     # what trainer and engine share
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
-    "trainer_bridge.http_requests trainer_bridge.engine_client trainer_bridge.routed_experts "
+    "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
+    "trainer_bridge.routed_experts "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights "
@@ -51,7 +52,8 @@ LAYERS = (
     "sgl_fp8rl.engine.ranks",
     "sgl_fp8rl.engine.export",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
-    "sgl_fp8rl.engine.retraction sgl_fp8rl.engine.scheduler",
+    "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
+    "sgl_fp8rl.engine.scheduler",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",
