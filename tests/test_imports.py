@@ -25,8 +25,9 @@ LAYERS = (
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights "
-    "trainer_bridge.packer trainer_bridge.layout trainer_bridge.engine_connection "
-    "trainer_bridge.connections trainer_bridge.collective trainer_bridge.update_session "
+    "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender "
+    "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
+    "trainer_bridge.participant trainer_bridge.update_session trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",

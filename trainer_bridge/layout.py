@@ -43,6 +43,17 @@ def check_layout(layout: dict[str, Any]) -> None:
         )
 
 
+def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
+    """What of a layout a plan depends on: engines that agree in it are sent the same."""
+    read = ("dtype", "bucket_bytes", "fp32", "formats")
+    return {
+        **{name: layout[name] for name in read},
+        "kv_cache": layout.get("kv_cache"),
+        "gpus": bool(layout["gpus"]),
+        "through_host": through_host,
+    }
+
+
 def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> list[Source]:
     """How to read these tensors for an engine of this layout."""
     fp32 = layout["fp32"]

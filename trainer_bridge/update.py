@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +16,9 @@ from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of
-from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.fsdp import NamedTensors
-from trainer_bridge.layout import gpu_of
-from trainer_bridge.transport.rank_client import UnreachableMemoryError
-from trainer_bridge.update_session import UpdateSession
+from trainer_bridge.participant import check_required, participants_of
+from trainer_bridge.transaction import Transaction
 from trainer_bridge.weights import Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
@@ -46,7 +43,9 @@ class UpdateResult:
     """Wall time by stage: ``begin`` (check, pause, flush), ``read`` (gather and cast), ``write``
     (copy to the bucket, wait for ranks that quantize), ``commit``; and ``total``."""
     gpu_seconds: float | None
-    """Time of the engine's kernels on the slowest GPU; None on a CPU."""
+    """Time of the engines' kernels on the slowest GPU; None on a CPU."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why engines do not have this version, by address or number: ``require`` allowed it."""
 
 
 def update(
@@ -57,10 +56,11 @@ def update(
     run: str | None = None,
     kv_scales: torch.Tensor | None = None,
     in_flight: str = ABORT,
+    require: int | None = None,
     group: dist.ProcessGroup | None = None,
     announce: Announcement | None = None,
 ) -> UpdateResult:
-    """Stream weights into a running engine and commit them as policy ``version``.
+    """Stream weights into a running engine, or several, and commit them as policy ``version``.
 
     Requests that are running are aborted, finished or retracted, as ``in_flight`` says; new ones
     wait for the end of the update. Parameters on a GPU that lie where they lay at the last update
@@ -74,8 +74,9 @@ def update(
             FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
             have it, in which all ranks gather each tensor at once: it is walked once, to its end
             also where the update fails, and no more than a bucket of it is held at a time.
-        engine: an ``sgl.Engine`` or an ``http://`` address. With FSDP2 or DDP every rank calls, and
-            only the engine of the first is used; the others pass None.
+        engine: an ``sgl.Engine`` or an ``http://`` address, or a list of them, which commit all or
+            none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
+            others pass None.
         version: a whole number, greater than the last one of this run. To call again with the
             version of a call that failed is safe: what was committed already stays so.
         run: a name for this run of the trainer, by default one of this process. A new run begins
@@ -86,6 +87,10 @@ def update(
             longer than 570 s. ``"retract"``: they wait with what they have
             and go on under the new version, whose weights prefill prompt and tokens again; each
             token keeps the logprob and the version that it was sampled with.
+        require: how many of several engines must have all that they need before any commits, by
+            default each. One that fails is left out, does not generate until a later update heals
+            it, and is named in the result. Called again with the same version, ``update`` brings
+            it to the engines that lack it.
         kv_scales: for an FP8 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
             of K, V and Q, as ``KVCalibrator.scales`` gives them. They begin with this version.
             Of several ranks, the first one's are used.
@@ -99,7 +104,7 @@ def update(
         what happened, the same on every rank.
 
     Raises:
-        EngineError: the engine refused the update (nothing was written), or it failed.
+        EngineError: an engine refused the update (nothing was written), or it failed.
         ManifestError: the tensors cannot make an update, such as a name that comes twice, or the
             KV scales are not for this engine.
     """
@@ -114,7 +119,7 @@ def update(
     try:
         policy = check_policy(RUN if run is None else run, version)
         check_in_flight(in_flight)
-        result = _update(weights, engine, policy, kv_scales, in_flight, group, clock)
+        result = _update(weights, engine, policy, kv_scales, in_flight, require, group, clock)
     except Exception:
         weights.exhaust()
         raise
@@ -124,65 +129,42 @@ def update(
 
 def _update(
     weights: Weights,
-    engine: Any,
+    engines: Any,
     policy: Policy,
     kv_scales: torch.Tensor | None,
     in_flight: str,
+    require: int | None,
     group: dist.ProcessGroup | None,
     clock: Clock,
 ) -> UpdateResult:
     leader = Leader(ranks_of(weights.named, group))
-    connection: Any = leader.attempt(connection_to, engine)
-    layout: Any = leader.share(leader.attempt(EngineConnection.layout, connection))
 
-    device = gpu_of(weights.named, layout)
-    if kv_scales is not None:
-        kv_scales = leader.attempt(EngineConnection.kv_scales, connection, kv_scales, device)
-    session: Any = leader.attempt(_begin, connection, weights, kv_scales, policy, in_flight, device)
-    gpu_seconds: Any = None
+    def begin() -> Transaction:
+        participants = participants_of(engines)
+        required = check_required(require, len(participants))
+        named, plan = weights.named, weights.plan
+        return Transaction(participants, named, plan, kv_scales, policy, in_flight, required)
+
+    transaction: Any = leader.attempt(begin)
+    results: Any = None
     try:
-        committed_before = leader.share(session is not None and session.committed_before)
+        committed_before, layouts = leader.share(
+            transaction
+            and (transaction.committed_before, [s.sender.layout for s in transaction.sessions])
+        )
         clock.lap("begin")
         if committed_before:
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None)
-        weights.send(leader, session, layout, kv_scales, clock)
-        gpu_seconds = leader.attempt(UpdateSession.finish, session)
+        weights.send(leader, transaction, layouts, clock)
+        gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
-        leader.attempt(UpdateSession.commit, session)
-        gpu_seconds, facts = leader.share((gpu_seconds, _facts(session)))
+        leader.attempt(Transaction.commit, transaction)
+        results = transaction and (*transaction.facts(), gpu_seconds, transaction.failures)
+        tensors, nbytes, mapped_bytes, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
-        if session is not None:
-            session.close(error)
+        if transaction is not None:
+            transaction.close(error)
         raise
-    tensors, nbytes, mapped_bytes = facts
-    return UpdateResult(*policy, tensors, nbytes, mapped_bytes, clock.seconds(), gpu_seconds)
-
-
-def _begin(
-    connection: EngineConnection,
-    weights: Weights,
-    kv_scales: torch.Tensor | None,
-    policy: Policy,
-    in_flight: str,
-    gpu: torch.device | None,
-) -> UpdateSession:
-    """Begin an update; again, through host memory, where the engine cannot open the GPU's."""
-    if gpu is not None:
-        torch.cuda.synchronize(gpu)  # the optimizer's last step is in the weights
-    device = connection.reachable(gpu)
-    try:
-        plan = weights.plan(connection, kv_scales, device)
-        return UpdateSession(connection, plan, policy, in_flight, device)
-    except UnreachableMemoryError as error:
-        if device is None:
-            raise
-        connection.use_host_memory(error)
-    return _begin(connection, weights, kv_scales, policy, in_flight, None)
-
-
-def _facts(session: UpdateSession | None) -> tuple[int, int, int]:
-    """Tensors, bytes and mapped bytes of an update; on the other ranks, places for them."""
-    if session is None:
-        return 0, 0, 0
-    return *session.plan.sent, session.plan.mapped_bytes
+    seconds = clock.seconds()
+    return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)

@@ -1,19 +1,21 @@
-"""The sending side of one update: begin, chunks, finish, commit, or abort."""
+"""The sending side of one update to the engines of one layout: chunks, and the vote."""
 
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.packer import Packer
+from trainer_bridge.participant import Participant
+from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
-from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 TIED_HEAD = "lm_head.weight"
 """Frameworks stream it where it is tied too."""
@@ -36,68 +38,56 @@ def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
 
 
 class UpdateSession:
-    """The sending side of one update."""
+    """What the engines of one layout are sent, by one plan and from one bucket.
+
+    Args:
+        lose: called with an engine that failed; it raises where the update cannot go on without.
+    """
 
     def __init__(
         self,
-        connection: EngineConnection,
+        members: list[Participant],
+        sender: Sender,
         plan: TransferPlan,
-        policy: Policy,
-        in_flight: str,
         device: torch.device | None,
+        kv_scales: torch.Tensor | None,
+        lose: Callable[[Participant, EngineError], None],
     ) -> None:
-        self._connection, self.plan, self._device = connection, plan, device
-        self._policy = policy
-        self._open = False
-        try:
-            begun = self._begin(in_flight)
-        except EngineError:
-            connection.invalidate_layout()
-            raise
-        self.committed_before = bool(begun.get("committed"))
-        """Whether an earlier try at this update committed, though its answer did not arrive."""
-        if self.committed_before:
-            connection.committed(policy)
-            return
-        self._open = True
-        self._token: Any = begun.get("token")
+        self.members, self.sender, self.plan, self.device = members, sender, plan, device
+        self._kv_scales, self._lose = kv_scales, lose
+        self._packer: Packer | None = None
         self._chunk = self._turn = 0
         self._read: dict[int, torch.Tensor] = {}
         self._came: set[int] = set()
         self._order: list[str] = []
-        """Tensors of a stream that the engine is told of with the next chunk."""
+        """Tensors of a stream that the engines are told of with the next chunk."""
         self._in_flight = 0
-        try:
-            self._ranks = RankClients(begun.get("sockets"), self._token)
-        except EngineError:
-            with suppress(EngineError):
-                connection.client.control({"op": "end"})
-            connection.forget()
-            raise
-        try:
-            self._packer = connection.share(self._ranks, plan, device)
-            if self._packer is not None:
-                self._packer.begin()
-        except Exception as error:  # whatever it is, the engines must be told
-            self.close(error)
-            raise
 
-    def _begin(self, in_flight: str) -> dict[str, Any]:
-        manifest, policy = self.plan.manifest, self._policy
-        unanswered, token = self._connection.unanswered
-        message = {
-            "op": "begin",
-            "run": policy.run,
-            "version": policy.version,
-            "fingerprint": manifest.fingerprint,
-            "in_flight": in_flight,
-            "retry_of": token if policy == unanswered else None,
-        }
-        begun = self._connection.client.control(message)
-        if "unknown" in begun:
-            whole = {**manifest.to_json(), "version": policy.version}
-            begun = self._connection.client.control({**message, "manifest": whole})
-        return begun
+    def open(self) -> None:
+        """Have the engines open the memory that they will read."""
+        if not self._open_members():
+            return
+        self._packer = self.sender.share(self, self.plan, self.device)
+        for member in self._open_members():
+            member.connection.use(self.sender)
+        if self._packer is not None:
+            self._packer.begin()
+
+    @property
+    def known(self) -> set[str]:
+        """Names of the shared memory that every rank of every engine has open."""
+        return set.intersection(*(m.ranks.known for m in self._open_members() if m.ranks))
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Send a message to every rank of every engine and wait for their replies."""
+        self._send(message, fds)
+        return self._wait()
+
+    def put_kv_scales(self) -> None:
+        """Lay in the KV scales of this update, unless the engines read them in place."""
+        scales, self._kv_scales = self._kv_scales, None
+        if scales is not None:
+            self.put_named(KV_SCALES, scales)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Lay the next tensor of a stream into the bucket.
@@ -105,9 +95,11 @@ class UpdateSession:
         Raises:
             ManifestError: it was not announced, or came before.
         """
+        if not self._open_members():
+            return
         plan, index = self.plan, self.plan.index_of(name)
         if index is None:
-            if self._connection.has_tied_head and name == TIED_HEAD:
+            if self.sender.has_tied_head and name == TIED_HEAD:
                 return  # a copy of the embedding, which checkpoints leave out
             raise ManifestError(
                 f"{name} was not announced; announce every tensor of the stream, by the names of "
@@ -115,6 +107,8 @@ class UpdateSession:
             )
         if index in self._came:
             raise ManifestError(f"{name} comes twice in the stream; send each tensor once")
+        if plan.mapped[index]:
+            return
         source = plan.sources[index]
         # as the packer will read it
         whole = as_announced(name, tensor, TensorSpec(source.held_as, tuple(source.shape)))
@@ -129,8 +123,9 @@ class UpdateSession:
         Raises:
             ManifestError: a tensor of the last stream is missing; the engine checks the first.
         """
+        self.put_kv_scales()
         missing = sorted(set(range(len(self.plan.sources))) - self._came)
-        if missing and not self.plan.streamed:
+        if missing and self._open_members() and not self.plan.streamed:
             raise ManifestError(
                 f"the stream ended without {len(missing)} tensors that the last one brought, "
                 f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
@@ -138,9 +133,11 @@ class UpdateSession:
 
     def put(self, index: int, whole: torch.Tensor) -> None:
         """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
+        if not self._open_members():
+            return
         assert self._packer is not None
-        if self._device is not None:
-            whole = whole.to(self._device)
+        if self.device is not None:
+            whole = whole.to(self.device)
             whole = whole if is_aligned(whole) else whole.clone()
         self._read[index] = whole
         turns = self.plan.turns
@@ -159,57 +156,54 @@ class UpdateSession:
         Returns:
             seconds that the slowest GPU took to write, or None on a CPU.
         """
+        if not self._open_members():
+            return None
         while self._chunk < len(self.plan.chunks):
             self._send_chunk()
         while self._in_flight:
             self._wait_chunk()
         if self._packer is not None:
             self._packer.finish()
-        return slowest_gpu(self._ranks.ask({"op": "finish"}))
+        return slowest_gpu(self.ask({"op": "finish"}))
 
-    def commit(self) -> None:
-        """Commit on all ranks, and wait until the engine generates again.
-
-        Where the answer gets lost, another try at this policy learns whether it committed.
-
-        Raises:
-            EngineError: a rank could not; the engine is quarantined.
-        """
-        self._connection.unanswered = self._policy, self._token
-        self._ranks.ask({"op": "commit"})
-        self._open = False
-        self._connection.keep(self._ranks)
-        self._connection.client.control({"op": "end"})
-        if self.plan.streamed:
-            self._connection.remember_stream(self.plan)
-        self._connection.committed(self._policy)
-
-    def close(self, error: BaseException) -> None:
-        """Abort the session unless it is committed; the engine's quarantine says why."""
-        if not self._open:
-            return
-        self._open = False
-        why = str(error) or type(error).__name__
-        self._ranks.send({"op": "abort", "reason": f"the trainer gave up the update: {why}"})
-        self._ranks.close()
-        # the error that brought us here says more than an engine that is gone
-        with suppress(EngineError):
-            self._connection.client.control({"op": "end"})
-        self._connection.forget()
+    def committed(self) -> None:
+        """Plan the next stream as this one came."""
+        if self.plan.streamed and self._came:
+            self.sender.remember_stream(self.plan)
 
     def _send_chunk(self) -> None:
         if self._packer is not None:
             self._packer.complete(self._chunk)
         if self._in_flight == 1:
             self._wait_chunk()  # the other half must be free before it is filled
-        if self._device is not None:
-            torch.cuda.current_stream(self._device).synchronize()  # the half is filled
+        if self.device is not None:
+            torch.cuda.current_stream(self.device).synchronize()  # the half is filled
         order = {"order": self._order} if self.plan.streamed else {}
-        self._ranks.send({"op": "chunk", "index": self._chunk, **order})
+        self._send({"op": "chunk", "index": self._chunk, **order})
         self._order = []
         self._chunk += 1
         self._in_flight += 1
 
     def _wait_chunk(self) -> None:
-        self._ranks.wait()
+        self._wait()
         self._in_flight -= 1
+
+    def _open_members(self) -> list[Participant]:
+        return [member for member in self.members if member.ranks is not None]
+
+    def _send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        for member in self._open_members():
+            assert member.ranks is not None
+            member.ranks.send(message, fds)
+
+    def _wait(self) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = []
+        for member in self._open_members():
+            assert member.ranks is not None
+            try:
+                replies += member.ranks.wait()
+            except UnreachableMemoryError:
+                raise
+            except EngineError as error:
+                self._lose(member, error)
+        return replies

@@ -13,11 +13,12 @@ from trainer_bridge import hf_names
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader
-from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
+from trainer_bridge.sender import Sender
+from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.update_session import UpdateSession
 
 
 class Weights(Protocol):
@@ -28,7 +29,8 @@ class Weights(Protocol):
 
     def plan(
         self,
-        connection: EngineConnection,
+        sender: Sender,
+        client: EngineClient,
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
@@ -37,9 +39,8 @@ class Weights(Protocol):
     def send(
         self,
         leader: Leader,
-        session: UpdateSession | None,
-        layout: dict[str, Any],
-        kv_scales: torch.Tensor | None,
+        transaction: Transaction | None,
+        layouts: list[dict[str, Any]],
         clock: Clock,
     ) -> None:
         """Gather every tensor on all ranks, in one order; the leader lays them into the bucket."""
@@ -59,36 +60,41 @@ class WholeModel:
 
     def plan(
         self,
-        connection: EngineConnection,
+        sender: Sender,
+        client: EngineClient,
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
-        return connection.plan(self._with(kv_scales), self._family, device)
+        named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
+        return sender.plan(named, self._family, device)
 
     def send(
         self,
         leader: Leader,
-        session: UpdateSession | None,
-        layout: dict[str, Any],
-        kv_scales: torch.Tensor | None,
+        transaction: Transaction | None,
+        layouts: list[dict[str, Any]],
         clock: Clock,
     ) -> None:
-        plan = None if session is None else session.plan
-        named = self._with(kv_scales)
-        planned = sources_for(named, self._family, layout) if plan is None else plan.sources
-        for index, (source, (_, tensor)) in enumerate(zip(planned, named, strict=True)):
-            if plan is not None and plan.mapped[index]:
-                continue
-            whole = source.read(tensor)
-            clock.lap("read")
-            leader.attempt(UpdateSession.put, session, index, whole)
-            clock.lap("write")
+        plans = None if transaction is None else [each.plan for each in transaction.sessions]
+        planned = (
+            [sources_for(self.named, self._family, layout) for layout in layouts]
+            if plans is None
+            else [plan.sources for plan in plans]
+        )
+        for index, (_, tensor) in enumerate(self.named):
+            wholes: dict[torch.dtype, torch.Tensor] = {}
+            for number, sources in enumerate(planned):
+                if plans is not None and plans[number].mapped[index]:
+                    continue  # and so not sharded: no other rank gathers it
+                source = sources[index]
+                if source.held_as not in wholes:
+                    wholes[source.held_as] = source.read(tensor)
+                clock.lap("read")
+                leader.attempt(Transaction.put, transaction, number, index, wholes[source.held_as])
+                clock.lap("write")
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
-
-    def _with(self, kv_scales: torch.Tensor | None) -> Named:
-        return self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
 
 
 class Stream:
@@ -105,18 +111,18 @@ class Stream:
 
     def plan(
         self,
-        connection: EngineConnection,
+        sender: Sender,
+        client: EngineClient,
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
-        return connection.stream_plan(self._announcement, kv_scales, device)
+        return sender.stream_plan(client, self._announcement, kv_scales, device)
 
     def send(
         self,
         leader: Leader,
-        session: UpdateSession | None,
-        layout: dict[str, Any],
-        kv_scales: torch.Tensor | None,
+        transaction: Transaction | None,
+        layouts: list[dict[str, Any]],
         clock: Clock,
     ) -> None:
         for name, tensor in self._tensors:
@@ -128,11 +134,9 @@ class Stream:
                     )
                 tensor = tensor.full_tensor()
             clock.lap("read")
-            leader.attempt(UpdateSession.put_named, session, name, tensor)
+            leader.attempt(Transaction.put_named, transaction, name, tensor)
             clock.lap("write")
-        if kv_scales is not None:
-            leader.attempt(UpdateSession.put_named, session, KV_SCALES, kv_scales)
-        leader.attempt(UpdateSession.end_stream, session)
+        leader.attempt(Transaction.end_stream, transaction)
 
     def exhaust(self) -> None:
         for _ in self._tensors:

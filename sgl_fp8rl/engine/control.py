@@ -126,6 +126,8 @@ class Control:
             token = secrets.token_hex(16)
             begun = await self._drain_and_begin({**message, "token": token}, in_flight)
             session = "sockets" in begun
+            if begun.get("committed"):  # perhaps only now
+                self._manager._update_weight_version_if_provided(str(message["version"]))
         finally:
             if not session:  # whatever it is, the engine must not stay paused
                 self._resume(was_paused)

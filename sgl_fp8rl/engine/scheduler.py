@@ -27,7 +27,8 @@ from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
-from sgl_fp8rl.weight_update.rank_server import RankSocket, reply, serve
+from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.rank_server import RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ PAUSED = (
 )
 READS_MEMORY = ("digest", "export", "kv", "kv_observe", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
+LONGEST_NAME = 64
+"""Characters of a transaction's name."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
 
 
@@ -230,7 +233,8 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
     group = scheduler.tp_group.cpu_group
     try:
         policy = check_policy(message.get("run"), message.get("version"))
-        if weights.committed_by(message.get("retry_of"), policy):
+        transaction = _transaction(message)
+        if message.get("retry") and _has_committed(scheduler, weights, transaction, policy):
             return _answer({"committed": True})
         fingerprint = _prepare(weights, policy, message, group)
     except ManifestError as error:
@@ -267,33 +271,65 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
             begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
         silence_s = current_options().session_timeout_s
-        outcome, peer = serve(rank_socket, session, message["token"], silence_s)
+        engines = message.get("engines")
+        is_one_of = engines if type(engines) is int else 1
+        outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
     finally:
         rank_socket.close()
     outcomes = gather(outcome, group)
     failed = next((o for o in outcomes if not o.committed), None)
-    if failed is None:
-        weights.commit(message["token"])
-        _tell_sglang(scheduler, policy)
-        forget_embeddings()
+    if failed is None or committed(outcomes):
+        weights.commit(transaction)
+        if peer is None:
+            weights.memory.close()  # its trainer is gone
+        _after_commit(scheduler, policy)
         reply(peer, {"ok": True})
-    elif any(o.dirty for o in outcomes):
+        return _answer({"ended": True, "failure": None, **_status(weights)})
+    if any(o.dirty for o in outcomes):
+        voted_for = transaction if all(o.voted for o in outcomes) else ""
         weights.quarantine(
             f"the update to version {policy.version} failed: {failed.reason}; a complete update "
-            f"to a newer version heals the engine"
+            f"to a newer version heals the engine",
+            voted_for,
         )
         refuse_waiting(scheduler, *refusal(weights))
-        reply(peer, {"error": failed.reason})
     else:
         weights.resume()
-        reply(peer, {"error": failed.reason})
-    return _answer(
-        {"ended": failed is None, "failure": failed and failed.reason, **_status(weights)}
-    )
+    reply(peer, {"error": failed.reason})
+    return _answer({"ended": False, "failure": failed.reason, **_status(weights)})
 
 
-def _tell_sglang(scheduler: Any, policy: Policy) -> None:
-    """Set the ``weight_version`` of SGLang's own replies; 0.5.17 keeps it in the main process."""
+def _transaction(message: dict[str, Any]) -> str:
+    """The name that the trainer gives an update.
+
+    Raises:
+        ManifestError: it is none.
+    """
+    name = message.get("transaction")
+    if type(name) is not str or not 0 < len(name) <= LONGEST_NAME:
+        raise ManifestError(
+            f"the update's transaction is {excerpt(name)}; install the same sgl-fp8rl on both sides"
+        )
+    return name
+
+
+def _has_committed(
+    scheduler: Any, weights: EngineWeights, transaction: str, policy: Policy
+) -> bool:
+    """Whether this engine has what its trainer decided to commit, also where it was not told."""
+    if weights.committed_by(transaction, policy):
+        return True
+    if not all(gather(weights.is_in_doubt(transaction, policy), scheduler.tp_group.cpu_group)):
+        return False
+    weights.settle()
+    _after_commit(scheduler, policy)
+    return True
+
+
+def _after_commit(scheduler: Any, policy: Policy) -> None:
+    """Set the ``weight_version`` of SGLang's own replies, which 0.5.17 keeps in the main process,
+    and forget what the weights before had made."""
+    forget_embeddings()
     record = getattr(scheduler, "record_weight_version_change", None)
     if record is not None:
         record(str(policy.version))

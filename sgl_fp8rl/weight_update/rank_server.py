@@ -10,6 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,20 @@ class Outcome:
     """How the session ended on one rank."""
 
     committed: bool
+    """Whether the trainer said so, and all was written."""
     reason: str
     dirty: bool
+    """Whether the engine cannot go on with what it served."""
+    voted: bool = False
+    """Whether all was written when the trainer was lost: it may have committed elsewhere."""
+
+
+def committed(outcomes: Sequence[Outcome]) -> bool:
+    """Whether an update committed: one rank heard of it, and the others had all been written.
+
+    A trainer says so when every rank has voted, so one that dies while it does cannot take it back.
+    """
+    return any(o.committed for o in outcomes) and all(o.committed or o.voted for o in outcomes)
 
 
 class RankSocket:
@@ -93,9 +106,13 @@ class RankSocket:
 
 
 def serve(
-    rank_socket: RankSocket, session: Session, token: str, silence_s: float
+    rank_socket: RankSocket, session: Session, token: str, silence_s: float, is_one_of: int = 1
 ) -> tuple[Outcome, socket.socket | None]:
     """Serve one session until it is ready to commit, is aborted, or its trainer is gone.
+
+    Args:
+        is_one_of: how many engines the trainer updates together. Where there are others, a rank
+            that is not told what became of them does not go back to the version before.
 
     Returns:
         the outcome on this rank, and the trainer's connection where it still waits for the reply
@@ -119,7 +136,8 @@ def serve(
             if op == "abort":
                 reason = message.get("reason")
                 reason = reason[:LONGEST_REASON] if isinstance(reason, str) else "aborted"
-                return Outcome(False, reason, session.dirty), peer
+                fenced = message.get("fence") is True
+                return Outcome(False, reason, session.dirty or fenced), peer
     except TimeoutError:
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
@@ -135,7 +153,7 @@ def serve(
         return Outcome(False, reason, session.dirty), None
     if peer is not None:
         peer.close()
-    return Outcome(False, reason, session.dirty), None
+    return Outcome(False, reason, session.dirty or is_one_of > 1, session.finished), None
 
 
 def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:

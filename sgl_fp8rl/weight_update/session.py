@@ -55,8 +55,10 @@ class EngineWeights:
         self.memory = SharedMemory(self.device)
         self.policy = CHECKPOINT
         """What was committed last; while the engine is quarantined it does not generate."""
-        self.token = ""
-        """Of the session that committed ``policy``."""
+        self.transaction = ""
+        """The one that committed ``policy``, by the name that its trainer gave it."""
+        self._in_doubt: tuple[str, Session] | None = None
+        """A transaction that this engine voted for, and was not told the end of."""
         self.state = State.QUARANTINED
         self.reason = "no complete set of weights has been loaded yet"
         self.released_tags: frozenset[str] = frozenset()
@@ -77,14 +79,23 @@ class EngineWeights:
         """Whether a manifest with this fingerprint was accepted before."""
         return fingerprint in self._writers
 
-    def committed_by(self, token: Any, policy: Policy) -> bool:
-        """Whether the session of this token committed this policy, which still serves."""
-        return (
-            bool(self.token)
-            and token == self.token
-            and policy == self.policy
-            and self.state is State.SERVING
-        )
+    def committed_by(self, transaction: str, policy: Policy) -> bool:
+        """Whether this transaction committed this policy, which still serves."""
+        known = transaction, policy, State.SERVING
+        return known == (self.transaction, self.policy, self.state)
+
+    def is_in_doubt(self, transaction: str, policy: Policy) -> bool:
+        """Whether all of this policy was written here, and only its commit was not heard of."""
+        if self._in_doubt is None:
+            return False
+        voted_for, session = self._in_doubt
+        return (voted_for, session.policy) == (transaction, policy)
+
+    def settle(self) -> None:
+        """Commit the transaction that was in doubt."""
+        assert self._in_doubt is not None
+        transaction, self.session = self._in_doubt
+        self.commit(transaction)
 
     def check_policy(self, policy: Policy) -> None:
         """Check that an update to this policy may begin now.
@@ -167,15 +178,16 @@ class EngineWeights:
         writer = self._writers[fingerprint]
         if writer.manifest.streamed:  # its chunks are those of one stream
             self.forget(fingerprint)
+        self._in_doubt = None
         self.session = Session(self, writer, policy)
         self.state, self.reason = State.UPDATING, f"version {policy.version} is being written"
         return self.session
 
-    def commit(self, token: str = "") -> None:
+    def commit(self, transaction: str = "") -> None:
         """Make the session's policy the one that generates; the session was ``finish``ed.
 
         Args:
-            token: the session's, by which its trainer may ask again whether it committed.
+            transaction: by this its trainer may ask again whether it committed.
         """
         assert self.session is not None
         if self.kv is not None:
@@ -183,12 +195,18 @@ class EngineWeights:
         policy = self.session.policy
         if policy.run != self.policy.run and self.policy != CHECKPOINT:
             self._replaced.append(self.policy.run)
-        self.policy, self.token = policy, token
+        self.policy, self.transaction = policy, transaction
         self.state, self.reason, self.session = State.SERVING, "", None
+        self._in_doubt = None
 
-    def quarantine(self, reason: str) -> None:
-        """End the session; refuse generation until a complete update commits."""
+    def quarantine(self, reason: str, voted_for: str = "") -> None:
+        """End the session; refuse generation until a complete update commits.
+
+        Args:
+            voted_for: the session's transaction, where all was written and only its end is unknown.
+        """
         logger.error("engine weights are quarantined: %s", reason)
+        self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
         self.state, self.reason, self.session = State.QUARANTINED, reason, None
         self.memory.close()
 

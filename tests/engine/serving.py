@@ -80,6 +80,7 @@ def begin_message(manifest: Manifest, version: int) -> dict[str, Any]:
         "run": RUN,
         "version": version,
         "fingerprint": manifest.fingerprint,
+        "transaction": "by hand",
         "manifest": manifest.to_json(),
     }
 

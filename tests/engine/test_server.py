@@ -281,7 +281,11 @@ def test_bad_manifest(server: Server, policies: Policies, tensors: Tensors, faul
         (b'{"op": "reboot"}', "'reboot' is unknown"),
         (b'{"op": "begin"}', "version is None"),
         (b'{"op": "begin", "version": 1000000}', "run is None"),
-        (b'{"op": "begin", "run": "r", "version": 1000000, "manifest": 3}', "protocol"),
+        (b'{"op": "begin", "run": "r", "version": 1000000}', "transaction is None"),
+        (
+            b'{"op": "begin", "run": "r", "version": 1000000, "transaction": "t", "manifest": 3}',
+            "protocol",
+        ),
     ],
 )
 def test_bad_message(server: Server, policies: Policies, body: bytes, sentence: str) -> None:
@@ -335,7 +339,13 @@ def test_second_update_sends_no_manifest(server: Server, policy: Path, tensors: 
 
 def test_unknown_fingerprint(server: Server, policies: Policies) -> None:
     version = version_of(server)
-    begin = {"op": "begin", "run": RUN, "version": version + 1, "fingerprint": "0" * 64}
+    begin = {
+        "op": "begin",
+        "run": RUN,
+        "version": version + 1,
+        "transaction": "unknown",
+        "fingerprint": "0" * 64,
+    }
     assert server.control(begin) == {"unknown": True}
     assert_serves(server, policies("qwen3")[0], version)
 

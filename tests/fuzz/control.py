@@ -34,7 +34,9 @@ BEGIN = {
     "version": 1,
     "fingerprint": MANIFEST.fingerprint,
     "in_flight": "abort",
-    "retry_of": None,
+    "transaction": "a transaction",
+    "retry": False,
+    "engines": 2,
 }
 SEEDS = (
     *(

@@ -20,7 +20,8 @@ from trainer_bridge import engine_client
 from trainer_bridge.announcement import announced
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.layout import gpu_of
+from trainer_bridge.layout import comparable, gpu_of
+from trainer_bridge.sender import Sender
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.rank_client import RankClients
 from trainer_bridge.update_session import slowest_gpu
@@ -83,8 +84,9 @@ def decode_layout(data: bytes) -> None:
     connection = EngineConnection(client)
     layout = connection.layout()
     gpu_of(NAMED, layout)
-    connection.plan(NAMED, None, None)
-    connection.kv_scales(torch.ones(2, 3, 1), None)
+    sender = Sender(comparable(layout, through_host=False))
+    sender.plan(NAMED, None, None)
+    sender.kv_scales(torch.ones(2, 3, 1), None)
     connection.committed(Policy("run", 0))
 
 

@@ -87,7 +87,9 @@ def test_the_trainer_of_the_last_update_is_the_one_that_counts() -> None:
 def test_close_returns_when_every_rank_has_let_go() -> None:
     engine = engine_of(2)
     update(toy.checkpoint(), engine, version=0)
-    bucket = connection_to(engine)._bucket
+    sender = connection_to(engine).sender
+    assert sender is not None
+    bucket = sender._bucket
     assert bucket is not None and bucket.close.alive
     with looping(engine):
         trainer_bridge.close(engine)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
@@ -140,9 +141,21 @@ def update_toy(rank: int, folder: Path) -> None:
         assert found[0] != "nothing was raised"
     update(stream(), engine, version=6, group=everyone)
     assert engine is None or holds(engine, other)
+    # two engines at once, of which one has dummy weights and so another plan
+    engines = None
+    if engine is not None:
+        dummy = [EngineWeights(toy.toy(r, 2), toy.BF16) for r in range(2)]
+        engines = [engine, FakeEngine(dummy, SMALL)]
+    for version, weights in ((7, toy_trainer(other)), (8, named), (9, stream())):
+        group = everyone if version == 9 else None
+        results = gathered(update(weights, engines, version=version, group=group))
+        assert [(each.version, each.failed) for each in results] == [(version, {})] * 2
+        assert engines is None or all(holds(each, other) for each in engines)
+    found = failure(lambda: update(named, engines and [*engines, object()], version=10))
+    assert "is not an engine" in found[1]
     if rank == 0:  # which would be a leader of its own
         with pytest.raises(ManifestError, match="pass group="):
-            update(iter(named.items()), engine, version=7)
+            update(iter(named.items()), engine, version=10)
 
 
 class Broken:

@@ -5,7 +5,6 @@ The ranks' driver is a fake that refuses; sockets, sessions and the host bucket 
 
 import ctypes
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +19,12 @@ from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.protocol.test_cuda_memory import GPU, FakeDriver
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge import engine_connection as connection_module
+from trainer_bridge import sender as sender_module
+from trainer_bridge import transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.layout import comparable
+from trainer_bridge.sender import Sender
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, place
 from trainer_bridge.update import update
 
@@ -71,11 +73,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         cache.cache_clear()
     fake._cuDeviceGet = lambda ordinal, device: None  # type: ignore[method-assign]  # any is GPU 0
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
-    module = sys.modules[update.__module__]  # the package has the call under the module's name
-    monkeypatch.setattr(module, "gpu_of", lambda named, layout: torch.device("cpu"))
+    monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(connection_module, "can_be_mapped", lambda tensor: True)
-    monkeypatch.setattr(connection_module, "DeviceBucket", PlainBucket)
+    monkeypatch.setattr(sender_module, "can_be_mapped", lambda tensor: True)
+    monkeypatch.setattr(sender_module, "DeviceBucket", PlainBucket)
     yield fake
     for cache in (*caches, cuda_memory.gpu_uuid):
         cache.cache_clear()
@@ -109,7 +110,10 @@ def test_a_bucket_that_no_rank_can_open(
 def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     """The other rank lets go of what it opened."""
     engine, tensors = GpuEngine(), toy.checkpoint()
-    connection_to(engine)._placement = place(list(tensors.values()))
+    connection = connection_to(engine)
+    sender = Sender(comparable(connection.layout(), through_host=False))
+    sender._placement = place(list(tensors.values()))
+    connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2
 
     def open_once(address: Any, handle: Any, flags: int) -> int | None:

@@ -54,7 +54,9 @@ class Engine:
 
     def received(self, update: int) -> torch.Tensor:
         """The KV scales of one update of a single chunk, where they lie behind the weights."""
-        plans = connection_to(self)._plans.values()
+        sender = connection_to(self).sender
+        assert sender is not None
+        plans = sender._plans.values()
         slices = [
             chunk_slice for _, plan in plans for chunk in plan.chunks for chunk_slice in chunk
         ]

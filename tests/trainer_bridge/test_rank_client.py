@@ -8,7 +8,6 @@ import pytest
 
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport import rank_client as rank_client_module
 from trainer_bridge.transport.rank_client import RankClients
 
 pytestmark = pytest.mark.timeout(60)
@@ -144,9 +143,8 @@ def test_the_last_word_of_a_rank_that_is_gone_is_heard(ranks: list[Rank]) -> Non
     connected.close()
 
 
-def test_a_rank_that_does_not_answer(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_client_module, "SOCKET_TIMEOUT_S", 0.3)
-    connected = connect(ranks)
+def test_a_rank_that_does_not_answer(ranks: list[Rank]) -> None:
+    connected = RankClients([rank.path for rank in ranks], TOKEN, timeout_s=0.3)
     with pytest.raises(EngineError, match=r"timed out.* log"):
         connected.wait()
     connected.close()

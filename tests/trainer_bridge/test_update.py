@@ -18,10 +18,11 @@ from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
-from trainer_bridge.connections import connection_to
+from trainer_bridge import sender as sender_module
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import sources
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
@@ -362,13 +363,21 @@ def test_a_rank_that_fails_ends_the_session_of_all(
     assert held.value is not None
 
 
-def test_a_failed_update_lets_go_of_the_bucket(sockets: Sockets) -> None:
+def test_a_failed_update_lets_go_of_the_bucket(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sockets.ranks[1].answer = refuse("finish", "no")
-    connection = connection_to(sockets)
+    made: list[HostBucket] = []
+
+    class Kept(HostBucket):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            made.append(self)
+
+    monkeypatch.setattr(sender_module, "HostBucket", Kept)
     with pytest.raises(EngineError, match=r"^no$"):
         update(vectors(2), sockets, version=0)
-    assert connection_to(sockets) is connection
-    assert connection._bucket is None
+    assert [bucket.close.alive for bucket in made] == [False]
 
 
 # -- refused: nothing is written

@@ -22,7 +22,7 @@ from sgl_fp8rl.protocol.cuda_memory import (
     still_there,
 )
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.rank_client import RankClients, UnreachableMemoryError
+from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 
 class DeviceBucket:
@@ -49,7 +49,7 @@ class DeviceBucket:
         self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
 
-    def share(self, ranks: RankClients) -> None:
+    def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:
             ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})

@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.rank_client import Ranks
 
 
 class HostBucket:
@@ -38,7 +38,7 @@ class HostBucket:
         self.close = weakref.finalize(self, os.close, self._fd)
         """Let go of the memory; ranks that have it open keep it until they are given another."""
 
-    def share(self, ranks: RankClients) -> None:
+    def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:
             message = {"op": "bucket", "name": self.name, "bytes": self.content.numel()}

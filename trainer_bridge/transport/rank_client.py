@@ -3,8 +3,9 @@
 import os
 import socket
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.values import are_names
@@ -20,14 +21,28 @@ class UnreachableMemoryError(EngineError):
     """The engine cannot open this process's GPU memory; nothing was written."""
 
 
+class Ranks(Protocol):
+    """Ranks of one engine or of several, to which memory is shown."""
+
+    @property
+    def known(self) -> Collection[str]:
+        """Names of the shared memory that every rank has open."""
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Send a message to all and wait for their replies."""
+
+
 class RankClients:
     """Connections to all ranks of one engine, for one session and until the next one commits.
+
+    Args:
+        timeout_s: seconds that a rank may take over a step.
 
     Raises:
         EngineError: a rank refused a step, or is gone.
     """
 
-    def __init__(self, paths: Any, token: Any) -> None:
+    def __init__(self, paths: Any, token: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         if not are_names(paths) or not paths or not isinstance(token, str):
             raise EngineError(
                 "the engine began an update without naming its sockets; install the same sgl-fp8rl "
@@ -37,7 +52,7 @@ class RankClients:
         known: list[set[str]] = []
         try:
             for path in paths:
-                rank, reply = _connect(path, token)
+                rank, reply = _connect(path, token, timeout_s)
                 self._sockets.append(rank)
                 known.append(set(reply.get("known", [])))
         except EngineError:
@@ -94,9 +109,9 @@ class RankClients:
             rank.close()
 
 
-def _connect(path: str, token: str) -> tuple[socket.socket, dict[str, Any]]:
+def _connect(path: str, token: str, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
     rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    rank.settimeout(SOCKET_TIMEOUT_S)
+    rank.settimeout(timeout_s)
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, reply, serve
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from trainer_bridge.engine_client import EngineError
 
@@ -19,11 +19,13 @@ JOIN_S = 60.0
 class RankThread:
     """Serves one session on one rank, as the scheduler's main thread does."""
 
-    def __init__(self, session: Session, rank: int = 0, silence_s: float = 30.0) -> None:
+    def __init__(
+        self, session: Session, rank: int = 0, silence_s: float = 30.0, is_one_of: int = 1
+    ) -> None:
         self.socket = RankSocket(rank)
         self.path = str(self.socket.path)
         self.peer: Any = None
-        self._session, self._silence_s = session, silence_s
+        self._session, self._silence_s, self._is_one_of = session, silence_s, is_one_of
         self._outcome: Outcome | None = None
         self.fault: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -31,7 +33,9 @@ class RankThread:
 
     def _run(self) -> None:
         try:
-            self._outcome, self.peer = serve(self.socket, self._session, TOKEN, self._silence_s)
+            self._outcome, self.peer = serve(
+                self.socket, self._session, TOKEN, self._silence_s, self._is_one_of
+            )
         except BaseException as fault:  # kept for the test: it would have ended the server
             self.fault = fault
             raise
@@ -96,8 +100,14 @@ class FakeEngine:
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         policy = Policy(message["run"], message["version"])
-        if self.ranks[0].committed_by(message["retry_of"], policy):
-            return {"committed": True}
+        transaction = message["transaction"]
+        if message["retry"]:
+            if self.ranks[0].committed_by(transaction, policy):
+                return {"committed": True}
+            if all(weights.is_in_doubt(transaction, policy) for weights in self.ranks):
+                for weights in self.ranks:
+                    weights.settle()
+                return {"committed": True}
         try:
             for weights in self.ranks:
                 weights.check_policy(policy)
@@ -111,21 +121,28 @@ class FakeEngine:
         if not all(weights.knows(message["fingerprint"]) for weights in self.ranks):
             return {"unknown": True}
         threads = [
-            RankThread(weights.begin(message["fingerprint"], policy), rank, self.silence_s)
+            RankThread(
+                weights.begin(message["fingerprint"], policy),
+                rank,
+                self.silence_s,
+                message["engines"],
+            )
             for rank, weights in enumerate(self.ranks)
         ]
-        self._watch = threading.Thread(target=self._end, args=(threads,), daemon=True)
+        self._watch = threading.Thread(target=self._end, args=(threads, transaction), daemon=True)
         self._watch.start()
         return {"token": TOKEN, "sockets": [thread.path for thread in threads]}
 
-    def _end(self, threads: list[RankThread]) -> None:
+    def _end(self, threads: list[RankThread], transaction: str) -> None:
         self.outcomes = [thread.outcome() for thread in threads]
-        failed = next((o for o in self.outcomes if not o.committed), None)
+        failed = next((o.reason for o in self.outcomes if not o.committed), "")
+        ok = committed(self.outcomes)
         for weights, thread in zip(self.ranks, threads, strict=True):
-            if failed is None:
-                weights.commit(TOKEN)
+            if ok:
+                weights.commit(transaction)
             elif any(o.dirty for o in self.outcomes):
-                weights.quarantine(failed.reason)
+                voted = all(o.voted for o in self.outcomes)
+                weights.quarantine(failed, transaction if voted else "")
             else:
                 weights.resume()
-            reply(thread.peer, {"ok": True} if failed is None else {"error": failed.reason})
+            reply(thread.peer, {"ok": True} if ok else {"error": failed})

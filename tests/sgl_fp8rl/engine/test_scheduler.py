@@ -27,6 +27,7 @@ from trainer_bridge.transport.rank_client import RankClients
 
 TP = 2
 TOKEN = "the session's token"
+TRANSACTION = "the transaction"
 TIMEOUT_S = 30.0
 
 
@@ -168,13 +169,19 @@ def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
     return {
         "run": toy.RUN,
         "version": version,
+        "transaction": TRANSACTION,
         "manifest": json.loads(json.dumps(manifest.to_json())),
     }
 
 
 def short(fingerprint: str, version: Any = 0) -> dict[str, Any]:
     """A message with the name of a manifest alone."""
-    return {"run": toy.RUN, "version": version, "fingerprint": fingerprint}
+    return {
+        "run": toy.RUN,
+        "version": version,
+        "transaction": TRANSACTION,
+        "fingerprint": fingerprint,
+    }
 
 
 # -- what may begin
@@ -296,7 +303,7 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
 
 def test_an_unknown_manifest_is_asked_for(engine: Engine) -> None:
     assert engine.answer(short("never seen", 0)) == {"unknown": True}
-    assert engine.answer({"run": toy.RUN, "version": 0}) == {"unknown": True}
+    assert engine.answer({**short(""), "fingerprint": None}) == {"unknown": True}
     engine.ranks[0].accept(manifest_of(toy.checkpoint()))  # and rank 1 has forgotten it
     known = short(manifest_of(toy.checkpoint()).fingerprint, 0)
     assert engine.answer(known) == {"unknown": True}
@@ -446,7 +453,7 @@ def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
 class Trainer:
     """Speaks to both ranks of a session that has begun."""
 
-    def __init__(self, engine: Engine, tensors: toy.Tensors, version: int = 0, **more: str) -> None:
+    def __init__(self, engine: Engine, tensors: toy.Tensors, version: int = 0, **more: Any) -> None:
         self.engine, self.tensors = engine, tensors
         self.futures = engine.begin(whole(manifest_of(tensors), version) | more)
         begun = json.loads(engine.rpc.get(timeout=TIMEOUT_S).message)
@@ -581,9 +588,90 @@ def test_a_retry_of_what_committed_is_told_so(engine: Engine) -> None:
         future.result(TIMEOUT_S)
     trainer.ranks.close()
     again = short(manifest_of(tensors).fingerprint)
-    assert engine.answer({**again, "retry_of": TOKEN}) == {"committed": True}
-    for token in ("another", "", None):
-        assert "not newer" in engine.answer({**again, "retry_of": token})["error"]
+    assert engine.answer({**again, "retry": True}) == {"committed": True}
+    for more in ({"retry": True, "transaction": "another"}, {"retry": False}, {}):
+        assert "not newer" in engine.answer({**again, **more})["error"]
+    for name in ("", None, 3, "x" * 65):
+        assert "transaction" in engine.answer({**again, "transaction": name})["error"]
+
+
+# ---- a trainer that dies while it commits
+
+
+def voted(engine: Engine) -> Trainer:
+    """All is written on every rank, and none knows what becomes of it."""
+    trainer = Trainer(engine, toy.checkpoint())
+    trainer.write()
+    trainer.ranks.ask({"op": "finish"})
+    return trainer
+
+
+@pytest.mark.guarantee("all-or-none", fault="the trainer dies when one rank has heard the commit")
+def test_one_rank_that_heard_of_the_commit_is_enough(engine: Engine) -> None:
+    trainer = voted(engine)
+    framing.send(trainer.ranks._sockets[0], {"op": "commit"})
+    ended = trainer.ended()
+    assert (ended["ended"], ended["state"], ended["version"]) == (True, "serving", 0)
+    assert [weights.policy.version for weights in engine.ranks] == [0, 0]
+
+
+def test_a_rank_that_was_not_written_does_not_commit(engine: Engine) -> None:
+    """The control: another rank may have been told so by mistake."""
+    trainer = Trainer(engine, toy.checkpoint())
+    trainer.write()
+    for message in ({"op": "finish"}, {"op": "commit"}):
+        framing.send(trainer.ranks._sockets[0], message)
+    ended = trainer.ended()
+    assert (ended["ended"], ended["state"]) == (False, "quarantined")
+
+
+@pytest.mark.guarantee("all-or-none", fault="the trainer dies between the vote and the commit")
+def test_a_commit_that_no_rank_heard_of(engine: Engine) -> None:
+    """It is made when the trainer says again that it decided to."""
+    assert voted(engine).ended()["state"] == "quarantined"
+    again = short(manifest_of(toy.checkpoint()).fingerprint)
+    for _ in range(2):
+        assert engine.answer({**again, "retry": True}) == {"committed": True}
+        assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
+        assert [weights.policy.version for weights in engine.ranks] == [0] * TP
+
+
+def test_what_is_no_longer_in_doubt(engine: Engine) -> None:
+    policy = Policy(toy.RUN, 0)
+
+    def in_doubt(transaction: str, of: Policy = policy) -> list[bool]:
+        return [weights.is_in_doubt(transaction, of) for weights in engine.ranks]
+
+    voted(engine).ended()
+    assert in_doubt(TRANSACTION) == [True] * TP
+    assert in_doubt("another") == in_doubt(TRANSACTION, Policy(toy.RUN, 1)) == [False] * TP
+    Trainer(engine, toy.checkpoint()).ended()  # another session took its place
+    assert in_doubt(TRANSACTION) == [False] * TP
+    voted(engine).ended()
+    engine.ranks[0].quarantine("its memory was released")
+    assert in_doubt(TRANSACTION) == [False, True]
+    again = {**short("of another manifest"), "retry": True}
+    assert engine.answer(again) == {"unknown": True}  # one rank alone does not commit
+
+
+@pytest.mark.parametrize(
+    ("more", "abort", "state"),
+    [
+        ({"engines": 1}, None, State.SERVING),
+        ({"engines": 2}, None, State.QUARANTINED),
+        ({"engines": 2}, {"op": "abort", "reason": "x"}, State.SERVING),
+        ({"engines": 2}, {"op": "abort", "reason": "x", "fence": True}, State.QUARANTINED),
+    ],
+)
+def test_an_engine_does_not_go_back_where_others_went_on(
+    engine: Engine, more: dict[str, Any], abort: dict[str, Any] | None, state: State
+) -> None:
+    """Nothing was written, so it could."""
+    trainer = Trainer(engine, toy.checkpoint(), **more)
+    if abort is not None:
+        trainer.ranks.send(abort)
+    trainer.ended()
+    assert [weights.state for weights in engine.ranks] == [state] * TP
 
 
 # ---- what a released engine is asked

@@ -1,0 +1,506 @@
+"""Plans and memory for the engines of one layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
+from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge import sender as sender_module
+from trainer_bridge.fsdp import Named, sources
+from trainer_bridge.packer import CopyPacker
+from trainer_bridge.sender import Sender
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.cuda_ipc import Placement
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import RankClients
+
+pytestmark = pytest.mark.timeout(60)
+
+BF16 = torch.bfloat16
+BUCKET_BYTES = 8192
+HOST = torch.device("cpu")
+CUDA = [torch.device("cuda", index) for index in range(2)]
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
+    return {
+        "dtype": "bfloat16",
+        "bucket_bytes": BUCKET_BYTES,
+        "fp32": [],
+        "formats": {},
+        "gpus": list(gpus),
+        **more,
+    }
+
+
+def weights(**shapes: tuple[int, ...]) -> Named:
+    return [(name, torch.ones(shape, dtype=BF16)) for name, shape in shapes.items()]
+
+
+def plan_for(sender: Sender, named: Named, device: torch.device | None = None) -> TransferPlan:
+    """The plan of one update, as ``update`` asks for it."""
+    return sender.plan(named, None, device)
+
+
+# -- plans
+
+
+def test_a_plan_is_kept_while_nothing_but_values_changes() -> None:
+    sender = Sender(layout())
+    plan = plan_for(sender, weights(a=(4, 4), b=(3,)))
+    assert plan_for(sender, weights(a=(4, 4), b=(3,))) is plan
+
+
+CHANGED: dict[str, Named] = {
+    "name": weights(a=(4, 4), c=(3,)),
+    "shape": weights(a=(4, 4), b=(5,)),
+    "dtype": [*weights(a=(4, 4)), ("b", torch.ones(3))],
+    "order": weights(b=(3,), a=(4, 4)),
+    "fewer": weights(a=(4, 4)),
+    "more": weights(a=(4, 4), b=(3,), c=(1,)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_plan_is_made_anew_where_something_changed(change: str) -> None:
+    sender = Sender(layout())
+    plan = plan_for(sender, weights(a=(4, 4), b=(3,)))
+    changed = plan_for(sender, CHANGED[change])
+    assert changed.manifest.fingerprint != plan.manifest.fingerprint
+    assert list(changed.manifest.tensors) == [name for name, _ in CHANGED[change]]
+    again = plan_for(sender, weights(a=(4, 4), b=(3,)))
+    assert again is not plan
+    assert again.manifest.fingerprint == plan.manifest.fingerprint
+
+
+def test_a_plan_is_made_anew_for_another_family() -> None:
+    """The names of a transformers module may be those of a mapping that cuts nothing."""
+    sender, named = (
+        Sender(layout()),
+        [("l.mlp.experts.gate_up_proj", torch.ones(2, 4, 3))],
+    )
+    as_they_are = sender.plan(named, None, None)
+    assert list(as_they_are.manifest.tensors) == [named[0][0]]
+    split = sender.plan(named, "qwen3_moe", None)
+    assert set(split.manifest.tensors) == {
+        f"l.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in range(2)
+        for part in ("gate", "up")
+    }
+    assert sender.plan(named, "qwen3_moe", None) is split
+
+
+def test_a_plan_is_made_anew_for_another_gpu() -> None:
+    """Without one, nothing is quantized on the way."""
+    sender, named = Sender(layout((GPU,), formats={"fp8": ["a"]})), weights(a=(4, 4))
+    plans = [plan_for(sender, named, device) for device in (None, CUDA[0], CUDA[1])]
+    assert ["a_scale_inv" in plan.manifest.tensors for plan in plans] == [False, True, True]
+    assert plans[1] is not plans[2]
+    assert plan_for(sender, named, CUDA[1]) is plans[2]
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_plan_is_made_anew_for_what_is_sharded_now(one_process: DeviceMesh) -> None:
+    """It is gathered in the engine's dtype, so a fill must not take it for what the trainer has."""
+    sender, whole = Sender(layout()), torch.ones(4, 4)
+    plain = plan_for(sender, [("a", whole)])
+    sharded = plan_for(sender, [("a", distribute_tensor(whole, one_process))])
+    assert [plan.sources[0].held_as for plan in (plain, sharded)] == [torch.float32, BF16]
+    assert plan_for(sender, [("a", distribute_tensor(whole, one_process))]) is sharded
+
+
+def test_what_the_engine_keeps_in_fp8_is_quantized_where_there_is_a_gpu() -> None:
+    named = weights(a=(4, 4), b=(4, 4))
+    for device, dtype in ((None, BF16), (torch.device("cuda", 0), torch.float8_e4m3fn)):
+        plan = plan_for(Sender(layout((GPU,), formats={"fp8": ["a"]})), named, device)
+        specs = plan.manifest.tensors
+        assert (specs["a"].dtype, specs["b"].dtype) == (dtype, BF16)
+        assert ("a_scale_inv" in specs) is (device is not None)
+
+
+# -- read in place: only where it lay at the last update
+
+
+@dataclass
+class FakeGpu:
+    """Memory where any tensor can be shared, unless told otherwise; stands in for the driver."""
+
+    placed: list[list[int]] = field(default_factory=list)
+    """Addresses, at each ``place``."""
+    shareable: bool = True
+    unable: set[int] = field(default_factory=set)
+    """Addresses that cannot be mapped."""
+    freed: set[int] = field(default_factory=set)
+    """Addresses that were freed and given out again."""
+
+    def place(self, tensors: list[torch.Tensor]) -> "FakePlacement | None":
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self.placed.append(addresses)
+        return FakePlacement(addresses, self) if self.shareable else None
+
+    def can_be_mapped(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() not in self.unable
+
+
+@dataclass
+class FakePlacement:
+    addresses: list[int]
+    gpu: FakeGpu
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        there = [tensor.data_ptr() for tensor in tensors]
+        return self.addresses == there and not self.gpu.freed & set(there)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(sender_module, "place", gpu.place)
+    monkeypatch.setattr(sender_module, "can_be_mapped", gpu.can_be_mapped)
+    return gpu
+
+
+def mapped(sender: Sender, named: Named) -> list[bool]:
+    """Which of the tensors one update reads in place; host memory stands in for the GPU's."""
+    plan = plan_for(sender, named, HOST if sender.layout["gpus"] else None)
+    assert plan.offsets.keys() == {n for (n, _), m in zip(named, plan.mapped, strict=True) if m}
+    return plan.mapped
+
+
+def test_the_second_update_reads_in_place_what_stayed(gpu: FakeGpu) -> None:
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,))
+    assert mapped(sender, named) == [False, False]
+    assert mapped(sender, named) == [True, True]
+    assert mapped(sender, named) == [True, True]
+    assert len(gpu.placed) == 1
+
+
+def test_what_moved_is_copied_once(gpu: FakeGpu) -> None:
+    """One that moved is enough: then all are copied, and looked for anew."""
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,))
+    moved = [named[0], *weights(b=(3,))]
+    assert [mapped(sender, n)[0] for n in (named, named, moved, moved)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert len(gpu.placed) == 2
+
+
+def test_memory_that_was_freed_meanwhile_is_not_read(gpu: FakeGpu) -> None:
+    """Also where other memory has its address now."""
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
+    mapped(sender, named)
+    gpu.freed = {named[0][1].data_ptr()}
+    assert mapped(sender, named) == [False]
+
+
+def test_tensors_that_are_made_anew_each_time_are_never_read_in_place(gpu: FakeGpu) -> None:
+    sender = Sender(layout((GPU,)))
+    alive = [weights(a=(4, 4)) for _ in range(4)]
+    assert [mapped(sender, named) for named in alive] == [[False]] * 4
+
+
+def test_what_cannot_be_mapped_is_copied(gpu: FakeGpu) -> None:
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4), b=(3,), c=(2, 2))
+    gpu.unable = {named[1][1].data_ptr()}
+    assert mapped(sender, named) == [False, False, False]
+    assert mapped(sender, named) == [True, False, True]
+    assert gpu.placed == [[named[0][1].data_ptr(), named[2][1].data_ptr()]]
+
+
+def test_what_lies_on_another_gpu_is_copied(gpu: FakeGpu) -> None:
+    """Only one GPU is synchronised before the engine reads, so only its parameters are final."""
+    sender = Sender(layout((GPU,)))
+    named = [*weights(a=(4, 4)), ("b", torch.ones(3, dtype=BF16, device="meta"))]
+    assert mapped(sender, named) == [False, False]
+    assert mapped(sender, named) == [True, False]
+    assert gpu.placed == [[named[0][1].data_ptr()]]
+
+
+def test_memory_that_cannot_be_shared_is_looked_for_each_time(gpu: FakeGpu) -> None:
+    gpu.shareable = False
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
+    assert [mapped(sender, named) for _ in range(3)] == [[False]] * 3
+    gpu.shareable = True
+    assert [mapped(sender, named) for _ in range(2)] == [[False], [True]]
+
+
+def test_an_engine_on_a_cpu_reads_nothing_in_place(gpu: FakeGpu) -> None:
+    sender, named = Sender(layout()), weights(a=(4, 4))
+    assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
+    assert gpu.placed == []
+
+
+def test_the_plans_of_both_ways_are_kept(gpu: FakeGpu) -> None:
+    """Where parameters move to and fro, neither side works its plan out again."""
+    sender, here, there = Sender(layout((GPU,))), weights(a=(4, 4)), weights(a=(4, 4))
+    copied, in_place = plan_for(sender, here, HOST), plan_for(sender, here, HOST)
+    assert copied is not in_place
+    assert plan_for(sender, there, HOST) is copied
+    assert plan_for(sender, there, HOST) is in_place
+
+
+# -- KV scales: new at each step, and no reason to copy the weights
+
+KV_CACHE = {"dtype": "fp8_e4m3", "scheme": "engine", "layers": 2, "kv_heads": 4}
+
+
+def kv_layout() -> dict[str, Any]:
+    return layout((GPU,), kv_cache=KV_CACHE)
+
+
+def scaled(sender: Sender, named: Named, value: float) -> Named:
+    """What one update sends that brings scales, as ``update`` puts it together."""
+    return [*named, (KV_SCALES, sender.kv_scales(torch.full((2, 3, 4), value), HOST))]
+
+
+def test_scales_that_are_new_each_time_are_read_in_place(gpu: FakeGpu) -> None:
+    sender, named = Sender(kv_layout()), weights(a=(4, 4), b=(3,))
+    ways, plans = [], []
+    for step in range(4):
+        both = scaled(sender, named, step + 1.0)
+        plans.append(plan_for(sender, both, HOST))
+        ways.append(plans[-1].mapped)
+        assert torch.equal(both[-1][1], torch.full((2, 3, 4), step + 1.0))
+    assert ways == [[False] * 3, *[[True] * 3] * 3]
+    assert plans[1] is plans[2] is plans[3]
+    assert len(gpu.placed) == 1
+    assert plans[1].offsets[KV_SCALES] == (2, 0)
+    # the control: sent from where they were made, nothing would stay
+    sender, alive = Sender(kv_layout()), []
+    for _ in range(3):
+        alive.append([*named, (KV_SCALES, torch.ones(2, 3, 4))])
+        assert plan_for(sender, alive[-1], HOST).mapped == [False] * 3
+
+
+def test_updates_with_and_without_scales_may_alternate(gpu: FakeGpu) -> None:
+    sender, named = Sender(kv_layout()), weights(a=(4, 4))
+    assert mapped(sender, named) == [False]
+    assert mapped(sender, named) == [True]
+    # a new place
+    assert plan_for(sender, scaled(sender, named, 1.0), HOST).mapped == [False, False]
+    plans = []
+    for step in range(4):
+        sent = named if step % 2 else scaled(sender, named, step + 2.0)
+        plans.append(plan_for(sender, sent, HOST))
+        assert plans[-1].mapped == [True] * len(sent)
+    assert plans[0] is plans[2] and plans[1] is plans[3]
+    assert len(gpu.placed) == 2
+
+
+def test_scales_alone_are_not_mapped(gpu: FakeGpu) -> None:
+    """Where the weights pass through the bucket, it takes them along."""
+    sender, named = Sender(kv_layout()), weights(a=(4, 4))
+    gpu.unable = {named[0][1].data_ptr()}
+    for _ in range(3):
+        assert plan_for(sender, scaled(sender, named, 1.0), HOST).mapped == [False, False]
+    assert gpu.placed == []
+
+
+def test_scales_keep_their_spot_beside_weights_that_are_copied(gpu: FakeGpu) -> None:
+    sender, named = Sender(kv_layout()), weights(a=(4, 4), b=(3,), c=(2, 2))
+    gpu.unable = {named[1][1].data_ptr()}
+    for way in ([False] * 4, [True, False, True, True]):
+        both = scaled(sender, named, 1.0)
+        assert plan_for(sender, both, HOST).mapped == way
+    assert gpu.placed == [[t.data_ptr() for n, t in both if n != "b"]]
+
+
+def test_scales_are_sent_in_fp32_whoever_sends_them() -> None:
+    sender = Sender(kv_layout())
+    for family in (None, "qwen3"):
+        both = scaled(sender, weights(a=(4, 4)), 1.0)
+        spec = sender.plan(both, family, None).manifest.tensors[KV_SCALES]
+        assert (spec.dtype, spec.shape) == (torch.float32, (2, 3, 4))
+
+
+def test_scales_come_without_their_gradient() -> None:
+    sender = Sender(kv_layout())
+    for value in (1.0, 2.0):
+        given = torch.full((2, 3, 4), value, requires_grad=True)
+        assert not sender.kv_scales(given, HOST).requires_grad
+
+
+def test_scales_that_are_not_for_this_engine() -> None:
+    good = torch.ones(2, 3, 4)
+    bad: list[tuple[str, Any]] = [
+        (r"\(3, 3, 4\).*\(2, 3, 4\)", torch.ones(3, 3, 4)),
+        (r"\(2, 2, 4\)", torch.ones(2, 2, 4)),
+        (r"\(2, 3, 2\)", torch.ones(2, 3, 2)),
+        ("float64", good.double()),
+        ("bfloat16", good.bfloat16()),
+        ("list", good.tolist()),
+        *(("positive", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
+    ]
+    sender = Sender(kv_layout())
+    for sentence, scales in bad:
+        with pytest.raises(ManifestError, match=sentence):
+            sender.kv_scales(scales, None)
+        assert torch.equal(sender.kv_scales(good, None), good)
+    for more in ({}, {"kv_cache": None}):
+        with pytest.raises(ManifestError, match="--kv-cache-dtype fp8_e4m3"):
+            Sender(layout((GPU,), **more)).kv_scales(good, None)
+
+
+# -- memory that the engine opens
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    """It serves three sessions, as many as each test has."""
+    rank = Rank(tmp_path, sessions=3)
+    yield rank
+    rank.join()
+
+
+def share(sender: Sender, rank: Rank, plan: TransferPlan, known: tuple[str, ...] = ()) -> Any:
+    """What fills the bucket of one session; ``known`` has the rank say that it has more open."""
+    opened = (*rank.memory.known(), *known)
+    rank.answer = lambda message: {"ok": True, "known": opened}
+    ranks = RankClients([rank.path], TOKEN)
+    try:
+        return sender.share(ranks, plan, None)
+    finally:
+        ranks.close()
+
+
+def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
+    sender = Sender(layout())
+    plan = plan_for(sender, weights(a=(4, 4)))
+    packer = share(sender, rank, plan)
+    assert isinstance(packer, CopyPacker)
+    bucket = sender._bucket
+    assert isinstance(bucket, HostBucket)
+    assert bucket.content.numel() == BUCKET_BYTES
+    assert share(sender, rank, plan) is packer
+    assert share(sender, rank, plan_for(sender, weights(b=(7, 4)))) is not packer
+    assert sender._bucket is bucket
+    rank.join()
+    assert rank.ops() == ["hello", "bucket", "hello", "hello"]
+
+
+def test_the_memory_goes_with_the_last_engine_that_has_it_open(rank: Rank) -> None:
+    sender = Sender(layout())
+    sender.join("one")
+    sender.join("two")
+    for left in ("one", "two"):
+        share(sender, rank, plan_for(sender, weights(a=(4, 4))))
+        bucket = sender._bucket
+        assert bucket is not None
+        sender.leave(left)
+        assert bucket.close.alive is (left == "one")
+    share(sender, rank, plan_for(sender, weights(a=(4, 4))))
+    rank.join()
+
+
+def test_nothing_is_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
+    """It is quantized once for all of them."""
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
+    mapped(sender, named)
+    sender.is_shared = True
+    assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
+
+
+class GpuBucket:
+    """A bucket that claims to lie on a GPU."""
+
+    made: list["GpuBucket"]
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.content = SimpleNamespace(device=device, numel=lambda: nbytes)
+        self.is_closed = False
+        self.made.append(self)
+
+    def share(self, ranks: Any) -> None:
+        """Until now ranks may have had the one before open."""
+        assert not any(bucket.is_closed for bucket in self.made[-2:])
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is freed when no rank has it open any more."""
+    monkeypatch.setattr(GpuBucket, "made", [], raising=False)
+    monkeypatch.setattr(sender_module, "DeviceBucket", GpuBucket)
+    monkeypatch.setattr(sender_module, "QuantizePacker", lambda *_: object())
+    sender = Sender(layout())
+    plan = plan_for(sender, weights(a=(4, 4)))
+    for device in (CUDA[0], CUDA[0], CUDA[1], CUDA[0]):
+        sender.share(cast(RankClients, None), plan, device)
+    assert [bucket.content.device for bucket in GpuBucket.made] == [CUDA[0], CUDA[1], CUDA[0]]
+    assert [bucket.is_closed for bucket in GpuBucket.made] == [True, True, False]
+
+
+IN_PLACE = Placement((16, 64), (0,), (Handle("ab" * 64, 4096, GPU),), ((0, 16), (0, 64)))
+"""Two parameters of one allocation, 16 and 64 bytes from its start."""
+
+
+def segments(rank: Rank) -> list[dict[str, Any]]:
+    return [message for message in rank.messages if message.get("op") == "segments"]
+
+
+def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
+    sender = Sender(layout())
+    sender._placement = IN_PLACE
+    named = weights(a=(8,), b=(2, 2), c=(3,))
+    plan = TransferPlan(sources(named, None, BF16), [True, False, True], BUCKET_BYTES // 2)
+    share(sender, rank, plan)
+    (told,) = segments(rank)
+    assert told["places"] == {"a": [0, 16], "c": [0, 64]}  # b lies in the bucket
+    assert told["handles"] == [IN_PLACE.handles[0].to_json()]
+    share(sender, rank, plan, known=(told["name"],))
+    assert len(segments(rank)) == 1
+    share(sender, rank, plan)  # the rank has let go of it
+    rank.join()
+    assert segments(rank) == [told, told]
+
+
+def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
+    sender = Sender(layout())
+    sender._placement = IN_PLACE
+    names = []
+    for flags in ([True, True], [True, False]):
+        named = weights(a=(8,), b=(8,))
+        share(sender, rank, TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2))
+        names.append(segments(rank)[-1]["name"])
+    plan = TransferPlan(sources(named, None, BF16), [False, False], BUCKET_BYTES // 2)
+    share(sender, rank, plan)  # nothing is mapped, so nothing is told
+    rank.join()
+    assert len(segments(rank)) == 2
+    assert names[0] != names[1]
+
+
+def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
+    sender = Sender(layout())
+    sender._placement = IN_PLACE
+    named = weights(a=(8,), b=(8,))
+    buckets = []
+    for flags in ([True, True], [True, False], [True, True]):
+        plan = TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
+        assert (share(sender, rank, plan) is None) is all(flags)
+        buckets.append(sender._bucket)
+    rank.join()
+    assert rank.ops().count("bucket") == 1
+    assert (buckets[0], buckets[2]) == (None, None)
+    assert buckets[1] is not None and not buckets[1].close.alive

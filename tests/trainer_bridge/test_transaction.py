@@ -1,0 +1,285 @@
+"""One update of several engines: real transport, sockets and sessions, fake schedulers."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.session import EngineWeights
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds
+from trainer_bridge import participant
+from trainer_bridge.connections import close, connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.update import RUN, update
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def serves(engine: FakeEngine, version: int, tensors: toy.Tensors) -> bool:
+    known = {(w.state, w.policy.run, w.policy.version) for w in engine.ranks}
+    return known == {(State.SERVING, RUN, version)} and holds(engine, tensors)
+
+
+def states(*engines: FakeEngine) -> list[State]:
+    """The one state of each engine's ranks."""
+    assert all(len({w.state for w in engine.ranks}) == 1 for engine in engines)
+    return [engine.ranks[0].state for engine in engines]
+
+
+class Dead(FakeEngine):
+    """An engine that does not answer some control messages."""
+
+    dead: tuple[str, ...] = ()
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["op"] in self.dead:
+            raise EngineError("cannot be reached", None)
+        return super().control(message)
+
+
+def dead_engine(*dead: str) -> Dead:
+    engine = Dead(engine_of(1).ranks)
+    engine.dead = dead
+    return engine
+
+
+def failing_engine() -> FakeEngine:
+    """Its last rank fails when everything was written."""
+    ranks = engine_of(2).ranks
+    ranks[1].__class__ = FailingRank
+    return FakeEngine(ranks)
+
+
+@pytest.fixture
+def buckets(monkeypatch: pytest.MonkeyPatch) -> list[HostBucket]:
+    """All that are made."""
+    made: list[HostBucket] = []
+
+    class Kept(HostBucket):
+        def __init__(self, nbytes: int) -> None:
+            super().__init__(nbytes)
+            made.append(self)
+
+    monkeypatch.setattr("trainer_bridge.sender.HostBucket", Kept)
+    return made
+
+
+# -- all of them
+
+
+@pytest.mark.guarantee("all-or-none", fault="two engines of one and of two ranks")
+def test_engines_of_one_layout_read_one_bucket(buckets: list[HostBucket]) -> None:
+    engines = [engine_of(1, SMALL), engine_of(1, SMALL), engine_of(2, SMALL)]
+    for version in (0, 3):
+        tensors = toy.checkpoint(version)
+        result = update(tensors, engines, version=version)
+        assert all(serves(engine, version, tensors) for engine in engines)
+        assert (result.version, result.failed) == (version, {})
+        assert result.bytes == sum(t.numel() * 2 for t in tensors.values())
+    assert len(buckets) == 1
+    tensors = toy.checkpoint(4)
+    update(iter(tensors.items()), engines, version=4)
+    assert all(serves(engine, 4, tensors) for engine in engines)
+    assert len(buckets) == 1
+
+
+def test_engines_of_other_layouts_have_buckets_of_their_own(buckets: list[HostBucket]) -> None:
+    """One has dummy weights, so it does not know yet what it keeps in FP32."""
+    dummy = FakeEngine([EngineWeights(toy.toy(), toy.BF16)])
+    engines, tensors = [engine_of(1), dummy, engine_of(2, SMALL)], toy.checkpoint()
+    update(tensors, engines, version=0)
+    assert all(serves(engine, 0, tensors) for engine in engines)
+    assert len(buckets) == 3
+    tensors = toy.checkpoint(1)
+    update(tensors, engines, version=1)  # two of them agree now
+    assert all(serves(engine, 1, tensors) for engine in engines)
+    assert [bucket.close.alive for bucket in buckets] == [True, False, True]
+
+
+def test_an_engine_that_is_updated_alone_again(buckets: list[HostBucket]) -> None:
+    """The others keep what they have open until they are closed."""
+    engines = [engine_of(1), engine_of(1)]
+    update(toy.checkpoint(), engines, version=0)
+    tensors = toy.checkpoint(1)
+    update(tensors, engines[0], version=1)
+    assert serves(engines[0], 1, tensors)
+    close(engines[0])
+    assert [bucket.close.alive for bucket in buckets] == [True]
+    close(engines[1])
+    assert [bucket.close.alive for bucket in buckets] == [False]
+
+
+@pytest.mark.parametrize(
+    ("engines", "require", "sentence"),
+    [
+        ([], None, "no engine"),
+        (["http://a:1", "http://b:1", "http://a:1"], None, "http://a:1 comes twice"),
+        (["http://a:1"], 2, "require is 2 of 1"),
+        (["http://a:1"], 0, "require is 0"),
+        (["http://a:1"], True, "require is True"),
+        (["http://a:1", 3], None, "int"),
+    ],
+)
+def test_what_is_no_list_of_engines(engines: Any, require: Any, sentence: str) -> None:
+    with pytest.raises((EngineError, ManifestError), match=sentence):
+        update(toy.checkpoint(), engines, version=0, require=require)
+
+
+# -- one of them fails
+
+
+@pytest.mark.guarantee("all-or-none", fault="one of two engines cannot begin")
+@pytest.mark.parametrize("dead", ["layout", "begin"])
+def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
+    engines, tensors = [engine_of(2), dead_engine()], toy.checkpoint()
+    update(tensors, engines, version=0)
+    connection_to(engines[1]).forget()
+    engines[1].dead = (dead,)  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 1: cannot be reached"):
+        update(toy.checkpoint(1), engines, version=1)
+    assert all(serves(engine, 0, tensors) for engine in engines)
+    engines[1].dead = ()  # type: ignore[attr-defined]
+    tensors = toy.checkpoint(1)
+    update(tensors, engines, version=1)
+    assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+@pytest.mark.guarantee("all-or-none", fault="a rank of one of two engines fails before the vote")
+def test_none_commits_where_one_cannot_vote() -> None:
+    engines, tensors = [engine_of(2), failing_engine()], toy.checkpoint()
+    with pytest.raises(EngineError, match="engine 1: "):
+        update(tensors, engines, version=0)
+    assert states(*engines) == [State.QUARANTINED] * 2
+    update(tensors, engines[0], version=1)  # the way back
+    assert serves(engines[0], 1, tensors)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_others_go_on_where_they_may(stream: bool) -> None:
+    engines, tensors = [failing_engine(), engine_of(1), engine_of(2)], toy.checkpoint()
+    sent: Any = iter(tensors.items()) if stream else tensors
+    result = update(sent, engines, version=0, require=2)
+    assert list(result.failed) == ["engine 0"]
+    assert result.bytes > 0
+    assert states(*engines) == [State.QUARANTINED, State.SERVING, State.SERVING]
+    assert all(serves(engine, 0, tensors) for engine in engines[1:])
+    with pytest.raises(EngineError):  # the control: three are asked for
+        update(toy.checkpoint(1), engines, version=1, require=3)
+    assert State.SERVING not in states(*engines)
+
+
+def test_too_few_are_left() -> None:
+    engines = [failing_engine(), failing_engine(), engine_of(1)]
+    with pytest.raises(EngineError, match="engine 1: "):
+        update(toy.checkpoint(), engines, version=0, require=2)
+    assert states(*engines) == [State.QUARANTINED] * 3
+
+
+@pytest.mark.guarantee("quarantine", fault="one of two engines misses the deadline")
+def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had written nothing, and does not serve the version before either."""
+    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 1.0)
+    slow, engine, awake = engine_of(1), engine_of(1), threading.Event()
+    memory = slow.ranks[0].memory
+    opened = memory.open_bucket
+
+    def hang(*args: Any) -> None:
+        awake.wait(30)
+        opened(*args)
+
+    monkeypatch.setattr(memory, "open_bucket", hang)
+    tensors = toy.checkpoint()
+    timer = threading.Timer(3.0, awake.set)
+    timer.start()
+    result = update(tensors, [slow, engine], version=0, require=1)
+    timer.join()
+    assert "timed out" in result.failed["engine 0"]
+    assert serves(engine, 0, tensors)
+    assert states(slow) == [State.QUARANTINED]
+
+
+def test_nan_is_written_to_none() -> None:
+    engines, tensors = [engine_of(1), engine_of(1)], toy.checkpoint()
+    tensors["norm.weight"][0] = float("nan")
+    with pytest.raises(EngineError, match="NaN"):
+        update(tensors, engines, version=0)
+    assert states(*engines) == [State.QUARANTINED] * 2
+
+
+# -- the way back of one that was left out
+
+
+@pytest.fixture
+def left_out() -> Iterator[tuple[list[FakeEngine], toy.Tensors]]:
+    """Two engines, of which the second missed version 0 because it had not started."""
+    engines: list[FakeEngine] = [engine_of(1), dead_engine("layout")]
+    tensors = toy.checkpoint()
+    assert list(update(tensors, engines, version=0, require=1).failed) == ["engine 1"]
+    engines[1].dead = ()  # type: ignore[attr-defined]
+    yield engines, tensors
+
+
+def test_a_late_engine_is_brought_to_the_version_of_the_others(
+    left_out: tuple[list[FakeEngine], toy.Tensors],
+) -> None:
+    engines, tensors = left_out
+    before = list(engines[0].ops)
+    result = update(tensors, engines, version=0)
+    assert (result.failed, result.bytes > 0) == ({}, True)
+    assert all(serves(engine, 0, tensors) for engine in engines)
+    assert engines[0].ops[len(before) :] == ["begin"]  # which said that it has it
+    with pytest.raises(EngineError, match="version 0 is not newer"):  # it is old from now on
+        update(tensors, engines, version=0)
+
+
+def test_a_late_engine_takes_the_next_version(
+    left_out: tuple[list[FakeEngine], toy.Tensors],
+) -> None:
+    engines, tensors = left_out[0], toy.checkpoint(1)
+    update(tensors, engines, version=1)
+    assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+@pytest.mark.guarantee("all-or-none", fault="one of two engines does not answer the commit")
+def test_an_answer_that_was_lost_after_the_vote() -> None:
+    """What was decided stays so, and is asked for again."""
+    engines, tensors = [engine_of(2), Cut(engine_of(1).ranks)], toy.checkpoint()
+    with pytest.raises(EngineError, match=r"committed on 1 of 2 .* engine 1 .*same version"):
+        update(tensors, engines, version=0)
+    assert all(serves(engine, 0, tensors) for engine in engines)
+    again = update(tensors, engines, version=0)
+    assert (again.version, again.bytes, again.failed) == (0, 0, {})
+    with pytest.raises(EngineError, match="version 0 is not newer"):
+        update(tensors, engines, version=0)
+
+
+@pytest.mark.guarantee("all-or-none", fault="the connection to one of two engines ends at the vote")
+def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It voted, so it has all of it: nothing is sent again."""
+    engines, tensors = [engine_of(1), engine_of(2)], toy.checkpoint()
+    update(tensors, engines, version=0)
+    tensors = toy.checkpoint(1)
+    lost = engines[1]
+    commit = participant.Participant.commit
+
+    def cut(self: participant.Participant, policy: Any) -> None:
+        if self.connection is connection_to(lost):
+            assert self.ranks is not None
+            self.ranks.close()
+        commit(self, policy)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(participant.Participant, "commit", cut)
+        result = update(tensors, engines, version=1, require=1)
+    assert list(result.failed) == ["engine 1"]
+    assert serves(engines[0], 1, tensors)
+    assert states(lost) == [State.QUARANTINED]
+    result = update(tensors, engines, version=1)
+    assert (result.bytes, result.failed) == (0, {})
+    assert all(serves(engine, 1, tensors) for engine in engines)

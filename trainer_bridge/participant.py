@@ -1,0 +1,141 @@
+"""One engine in one update: its session, from begin to commit or abort."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.values import excerpt
+from trainer_bridge.connections import connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, RankClients
+
+STEP_TIMEOUT_S = 120.0
+"""Seconds that one engine of several may take over a step. The others wait meanwhile, and give the
+trainer up after ``--fp8rl-session-timeout-s``, 300 by default."""
+
+
+class Participant:
+    """One engine in one update.
+
+    Args:
+        name: what errors call it.
+    """
+
+    def __init__(self, name: str, connection: EngineConnection) -> None:
+        self.name, self.connection = name, connection
+        self.committed_before = False
+        """Whether an earlier try at this update committed, though not on every engine."""
+        self.ranks: RankClients | None = None
+        """Its ranks, while its session is open."""
+
+    def begin(self, manifest: Manifest, message: dict[str, Any]) -> None:
+        """Open a session.
+
+        Args:
+            message: what is said to every engine of the update.
+
+        Raises:
+            EngineError: the engine refused the update, and goes on with what it has.
+        """
+        control = self.connection.client.control
+        message = {"op": "begin", "fingerprint": manifest.fingerprint, **message}
+        policy = Policy(message["run"], message["version"])
+        message["retry"] = self.connection.decided == (policy, message["transaction"])
+        try:
+            begun = control(message)
+            if "unknown" in begun:
+                whole = {**manifest.to_json(), "version": policy.version}
+                begun = control({**message, "manifest": whole})
+        except EngineError:
+            self.connection.invalidate_layout()
+            raise
+        if begun.get("committed"):
+            self.committed_before = True
+            self.connection.committed(policy)
+            return
+        timeout_s = SOCKET_TIMEOUT_S if message["engines"] == 1 else STEP_TIMEOUT_S
+        try:
+            self.ranks = RankClients(begun.get("sockets"), begun.get("token"), timeout_s)
+        except EngineError:
+            with suppress(EngineError):
+                control({"op": "end"})
+            self.connection.forget()
+            raise
+
+    def commit(self, policy: Policy) -> None:
+        """Commit on all ranks, and wait until the engine generates again.
+
+        Raises:
+            EngineError: a rank could not, and the engine is quarantined; or the answer got lost.
+        """
+        assert self.ranks is not None
+        ranks, self.ranks = self.ranks, None
+        try:
+            ranks.ask({"op": "commit"})
+        except EngineError:
+            self._leave(ranks)
+            raise
+        self.connection.keep(ranks)
+        self.connection.client.control({"op": "end"})
+        self.connection.committed(policy)
+
+    def abort(self, why: str, fence: bool = False) -> None:
+        """End the session, if it is open.
+
+        Args:
+            fence: whether the engine must not serve what it served before: others have gone on.
+        """
+        if self.ranks is None:
+            return
+        ranks, self.ranks = self.ranks, None
+        reason = f"the trainer gave up the update: {why}"
+        ranks.send({"op": "abort", "reason": reason, "fence": fence})
+        self._leave(ranks)
+
+    def _leave(self, ranks: RankClients) -> None:
+        ranks.close()
+        # the error that brought us here says more than an engine that is gone
+        with suppress(EngineError):
+            self.connection.client.control({"op": "end"})
+        self.connection.forget()
+
+
+def participants_of(engines: Any) -> list[Participant]:
+    """The engines of an update, by address or number.
+
+    Args:
+        engines: one engine, as ``connection_to`` takes it, or a sequence of them.
+
+    Raises:
+        EngineError: there is none, one is none, or one comes twice.
+    """
+    if isinstance(engines, str) or not isinstance(engines, Sequence):
+        return [Participant("the engine", connection_to(engines))]
+    participants = [
+        Participant(each if isinstance(each, str) else f"engine {number}", connection_to(each))
+        for number, each in enumerate(engines)
+    ]
+    if not participants:
+        raise EngineError("there is no engine to update; pass one, or a list of them")
+    for number, each in enumerate(participants):
+        if any(each.connection is other.connection for other in participants[:number]):
+            raise EngineError(f"{each.name} comes twice; pass each engine once")
+    return participants
+
+
+def check_required(require: int | None, engines: int) -> int:
+    """How many engines must have the new version.
+
+    Raises:
+        ManifestError: ``require`` asks for none, or for more than there are.
+    """
+    if require is None:
+        return engines
+    if type(require) is not int or not 1 <= require <= engines:
+        raise ManifestError(
+            f"require is {excerpt(require)} of {engines} engines; give a number from 1 to {engines}"
+        )
+    return require

@@ -1,0 +1,224 @@
+"""What a trainer keeps for engines of one layout: plans, and the memory that they read."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from trainer_bridge.announcement import Announcement, announced
+from trainer_bridge.engine_client import EngineClient
+from trainer_bridge.fsdp import Named
+from trainer_bridge.layout import check_kv_scales, sources_for
+from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
+from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import Ranks
+
+Bucket = DeviceBucket | HostBucket
+
+
+class Sender:
+    """One trainer's side of the way to the engines of one layout.
+
+    Engines share the bucket, so weights are laid into it, and quantized, once for all of them.
+
+    Args:
+        layout: what the engines say of themselves; they are equal in what is read of it here.
+    """
+
+    def __init__(self, layout: dict[str, Any]) -> None:
+        self.layout = layout
+        self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
+        self.has_tied_head = False
+        """Whether a stream may bring the head of a model that has none of its own."""
+        self._stream: Named | None = None
+        """What the last stream brought, in its order, as meta tensors."""
+        self._kv_scales: torch.Tensor | None = None
+        self._bucket: Bucket | None = None
+        self._placement: Placement | None = None
+        self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
+        self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
+        self.is_shared = False
+        """Whether an update goes to several engines: their weights are quantized once."""
+        self._users: set[object] = set()
+
+    def join(self, user: object) -> None:
+        """Note that an engine has this memory open."""
+        self._users.add(user)
+
+    def leave(self, user: object = None) -> None:
+        """Free the memory unless another engine has it open."""
+        self._users.discard(user)
+        if not self._users:
+            self._placement = self._segments = None
+            self._free_bucket()
+
+    def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
+        """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
+
+        So they are read in place where the weights are, and are new at each step all the same.
+
+        Raises:
+            ManifestError: the engines have no FP8 KV cache, or one of other layers or heads.
+        """
+        check_kv_scales(scales, self.layout.get("kv_cache"))
+        if device is None:
+            return scales  # type: ignore[no-any-return]
+        kept = self._kv_scales
+        if kept is None or kept.device != device or kept.shape != scales.shape:
+            kept = self._kv_scales = torch.empty(scales.shape, device=device)
+        return kept.copy_(scales.detach())
+
+    def remember_stream(self, plan: TransferPlan) -> None:
+        """Plan the next stream as this one came."""
+        names = (plan.sources[index].cuts[0][0] for index in plan.order)
+        self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
+
+    def stream_plan(
+        self,
+        client: EngineClient,
+        announcement: Announcement | None,
+        kv_scales: torch.Tensor | None,
+        device: torch.device | None,
+    ) -> TransferPlan:
+        """The plan for a stream: that of the last one, or one that is made as tensors come.
+
+        Args:
+            client: one of the engines.
+
+        Raises:
+            EngineError: the engine cannot be reached.
+            ManifestError: nothing says what comes.
+        """
+        layout, known = self.layout, self._stream
+        if known is None:
+            dtype, fp32 = getattr(torch, layout["dtype"]), layout["fp32"] or []
+            named, self.has_tied_head = announced(announcement, client, dtype, fp32)
+        else:
+            named = known
+        if kv_scales is not None:
+            named = [*named, (KV_SCALES, kv_scales.to("meta"))]
+        return self.plan(named, None, device, streamed=known is None)
+
+    def plan(
+        self,
+        named: Named,
+        family: str | None,
+        device: torch.device | None,
+        streamed: bool = False,
+    ) -> TransferPlan:
+        """The plan for these tensors, made again where anything but values changed.
+
+        With a GPU at hand, what the engine quantizes is sent in its format.
+
+        Args:
+            family: see ``fsdp.sources``.
+            streamed: the tensors come in another order than this one.
+
+        Raises:
+            ManifestError: the tensors cannot make an update.
+        """
+        readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
+        mapped = self._mapped(named, readable)
+        resident = [
+            is_readable and is_aligned(tensor)
+            for (_, tensor), is_readable in zip(named, readable, strict=True)
+        ]
+        tensors = tuple(
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
+            for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
+        )
+        signature = family, device, tensors
+        way = any(mapped), KV_SCALES in (name for name, _ in named)
+        kept = self._plans.get(way)
+        if kept is not None and kept[0] == signature and not streamed:
+            return kept[1]
+        formats = self.layout["formats"] if device is not None else {}
+        quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
+        plan = TransferPlan(
+            sources_for(named, family, self.layout),
+            mapped,
+            self.layout["bucket_bytes"] // 2,
+            quantized,
+            [index for index, is_resident in enumerate(resident) if is_resident],
+            streamed,
+        )
+        if not streamed:
+            self._plans[way] = (signature, plan)
+        return plan
+
+    def share(self, ranks: Ranks, plan: TransferPlan, device: torch.device | None) -> Packer | None:
+        """Have the engines open the memory that this plan needs.
+
+        Args:
+            device: the trainer's GPU, or None where it has none that the engine can read.
+
+        Returns:
+            what fills the bucket, or None where everything is mapped.
+        """
+        if plan.offsets:
+            message = self._segments_message(plan)
+            if message["name"] not in ranks.known:
+                ranks.ask(message)
+        if not plan.streamed and not any(plan.runs):
+            self._free_bucket()  # every rank let go of it before it answered
+            return None
+        bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)
+        previous, self._bucket = self._bucket, bucket
+        bucket.share(ranks)
+        if previous is not None and previous is not bucket:
+            previous.close()  # every rank let go of it as it opened the new one
+        if self._packer is None or self._packer[:2] != (plan, bucket):
+            packer: Packer
+            if isinstance(bucket, DeviceBucket):
+                packer = QuantizePacker(plan, bucket, getattr(torch, self.layout["dtype"]))
+            else:
+                packer = CopyPacker(plan, bucket)
+            self._packer = plan, bucket, packer
+        return self._packer[2]
+
+    def _mapped(self, named: Named, readable: list[bool]) -> list[bool]:
+        """Which parameters the engine reads in place, all on the GPU that is synchronised.
+
+        Those that lie where they lay at the last update: the engine keeps their memory open until
+        the next one, so memory that a trainer frees meanwhile must not be among it. KV scales come
+        last, keep their place in an update without them, and do not cause anything to be mapped.
+        """
+        weights = [
+            tensor
+            for (_, tensor), is_able in zip(named, readable, strict=True)
+            if is_able and tensor is not self._kv_scales
+        ]
+        tensors, scales = weights, self._kv_scales
+        if weights and scales is not None and scales.device == weights[0].device:
+            tensors = [*weights, scales]
+        stays = bool(weights) and self._placement is not None and self._placement.holds(tensors)
+        stays = stays and not self.is_shared
+        if not stays:
+            self._placement = place(tensors) if weights else None
+        return [is_able and stays for is_able in readable]
+
+    def _segments_message(self, plan: TransferPlan) -> dict[str, Any]:
+        assert self._placement is not None
+        if self._segments is None or self._segments[:2] != (self._placement, plan):
+            # spots count mapped sources only
+            ranks_of = {s: i for i, s in enumerate(s for s, m in enumerate(plan.mapped) if m)}
+            offsets = {name: (ranks_of[s], start) for name, (s, start) in plan.offsets.items()}
+            self._segments = (self._placement, plan, self._placement.message(offsets))
+        return self._segments[2]
+
+    def _free_bucket(self) -> None:
+        self._packer = None
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+
+    def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
+        place = torch.device("cpu") if device is None else device
+        kept = self._bucket
+        if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
+            return HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+        return kept

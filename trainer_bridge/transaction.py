@@ -1,0 +1,279 @@
+"""One update of one engine or several: each has all that it needs before any commits."""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
+from trainer_bridge.engine_client import EngineClient, EngineError, InProcessEngine
+from trainer_bridge.fsdp import Named
+from trainer_bridge.layout import comparable, gpu_of
+from trainer_bridge.participant import Participant
+from trainer_bridge.sender import Sender
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.rank_client import UnreachableMemoryError
+from trainer_bridge.update_session import UpdateSession
+
+logger = logging.getLogger(__name__)
+
+MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | None], TransferPlan]
+"""Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
+
+
+class Transaction:
+    """The sending side of one update, on the rank that leads: a two-phase commit.
+
+    Every engine begins, is sent the weights, and votes by its ranks' answers to ``finish``; then
+    all that voted commit. One that fails before the vote is left out where ``required`` allows it,
+    and otherwise ends the update on all. The vote decides: an engine that fails after it misses a
+    commit that the others make, and is quarantined.
+
+    Args:
+        participants: the engines.
+        named: the weights, or none where they are a stream.
+        make_plan: what the engines of one layout are sent.
+        required: how many of them must vote.
+
+    Raises:
+        EngineError: too few engines began; none was written to.
+        ManifestError: the weights cannot make an update.
+    """
+
+    def __init__(
+        self,
+        participants: list[Participant],
+        named: Named,
+        make_plan: MakePlan,
+        kv_scales: torch.Tensor | None,
+        policy: Policy,
+        in_flight: str,
+        required: int,
+    ) -> None:
+        self._named, self._make_plan, self._kv_scales = named, make_plan, kv_scales
+        self._everyone, self._active = participants, list(participants)
+        self._policy, self._required = policy, required
+        decided = [p.connection.decided for p in participants]
+        self._name = next((t for known, t in decided if known == policy), secrets.token_hex(16))
+        self.failed: dict[str, EngineError] = {}
+        """Why engines are no longer in the update, by name."""
+        self.sessions: list[UpdateSession] = []
+        """One for all engines of a layout."""
+        message = {
+            "run": policy.run,
+            "version": policy.version,
+            "transaction": self._name,
+            "in_flight": in_flight,
+            "engines": len(participants),
+        }
+        try:
+            while not self._begin(message):
+                continue
+        except Exception as error:  # whatever it is, the engines must be told
+            self.close(error)
+            raise
+        if self.committed_before:
+            self._settle()
+
+    @property
+    def committed_before(self) -> bool:
+        """Whether an earlier try at this update committed on every engine that is in this one."""
+        return all(member.committed_before for member in self._active)
+
+    def put(self, session: int, index: int, whole: torch.Tensor) -> None:
+        """Lay a parameter into the bucket of a session."""
+        self.sessions[session].put(index, whole)
+
+    def put_named(self, name: str, tensor: torch.Tensor) -> None:
+        """Lay the next tensor of a stream into the bucket of every session.
+
+        Raises:
+            ManifestError: it was not announced, or came before.
+        """
+        for session in self.sessions:
+            session.put_named(name, tensor)
+
+    def end_stream(self) -> None:
+        """Check that the stream was complete.
+
+        Raises:
+            ManifestError: a tensor of the last stream is missing; the engines check the first.
+        """
+        for session in self.sessions:
+            session.end_stream()
+
+    def finish(self) -> float | None:
+        """Send what is left, and have every engine vote.
+
+        Returns:
+            seconds that the slowest GPU took to write, or None on a CPU.
+        """
+        for session in self.sessions:
+            session.put_kv_scales()
+        seconds = [session.finish() for session in self.sessions]
+        return max((each for each in seconds if each is not None), default=None)
+
+    def commit(self) -> None:
+        """Commit on all engines that voted, and wait until they generate again.
+
+        Where an answer gets lost, another try at this policy learns whether it committed.
+
+        Raises:
+            EngineError: an engine did not answer, and each was required.
+        """
+        for member in self._active:
+            member.connection.decided = self._policy, self._name
+        voted = [member for member in self._active if member.ranks is not None]
+        for member, error in _at_once({p: partial(p.commit, self._policy) for p in voted}):
+            if error is not None:
+                self._active.remove(member)
+                self.failed[member.name] = error
+        for session in self.sessions:
+            session.committed()
+        if len(self._active) < self._required:
+            name, error = next(reversed(self.failed.items()))
+            if len(self._everyone) == 1:
+                raise error
+            raise EngineError(
+                f"{self._policy} is committed on {len(self._active)} of {len(self._everyone)} "
+                f"engines, and not on {name} ({error}); update again with the same version when it "
+                f"is back, or without it",
+                error.status,
+            )
+        self._settle()
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why engines did not commit, by name."""
+        return {name: str(error) for name, error in self.failed.items()}
+
+    def facts(self) -> tuple[int, int, int]:
+        """Tensors, bytes and mapped bytes that an engine was sent."""
+        plan = next(session.plan for session in self.sessions if session.members)
+        return *plan.sent, plan.mapped_bytes
+
+    def close(self, error: BaseException) -> None:
+        """Abort on every engine that has not committed; its quarantine says why."""
+        why = str(error) or type(error).__name__
+        _at_once({p: partial(p.abort, why) for p in self._everyone})
+        for session in self.sessions:
+            session.sender.leave()
+
+    def _begin(self, message: dict[str, Any]) -> bool:
+        """Plan, and open a session with every engine.
+
+        Returns:
+            False where engines cannot open the GPU's memory: from now on the host's is used.
+        """
+        self.sessions = [self._planned(*group) for group in self._by_layout()]
+        beginning = {
+            member: partial(member.begin, session.plan.manifest, message)
+            for session in self.sessions
+            for member in session.members
+        }
+        for member, error in _at_once(beginning):
+            if error is not None:
+                self._lose(member, error)
+        for session in self.sessions:
+            try:
+                session.open()
+            except UnreachableMemoryError as error:
+                if session.device is None:
+                    raise
+                self.close(error)
+                _use_host_memory(session.members, error)
+                return False
+        return True
+
+    def _by_layout(self) -> list[tuple[list[Participant], dict[str, Any]]]:
+        """The engines that are equal in all that a plan depends on, together."""
+        for member, error in _at_once({p: p.connection.layout for p in self._active}):
+            if error is not None:
+                self._lose(member, error)
+        together: list[tuple[list[Participant], dict[str, Any]]] = []
+        for member in self._active:
+            layout = comparable(member.connection.layout(), member.connection.through_host)
+            for members, known in together:
+                if known == layout:
+                    members.append(member)
+                    break
+            else:
+                together.append(([member], layout))
+        return together
+
+    def _planned(self, members: list[Participant], layout: dict[str, Any]) -> UpdateSession:
+        kept = [member.connection.sender for member in members]
+        sender = next((s for s in kept if s is not None and s.layout == layout), None)
+        sender = sender or Sender(layout)
+        sender.is_shared = len(members) > 1
+        device = gpu_of(self._named, layout)
+        if device is not None:
+            torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
+        device = None if layout["through_host"] else device
+        try:
+            scales = self._kv_scales
+            if scales is not None:
+                scales = sender.kv_scales(scales, device)
+            plan = self._make_plan(sender, members[0].connection.client, scales, device)
+        except ManifestError:
+            # another engine may be at the address next time, with a larger bucket or FP8 KV
+            for member in members:
+                member.connection.invalidate_layout()
+            raise
+        except UnreachableMemoryError as error:
+            _use_host_memory(members, error)
+            return self._planned(members, {**layout, "through_host": True})
+        return UpdateSession(members, sender, plan, device, scales, self._lose)
+
+    def _lose(self, member: Participant, error: EngineError) -> None:
+        """Go on without an engine.
+
+        Raises:
+            EngineError: too few are left.
+        """
+        self._active.remove(member)
+        self.failed[member.name] = error
+        if len(self._active) < self._required:
+            if len(self._everyone) == 1:
+                raise error
+            raise EngineError(f"{member.name}: {error}", error.status) from error
+        logger.warning("the update to %s goes on without %s: %s", self._policy, member.name, error)
+        member.abort(str(error), fence=True)
+
+    def _settle(self) -> None:
+        """The version is old from now on, unless an engine still lacks it."""
+        if not self.failed:
+            for member in self._everyone:
+                member.connection.decided = None, ""
+
+
+def _use_host_memory(members: list[Participant], error: EngineError) -> None:
+    for member in members:
+        member.connection.use_host_memory(error)
+
+
+def _at_once(
+    calls: Mapping[Participant, Callable[[], Any]],
+) -> list[tuple[Participant, EngineError | None]]:
+    """Make calls to several engines side by side; an engine of this process is called from here."""
+
+    def tried(call: Callable[[], Any]) -> EngineError | None:
+        try:
+            call()
+        except UnreachableMemoryError:
+            raise
+        except EngineError as error:
+            return error
+        return None
+
+    here = {p for p in calls if len(calls) == 1 or isinstance(p.connection.client, InProcessEngine)}
+    with ThreadPoolExecutor(max(len(calls) - len(here), 1)) as pool:
+        others = {p: pool.submit(tried, call) for p, call in calls.items() if p not in here}
+        results = {p: tried(calls[p]) for p in calls if p in here}
+        results |= {p: future.result() for p, future in others.items()}
+    return [(p, results[p]) for p in calls]
