@@ -20,6 +20,7 @@ from sgl_fp8rl.formats.block_fp8 import SCALES as SCALE_SUFFIX
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
+from sgl_fp8rl.ops.weight_quant_triton import Bases
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, sources
@@ -48,15 +49,18 @@ class TorchLaunch:
         self.descriptors, self.dtype = descriptors, dtype
         self.runs = 0
 
-    def run(self, bases: torch.Tensor, status: Any) -> None:
-        assert not (bases % ACCESS).any(), "the kernel reads whole accesses from a base"
+    def run(self, bases: Bases, status: Any) -> None:
+        several = [bases] if isinstance(bases, int) else bases.tolist()
+        alone = all(descriptor.segment == 0 for descriptor in self.descriptors)
+        assert isinstance(bases, int) == alone, "a table of one is a copy to the device too many"
+        assert not any(base % ACCESS for base in several), "the kernel reads whole accesses"
         self.runs += 1
         for descriptor in self.descriptors:
-            self._run(descriptor, bases, status)
+            self._run(descriptor, several[descriptor.segment], status)
 
-    def _run(self, descriptor: CopyDescriptor, bases: torch.Tensor, status: Any) -> None:
+    def _run(self, descriptor: CopyDescriptor, base: int, status: Any) -> None:
         dtype = self.dtype
-        address = int(bases[descriptor.segment]) + descriptor.source
+        address = base + descriptor.source
         source = boxed(
             address,
             descriptor.rows,

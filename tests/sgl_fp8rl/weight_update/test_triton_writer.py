@@ -21,7 +21,7 @@ from sgl_fp8rl.formats.block_fp8 import SCALES
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
-from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -76,11 +76,11 @@ class FakeLaunch:
         self.interpreter, self.descriptors, self.dtype = interpreter, descriptors, dtype
         self.tiles = sum(-(-m.rows // 128) * -(-m.cols // 128) for m in descriptors)
 
-    def run(self, bases: torch.Tensor, status: Status) -> None:
-        assert bases.dtype == torch.int64
+    def run(self, bases: Bases, status: Status) -> None:
+        several = [bases] if isinstance(bases, int) else bases.tolist()
         status.started += self.tiles
         for descriptor in self.descriptors:
-            base = int(bases[descriptor.segment])
+            base = several[descriptor.segment]
             size = descriptor.source_dtype.itemsize
             start = base + descriptor.source
             spans = self.interpreter.readable
@@ -435,7 +435,7 @@ def carry_out(
     interpreter.shared = [span_of(source)]
     interpreter.writable = [span_of(target) for target in targets]
     launch = FakeLaunch(interpreter, descriptors, dtype)
-    launch.run(torch.tensor([source.data_ptr()]), status)
+    launch.run(source.data_ptr(), status)
     bad, tiles = status.read()
     return bad, tiles == launch.tiles
 
