@@ -14,7 +14,7 @@ from sgl_fp8rl.protocol.states import State
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
-from trainer_bridge.layout import check_kv_scales, check_layout, sources_for
+from trainer_bridge.layout import check_kv_scales, check_layout, slots_for, sources_for
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
@@ -189,14 +189,15 @@ class EngineConnection:
         try:
             formats = self.layout()["formats"] if device is not None else {}
             quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
-            chunk_bytes = self.layout()["bucket_bytes"] // 2
+            slots = slots_for(device, self.layout())
             plan = TransferPlan(
                 sources_for(named, family, self.layout()),
                 mapped,
-                chunk_bytes,
+                self.layout()["bucket_bytes"] // slots,
                 quantized,
                 [index for index, is_resident in enumerate(resident) if is_resident],
                 streamed,
+                slots,
             )
         except ManifestError:
             # an engine at the same address may have a larger bucket next time
@@ -224,7 +225,7 @@ class EngineConnection:
         if not plan.streamed and not any(plan.runs):
             self._free_bucket()  # every rank let go of it before it answered
             return None
-        bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)
+        bucket = self._bucket_on(device, plan.manifest.bucket_bytes)
         previous, self._bucket = self._bucket, bucket
         bucket.share(ranks)
         if previous is not None and previous is not bucket:

@@ -62,11 +62,11 @@ class TritonWriter(WeightWriter):
         if bucket.content.is_cuda:
             self._run(index, [bucket.content.data_ptr()])
             return
-        start = index % 2 * self.manifest.chunk_bytes
+        start = index % self.manifest.slots * self.manifest.chunk_bytes
         stage = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
         try:
             stage.tensor.copy_(bucket.content[start : start + self.manifest.chunk_bytes])
-            # offsets count from the start of the bucket, of which the stage is one half
+            # offsets count from the start of the bucket, of which the stage is one slot
             self._run(index, [stage.address - start])
         finally:
             stage.close()

@@ -141,7 +141,7 @@ def box(
 
 
 class FakeDeviceMemory:
-    """Host memory that stands for the staging half on the device."""
+    """Host memory that stands for the staging slot on the device."""
 
     def __init__(self, nbytes: int, device: int | None) -> None:
         self.tensor = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
@@ -494,11 +494,14 @@ class OnDevice(torch.Tensor):
     is_cuda = True
 
 
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_bucket_on_the_host_is_staged_half_by_half(gpu: Interpreter, on_device: bool) -> None:
+def test_a_bucket_on_the_host_is_staged_slot_by_slot(
+    gpu: Interpreter, on_device: bool, slots: int
+) -> None:
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
-    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
+    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS, slots=slots)
     bucket = weights.memory.bucket
     assert bucket is not None
     if on_device:
