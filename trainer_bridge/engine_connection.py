@@ -40,6 +40,8 @@ class EngineConnection:
         """Whether a stream may bring the head of a model that has none of its own."""
         self._stream: Named | None = None
         """What the last stream brought, in its order, as meta tensors."""
+        self._stream_plans: dict[tuple[bool, torch.device | None], TransferPlan] = {}
+        """How to send that again: with or without KV scales, and through which GPU."""
         self._kv_scales: torch.Tensor | None = None
         self._bucket: Bucket | None = None
         self._placement: Placement | None = None
@@ -104,6 +106,7 @@ class EngineConnection:
         """Forget the layout and what follows from it: another engine may be at the address."""
         self._layout = self._stream = None
         self._plans.clear()
+        self._stream_plans.clear()
 
     def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
         """KV scales, ready to be sent; with a GPU, as a copy at an address that stays.
@@ -130,6 +133,7 @@ class EngineConnection:
         """Plan the next stream as this one came."""
         names = (plan.sources[index].cuts[0][0] for index in plan.order)
         self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
+        self._stream_plans.clear()
 
     def stream_plan(
         self,
@@ -143,6 +147,11 @@ class EngineConnection:
             EngineError: the engine cannot be reached.
             ManifestError: nothing says what comes.
         """
+        way = kv_scales is not None, device
+        kept = self._stream_plans.get(way)
+        if kept is not None:
+            self._placement = None  # the engine lets go of what it read in place
+            return kept
         layout, known = self.layout(), self._stream
         if known is None:
             dtype, fp32 = getattr(torch, layout["dtype"]), layout["fp32"] or []
@@ -151,7 +160,10 @@ class EngineConnection:
             named = known
         if kv_scales is not None:
             named = [*named, (KV_SCALES, kv_scales.to("meta"))]
-        return self.plan(named, None, device, streamed=known is None)
+        plan = self.plan(named, None, device, streamed=known is None)
+        if known is not None:
+            self._stream_plans[way] = plan
+        return plan
 
     def plan(
         self,
