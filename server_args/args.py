@@ -18,7 +18,7 @@ from server_args.sizes import parse_size
 ENV_PREFIX = "FP8RL_"
 FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
-"""Bytes. A bucket has two halves and each must keep 256-byte alignment, which CUDA gives."""
+"""Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
 KV_SCHEMES = ("engine", "trainer", "unit")
 LISTEN_SCOPES = ("loopback", "any")
 
@@ -42,12 +42,13 @@ class Fp8RLServerArgs:
 
     bucket_bytes: int = field(
         default=1 << 30,
-        metadata=_option("bytes of the update bucket, both halves; KiB, MiB, GiB", parse_size),
+        metadata=_option("bytes of the update bucket; KiB, MiB, GiB", parse_size),
     )
-    """Bytes of shared memory for weights in flight, both halves together; default 1 GiB.
+    """Bytes of shared memory for weights in flight; default 1 GiB.
 
-    One half is filled while the other is applied. A smaller bucket leaves more memory to the KV
-    cache, a larger one saves round trips; a multiple of 512.
+    One half is filled while the other is applied; where one GPU would do both, a chunk takes all
+    of it. A smaller bucket leaves more memory to the KV cache, a larger one saves round trips; a
+    multiple of 512.
     """
     ignored_layers: tuple[str, ...] = field(
         default=(),

@@ -6,6 +6,7 @@ import torch
 
 from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
@@ -49,7 +50,7 @@ def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
     return {
         **{name: layout[name] for name in read},
         "kv_cache": layout.get("kv_cache"),
-        "gpus": bool(layout["gpus"]),
+        "on_gpus": bool(layout["gpus"]),
         "through_host": through_host,
     }
 
@@ -71,6 +72,21 @@ def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
         if tensor.is_cuda:
             return torch.device("cuda", tensor.device.index)
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def slots_for(device: torch.device | None, layout: dict[str, Any]) -> int:
+    """Slots of the bucket: 2, of which one is filled while the engine writes the other, or 1 of
+    their size together where one GPU would do both, which takes turns between processes.
+
+    Args:
+        device: the trainer's GPU, or None where it has none that the engine can read.
+    """
+    if device is None or device.type != "cuda":
+        return 2  # two processes on a CPU do work at once
+    try:
+        return 1 if {gpu_uuid(device.index)} == set(layout["gpus"]) else 2
+    except CudaMemoryError:
+        return 2  # whoever shares this GPU's memory will say what is wrong with it
 
 
 def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:

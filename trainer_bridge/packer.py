@@ -76,7 +76,11 @@ class QuantizePacker:
 
     def __init__(self, plan: TransferPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
         try:
-            from sgl_fp8rl.ops.weight_quant_triton import Status, compile_descriptors
+            from sgl_fp8rl.ops.weight_quant_triton import (
+                Status,
+                bases_at,
+                compile_descriptors,
+            )
         except ImportError as error:
             raise EngineError(
                 f"the trainer's GPU cannot quantize without Triton ({error}); pip install triton"
@@ -84,10 +88,10 @@ class QuantizePacker:
 
         self._names = list(plan.views)
         tags = {name: tag for tag, name in enumerate(self._names)}
-        self._device = bucket.content.device
+        self._device, self._bases_at = bucket.content.device, bases_at
         self._status = Status(self._device)
         self._resident = plan.resident
-        self._bases: list[int] = []
+        self._waiting: list[int] = []
         """Addresses of what is resident and waits."""
         address = bucket.content.data_ptr()
 
@@ -134,18 +138,18 @@ class QuantizePacker:
 
     def begin(self) -> None:
         self._status.reset()
-        self._bases.clear()
+        self._waiting.clear()
 
     def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
         if index in self._resident:
-            self._bases.append(whole.data_ptr())
+            self._waiting.append(whole.data_ptr())
         else:
             self._run(self._alone(chunk, index), [whole.data_ptr()])
 
     def complete(self, chunk: int) -> None:
-        if self._bases:
-            self._run(self._together[chunk], self._bases)
-            self._bases.clear()
+        if self._waiting:
+            self._run(self._together[chunk], self._waiting)
+            self._waiting.clear()
 
     def finish(self) -> None:
         bad, tiles = self._status.read()
@@ -157,7 +161,7 @@ class QuantizePacker:
         if tiles != self._status.started:
             raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")
 
-    def _run(self, launches: "list[Launch]", bases: list[int]) -> None:
-        on_device = torch.tensor(bases, dtype=torch.int64).to(self._device)
+    def _run(self, launches: "list[Launch]", addresses: list[int]) -> None:
+        bases = self._bases_at(addresses, self._device)
         for launch in launches:
-            launch.run(on_device, self._status)
+            launch.run(bases, self._status)

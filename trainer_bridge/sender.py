@@ -10,7 +10,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named
-from trainer_bridge.layout import check_kv_scales, sources_for
+from trainer_bridge.layout import check_kv_scales, slots_for, sources_for
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
@@ -36,6 +36,8 @@ class Sender:
         """Whether a stream may bring the head of a model that has none of its own."""
         self._stream: Named | None = None
         """What the last stream brought, in its order, as meta tensors."""
+        self._stream_plans: dict[tuple[bool, torch.device | None], TransferPlan] = {}
+        """How to send that again: with or without KV scales, and through which GPU."""
         self._kv_scales: torch.Tensor | None = None
         self._bucket: Bucket | None = None
         self._placement: Placement | None = None
@@ -76,6 +78,7 @@ class Sender:
         """Plan the next stream as this one came."""
         names = (plan.sources[index].cuts[0][0] for index in plan.order)
         self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
+        self._stream_plans.clear()
 
     def stream_plan(
         self,
@@ -93,6 +96,11 @@ class Sender:
             EngineError: the engine cannot be reached.
             ManifestError: nothing says what comes.
         """
+        way = kv_scales is not None, device
+        kept = self._stream_plans.get(way)
+        if kept is not None:
+            self._placement = None  # the engine lets go of what it read in place
+            return kept
         layout, known = self.layout, self._stream
         if known is None:
             dtype, fp32 = getattr(torch, layout["dtype"]), layout["fp32"] or []
@@ -101,7 +109,10 @@ class Sender:
             named = known
         if kv_scales is not None:
             named = [*named, (KV_SCALES, kv_scales.to("meta"))]
-        return self.plan(named, None, device, streamed=known is None)
+        plan = self.plan(named, None, device, streamed=known is None)
+        if known is not None:
+            self._stream_plans[way] = plan
+        return plan
 
     def plan(
         self,
@@ -138,13 +149,15 @@ class Sender:
             return kept[1]
         formats = self.layout["formats"] if device is not None else {}
         quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
+        slots = slots_for(device, self.layout)
         plan = TransferPlan(
             sources_for(named, family, self.layout),
             mapped,
-            self.layout["bucket_bytes"] // 2,
+            self.layout["bucket_bytes"] // slots,
             quantized,
             [index for index, is_resident in enumerate(resident) if is_resident],
             streamed,
+            slots,
         )
         if not streamed:
             self._plans[way] = (signature, plan)
@@ -166,7 +179,7 @@ class Sender:
         if not plan.streamed and not any(plan.runs):
             self._free_bucket()  # every rank let go of it before it answered
             return None
-        bucket = self._bucket_on(device, 2 * plan.manifest.chunk_bytes)
+        bucket = self._bucket_on(device, plan.manifest.bucket_bytes)
         previous, self._bucket = self._bucket, bucket
         bucket.share(ranks)
         if previous is not None and previous is not bucket:

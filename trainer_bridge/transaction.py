@@ -207,6 +207,8 @@ class Transaction:
         return together
 
     def _planned(self, members: list[Participant], layout: dict[str, Any]) -> UpdateSession:
+        gpus = {gpu for member in members for gpu in member.connection.layout()["gpus"]}
+        layout = {**layout, "gpus": sorted(gpus)}
         kept = [member.connection.sender for member in members]
         sender = next((s for s in kept if s is not None and s.layout == layout), None)
         sender = sender or Sender(layout)

@@ -10,7 +10,7 @@ from sgl_fp8rl.formats import DTYPES
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import ManifestError, describe
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from trainer_bridge.fsdp import Source
 
 Signature = tuple[
@@ -45,6 +45,7 @@ class TransferPlan:
         quantized: HF tensors that are quantized on the way into the bucket, and their format.
         resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
         streamed: the order is not known: each source is planned as it comes, by ``add``.
+        slots: of the bucket.
 
     Raises:
         ManifestError: a name comes twice, an update cannot carry a dtype, or the bucket is
@@ -59,6 +60,7 @@ class TransferPlan:
         quantized: Mapping[str, WeightFormat] | None = None,
         resident: Collection[int] = (),
         streamed: bool = False,
+        slots: int = Manifest.slots,
     ) -> None:
         self.sources = sources
         self.mapped = mapped
@@ -79,7 +81,7 @@ class TransferPlan:
                     announced += _encoded(name, view, quantized[name])
                     continue
                 announced.append((name, view))
-        self.manifest = describe(announced, 0, chunk_bytes, self.offsets, streamed)
+        self.manifest = describe(announced, 0, chunk_bytes, self.offsets, streamed, slots)
         self._cutter = Cutter(self.manifest) if streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(self.manifest)
         self.runs: list[list[Run]] = [[] for _ in sources]

@@ -132,7 +132,7 @@ class UpdateSession:
             )
 
     def put(self, index: int, whole: torch.Tensor) -> None:
-        """Lay a parameter into the bucket once it is its turn; full halves are sent on the way."""
+        """Lay a parameter into the bucket once it is its turn; full slots are sent on the way."""
         if not self._open_members():
             return
         assert self._packer is not None
@@ -145,6 +145,8 @@ class UpdateSession:
             chunk, source = turns[self._turn]
             while self._chunk < chunk:
                 self._send_chunk()
+            while self._in_flight >= self.plan.manifest.slots:
+                self._wait_chunk()  # its slot must be free before it is filled
             self._packer.put(source, self._read[source], chunk)
             self._turn += 1
             if self._turn > self.plan.last_turns[source]:
@@ -174,10 +176,8 @@ class UpdateSession:
     def _send_chunk(self) -> None:
         if self._packer is not None:
             self._packer.complete(self._chunk)
-        if self._in_flight == 1:
-            self._wait_chunk()  # the other half must be free before it is filled
         if self.device is not None:
-            torch.cuda.current_stream(self.device).synchronize()  # the half is filled
+            torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
         self._send({"op": "chunk", "index": self._chunk, **order})
         self._order = []

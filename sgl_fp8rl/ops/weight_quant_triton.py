@@ -31,6 +31,18 @@ _DTYPES = {
 }
 
 
+Bases = int | torch.Tensor
+"""Where the segments of copies lie, at multiples of 16: the address of the only one, or int64
+addresses on the device."""
+
+
+def bases_at(addresses: list[int], device: torch.device) -> Bases:
+    """What ``Launch.run`` takes. One address is an argument: a table is a copy to the device."""
+    if len(addresses) == 1:
+        return addresses[0]
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
+
+
 class Status:
     """What the kernel found, on the device: the least tag of a bad value, and tiles done."""
 
@@ -67,11 +79,8 @@ class Launch:
     positive: bool
     full: bool
 
-    def run(self, bases: torch.Tensor, status: Status) -> None:
+    def run(self, bases: Bases, status: Status) -> None:
         """Start the kernel on the current stream. Where a value is bad, what is written is too.
-
-        Args:
-            bases: int64 addresses of the segments, on the device; multiples of 16.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here.
@@ -84,13 +93,15 @@ class Launch:
                 f"install a C compiler and Python's headers, which Triton needs"
             ) from error
 
-    def _start(self, bases: torch.Tensor, status: Status) -> None:
+    def _start(self, bases: Bases, status: Status) -> None:
         status.started += self.tiles
+        base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             _move_tiles[(self.tiles,)](
                 self.tile_descriptor,
                 self.table,
-                bases,
+                several,
+                base,
                 status.words,
                 SOURCE=self.source_dtype,
                 TARGET=self.target_dtype,
@@ -276,11 +287,13 @@ def _move_ragged(
     return top
 
 
-@triton.jit
+# The base is an i64 whatever its value, so that 0 and a multiple of 16 compile nothing anew.
+@triton.jit(do_not_specialize=["base"])
 def _move_tiles(
     tile_descriptor: tl.tensor,
     table: tl.tensor,
     bases: tl.tensor,
+    base: tl.int64,
     status: tl.tensor,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -289,7 +302,7 @@ def _move_tiles(
     FULL: tl.constexpr,
     STRIPS: tl.constexpr,
 ) -> None:
-    """One program moves one 128x128 tile."""
+    """One program moves one 128x128 tile. ``bases`` is read where ``base`` is 0."""
     SOURCE_SIZE: tl.constexpr = SOURCE.primitive_bitwidth // 8
     TARGET_SIZE: tl.constexpr = TARGET.primitive_bitwidth // 8
     QUANTIZE: tl.constexpr = TARGET.is_fp8() and not SOURCE.is_fp8()
@@ -298,7 +311,8 @@ def _move_tiles(
     descriptor = table + tl.load(tile_descriptor + tile).to(tl.int64) * _FIELDS
     tile -= tl.load(descriptor).to(tl.int32)
     across = tl.load(descriptor + 1).to(tl.int32)
-    source = tl.load(bases + tl.load(descriptor + 2)) + tl.load(descriptor + 3)
+    source = tl.load(bases + tl.load(descriptor + 2), mask=base == 0, other=base)
+    source += tl.load(descriptor + 3)
     target = tl.load(descriptor + 4)
     source_stride = tl.load(descriptor + 8)
     target_stride = tl.load(descriptor + 9)

@@ -1,4 +1,4 @@
-"""Chunks: how the tensors of a manifest fill the two halves of a bucket in turn.
+"""Chunks: how the tensors of a manifest fill the slots of a bucket in turn.
 
 Trainer and engine cut the same manifest in the same way, so the wire carries the number of a chunk
 and nothing of what lies where. Of a stream whose order is not known before, it carries the names
@@ -33,8 +33,8 @@ class ChunkSlice(NamedTuple):
 class Cutter:
     """Lays tensors into chunks, one after the other.
 
-    Chunk ``i`` lies in half ``i % 2`` of the bucket. Codes travel with their companions: rows of
-    both are in one chunk, the companions right behind.
+    Chunk ``i`` lies in slot ``i % slots`` of the bucket. Codes travel with their companions: rows
+    of both are in one chunk, the companions right behind.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -53,7 +53,7 @@ class Cutter:
         """Lay a tensor that is due behind the others.
 
         Raises:
-            ManifestError: one of its row blocks is larger than half of the bucket.
+            ManifestError: one of its row blocks is larger than a slot of the bucket.
         """
         del self.due[name]
         manifest = self._manifest
@@ -80,13 +80,14 @@ class Cutter:
                     needed = sum(column.nbytes_raw(step) for column in columns)
                     needed += ALIGNMENT * (len(columns) - 1)
                     raise ManifestError(
-                        f"{step} rows of {name} need {needed} bytes, more than half of the "
-                        f"engine's bucket; start the engine with a larger --fp8rl-bucket-bytes"
+                        f"{step} rows of {name} need {needed} bytes, and a chunk of the engine's "
+                        f"bucket holds {manifest.chunk_bytes}; start the engine with a larger "
+                        f"--fp8rl-bucket-bytes"
                     )
             for column in columns if stop > start else ():
-                half = (len(self.chunks) - 1) % 2
+                slot = (len(self.chunks) - 1) % manifest.slots
                 chunk_slice = ChunkSlice(
-                    column.name, column.rows(start, stop), half * manifest.chunk_bytes + self._fill
+                    column.name, column.rows(start, stop), slot * manifest.chunk_bytes + self._fill
                 )
                 self.chunks[-1].append(chunk_slice)
                 self._fill += column.nbytes(start, stop)
@@ -106,7 +107,7 @@ def cut_into_chunks(manifest: Manifest) -> list[list[ChunkSlice]]:
     Mapped tensors make one last chunk.
 
     Raises:
-        ManifestError: a row block of some tensor is larger than half of the bucket.
+        ManifestError: a row block of some tensor is larger than a slot of the bucket.
     """
     cutter = Cutter(manifest)
     for name in list(cutter.due):

@@ -18,7 +18,7 @@ from sgl_fp8rl.protocol.values import excerpt
 PROTOCOL = 7
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
-"""Bytes; a half of the bucket is a multiple of it, as device memory is aligned."""
+"""Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""
 MOST_DIMENSIONS, MOST_ELEMENTS, LONGEST_NAME = 8, 2**48, 256
 """Of one tensor; what exceeds them comes from no model, and torch cannot count its bytes."""
 
@@ -39,12 +39,14 @@ class Manifest:
     version: int
     tensors: Mapping[str, TensorSpec]
     chunk_bytes: int = 512 << 20
-    """Bytes of one half of the bucket: the most that one chunk carries."""
+    """Bytes of one slot of the bucket: the most that one chunk carries."""
     mapped: frozenset[str] = frozenset()
     """Names that travel in no bucket: the engine reads them in the trainer's own memory."""
     streamed: bool = False
     """Whether tensors come in an order that is told with each chunk. Those may be left out that
     the engine keeps nothing of."""
+    slots: int = 2
+    """Of the bucket: 2, which are filled and written in turn, or 1, where one GPU does both."""
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
@@ -54,6 +56,11 @@ class Manifest:
     def nbytes(self) -> int:
         """Payload of the whole update in bytes."""
         return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the whole bucket."""
+        return self.slots * self.chunk_bytes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -82,6 +89,7 @@ class Manifest:
             "chunk_bytes": self.chunk_bytes,
             "mapped": sorted(self.mapped),
             "streamed": self.streamed,
+            "slots": self.slots,
         }
 
     @classmethod
@@ -113,8 +121,11 @@ class Manifest:
                 f"streamed is {excerpt(streamed)}; give true or false, and true for no tensor that "
                 f"is mapped"
             )
+        slots = data.get("slots")
+        if type(slots) is not int or slots not in (1, 2):
+            raise ManifestError(f"slots is {excerpt(slots)}; give 1 or 2")
         specs = {name: parse_spec(name, entry) for name, entry in tensors.items()}
-        return cls(version, specs, size, frozenset(mapped), streamed)
+        return cls(version, specs, size, frozenset(mapped), streamed, slots)
 
 
 def describe(
@@ -123,6 +134,7 @@ def describe(
     chunk_bytes: int = Manifest.chunk_bytes,
     mapped: Collection[str] = (),
     streamed: bool = False,
+    slots: int = Manifest.slots,
 ) -> Manifest:
     """The manifest of tensors in memory.
 
@@ -142,7 +154,7 @@ def describe(
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(version, tensors, chunk_bytes, frozenset(mapped), streamed)
+    return Manifest(version, tensors, chunk_bytes, frozenset(mapped), streamed, slots)
 
 
 def check_version(version: Any) -> int:

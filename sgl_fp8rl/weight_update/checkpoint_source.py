@@ -22,7 +22,7 @@ def write_all(
         SessionError, ValueError: the weights are not sound.
     """
     # not pinned: torch would keep pinned memory for the life of the process
-    content = torch.empty(2 * manifest.chunk_bytes, dtype=torch.uint8)
+    content = torch.empty(manifest.bucket_bytes, dtype=torch.uint8)
     weights.memory.bucket = bucket = Bucket("local", content)
     session = weights.begin(manifest.fingerprint, CHECKPOINT)
     stream = iter(tensors)

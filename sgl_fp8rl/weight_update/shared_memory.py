@@ -28,7 +28,7 @@ class UnreachableMemoryError(SharedMemoryError):
 
 
 class Bucket:
-    """Shared bytes that chunks are laid into, half by half."""
+    """Shared bytes that chunks are laid into, slot by slot."""
 
     def __init__(self, name: str, content: torch.Tensor, mapping: Mapping | None = None) -> None:
         self.name = name
@@ -158,13 +158,13 @@ class SharedMemory:
         self.segments = Segments(name, handles, places, self._device_index())
 
     def bucket_for(self, manifest: Manifest) -> Bucket:
-        """The bucket, large enough for two chunks of this manifest."""
+        """The bucket, large enough for every slot of this manifest."""
         if self.bucket is None:
             raise SharedMemoryError("a chunk came before the bucket; open the bucket first")
-        if self.bucket.content.numel() < 2 * manifest.chunk_bytes:
+        if self.bucket.content.numel() < manifest.bucket_bytes:
             raise SharedMemoryError(
-                f"the bucket holds {self.bucket.content.numel()} bytes, two chunks need "
-                f"{2 * manifest.chunk_bytes}"
+                f"the bucket holds {self.bucket.content.numel()} bytes, its slots need "
+                f"{manifest.bucket_bytes}"
             )
         return self.bucket
 

@@ -11,7 +11,7 @@ from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of
-from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, compile_descriptors
+from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
 from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
 from sgl_fp8rl.protocol.manifest import Manifest
@@ -62,11 +62,11 @@ class TritonWriter(WeightWriter):
         if bucket.content.is_cuda:
             self._run(index, [bucket.content.data_ptr()])
             return
-        start = index % 2 * self.manifest.chunk_bytes
+        start = index % self.manifest.slots * self.manifest.chunk_bytes
         stage = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
         try:
             stage.tensor.copy_(bucket.content[start : start + self.manifest.chunk_bytes])
-            # offsets count from the start of the bucket, of which the stage is one half
+            # offsets count from the start of the bucket, of which the stage is one slot
             self._run(index, [stage.address - start])
         finally:
             stage.close()
@@ -84,13 +84,13 @@ class TritonWriter(WeightWriter):
             )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
-    def _run(self, index: int, bases: list[int]) -> None:
-        on_device = torch.tensor(bases, dtype=torch.int64).to(self._device)
+    def _run(self, index: int, addresses: list[int]) -> None:
+        bases = bases_at(addresses, self._device)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         self.dirty = True
         for launch in self._launches[index]:
-            launch.run(on_device, self._status)
+            launch.run(bases, self._status)
         stop.record()
         stop.synchronize()
         self._events.append((start, stop))

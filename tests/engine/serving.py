@@ -103,7 +103,7 @@ class ByHand:
         self.manifest = manifest_of(tensors)
         self.chunks = cut_into_chunks(self.manifest)
         self.ranks = RankClients(begun["sockets"], begun["token"])
-        self.bucket = HostBucket(2 * self.manifest.chunk_bytes)
+        self.bucket = HostBucket(self.manifest.bucket_bytes)
         self._tensors = dict(tensors)
         self._shared = False
 

@@ -24,6 +24,7 @@ SEED: dict[str, Any] = {
     "chunk_bytes": 32768,
     "mapped": ["norm"],
     "streamed": False,
+    "slots": 2,
 }
 
 
@@ -40,5 +41,5 @@ def decode(data: bytes) -> None:
 def decoders() -> Iterator[list[Decoder]]:
     unmapped = {**SEED, "mapped": []}
     small = {**unmapped, "tensors": {"n": ["bfloat16", [4096]]}}
-    seeds = SEED, {**unmapped, "streamed": True}, small
+    seeds = SEED, {**unmapped, "streamed": True, "slots": 1}, small
     yield [Decoder("manifest", seeds, decode, (FramingError, ManifestError))]

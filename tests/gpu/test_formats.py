@@ -30,7 +30,7 @@ def test_kernel_and_reference_agree(
     descriptors = describe_copy(source, box, placed(codes), box, *scales)
     status = Status(device)
     for launch in compile_descriptors(descriptors, device, BF16):
-        launch.run(torch.tensor([weight.data_ptr()], device=device), status)
+        launch.run(weight.data_ptr(), status)
     assert status.read() == (None, status.started)
     for suffix, expected in fmt.encode(weight.cpu().to(BF16)).items():
         found = companions[suffix] if suffix else codes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_fp8rl.ops import reference, weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.ops.weight_quant_triton import Status, compile_descriptors
+from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
 from tests import oracle
 from tests.gpu.conftest import INTERPRETED
 
@@ -125,10 +125,10 @@ class Batch:
     def run(self) -> int | None:
         """Run all once; the tag of what was bad. Each tile must have been counted."""
         launches = compile_descriptors(self.descriptors, self.device, self.dtype)
-        bases = [source.untyped_storage().data_ptr() for source in self.sources]
-        status = Status(self.device)
+        addresses = [source.untyped_storage().data_ptr() for source in self.sources]
+        bases, status = bases_at(addresses, torch.device(self.device)), Status(self.device)
         for launch in launches:
-            launch.run(torch.tensor(bases, device=self.device), status)
+            launch.run(bases, status)
         tag, tiles = status.read()
         assert tiles == sum(launch.tiles for launch in launches)
         return tag
@@ -249,7 +249,8 @@ def test_experts_in_a_stack_and_their_gate_and_up_side_by_side(device: str) -> N
     assert_bytes(scales, want_scales)
 
 
-def test_bases_are_looked_up_at_each_run(device: str) -> None:
+@pytest.mark.parametrize("by_value", [True, False], ids=["by-value", "in-a-table"])
+def test_bases_are_looked_up_at_each_run(device: str, by_value: bool) -> None:
     first, second = blocks(128, 128, seed=1).to(device), blocks(128, 128, seed=2).to(device)
     codes, scales = Target((128, 128), FP8, device), Target((1, 1), FP32, device)
     batch = Batch(device)
@@ -257,7 +258,8 @@ def test_bases_are_looked_up_at_each_run(device: str) -> None:
     (launch,) = compile_descriptors(batch.descriptors, device, BF16)
     status = Status(device)
     for weight in (first, second):
-        launch.run(torch.tensor([weight.data_ptr()], device=device), status)
+        address = weight.data_ptr()
+        launch.run(address if by_value else torch.tensor([address], device=device), status)
         assert_quantized(codes.box, scales.box, weight)
     assert status.read() == (None, 2)
     status.reset()

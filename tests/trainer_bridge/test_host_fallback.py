@@ -111,7 +111,8 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     """The other rank lets go of what it opened."""
     engine, tensors = GpuEngine(), toy.checkpoint()
     connection = connection_to(engine)
-    sender = Sender(comparable(connection.layout(), through_host=False))
+    layout = connection.layout()
+    sender = Sender({**comparable(layout, through_host=False), "gpus": sorted({*layout["gpus"]})})
     sender._placement = place(list(tensors.values()))
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2

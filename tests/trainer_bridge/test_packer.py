@@ -20,6 +20,7 @@ from sgl_fp8rl.formats.block_fp8 import SCALES as SCALE_SUFFIX
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.reference import FP8_DTYPE, num_blocks, quantize_weight
+from sgl_fp8rl.ops.weight_quant_triton import Bases
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, sources
@@ -48,15 +49,18 @@ class TorchLaunch:
         self.descriptors, self.dtype = descriptors, dtype
         self.runs = 0
 
-    def run(self, bases: torch.Tensor, status: Any) -> None:
-        assert not (bases % ACCESS).any(), "the kernel reads whole accesses from a base"
+    def run(self, bases: Bases, status: Any) -> None:
+        several = [bases] if isinstance(bases, int) else bases.tolist()
+        alone = all(descriptor.segment == 0 for descriptor in self.descriptors)
+        assert isinstance(bases, int) == alone, "a table of one is a copy to the device too many"
+        assert not any(base % ACCESS for base in several), "the kernel reads whole accesses"
         self.runs += 1
         for descriptor in self.descriptors:
-            self._run(descriptor, bases, status)
+            self._run(descriptor, several[descriptor.segment], status)
 
-    def _run(self, descriptor: CopyDescriptor, bases: torch.Tensor, status: Any) -> None:
+    def _run(self, descriptor: CopyDescriptor, base: int, status: Any) -> None:
         dtype = self.dtype
-        address = int(bases[descriptor.segment]) + descriptor.source
+        address = base + descriptor.source
         source = boxed(
             address,
             descriptor.rows,
@@ -122,7 +126,7 @@ def packer_of(plan: TransferPlan, bucket: torch.Tensor) -> QuantizePacker:
 def replay(plan: TransferPlan, named: Named) -> dict[str, torch.Tensor]:
     """What the engine reads of each HF tensor, scales included, chunk by chunk."""
     specs = plan.manifest.tensors
-    bucket = torch.full((2 * plan.manifest.chunk_bytes,), 0xA5, dtype=torch.uint8)
+    bucket = torch.full((plan.manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     found = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in specs.items()}
     turns = list(plan.turns)
@@ -177,15 +181,16 @@ def trainers(draw: st.DrawFn) -> tuple[Named, str, set[str], set[int]]:
     return named, family, kept, draw(st.sets(st.integers(0, len(named) - 1)))
 
 
-@given(trainers(), st.integers(1, 1000))
+@given(trainers(), st.integers(1, 1000), st.integers(1, 2))
 def test_codes_and_scales_are_those_of_the_reference(
-    trainer: tuple[Named, str, set[str], set[int]], units: int
+    trainer: tuple[Named, str, set[str], set[int]], units: int, slots: int
 ) -> None:
     named, family, quantized, resident = trainer
     made = sources(named, family, BF16)
     try:
         encoded = dict.fromkeys(quantized, BLOCK_FP8)
-        plan = TransferPlan(made, [False] * len(named), 256 * units, encoded, resident)
+        unmapped = [False] * len(named)
+        plan = TransferPlan(made, unmapped, 256 * units, encoded, resident, slots=slots)
     except ManifestError:
         reject()
     found = replay(plan, named)
@@ -244,7 +249,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
     named = [(f"w{number}", torch.randn(128, 128).to(BF16)) for number in range(6)]
     plan = plan_of(named, {name for name, _ in named}, 1 << 16, resident=(0, 1, 2, 5))
     assert len(plan.chunks) > 1
-    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     for number in range(len(plan.chunks)):
         mine = [source for chunk, source in plan.turns if chunk == number]
@@ -261,7 +266,7 @@ def test_what_is_resident_takes_one_launch_a_part() -> None:
 def test_what_was_put_before_a_failure_is_forgotten() -> None:
     named = [("v", torch.ones(128, 128, dtype=BF16)), ("w", torch.ones(128, 128, dtype=BF16))]
     plan = plan_of(named, {"v", "w"}, 1 << 16, resident=(0, 1))
-    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     packer.put(0, torch.full((128, 128), float("nan"), dtype=BF16), 0)
     packer.begin()
@@ -273,7 +278,7 @@ def test_what_was_put_before_a_failure_is_forgotten() -> None:
 
 def test_a_trainer_without_triton_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of([("w", torch.ones(128, 128, dtype=BF16))], {"w"})
-    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     monkeypatch.setitem(sys.modules, weight_quant_triton.__name__, None)
     with pytest.raises(EngineError, match=r"cannot quantize without Triton .*pip install triton"):
         packer_of(plan, bucket)
@@ -290,7 +295,7 @@ def test_what_is_mapped_is_quantized_by_the_engine() -> None:
 def test_nan_is_found_before_commit_and_forgotten_after(bad: float) -> None:
     named = [("v", torch.ones(5)), ("w", torch.ones(256, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     named[1][1][200, 3] = bad
     for healthy in (False, True):
@@ -311,7 +316,7 @@ def test_boxes_that_were_not_written_are_missed() -> None:
     """As when a kernel ends early."""
     named = [("w", torch.ones(512, 128, dtype=BF16))]
     plan = plan_of(named, {"w"})
-    bucket = torch.zeros(2 * plan.manifest.chunk_bytes, dtype=torch.uint8)
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
     packer = packer_of(plan, bucket)
     chunk, source = plan.turns[0]
     packer.put(source, named[source][1], chunk)

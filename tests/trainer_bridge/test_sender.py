@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge import layout as layout_module
 from trainer_bridge import sender as sender_module
 from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import CopyPacker
@@ -504,3 +505,45 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     assert rank.ops().count("bucket") == 1
     assert (buckets[0], buckets[2]) == (None, None)
     assert buckets[1] is not None and not buckets[1].close.alive
+
+
+# -- how many slots a bucket has
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer sees ``GPU`` and another one."""
+    monkeypatch.setattr(layout_module, "gpu_uuid", lambda index: (GPU, "another")[index])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "slots"),
+    [
+        pytest.param((GPU,), CUDA[0], 1, id="the same GPU"),
+        pytest.param((GPU, GPU), CUDA[0], 1, id="two ranks on the same GPU"),
+        pytest.param((GPU,), CUDA[1], 2, id="another GPU"),
+        pytest.param((GPU, "another"), CUDA[0], 2, id="the same GPU and another"),
+        pytest.param((GPU,), None, 2, id="host memory"),
+        pytest.param((), None, 2, id="an engine on a CPU"),
+    ],
+)
+def test_a_bucket_has_one_slot_where_one_gpu_fills_and_writes_it(
+    two_gpus: None, gpus: tuple[str, ...], device: torch.device | None, slots: int
+) -> None:
+    """The whole of it is then one chunk."""
+    plan = plan_for(Sender(layout(gpus)), weights(a=(4, 4)), device)
+    assert (plan.manifest.slots, plan.manifest.chunk_bytes) == (slots, BUCKET_BYTES // slots)
+    assert plan.manifest.bucket_bytes == BUCKET_BYTES
+
+
+def test_a_gpu_that_does_not_tell_its_name_is_not_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether its memory can be shared is found out by sharing it."""
+
+    def no_driver(index: int) -> str:
+        raise CudaMemoryError("the driver did not start")
+
+    monkeypatch.setattr(layout_module, "gpu_uuid", no_driver)
+    plan = plan_for(Sender(layout((GPU,))), weights(a=(4, 4)), CUDA[0])
+    assert plan.manifest.slots == 2

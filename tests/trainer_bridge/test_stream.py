@@ -15,8 +15,10 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
+from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.packer import CopyPacker
+from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -116,6 +118,32 @@ def test_the_order_may_change_from_one_update_to_the_next() -> None:
         tensors = toy.checkpoint(version)
         update(iter(shuffled(tensors, version)), engine, version=version)
         assert holds(engine, tensors)
+
+
+def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None:
+    """Also while whole models are sent between streams."""
+    engine, tensors = engine_of(1, SMALL), toy.checkpoint()
+    connection = connection_to(engine)
+
+    def planned() -> TransferPlan:
+        sender = connection.sender
+        assert sender is not None
+        return sender.stream_plan(connection.client, None, None, None)
+
+    update(iter(tensors.items()), engine, version=0)
+    first = planned()
+    assert not first.streamed
+    for version in (1, 2):
+        update(iter(tensors.items()), engine, version=version)
+        assert planned() is first
+    update(shuffled(tensors, 2), engine, version=3)
+    assert planned() is first
+    connection.forget()  # as after a failure
+    assert connection.sender is None
+    update(iter(shuffled(tensors, 1)), engine, version=4)
+    assert planned() is not first
+    assert list(planned().views) == [name for name, _ in shuffled(tensors, 1)]
+    assert holds(engine, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -41,7 +41,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     """The bucket as it is when each chunk is sent: turns are replayed as an update replays them."""
-    bucket = HostBucket(2 * plan.manifest.chunk_bytes)
+    bucket = HostBucket(plan.manifest.bucket_bytes)
     packer = CopyPacker(plan, bucket)
     sent: list[bytes] = []
     for chunk, source in plan.turns:

@@ -63,6 +63,25 @@ def test_an_update_leaves_the_oracles_bytes_on_every_rank(tp: int, bucket_bytes:
     assert engine.ops == ["layout", "begin", "begin", "end", *["begin", "end"] * 2]
 
 
+@pytest.fixture
+def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets have one slot, as where trainer and engine share a GPU."""
+    monkeypatch.setattr(sender_module, "slots_for", lambda device, layout: 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_bucket_of_one_slot_leaves_the_same_bytes(one_slot: None, tp: int, stream: bool) -> None:
+    engine = engine_of(tp, SMALL)
+    for version in range(3):
+        tensors = toy.checkpoint(version)
+        update(iter(tensors.items()) if stream else tensors, engine, version=version)
+        assert holds(engine, tensors)
+    writer = list(engine.ranks[0]._writers.values())[-1]
+    assert len(writer.chunks) > 2
+    assert all(chunk[0].offset == 0 for chunk in writer.chunks)
+
+
 def test_codes_and_scales_are_sent_as_they_are() -> None:
     engine, tensors = engine_of(2, SMALL), toy.checkpoint()
     streamed = toy.quantized(tensors)
@@ -298,9 +317,9 @@ def vectors(count: int) -> dict[str, torch.Tensor]:
 
 
 def first_of_each_part(rank: Rank) -> list[float]:
-    """From the half that the chunk lies in."""
-    halves = [torch.frombuffer(bytearray(b), dtype=torch.float32).view(2, 64) for b in rank.chunks]
-    return [float(half[i % 2, 0]) for i, half in enumerate(halves)]
+    """From the slot that the chunk lies in."""
+    buckets = [torch.frombuffer(bytearray(b), dtype=torch.float32) for b in rank.chunks]
+    return [float(bucket.view(2, 64)[i % 2, 0]) for i, bucket in enumerate(buckets)]
 
 
 def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> None:
@@ -336,6 +355,31 @@ def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) ->
     for rank in sockets.ranks:
         rank.join()
         assert first_of_each_part(rank) == [0.0, 1.0, 2.0]
+
+
+def test_the_next_chunk_waits_for_the_only_slot(one_slot: None, sockets: Sockets) -> None:
+    """It holds two of the vectors."""
+    slow = threading.Event()
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        if message.get("op") == "chunk":
+            slow.wait(20)
+        return DONE
+
+    sockets.ranks[1].answer = answer
+    trainer = threading.Thread(
+        target=update, args=(vectors(6), sockets), kwargs={"version": 0}, daemon=True
+    )
+    trainer.start()
+    trainer.join(0.5)
+    assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
+    slow.set()
+    trainer.join(20)
+    assert not trainer.is_alive()
+    for rank in sockets.ranks:
+        rank.join()
+        found = [torch.frombuffer(bytearray(b), dtype=torch.float32)[::64] for b in rank.chunks]
+        assert [pair.tolist() for pair in found] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
 def test_the_slowest_gpu_is_told(sockets: Sockets) -> None:

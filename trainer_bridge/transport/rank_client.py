@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.values import are_names
 from trainer_bridge.engine_client import EngineError, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
-"""Seconds that a rank may take over one half of the bucket."""
+"""Seconds that a rank may take over one chunk."""
 DETACH_TIMEOUT_S = 10.0
 """Seconds that an engine may take to let go of a trainer that leaves: until the end of a step."""
 

@@ -129,6 +129,4 @@ def test_a_kernel_that_cannot_be_compiled_is_a_sentence(
     )
     (launch,) = weight_quant_triton.compile_descriptors([descriptor], "cpu", torch.bfloat16)
     with pytest.raises(RuntimeError, match=sentence):
-        launch.run(
-            torch.tensor([memory.data_ptr()]), weight_quant_triton.Status(torch.device("cpu"))
-        )
+        launch.run(memory.data_ptr(), weight_quant_triton.Status(torch.device("cpu")))

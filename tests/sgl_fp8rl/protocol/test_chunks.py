@@ -44,7 +44,13 @@ def manifests(draw: st.DrawFn, min_lines: int = 1) -> Manifest:
     mapped = draw(st.sets(st.sampled_from(order))) if order else set()
     lines = draw(st.integers(min_lines, 1200))
     tensors = {name: tensors[name] for name in order}
-    return Manifest(0, tensors, CHUNK_ALIGNMENT * lines, frozenset(mapped))
+    slots = draw(st.integers(1, 2))
+    return Manifest(0, tensors, CHUNK_ALIGNMENT * lines, frozenset(mapped), slots=slots)
+
+
+def start_of(manifest: Manifest, index: int) -> int:
+    """Where in the bucket the slot of a chunk begins."""
+    return index % manifest.slots * manifest.chunk_bytes
 
 
 LARGE = 601
@@ -85,15 +91,15 @@ def in_bucket(manifest: Manifest) -> list[list[ChunkSlice]]:
 
 
 @given(manifests(LARGE))
-def test_pieces_lie_apart_in_the_half_of_their_part(manifest: Manifest) -> None:
+def test_pieces_lie_apart_in_the_slot_of_their_part(manifest: Manifest) -> None:
     for index, chunk in enumerate(in_bucket(manifest)):
-        end = index % 2 * manifest.chunk_bytes
+        end = start_of(manifest, index)
         for chunk_slice in chunk:
             assert chunk_slice.name not in manifest.mapped
             assert chunk_slice.offset % ALIGNMENT == 0
             assert chunk_slice.offset >= end
             end = chunk_slice.offset + nbytes_of(manifest, chunk_slice)
-        assert end <= (index % 2 + 1) * manifest.chunk_bytes
+        assert end <= start_of(manifest, index) + manifest.chunk_bytes <= manifest.bucket_bytes
 
 
 @given(manifests(LARGE))
@@ -147,7 +153,7 @@ def test_parts_are_full(manifest: Manifest) -> None:
     """What comes next did not fit: a row block, and its scales with their alignment."""
     chunks = in_bucket(manifest)
     for index, (chunk, following) in enumerate(pairwise(chunks)):
-        end = chunk[-1].offset + nbytes_of(manifest, chunk[-1]) - index % 2 * manifest.chunk_bytes
+        end = chunk[-1].offset + nbytes_of(manifest, chunk[-1]) - start_of(manifest, index)
         free = manifest.chunk_bytes - -(-end // ALIGNMENT) * ALIGNMENT
         after = following[0]
         rows = min(step_of(manifest, after.name), after.rows[1] - after.rows[0])
@@ -234,7 +240,8 @@ CHANGES: dict[str, Callable[[], Manifest]] = {
     ),
     "shape": lambda: replace(BASE, tensors={"w": W, "v": TensorSpec(BF16, (256, 128)), "n": N}),
     "one less": lambda: replace(BASE, tensors={"w": W, "n": N}),
-    "half of the bucket": lambda: replace(BASE, chunk_bytes=1 << 17),
+    "slot of the bucket": lambda: replace(BASE, chunk_bytes=1 << 17),
+    "slots of the bucket": lambda: replace(BASE, slots=1),
     "nothing mapped": lambda: replace(BASE, mapped=frozenset()),
     "more mapped": lambda: replace(BASE, mapped=frozenset({"n", "w"})),
 }
@@ -258,6 +265,10 @@ def test_a_worked_example() -> None:
         [ChunkSlice("w", (128, 256), half)],
         [ChunkSlice("w", (256, 300), 0), ChunkSlice("n", (0, 8384), 8832)],
         [ChunkSlice("n", (8384, 10000), half)],
+    ]
+    assert cut_into_chunks(Manifest(0, tensors, 2 * half, slots=1)) == [
+        [ChunkSlice("w", (0, 256), 0)],
+        [ChunkSlice("w", (256, 300), 0), ChunkSlice("n", (0, 10000), 8832)],
     ]
 
 

@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
     "chunk_bytes": 512,
     "mapped": ["a.bias"],
     "streamed": False,
+    "slots": 2,
 }
 
 
@@ -116,6 +117,15 @@ def test_a_chunk_is_whole_lines_of_memory(size: Any) -> None:
         Manifest.from_json({**GOOD, "chunk_bytes": size})
 
 
+@pytest.mark.parametrize("slots", [None, "2", True, 1.0, 0, -1, 3, [2]])
+def test_a_bucket_has_one_slot_or_two(slots: Any) -> None:
+    with pytest.raises(ManifestError, match=r"slots is .*; give 1 or 2"):
+        Manifest.from_json({**GOOD, "slots": slots})
+    for many in (1, 2):
+        manifest = Manifest.from_json({**GOOD, "slots": many})
+        assert (manifest.slots, manifest.bucket_bytes) == (many, many * 512)
+
+
 @pytest.mark.parametrize(
     "mapped", [None, "a.bias", {"a.bias": 1}, ["b"], [None], [["a.bias"]], [{}], ["a.bias", 1]]
 )
@@ -169,8 +179,8 @@ def test_describe_reads_names_dtypes_and_shapes() -> None:
     pairs = [("w", torch.zeros(2, 3, dtype=torch.float16)), ("s", torch.tensor(1.0))]
     specs = {"w": TensorSpec(torch.float16, (2, 3)), "s": TensorSpec(torch.float32, ())}
     assert describe(pairs, 7) == Manifest(7, specs)
-    described = describe(pairs, 7, 1024, ["s"])
-    assert described == Manifest(7, specs, chunk_bytes=1024, mapped=frozenset({"s"}))
+    described = describe(pairs, 7, 1024, ["s"], slots=1)
+    assert described == Manifest(7, specs, chunk_bytes=1024, mapped=frozenset({"s"}), slots=1)
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])
@@ -205,6 +215,7 @@ plain = st.dictionaries(
     st.integers(1, 500),
     st.booleans(),
     st.integers(1, 2**30),
+    st.integers(1, 2),
     st.randoms(use_true_random=False),
 )
 def test_json_round_trip(
@@ -214,6 +225,7 @@ def test_json_round_trip(
     cols: int,
     fp8: bool,
     lines: int,
+    slots: int,
     random: Random,
 ) -> None:
     tensors = {n: s for n, s in tensors.items() if not n.endswith("_scale_inv")}
@@ -222,7 +234,7 @@ def test_json_round_trip(
         blocks = (-(-rows // 128), -(-cols // 128))
         tensors["codes_scale_inv"] = TensorSpec(torch.float32, blocks)
     mapped = frozenset(name for name in tensors if random.random() < 0.5)
-    manifest = Manifest(version, tensors, 256 * lines, mapped)
+    manifest = Manifest(version, tensors, 256 * lines, mapped, slots=slots)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
@@ -240,6 +252,7 @@ def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None
         {**GOOD, "version": a, "tensors": b},
         {**GOOD, "tensors": {"w": [b, [c]]}, "mapped": []},
         {**GOOD, "chunk_bytes": a},
+        {**GOOD, "slots": a},
         {**GOOD, "mapped": b},
         {**GOOD, "mapped": [c]},
     ):

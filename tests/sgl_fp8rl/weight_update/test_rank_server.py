@@ -304,7 +304,7 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "a chunk first": (chunk(0), "open the bucket first"),
     "too small for two chunks": (
         lambda t: bucket_of(BUCKET, BUCKET - 1)(t) and t.chunk(0),
-        "131071 bytes, two chunks need 131072",
+        "131071 bytes, its slots need 131072",
     ),
     "an unknown step": (lambda t: t.ask({"op": "eval"}), "no step 'eval'"),
     "no step": (with_descriptor({}), "no step None"),

@@ -114,19 +114,22 @@ def test_a_pipe_is_no_bucket() -> None:
         os.close(end)
 
 
-def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = ()) -> Manifest:
+def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = (), slots: int = 2) -> Manifest:
     tensors = {"w": TensorSpec(BF16, (8, 16)), "n": TensorSpec(torch.float32, (16,))}
-    return Manifest(0, tensors, chunk_bytes, frozenset(mapped))
+    return Manifest(0, tensors, chunk_bytes, frozenset(mapped), slots=slots)
 
 
-def test_a_chunk_needs_a_bucket_of_two_halves(memfd: int) -> None:
+def test_a_chunk_needs_a_bucket_with_all_slots(memfd: int) -> None:
     shared = SharedMemory(CPU)
     with pytest.raises(SharedMemoryError, match="open the bucket first"):
         shared.bucket_for(manifest())
     shared.open_bucket({"name": "b", "bytes": 8192}, [memfd])
     assert shared.bucket_for(manifest()) is shared.bucket
-    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, two chunks need 8704"):
+    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, its slots need 8704"):
         shared.bucket_for(manifest(4352))
+    assert shared.bucket_for(manifest(8192, slots=1)) is shared.bucket
+    with pytest.raises(SharedMemoryError, match="holds 8192 bytes, its slots need 8448"):
+        shared.bucket_for(manifest(8448, slots=1))
 
 
 @pytest.mark.parametrize(

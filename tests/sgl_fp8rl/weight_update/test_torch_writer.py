@@ -61,9 +61,9 @@ def write_in_any_order(session: Session, tensors: toy.Tensors, random: Random) -
     session.finish()
 
 
-@given(st.integers(200, 1200), st.booleans(), st.randoms(use_true_random=False))
+@given(st.integers(200, 1200), st.booleans(), st.integers(1, 2), st.randoms(use_true_random=False))
 def test_parts_of_any_size_in_any_order_leave_the_same_bytes(
-    lines: int, fp8: bool, random: Random
+    lines: int, fp8: bool, slots: int, random: Random
 ) -> None:
     """From 128 rows of 200 BF16 values up to the whole model in one chunk."""
     tensors = toy.checkpoint(shapes=BIG)
@@ -73,7 +73,8 @@ def test_parts_of_any_size_in_any_order_leave_the_same_bytes(
         data = whole.model
         tensors |= {"w": data.data("w"), "w_scale_inv": data.data("w_scale_inv")}  # type: ignore[operator]
         lines = lines // 2 + 1
-    write_in_any_order(begin(split, tensors, chunk_bytes=256 * lines), tensors, random)
+    session = begin(split, tensors, chunk_bytes=256 * lines, slots=slots)
+    write_in_any_order(session, tensors, random)
     assert toy.same(toy.contents(whole.model), toy.contents(split.model))
 
 
@@ -171,7 +172,7 @@ def test_a_chunk_without_a_bucket_is_refused_before_anything_is_written() -> Non
         session.write(0)
     assert bucket is not None
     weights.memory.bucket = Bucket("short", bucket.content[: 2 * 128 * 200 * 2 - 1])
-    with pytest.raises(ValueError, match="holds 102399 bytes, two chunks need 102400"):
+    with pytest.raises(ValueError, match="holds 102399 bytes, its slots need 102400"):
         session.write(0)
     assert not session.dirty
     assert toy.same(before, toy.contents(weights.model))

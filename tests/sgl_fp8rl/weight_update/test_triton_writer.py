@@ -21,7 +21,7 @@ from sgl_fp8rl.formats.block_fp8 import SCALES
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
-from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -76,11 +76,11 @@ class FakeLaunch:
         self.interpreter, self.descriptors, self.dtype = interpreter, descriptors, dtype
         self.tiles = sum(-(-m.rows // 128) * -(-m.cols // 128) for m in descriptors)
 
-    def run(self, bases: torch.Tensor, status: Status) -> None:
-        assert bases.dtype == torch.int64
+    def run(self, bases: Bases, status: Status) -> None:
+        several = [bases] if isinstance(bases, int) else bases.tolist()
         status.started += self.tiles
         for descriptor in self.descriptors:
-            base = int(bases[descriptor.segment])
+            base = several[descriptor.segment]
             size = descriptor.source_dtype.itemsize
             start = base + descriptor.source
             spans = self.interpreter.readable
@@ -141,7 +141,7 @@ def box(
 
 
 class FakeDeviceMemory:
-    """Host memory that stands for the staging half on the device."""
+    """Host memory that stands for the staging slot on the device."""
 
     def __init__(self, nbytes: int, device: int | None) -> None:
         self.tensor = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
@@ -435,7 +435,7 @@ def carry_out(
     interpreter.shared = [span_of(source)]
     interpreter.writable = [span_of(target) for target in targets]
     launch = FakeLaunch(interpreter, descriptors, dtype)
-    launch.run(torch.tensor([source.data_ptr()]), status)
+    launch.run(source.data_ptr(), status)
     bad, tiles = status.read()
     return bad, tiles == launch.tiles
 
@@ -494,11 +494,14 @@ class OnDevice(torch.Tensor):
     is_cuda = True
 
 
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_bucket_on_the_host_is_staged_half_by_half(gpu: Interpreter, on_device: bool) -> None:
+def test_a_bucket_on_the_host_is_staged_slot_by_slot(
+    gpu: Interpreter, on_device: bool, slots: int
+) -> None:
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
-    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS)
+    session = toy.begin(weights, tensors, chunk_bytes=2 * BLOCK_ROWS, slots=slots)
     bucket = weights.memory.bucket
     assert bucket is not None
     if on_device:

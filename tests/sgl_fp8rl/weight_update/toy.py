@@ -213,15 +213,17 @@ def begin(
     version: int = 0,
     chunk_bytes: int = CHUNK_BYTES,
     run: str = RUN,
+    slots: int = 2,
 ) -> Session:
-    """A session whose bucket holds the first two chunks of these tensors."""
-    manifest = describe(tensors.items(), version, chunk_bytes)
+    """A session whose bucket holds the first chunks of these tensors, one in each slot."""
+    manifest = describe(tensors.items(), version, chunk_bytes, slots=slots)
     weights.check_policy(Policy(run, version))
     if not weights.knows(manifest.fingerprint):
         weights.accept(manifest)
-    weights.memory.bucket = Bucket("toy", torch.full((2 * chunk_bytes,), 0xA5, dtype=torch.uint8))
+    content = torch.full((manifest.bucket_bytes,), 0xA5, dtype=torch.uint8)
+    weights.memory.bucket = Bucket("toy", content)
     session = weights.begin(manifest.fingerprint, Policy(run, version))
-    for index in range(min(2, len(session.writer.chunks))):
+    for index in range(min(slots, len(session.writer.chunks))):
         fill(session, tensors, index)
     return session
 
