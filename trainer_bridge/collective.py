@@ -59,19 +59,44 @@ class Leader:
             self._error = error
             return None
 
+    def confirm(self, check: Callable[..., object], *args: Any) -> None:
+        """Call ``check`` on each of the other ranks; the leader waits for them all.
+
+        An error becomes a ManifestError at the next ``share``, on every rank.
+        """
+        if self.is_alone:
+            return
+        count, refusal = f"{self._name}/confirmed", f"{self._name}/refusal"
+        if self._leads:
+            self.attempt(self._hear, count, refusal)
+            return
+        try:
+            check(*args)
+        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
+            self._store.set(refusal, f"on rank {dist.get_rank()}: {error}")
+        self._store.add(count, 1)
+
+    def _hear(self, count: str, refusal: str) -> None:
+        _wait(lambda: self._store.add(count, 0) == self._followers, "another rank did not call it")
+        self._store.delete_key(count)
+        if self._store.check([refusal]):
+            sentence = self._store.get(refusal).decode()
+            self._store.delete_key(refusal)
+            raise ManifestError(sentence)
+
     def share(self, value: T) -> T:
         """The leader's value, on every rank.
 
         Raises:
             EngineError, ManifestError: an attempt failed; on every rank.
-            TimeoutError: the leader is gone.
+            TimeoutError: the leader, or a rank that it waits for, is gone.
         """
         if self._store is not None:
             key = f"{self._name}/{self._shares}"
             if self._leads:
                 self._store.set(key, pickle.dumps((value, self._error)))
             else:
-                _wait(self._store, key)
+                _wait(lambda: self._store.check([key]), "the first rank sent nothing")
                 value, self._error = pickle.loads(self._store.get(key))
                 # not the leader: it does not wait, and may be ahead by any number of updates
                 if self._store.add(f"{key}/read", 1) == self._followers:
@@ -113,15 +138,13 @@ def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return ranks
 
 
-def _wait(store: Any, key: str) -> None:
+def _wait(is_there: Callable[[], bool], absence: str) -> None:
     """By looking: a wait inside of the store would keep NCCL's watchdog from it."""
     began = time.monotonic()
-    while not store.check([key]):
+    while not is_there():
         waited = time.monotonic() - began
         if waited > WAIT_S:
-            raise TimeoutError(
-                f"update: the first rank sent nothing for {WAIT_S:.0f} s; see its log"
-            )
+            raise TimeoutError(f"update: {absence} for {WAIT_S:.0f} s; see its log")
         time.sleep(FAST_POLL_S if waited < FAST_S else POLL_S)
 
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from typing import Any
 
-from trainer_bridge.engine_client import EngineClient, connect
+from trainer_bridge.engine_client import EngineClient, connect, normalized
 from trainer_bridge.engine_connection import EngineConnection
 
 EXIT_TIMEOUT_S = 2.0
@@ -25,10 +25,10 @@ def connection_to(engine: Any) -> EngineConnection:
         EngineError: it is none of these.
     """
     if isinstance(engine, str):
-        key = os.environ.get("FP8RL_KEY")
-        if (engine, key) not in _connections:
-            _connections[engine, key] = _made(connect(engine, key))
-        return _connections[engine, key]
+        address, key = normalized(engine), os.environ.get("FP8RL_KEY")
+        if (address, key) not in _connections:
+            _connections[address, key] = _made(connect(address, key))
+        return _connections[address, key]
     connection: EngineConnection | None = getattr(engine, "_fp8rl_connection", None)
     if connection is None:
         # kept by the engine, so that it ends with it
@@ -49,10 +49,14 @@ def close(engine: Any) -> None:
 
     Args:
         engine: as for ``update``; one that was never updated is left alone.
+
+    Raises:
+        EngineError: it is a string, but not an address.
     """
     if isinstance(engine, str):
-        for address, key in [known for known in _connections if known[0] == engine]:
-            _connections.pop((address, key)).close()
+        address = normalized(engine)
+        for known in [known for known in _connections if known[0] == address]:
+            _connections.pop(known).close()
     elif (connection := getattr(engine, "_fp8rl_connection", None)) is not None:
         del engine._fp8rl_connection
         connection.close()

@@ -14,6 +14,7 @@ from trainer_bridge.http_requests import post_all
 CONTROL_PATH = "/fp8rl"
 CONTROL_TIMEOUT_S = 600.0
 """Longer than the engine lets an update wait for requests in flight."""
+DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 LONGEST_ERROR = 1000
 """Characters of an error that are shown."""
 
@@ -158,9 +159,7 @@ class HTTPEngine:
     """A server at an ``http://`` address."""
 
     def __init__(self, address: str, key: str | None) -> None:
-        if not _is_address(address):
-            raise EngineError(f"{address!r} is not an address; write it as http://host:port")
-        self.address = address.rstrip("/")
+        self.address = normalized(address)
         self._key = key
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +198,22 @@ class HTTPEngine:
             return EngineError(f"{self.address} cannot be reached ({error}); is it up?")
 
 
-def _is_address(text: str) -> bool:
+def normalized(address: str) -> str:
+    """One spelling of an address, whatever its case and with or without what it implies: the
+    default port and a slash at the end. Names are not looked up.
+
+    Raises:
+        EngineError: it is not an address.
+    """
     try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(address)
+        is_address = bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
-        return False
+        is_address = False
+    if not is_address or parts.scheme not in DEFAULT_PORTS:
+        raise EngineError(f"{address!r} is not an address; write it as http://host:port")
+    host = parts.netloc.lower().removesuffix(DEFAULT_PORTS[parts.scheme])
+    return parts._replace(netloc=host, path=parts.path.rstrip("/")).geturl()
 
 
 def sentence_of(error: Any) -> str:

@@ -1,9 +1,9 @@
 """POST requests to one HTTP server, all at once, each on a connection of its own.
 
 One thread sends every request before it reads a reply, so that the server can batch them. Only
-opening a connection waits: requests and replies pass in parts, as each connection takes or has
-them, so one that stalls delays no other. No connection is used twice: servers close idle ones
-(SGLang after 5 s), and a request that crosses the close is lost.
+opening a connection waits, at most CONNECT_TIMEOUT_S: requests and replies pass in parts, as each
+connection takes or has them, so one that stalls delays no other. No connection is used twice:
+servers close idle ones (SGLang after 5 s), and a request that crosses the close is lost.
 """
 
 import http.client
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from trainer_bridge.http_exchange import Answer, Exchange, Fault, post
 
 CONNECT_TIMEOUT_S = 60.0
+"""For one connection with its TLS handshake; where none comes of it, no other is tried."""
 MAX_CONNECTIONS = 16384
 """More than any engine runs requests, and fewer than the ports that a client has for one server."""
 SPARE_DESCRIPTORS = 256
@@ -135,10 +136,12 @@ class _Server:
         left = self.seconds_left()
         if left == 0.0:
             raise self.too_late()
-        sock = socket.create_connection(
-            self._peer, CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
-        )
+        limit = CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
+        began = time.monotonic()
+        sock = socket.create_connection(self._peer, limit)
         try:
+            # for the TLS handshake, as a whole; 0 would not wait at all
+            sock.settimeout(max(limit - (time.monotonic() - began), 1e-3))
             self._peer = sock.getpeername()[:2]  # the name is looked up once
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
 from trainer_bridge.engine_client import EngineError
 
 NO_REPLY: dict[str, Any] = {
@@ -31,7 +31,10 @@ def error_of(reply: dict[str, Any] | EngineError, index: int) -> EngineError | N
 def check_policies(
     found: set[tuple[str, int]], expected: int | None, committed: Policy | None, where: str
 ) -> None:
-    """Check what serves, or sampled, against what the caller or this process's updates say."""
+    """Check what serves, or sampled, against what the caller or this process's updates say.
+
+    The checkpoint belongs to no run; who expects it may have it back.
+    """
     for run, version in sorted(found):
         policy = Policy(run, version) if run else f"version {version}"
         if expected is not None and version != expected:
@@ -39,13 +42,13 @@ def check_policies(
                 f"rollout: {where} has {policy}, not the expected version {expected}; update the "
                 f"engine to it first, and not while a rollout runs"
             )
-        if expected is None and committed is not None:
-            if run == committed.run and version >= committed.version:
-                continue
+        if committed is None or (expected is not None and (run, version) == CHECKPOINT):
+            continue
+        if run != committed.run or (expected is None and version < committed.version):
             raise ValueError(
                 f"rollout: {where} has {policy}, but this process updated the engine to "
                 f"{committed}: it was started again, or another trainer updates it; call update, "
-                f"or pass expected_version={version}"
+                f"or trainer_bridge.close(engine) to sample what it serves"
             )
 
 

@@ -139,8 +139,8 @@ def rollout(
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
         expected_version: the policy version that every token must come from. By default tokens are
-            at least as new as the last update that this process made of this engine, and of its
-            run; any will do where it made none.
+            at least as new as the last update that this process made of this engine. They are of
+            that update's run in either case; any run and version will do where it made none.
         routed_experts: whether to return the experts of every token, for ``replay_routing``; the
             engine must run with ``--enable-return-routed-experts``.
         timeout: seconds for all responses; what takes longer fails. None waits for the last.

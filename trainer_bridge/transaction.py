@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,17 @@ logger = logging.getLogger(__name__)
 
 MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | None], TransferPlan]
 """Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
+
+
+class Begun(NamedTuple):
+    """What the rank that leads learned of the engines."""
+
+    committed_before: bool
+    """Whether an earlier try at this update committed on every engine that is in this one."""
+    layouts: list[dict[str, Any]]
+    """Of each session."""
+    failed: dict[str, str]
+    """Why engines are not in the update, by name."""
 
 
 class Transaction:
@@ -60,7 +71,7 @@ class Transaction:
         self._policy, self._required = policy, required
         decided = [p.connection.decided for p in participants]
         self._name = next((t for known, t in decided if known == policy), secrets.token_hex(16))
-        self.failed: dict[str, EngineError] = {}
+        self.failed: dict[str, str] = {}
         """Why engines are no longer in the update, by name."""
         self.sessions: list[UpdateSession] = []
         """One for all engines of a layout."""
@@ -77,13 +88,16 @@ class Transaction:
         except Exception as error:  # whatever it is, the engines must be told
             self.close(error)
             raise
-        if self.committed_before:
+        if self.begun().committed_before:
             self._settle()
 
-    @property
-    def committed_before(self) -> bool:
-        """Whether an earlier try at this update committed on every engine that is in this one."""
-        return all(member.committed_before for member in self._active)
+    def begun(self) -> Begun:
+        """What the other ranks are told."""
+        return Begun(
+            all(member.committed_before for member in self._active),
+            [session.sender.layout for session in self.sessions],
+            self.failed,
+        )
 
     def put(self, session: int, index: int, whole: torch.Tensor) -> None:
         """Lay a parameter into the bucket of a session."""
@@ -129,28 +143,25 @@ class Transaction:
         for member in self._active:
             member.connection.decided = self._policy, self._name
         voted = [member for member in self._active if member.ranks is not None]
+        lost: EngineError | None = None
         for member, error in _at_once({p: partial(p.commit, self._policy) for p in voted}):
             if error is not None:
                 self._active.remove(member)
-                self.failed[member.name] = error
+                self.failed[member.name] = str(error)
+                lost = error
         for session in self.sessions:
             session.committed()
-        if len(self._active) < self._required:
-            name, error = next(reversed(self.failed.items()))
+        if lost is not None and len(self._active) < self._required:
             if len(self._everyone) == 1:
-                raise error
+                raise lost
+            missing = "; ".join(f"{name} ({why})" for name, why in self.failed.items())
             raise EngineError(
                 f"{self._policy} is committed on {len(self._active)} of {len(self._everyone)} "
-                f"engines, and not on {name} ({error}); update again with the same version when it "
-                f"is back, or without it",
-                error.status,
+                f"engines, but not on {missing}; update again with the same version, or without "
+                f"what is gone",
+                lost.status,
             )
         self._settle()
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Why engines did not commit, by name."""
-        return {name: str(error) for name, error in self.failed.items()}
 
     def facts(self) -> tuple[int, int, int]:
         """Tensors, bytes and mapped bytes that an engine was sent."""
@@ -239,7 +250,7 @@ class Transaction:
             EngineError: too few are left.
         """
         self._active.remove(member)
-        self.failed[member.name] = error
+        self.failed[member.name] = str(error)
         if len(self._active) < self._required:
             if len(self._everyone) == 1:
                 raise error

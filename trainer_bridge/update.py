@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sgl_fp8rl.protocol.manifest import check_in_flight
+from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.announcement import Announcement
@@ -81,7 +81,8 @@ def update(
             version of a call that failed is safe: what was committed already stays so.
         run: a name for this run of the trainer, by default one of this process. A new run begins
             at any version, as a trainer does that is resumed from a checkpoint; from its first
-            update on the engine refuses the run before it.
+            update on the engine refuses the run before it. Of several ranks, the first one's is
+            used; the others pass the same or None.
         in_flight: what happens to running requests. ``"abort"``: they come back with what they
             have. ``"finish"``: the update begins at their end; it is refused where that takes
             longer than 570 s. ``"retract"``: they wait with what they have
@@ -106,7 +107,7 @@ def update(
     Raises:
         EngineError: an engine refused the update (nothing was written), or it failed.
         ManifestError: the tensors cannot make an update, such as a name that comes twice, or the
-            KV scales are not for this engine.
+            KV scales are not for this engine, or ranks ask for different updates.
     """
     clock = Clock()
     if isinstance(model_or_named_tensors, Iterator):
@@ -117,9 +118,7 @@ def update(
             model_or_named_tensors = model_or_named_tensors.module
         weights = WholeModel(model_or_named_tensors)
     try:
-        policy = check_policy(RUN if run is None else run, version)
-        check_in_flight(in_flight)
-        result = _update(weights, engine, policy, kv_scales, in_flight, require, group, clock)
+        result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
         weights.exhaust()
         raise
@@ -130,7 +129,8 @@ def update(
 def _update(
     weights: Weights,
     engines: Any,
-    policy: Policy,
+    run: str | None,
+    version: int,
     kv_scales: torch.Tensor | None,
     in_flight: str,
     require: int | None,
@@ -138,6 +138,7 @@ def _update(
     clock: Clock,
 ) -> UpdateResult:
     leader = Leader(ranks_of(weights.named, group))
+    policy = _agreed(leader, run, version, in_flight)
 
     def begin() -> Transaction:
         participants = participants_of(engines)
@@ -146,25 +147,47 @@ def _update(
         return Transaction(participants, named, plan, kv_scales, policy, in_flight, required)
 
     transaction: Any = leader.attempt(begin)
-    results: Any = None
     try:
-        committed_before, layouts = leader.share(
-            transaction
-            and (transaction.committed_before, [s.sender.layout for s in transaction.sessions])
-        )
+        begun: Any = leader.share(transaction and transaction.begun())
         clock.lap("begin")
-        if committed_before:
-            return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None)
-        weights.send(leader, transaction, layouts, clock)
+        if begun.committed_before:
+            return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, begun.failed)
+        weights.send(leader, transaction, begun.layouts, clock)
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
-        results = transaction and (*transaction.facts(), gpu_seconds, transaction.failures)
-        tensors, nbytes, mapped_bytes, gpu_seconds, failed = leader.share(results)
+        results = transaction and (transaction.facts(), gpu_seconds, transaction.failed)
+        facts, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
         if transaction is not None:
             transaction.close(error)
         raise
+    tensors, nbytes, mapped_bytes = facts
     seconds = clock.seconds()
     return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)
+
+
+def _agreed(leader: Leader, run: Any, version: Any, in_flight: Any) -> Policy:
+    """The policy that all ranks ask for; checked before the engine is told of anything.
+
+    Raises:
+        ManifestError: one of them asks for what cannot be, or for something else; on every rank.
+    """
+    asked: Any = leader.share(leader.attempt(_asked, RUN, run, version, in_flight))
+    leader.confirm(_confirm, asked, run, version, in_flight)
+    policy: Policy = asked[0]
+    return policy
+
+
+def _asked(default_run: str, run: Any, version: Any, in_flight: Any) -> tuple[Policy, str]:
+    return check_policy(default_run if run is None else run, version), check_in_flight(in_flight)
+
+
+def _confirm(leaders: tuple[Policy, str], run: Any, version: Any, in_flight: Any) -> None:
+    mine = _asked(leaders[0].run, run, version, in_flight)
+    if mine != leaders:
+        raise ManifestError(
+            f"the update is to {mine[0]} with in_flight={mine[1]!r}, but on the first rank to "
+            f"{leaders[0]} with in_flight={leaders[1]!r}; pass the same on all ranks"
+        )

@@ -71,7 +71,9 @@ class EngineGeneration:
     """Stands where TRL keeps its vLLM: the methods that ``GRPOTrainer`` calls there."""
 
     def __init__(self, trainer: Any, engine: Any) -> None:
-        self.run = f"trl-{secrets.token_hex(4)}"
+        is_first = trainer.accelerator.is_main_process
+        self.run = f"trl-{secrets.token_hex(4)}" if is_first else None
+        """The run of this training; the other ranks follow the first one."""
         self.version = -1
         """The policy version that generates: the trainer's step, unless steps began again."""
         self._trainer, self._engine = trainer, engine

@@ -5,6 +5,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from tests.trainer_bridge.test_update import holds
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import named_tensors
-from trainer_bridge.update import update
+from trainer_bridge.update import RUN, update
 
 WORLD = 4
 BUCKET_BYTES = 1 << 18
@@ -93,6 +94,37 @@ def fail() -> None:
     raise RuntimeError("a fault of the leader")
 
 
+def one_rank_asks_for_something_else(rank: int) -> None:
+    """The first or another one: all end with its sentence, and are in step at the next update."""
+    tensors = toy.checkpoint()
+    engine = fake_engine() if rank == 0 else None
+    good: dict[str, Any] = {"version": 0, "run": "a", "in_flight": "abort"}
+    faults: list[tuple[dict[str, Any], str]] = [
+        ({"version": -1}, "version.*whole number"),
+        ({"version": object()}, "version.*whole number"),
+        ({"run": ""}, "run is .*name"),
+        ({"in_flight": "later"}, "in_flight is"),
+        ({"version": 1}, "version [01] of run 'a'.*version [01] of run 'a'"),
+        ({"run": "b"}, "run '[ab]'.*run '[ab]'"),
+        ({"in_flight": "finish"}, "in_flight='finish'"),
+    ]
+    for at in (0, 2):
+        for fault, sentence in faults:
+            with pytest.raises(ManifestError, match=sentence):
+                mine = good | (fault if rank == at else {})
+                update(tensors, engine, group=dist.group.WORLD, **mine)
+    assert engine is None or engine.ops == []
+    result = update(tensors, engine, group=dist.group.WORLD, **good)
+    assert (result.run, result.version) == ("a", 0)
+    assert engine is None or holds(engine, tensors)
+    # a run that nobody names, or the first rank alone, is that of the first on all
+    for run in (None, "c" if rank == 0 else None):
+        runs: list[Any] = [None] * WORLD
+        result = update(tensors, engine, group=dist.group.WORLD, version=1, run=run)
+        dist.all_gather_object(runs, (result.run, run or RUN))
+        assert [told for told, _ in runs] == [runs[0][1]] * WORLD
+
+
 def outside_of_the_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     named = named_tensors(toy_trainer(toy.checkpoint(), mesh))
@@ -103,7 +135,14 @@ def outside_of_the_group(rank: int) -> None:
             ranks_of(named, some)
 
 
-CASES = [on_some_ranks, on_a_mesh_of_two_dimensions, in_ddp, in_a_group, outside_of_the_group]
+CASES = [
+    on_some_ranks,
+    on_a_mesh_of_two_dimensions,
+    in_ddp,
+    in_a_group,
+    one_rank_asks_for_something_else,
+    outside_of_the_group,
+]
 
 
 @pytest.mark.guarantee(

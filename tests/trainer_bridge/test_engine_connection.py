@@ -114,6 +114,29 @@ def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -
     assert connection_to("http://a:1") is with_key
 
 
+@pytest.mark.parametrize(
+    ("address", "others"),
+    [
+        ("http://localhost:30000", ["http://localhost:30000/", "HTTP://LOCALHOST:30000"]),
+        ("http://[fe80::1]:3", ["http://[FE80::1]:3//"]),
+        ("http://host", ["http://host:80", "http://Host:80/"]),
+        ("https://host/Path", ["https://HOST:443/Path/"]),
+    ],
+)
+def test_an_address_is_the_same_in_every_spelling(
+    address: str, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each link would have a bucket of memory of its own."""
+    monkeypatch.setattr(connections, "_connections", {})
+    connection = connection_to(address)
+    assert [connection_to(other) for other in others] == [connection] * len(others)
+    # the controls: another path, port, scheme or name of the same host
+    different = ["https://host/path", "http://host:443", "http://host:30000", "http://127.0.0.1"]
+    assert connection not in [connection_to(other) for other in different]
+    connections.close(others[0])
+    assert connection_to(address) is not connection
+
+
 def test_an_engine_has_one_link_that_ends_with_it() -> None:
     engine, other = Client(), Client()
     connection = connection_to(engine)

@@ -4,6 +4,7 @@ import http.client
 import json
 import resource
 import socket
+import ssl
 import threading
 import time
 import warnings
@@ -265,6 +266,41 @@ def test_a_host_that_does_not_answer_is_tried_once(monkeypatch: pytest.MonkeyPat
     assert len(found) == 512
     assert all(isinstance(fault, TimeoutError) for fault in found.values())
     assert tried == [("engine", 30000)]
+
+
+def test_a_handshake_has_what_connecting_leaves_of_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[float | None] = []
+    connect = socket.create_connection
+
+    def connect_slowly(*args: Any) -> socket.socket:
+        time.sleep(0.3)
+        return connect(*args)
+
+    def stall(context: Any, sock: socket.socket, **options: Any) -> None:
+        left.append(sock.gettimeout())
+        raise TimeoutError("the handshake timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect_slowly)
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", stall)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/generate"
+        found = answers(url, 3, timeout=10.0)
+        monkeypatch.setattr(http_requests, "CONNECT_TIMEOUT_S", 0.2)  # connecting took all of it
+        answers(url, 3)
+    assert all(isinstance(fault, TimeoutError) for fault in found.values())
+    assert len(left) == 2, "a server that stalls is tried once"
+    assert left[0] is not None and left[1] is not None
+    assert 0 < left[0] <= 9.7
+    assert 0 < left[1] <= 0.01
+
+
+def test_a_server_that_never_shakes_hands_is_too_late() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}/generate"
+        found = answers(url, 3, timeout=0.3)
+    assert [type(fault) for fault in found.values()] == [TimeoutError] * 3
 
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

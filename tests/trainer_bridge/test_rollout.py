@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.connections import connection_to
+from trainer_bridge.connections import close, connection_to
 from trainer_bridge.correction import correct
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.logprobs import response_logprobs
@@ -284,6 +284,30 @@ def test_an_engine_that_lost_this_process_updates_is_not_sampled(run: str, versi
     with pytest.raises(ValueError, match=rf"the engine has version {version}\b.*version 4 of run"):
         rollout(client, PROMPTS, {})
     assert not client.requests
+    close(client)  # whoever lets go of it may sample what it serves
+    assert rollout(client, [[5]], {}).versions == [[version]]
+
+
+@pytest.mark.guarantee("rollouts", fault="the expected version, of another run")
+def test_the_expected_version_is_of_this_process_run() -> None:
+    client = FakeEngine(version=3, run="another")
+    assert rollout(client, [[5]], {}, expected_version=3).runs == [["another"]]
+    committed(client, "a", 3)
+    with pytest.raises(ValueError, match=r"the engine has version 3 of run 'another'.*run 'a'"):
+        rollout(client, [[5]], {}, expected_version=3)
+    client.requests.clear()
+    client.run = "a"
+    assert rollout(client, [[5]], {}, expected_version=3).runs == [["a"]]
+    client.edit = spoil("policy_run", ["another"])  # while the rollout ran
+    with pytest.raises(ValueError, match=r"reply 0 has version 3 of run 'another'.*run 'a'"):
+        rollout(client, [[5]], {}, expected_version=3)
+
+
+@pytest.mark.parametrize(("run", "version"), [("", -1), ("a", 3)])
+def test_an_older_policy_of_this_run_may_be_expected(run: str, version: int) -> None:
+    """The checkpoint is of every run."""
+    client = FakeEngine(version=version, run=run)
+    committed(client, "a", 4)
     assert rollout(client, [[5]], {}, expected_version=version).versions == [[version]]
 
 

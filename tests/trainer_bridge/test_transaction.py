@@ -238,6 +238,18 @@ def test_a_late_engine_is_brought_to_the_version_of_the_others(
         update(tensors, engines, version=0)
 
 
+def test_an_engine_that_is_still_missing_is_named_again(
+    left_out: tuple[list[FakeEngine], toy.Tensors],
+) -> None:
+    engines, tensors = left_out
+    engines[1].dead = ("begin",)  # type: ignore[attr-defined]
+    result = update(tensors, engines, version=0, require=1)
+    assert (result.bytes, list(result.failed)) == (0, ["engine 1"])
+    engines[1].dead = ()  # type: ignore[attr-defined]
+    assert update(tensors, engines, version=0).bytes > 0
+    assert all(serves(engine, 0, tensors) for engine in engines)
+
+
 def test_a_late_engine_takes_the_next_version(
     left_out: tuple[list[FakeEngine], toy.Tensors],
 ) -> None:
@@ -250,7 +262,7 @@ def test_a_late_engine_takes_the_next_version(
 def test_an_answer_that_was_lost_after_the_vote() -> None:
     """What was decided stays so, and is asked for again."""
     engines, tensors = [engine_of(2), Cut(engine_of(1).ranks)], toy.checkpoint()
-    with pytest.raises(EngineError, match=r"committed on 1 of 2 .* engine 1 .*same version"):
+    with pytest.raises(EngineError, match=r"committed on 1 of 2 .* engine 1 .*cut.*same version"):
         update(tensors, engines, version=0)
     assert all(serves(engine, 0, tensors) for engine in engines)
     again = update(tensors, engines, version=0)

@@ -45,8 +45,8 @@ ADVICE = {
     "then the engine's weights and KV scales with the trainer's",
     "token_mult_prob_error": "the rollout samples tokens that the trainer almost never would; look "
     "for a broken layer in the engine, and for misaligned logprobs",
-    "ess": "a few tokens outweigh the others; mask them with rollout_is_threshold=(0.5, 2.0) "
-    "until you know why the rollout considers them so improbable",
+    "ess": "a few tokens outweigh the others; mask tokens with a ratio outside of 0.5 to 2 until "
+    "you know why the rollout considers them so improbable",
     "ratio_mean": "logprobs are not those of the distribution that was sampled from; check "
     "temperature, top-p, raw or processed logprobs, and their alignment with tokens",
     "weight_ess": "the importance weights leave only this share of the batch to learn from; use "
@@ -65,7 +65,7 @@ class Alarm:
     """A metric on the wrong side of its threshold."""
 
     metric: str
-    """Its name in ``Correction.metrics``: of all tokens, or of one policy version."""
+    """Its name among the metrics: of all tokens, or of one policy version."""
     value: float
     """The metric's value."""
     threshold: float
@@ -112,7 +112,7 @@ def announce(alarms: Sequence[Alarm]) -> None:
     for alarm in alarms:
         if alarm.name not in _announced:
             _announced.add(alarm.name)
-            logger.warning("%s (logged once; see Correction.alarms for each step)", alarm.message)
+            logger.warning("%s (logged once; see `alarms` of each step)", alarm.message)
 
 
 def _limits(metrics: Mapping[str, float], prefix: str) -> dict[str, tuple[float, float]]:
