@@ -76,11 +76,7 @@ class QuantizePacker:
 
     def __init__(self, plan: TransferPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
         try:
-            from sgl_fp8rl.ops.weight_quant_triton import (
-                Status,
-                bases_at,
-                compile_descriptors,
-            )
+            from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
         except ImportError as error:
             raise EngineError(
                 f"the trainer's GPU cannot quantize without Triton ({error}); pip install triton"

@@ -100,7 +100,8 @@ class WholeModel:
 class Stream:
     """An iterator of (HF name, whole tensor): walked once, and no tensor is kept.
 
-    A tensor is read before the next one is asked for, so the iterator may reuse its memory.
+    A tensor is read before the next one is asked for, so the iterator may reuse its memory. A GPU
+    reads it in its turn on the current stream, on which the iterator must write too, or wait.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ FLAGS: dict[str, Any] = {
     # The KV cache is bounded by max_total_tokens; several engines share the device.
     "mem_fraction_static": 0.6,
     "skip_server_warmup": True,
-    # A projection of the dense shape is larger than half of it, so it is split.
+    # Two projections of the dense shape do not fit, so that some are split.
     "fp8rl_bucket_bytes": BUCKET_BYTES,
     # A prompt that is asked twice is computed twice: SGLang's kernels round otherwise when a part
     # of it comes from the cache.
