@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.replies import (
     NO_REPLY,
@@ -28,6 +27,7 @@ from trainer_bridge.replies import (
     read_reply,
 )
 from trainer_bridge.routed_experts import ExpertLayout
+from trainer_bridge.serving_engines import sample_on, serving_engines
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
 PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
@@ -134,7 +134,9 @@ def rollout(
     """Sample ``sampling["n"]`` (default 1) responses to each prompt, with logprobs and versions.
 
     Args:
-        engine: an ``sgl.Engine``, an ``http://`` address, or an ``EngineClient``.
+        engine: an ``sgl.Engine``, an ``http://`` address, or an ``EngineClient``; or a list of
+            them, over which prompts are spread. Of several, those that cannot be reached or serve
+            another policy are left out, with a warning.
         prompts: lists of token ids, or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
@@ -157,23 +159,22 @@ def rollout(
     """
     _check_prompts(prompts)
     n, temperature, sampling_params = _read_sampling(sampling)
-    connection = connection_to(engine)
-    client, committed = connection.client, connection.policy
-    status = client.control({"op": "status"})
-    if status["logprobs"]["raw"] and temperature != 1.0:
-        raise ValueError(
-            f"rollout: the engine returns raw logprobs but would sample at temperature "
-            f"{temperature}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or use temperature 1"
-        )
-    check_policies({(status["run"], status["version"])}, expected_version, committed, "the engine")
-    expert_layout = ExpertLayout.of(status) if routed_experts else None
+    serving, committed = serving_engines(engine, expected_version)
+    for engine in serving:
+        if engine.status["logprobs"]["raw"] and temperature != 1.0:
+            raise ValueError(
+                f"rollout: {engine.name} returns raw logprobs but would sample at temperature "
+                f"{temperature}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or use "
+                f"temperature 1"
+            )
+    expert_layout = ExpertLayout.of(serving[0].status) if routed_experts else None
 
     if not isinstance(prompts[0], str):
         prompts = [[int(token) for token in prompt] for prompt in prompts]
     requests = [_request(prompt, sampling_params, routed_experts) for prompt in prompts]
     # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
-    replies: list[Any] = client.sample([one for one in requests for _ in range(n)], timeout)
+    replies = sample_on(serving, requests, n, timeout)
 
     experts: list[torch.Tensor] = []
     result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)

@@ -3,7 +3,6 @@
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +10,12 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.engine_client import EngineClient, EngineError, InProcessEngine
+from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import comparable, gpu_of
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
+from trainer_bridge.side_by_side import side_by_side
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 from trainer_bridge.update_session import UpdateSession
@@ -273,20 +273,9 @@ def _use_host_memory(members: list[Participant], error: EngineError) -> None:
 def _at_once(
     calls: Mapping[Participant, Callable[[], Any]],
 ) -> list[tuple[Participant, EngineError | None]]:
-    """Make calls to several engines side by side; an engine of this process is called from here."""
-
-    def tried(call: Callable[[], Any]) -> EngineError | None:
-        try:
-            call()
-        except UnreachableMemoryError:
-            raise
-        except EngineError as error:
-            return error
-        return None
-
-    here = {p for p in calls if len(calls) == 1 or isinstance(p.connection.client, InProcessEngine)}
-    with ThreadPoolExecutor(max(len(calls) - len(here), 1)) as pool:
-        others = {p: pool.submit(tried, call) for p, call in calls.items() if p not in here}
-        results = {p: tried(calls[p]) for p in calls if p in here}
-        results |= {p: future.result() for p, future in others.items()}
-    return [(p, results[p]) for p in calls]
+    """What went wrong with each."""
+    results = side_by_side([(p.connection.client, call) for p, call in calls.items()])
+    return [
+        (member, result if isinstance(result, EngineError) else None)
+        for member, result in zip(calls, results, strict=True)
+    ]

@@ -636,3 +636,75 @@ def test_importing_the_bridge_loads_no_sglang(tmp_path: Path) -> None:
     (tmp_path / "sglang_probe.py").touch()
     probe = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sglang_probe; "
     assert run(probe + list_modules) == "['sglang_probe']"
+
+
+# -- several engines
+
+
+def spread(engines: Sequence[Any], prompts: list[list[int]], n: int = 1) -> Rollout:
+    return rollout(list(engines), prompts, {"n": n})
+
+
+def asked(engine: FakeEngine) -> list[int]:
+    """The first token of each prompt that it was sent."""
+    return [request["input_ids"][0] for request in engine.requests]
+
+
+def test_prompts_are_spread_over_engines_and_come_back_in_order() -> None:
+    """The samples of a prompt are made by one engine, which prefills it once."""
+    engines = [FakeEngine(version=3), FakeEngine(version=3)]
+    result = spread(engines, [[5], [6], [7]], n=2)
+    assert [asked(engine) for engine in engines] == [[5, 5, 7, 7], [6, 6]]
+    assert result.prompt_tokens == [[5], [5], [6], [6], [7], [7]]
+    # a fake engine's request i samples i + 1 tokens
+    assert [len(tokens) for tokens in result.tokens] == [1, 2, 1, 2, 3, 4]
+    assert result.errors == {}
+
+
+def test_more_engines_than_prompts() -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    assert len(spread(engines, [[5], [6]]).tokens) == 2
+    assert [asked(engine) for engine in engines] == [[5], [6], []]
+
+
+class Gone(FakeEngine):
+    """It cannot be reached, from the start or while it samples."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self.op == "status":
+            raise EngineError("cannot be reached")
+        return super().control(message)
+
+    def sample(self, *_: Any) -> list[Reply | EngineError]:
+        raise EngineError("went away")
+
+
+def test_engines_that_do_not_serve_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """One cannot be reached, one missed the last update, one serves another run."""
+    engine, late, other = (
+        FakeEngine(version=4),
+        FakeEngine(version=3),
+        FakeEngine(version=4, run="b"),
+    )
+    for each, version in ((engine, 4), (late, 3)):
+        committed(each, "a", version)
+    result = spread([Gone("status"), late, other, engine], PROMPTS)
+    assert {version for row in result.versions for version in row} == {4}
+    assert [asked(each) for each in (late, other, engine)] == [[], [], [5, 7]]
+    sentences = " ".join(record.message for record in caplog.records)
+    assert all(word in sentences for word in ("cannot be reached", "engine 1 has", "engine 2 has"))
+    with pytest.raises(EngineError, match="cannot be reached"):
+        spread([Gone("status"), Gone("status")], PROMPTS)
+    with pytest.raises(ValueError, match="engine 0 has"):
+        rollout([late], PROMPTS, {}, expected_version=9)
+
+
+def test_an_engine_that_goes_away_loses_its_samples_alone() -> None:
+    result = spread([FakeEngine(), Gone("sample")], [[5], [6], [7]])
+    assert list(result.errors) == [1]
+    assert "went away" in str(result.errors[1])
+    assert [len(tokens) for tokens in result.tokens] == [1, 0, 2]

@@ -1,0 +1,88 @@
+"""The engines of one rollout: which of them serve, and which prompts each samples."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sgl_fp8rl.protocol.policy import Policy
+from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.participant import Participant, participants_of
+from trainer_bridge.replies import check_policies
+from trainer_bridge.side_by_side import side_by_side
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """An engine that serves what is to be sampled."""
+
+    name: str
+    client: EngineClient
+    status: dict[str, Any]
+
+
+def serving_engines(
+    engines: Any, expected_version: int | None
+) -> tuple[list[ServingEngine], Policy | None]:
+    """The engines that serve, and the policy that this process updated them to last.
+
+    Args:
+        engines: as for ``rollout``.
+
+    Raises:
+        ValueError: none of them serves the expected policy.
+        EngineError: none can be reached.
+    """
+    members = participants_of(engines)
+    known = [m.connection.policy for m in members if m.connection.policy is not None]
+    committed = max(known, key=lambda policy: policy.version, default=None)
+
+    def asked(member: Participant) -> ServingEngine | ValueError:
+        status = member.connection.client.control({"op": "status"})
+        try:
+            serves = {(status["run"], status["version"])}
+            check_policies(serves, expected_version, committed, member.name)
+        except ValueError as error:
+            return error
+        return ServingEngine(member.name, member.connection.client, status)
+
+    answers = side_by_side([(m.connection.client, partial(asked, m)) for m in members])
+    found = [answer for answer in answers if isinstance(answer, ServingEngine)]
+    faults = [answer for answer in answers if isinstance(answer, Exception)]
+    if not found:
+        raise faults[0]
+    for fault in faults:
+        logger.warning("a rollout goes on without an engine: %s", fault)
+    return found, committed
+
+
+def sample_on(
+    serving: Sequence[ServingEngine],
+    requests: Sequence[dict[str, Any]],
+    n: int,
+    timeout: float | None,
+) -> list[Any]:
+    """Send each request n times, all to one engine, which then prefills its prompt once.
+
+    Returns:
+        the replies in the order of the requests, or an EngineError.
+    """
+    shares = [range(number, len(requests), len(serving)) for number in range(len(serving))]
+    calls = [
+        (
+            engine.client,
+            partial(engine.client.sample, [requests[i] for i in share for _ in range(n)], timeout),
+        )
+        for engine, share in zip(serving, shares, strict=True)
+        if share
+    ]
+    replies: list[Any] = [None] * (len(requests) * n)
+    for share, answers in zip(shares, side_by_side(calls), strict=False):
+        if isinstance(answers, EngineError):
+            answers = [answers] * (len(share) * n)
+        for place, index in enumerate(share):
+            replies[index * n : (index + 1) * n] = answers[place * n : (place + 1) * n]
+    return replies
