@@ -1,0 +1,153 @@
+"""Several servers and one trainer: what they commit, they commit together."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer_bridge
+from tests.engine import models
+from tests.engine.conftest import Policies
+from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, ROOT, Server, end_group
+from tests.engine.serving import (
+    GREEDY,
+    PROMPT,
+    assert_holds,
+    assert_quarantined,
+    assert_serves,
+    version_of,
+)
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.participant import Participant
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+ENVIRONMENT = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+TRAINER_S = 120.0
+DIES_WHILE_IT_COMMITS = """
+import os, sys
+from pathlib import Path
+import trainer_bridge
+from tests.engine import models
+from trainer_bridge.participant import Participant
+
+commit = Participant.commit
+
+def die(self, policy):
+    if self.name == sys.argv[3]:
+        os._exit(9)
+    commit(self, policy)
+
+if __name__ == "__main__":
+    Participant.commit = die
+    # one after the other, so that the first has committed
+    trainer_bridge.transaction.side_by_side = lambda calls: [call() for _, call in calls]
+    checkpoint, *engines = sys.argv[1:]
+    trainer_bridge.update(models.named_tensors(Path(checkpoint)), engines, version=0, run="dies")
+"""
+
+
+@pytest.fixture(scope="module")
+def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    folder, checkpoint = tmp_path_factory.mktemp("servers"), policies("qwen3")[0]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Server(folder / f"{i}.log", LAUNCH_SERVER, checkpoint, environment=ENVIRONMENT)
+            )
+            for i in range(2)
+        ]
+
+
+@pytest.fixture
+def servers(started: list[Server], policies: Policies) -> list[Server]:
+    """Both serve policy 0 as the version that this trainer gave it."""
+    send(started, policies("qwen3")[0], 1 + max(map(version_of, started)))
+    return started
+
+
+def send(servers: list[Server], checkpoint: Path, version: int, **options: Any) -> Any:
+    engines = [server.address for server in servers]
+    tensors = models.named_tensors(checkpoint)
+    return trainer_bridge.update(tensors, engines, version=version, **options)
+
+
+def test_both_serve_what_was_committed(servers: list[Server], policies: Policies) -> None:
+    version = version_of(servers[0]) + 1
+    result = send(servers, policies("qwen3")[1], version)
+    assert result.failed == {}
+    for server in servers:
+        assert_serves(server, policies("qwen3")[1], version)
+    prompts = [PROMPT, PROMPT[:5], PROMPT]
+    engines = [server.address for server in servers]
+    sampled = trainer_bridge.rollout(engines, prompts, GREEDY, expected_version=version)
+    assert sampled.policy_versions == [version]
+    assert sampled.tokens[0] == sampled.tokens[2]
+    alone = trainer_bridge.rollout(engines[1], prompts[1:2], GREEDY)
+    assert sampled.tokens[1] == alone.tokens[0]
+
+
+@pytest.mark.guarantee("all-or-none", fault="NaN in an update of two servers")
+def test_none_serves_what_none_could_commit(servers: list[Server], policies: Policies) -> None:
+    version, tensors = version_of(servers[0]) + 1, dict(models.named_tensors(policies("qwen3")[1]))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
+    engines = [server.address for server in servers]
+    with pytest.raises(EngineError, match="NaN"):
+        trainer_bridge.update(tensors, engines, version=version)
+    for server in servers:
+        assert_quarantined(server, "NaN")
+
+
+@pytest.mark.guarantee("all-or-none", fault="a trainer is killed when one of two servers committed")
+def test_a_trainer_that_dies_while_it_commits(servers: list[Server], policies: Policies) -> None:
+    """The server that was not told generates nothing; the next trainer heals it."""
+    first, second = servers
+    dying = [DIES_WHILE_IT_COMMITS, str(policies("qwen3")[1]), first.address, second.address]
+    trainer = subprocess.run(
+        [sys.executable, "-c", *dying], cwd=ROOT, timeout=TRAINER_S, capture_output=True, text=True
+    )
+    assert trainer.returncode == 9, trainer.stderr
+    first.control({"op": "end"})
+    second.control({"op": "end"})
+    assert_serves(first, policies("qwen3")[1], 0)
+    assert_quarantined(second, "trainer is gone")
+    assert_holds(second, policies("qwen3")[1])  # it voted, so it has all of it
+    send(servers, policies("qwen3")[2], 1, run="the next one")
+    for server in servers:
+        assert_serves(server, policies("qwen3")[2], 1)
+
+
+@pytest.mark.guarantee("all-or-none", fault="one of two servers is killed between vote and commit")
+def test_a_server_that_dies_and_one_that_takes_its_place(
+    policies: Policies, started: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of these servers: one of them ends here."""
+    survivor, dying = started
+    commit = Participant.commit
+
+    def kill_first(self: Participant, policy: Any) -> None:
+        if self.name == dying.address:
+            end_group(dying.process.pid)
+            dying.process.wait()
+        commit(self, policy)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Participant, "commit", kill_first)
+        with pytest.raises(EngineError, match=f"committed on 1 of 2 .*{dying.address}"):
+            send(started, policies("qwen3")[3], 7, run="of the last test")
+    assert_serves(survivor, policies("qwen3")[3], 7)
+    assert list(
+        send(started, policies("qwen3")[4], 8, run="of the last test", require=1).failed
+    ) == [dying.address]
+    assert_serves(survivor, policies("qwen3")[4], 8)
+    with Server(
+        tmp_path / "log", LAUNCH_SERVER, policies("qwen3")[0], environment=ENVIRONMENT
+    ) as late:
+        result = send([survivor, late], policies("qwen3")[4], 8, run="of the last test")
+        assert (result.failed, result.bytes > 0) == ({}, True)
+        for server in (survivor, late):
+            assert_serves(server, policies("qwen3")[4], 8)
