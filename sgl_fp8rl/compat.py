@@ -109,6 +109,7 @@ HOOK_TARGETS = {
     "verify_quantization": "sglang.srt.configs.model_config.ModelConfig._verify_quantization",
     "get_model_architecture": "sglang.srt.model_loader.utils.get_model_architecture",
     "get_model_loader": "sglang.srt.model_loader.loader.get_model_loader",
+    "initialize_model": "sglang.srt.model_loader.loader._initialize_model",
     "init_model_parallel_group": "sglang.srt.distributed.parallel_state.init_model_parallel_group",
     "pad_for_amx": "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
     "precompile_kernels": "sglang.srt.model_executor.model_runner.ModelRunner"

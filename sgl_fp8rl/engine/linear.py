@@ -28,18 +28,23 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        self._sizes = (input_size_per_partition, output_partition_sizes, *args)
+        # SGLang chose the loader by the name of this class; BF16 parameters need the other
+        self._options = kwargs | {"weight_loader": layer.weight_loader}
+        # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
         reason = BLOCK_FP8.refusal(output_partition_sizes, input_size_per_partition)
-        method: Any = super()
         if reason is not None:
-            # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
-            layer.fp8rl_reason = reason
-            layer.quant_method = compat.UnquantizedLinearMethod()
-            method = layer.quant_method
-            # SGLang chose the loader by the name of this class; BF16 parameters need the other
-            kwargs["weight_loader"] = layer.weight_loader
-        method.create_weights(
-            layer, input_size_per_partition, output_partition_sizes, *args, **kwargs
-        )
+            self.keep_bf16(layer, reason)
+        else:
+            super().create_weights(layer, *self._sizes, **kwargs)
+
+    def keep_bf16(self, layer: Any, reason: str) -> None:
+        """Give the layer BF16 weights, in the place of FP8 ones if it has them already."""
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        layer.fp8rl_reason = reason
+        layer.quant_method = compat.UnquantizedLinearMethod()
+        layer.quant_method.create_weights(layer, *self._sizes, **self._options)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)

@@ -98,9 +98,6 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         for pattern in self.patterns:
             if matches(pattern, prefix):
                 return f"ignored by {pattern!r}"
-        for part in ("visual", "vision", "multi_modal_projector", "mm_projector"):
-            if part in prefix:
-                return "vision tower"
         return None
 
 
