@@ -27,6 +27,7 @@ LAYERS = (
     "trainer_bridge.transfer_plan trainer_bridge.weights "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
+    "trainer_bridge.filler trainer_bridge.shards trainer_bridge.shared_filling "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
     "trainer_bridge.participant trainer_bridge.update_session trainer_bridge.transaction "
     "trainer_bridge.replies",

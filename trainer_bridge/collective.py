@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -35,10 +36,13 @@ class Leader:
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.is_alone = len(ranks) < 2
-        self._leads = not ranks or dist.get_rank() == ranks[0]
+        self.rank, self.size = (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
+        """Place of this process among them."""
+        self._leads = self.rank == 0
         self._error: Exception | None = None
         self._store: Any = _get_default_store() if ranks else None
-        self._shares, self._followers = 0, len(ranks) - 1
+        self._shares = self._collects = 0
+        self._followers = len(ranks) - 1
         if ranks:
             world = dist.group.WORLD
             assert world is not None
@@ -58,6 +62,22 @@ class Leader:
         except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
             self._error = error
             return None
+
+    def collect(self, value: T) -> list[T] | None:
+        """The values of all ranks, in their order, on the leader; None on the others."""
+        if self._store is None:
+            return [value]
+        keys = [f"{self._name}/{self._collects}/{rank}" for rank in range(self.size)]
+        self._collects += 1
+        if not self._leads:
+            self._store.set(keys[self.rank], pickle.dumps(value))
+            return None
+        found = [value]
+        for key in keys[1:]:
+            _wait(partial(self._store.check, [key]), "another rank sent nothing")
+            found.append(pickle.loads(self._store.get(key)))
+            self._store.delete_key(key)
+        return found
 
     def confirm(self, check: Callable[..., object], *args: Any) -> None:
         """Call ``check`` on each of the other ranks; the leader waits for them all.

@@ -14,7 +14,6 @@ from sgl_fp8rl.ops.regions import strides_of, whole
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transfer_plan import Run, TransferPlan
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
-from trainer_bridge.transport.host_memory import HostBucket
 
 if TYPE_CHECKING:
     from sgl_fp8rl.ops.weight_quant_triton import Launch
@@ -26,8 +25,12 @@ class Packer(Protocol):
     def begin(self) -> None:
         """Get ready for another update."""
 
-    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
-        """Lay a parameter's share of one chunk into the bucket."""
+    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
+        """Lay a parameter's share of one chunk into the bucket.
+
+        Args:
+            part: contiguous elements of the parameter, from ``start`` on.
+        """
 
     def complete(self, chunk: int) -> None:
         """See to it that all that was put into a chunk is in the bucket, or on its way there."""
@@ -41,21 +44,27 @@ class Packer(Protocol):
 
 
 class CopyPacker:
-    """Copies parameters as they are; the engine quantizes."""
+    """Copies parameters as they are; the engine quantizes.
 
-    def __init__(self, plan: TransferPlan, bucket: HostBucket) -> None:
-        self._plan, self._bucket = plan, bucket
+    Args:
+        content: the bucket, uint8 in host memory.
+    """
+
+    def __init__(self, plan: TransferPlan, content: torch.Tensor) -> None:
+        self._plan, self._content = plan, content
 
     def begin(self) -> None:
         """Nothing is kept."""
 
-    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
-        flat, dtype = whole.view(-1), self._plan.sources[index].sent_as
+    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
+        flat, dtype = part.view(-1), self._plan.sources[index].sent_as
         for run in self._plan.runs[index]:
-            if run.chunk == chunk:
-                stop = run.offset + run.length * dtype.itemsize
-                target = self._bucket.content[run.offset : stop].view(dtype)
-                target.copy_(flat[run.start : run.start + run.length])
+            first = max(run.start, start)
+            length = min(run.start + run.length, start + flat.numel()) - first
+            if run.chunk == chunk and length > 0:
+                offset = run.offset + (first - run.start) * dtype.itemsize
+                target = self._content[offset : offset + length * dtype.itemsize].view(dtype)
+                target.copy_(flat[first - start :][:length])
 
     def complete(self, chunk: int) -> None:
         """It is there."""
@@ -136,11 +145,12 @@ class QuantizePacker:
         self._status.reset()
         self._waiting.clear()
 
-    def put(self, index: int, whole: torch.Tensor, chunk: int) -> None:
+    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
+        assert start == 0, "a GPU quantizes whole parameters"
         if index in self._resident:
-            self._waiting.append(whole.data_ptr())
+            self._waiting.append(part.data_ptr())
         else:
-            self._run(self._alone(chunk, index), [whole.data_ptr()])
+            self._run(self._alone(chunk, index), [part.data_ptr()])
 
     def complete(self, chunk: int) -> None:
         if self._waiting:

@@ -13,6 +13,7 @@ from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import check_kv_scales, slots_for, sources_for
 from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
+from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import Ranks
@@ -42,6 +43,7 @@ class Sender:
         self._bucket: Bucket | None = None
         self._placement: Placement | None = None
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
+        self._board: LeadersBoard | None = None
         self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
         self.is_shared = False
         """Whether an update goes to several engines: their weights are quantized once."""
@@ -189,9 +191,17 @@ class Sender:
             if isinstance(bucket, DeviceBucket):
                 packer = QuantizePacker(plan, bucket, getattr(torch, self.layout["dtype"]))
             else:
-                packer = CopyPacker(plan, bucket)
+                packer = CopyPacker(plan, bucket.content)
             self._packer = plan, bucket, packer
         return self._packer[2]
+
+    def board(self, ranks: int) -> LeadersBoard | None:
+        """What other ranks fill the bucket by, where it lies in host memory."""
+        if not isinstance(self._bucket, HostBucket):
+            return None
+        if self._board is None or self._board.shared_bucket is not self._bucket:
+            self._board = LeadersBoard(self._bucket, ranks)
+        return self._board
 
     def _mapped(self, named: Named, readable: list[bool]) -> list[bool]:
         """Which parameters the engine reads in place, all on the GPU that is synchronised.
@@ -224,7 +234,7 @@ class Sender:
         return self._segments[2]
 
     def _free_bucket(self) -> None:
-        self._packer = None
+        self._packer = self._board = None
         if self._bucket is not None:
             self._bucket.close()
             self._bucket = None

@@ -1,6 +1,7 @@
 """The sending side of one update to the engines of one layout: chunks, and the vote."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.filler import Filler
 from trainer_bridge.packer import Packer
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
+from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 TIED_HEAD = "lm_head.weight"
@@ -56,12 +59,13 @@ class UpdateSession:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
         self._kv_scales, self._lose = kv_scales, lose
         self._packer: Packer | None = None
-        self._chunk = self._turn = 0
-        self._read: dict[int, torch.Tensor] = {}
+        self._board: LeadersBoard | None = None
         self._came: set[int] = set()
         self._order: list[str] = []
         """Tensors of a stream that the engines are told of with the next chunk."""
-        self._in_flight = 0
+        self._read = self._in_flight = 0
+        """Chunks that the engines have read, and that they are reading."""
+        self._filler = Filler(plan, self._send_chunk, self._await_slot)
 
     def open(self) -> None:
         """Have the engines open the memory that they will read."""
@@ -72,6 +76,7 @@ class UpdateSession:
             member.connection.use(self.sender)
         if self._packer is not None:
             self._packer.begin()
+            self._filler.packer = self._packer
 
     @property
     def known(self) -> set[str]:
@@ -131,26 +136,26 @@ class UpdateSession:
                 f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
             )
 
-    def put(self, index: int, whole: torch.Tensor) -> None:
-        """Lay a parameter into the bucket once it is its turn; full slots are sent on the way."""
+    def put(self, index: int, part: torch.Tensor | None, start: int = 0) -> None:
+        """Lay a parameter into the bucket once it is its turn; full slots are sent on the way.
+
+        Args:
+            part: contiguous elements of it, from ``start`` on: all of them, unless other ranks lay
+                in theirs. None where none is here.
+        """
         if not self._open_members():
             return
-        assert self._packer is not None
-        if self.device is not None:
-            whole = whole.to(self.device)
-            whole = whole if is_aligned(whole) else whole.clone()
-        self._read[index] = whole
-        turns = self.plan.turns
-        while self._turn < len(turns) and turns[self._turn][1] in self._read:
-            chunk, source = turns[self._turn]
-            while self._chunk < chunk:
-                self._send_chunk()
-            while self._in_flight >= self.plan.manifest.slots:
-                self._wait_chunk()  # its slot must be free before it is filled
-            self._packer.put(source, self._read[source], chunk)
-            self._turn += 1
-            if self._turn > self.plan.last_turns[source]:
-                del self._read[source]
+        if self.device is not None and part is not None:
+            part = part.to(self.device)
+            part = part if is_aligned(part) else part.clone()
+        with self._telling_the_ranks():
+            self._filler.put(index, None if part is None else (part, start))
+
+    def fill_together(self, board: LeadersBoard) -> None:
+        """From now on other ranks of the trainer lay in what they hold."""
+        self._board = board
+        board.reset()
+        board.allow(self.plan.manifest.slots)
 
     def finish(self) -> float | None:
         """Send what is left, and have every rank check that nothing is missing.
@@ -160,10 +165,10 @@ class UpdateSession:
         """
         if not self._open_members():
             return None
-        while self._chunk < len(self.plan.chunks):
-            self._send_chunk()
-        while self._in_flight:
-            self._wait_chunk()
+        with self._telling_the_ranks():
+            self._filler.finish()
+            while self._in_flight:
+                self._wait_chunk()
         if self._packer is not None:
             self._packer.finish()
         return slowest_gpu(self.ask({"op": "finish"}))
@@ -173,20 +178,38 @@ class UpdateSession:
         if self.plan.streamed and self._came:
             self.sender.remember_stream(self.plan)
 
-    def _send_chunk(self) -> None:
-        if self._packer is not None:
-            self._packer.complete(self._chunk)
+    def _send_chunk(self, chunk: int) -> None:
+        if self._board is not None:
+            self._board.fill(chunk + 1)
+            self._board.await_filled(chunk)
         if self.device is not None:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
-        self._send({"op": "chunk", "index": self._chunk, **order})
+        self._send({"op": "chunk", "index": chunk, **order})
         self._order = []
-        self._chunk += 1
         self._in_flight += 1
+
+    def _await_slot(self, chunk: int) -> bool:
+        while self._in_flight >= self.plan.manifest.slots:
+            self._wait_chunk()
+        return True
 
     def _wait_chunk(self) -> None:
         self._wait()
         self._in_flight -= 1
+        self._read += 1
+        if self._board is not None:
+            self._board.allow(self._read + self.plan.manifest.slots)
+
+    @contextmanager
+    def _telling_the_ranks(self) -> Iterator[None]:
+        """Of a failure: they must not wait for a slot."""
+        try:
+            yield
+        except BaseException:
+            if self._board is not None:
+                self._board.abort()
+            raise
 
     def _open_members(self) -> list[Participant]:
         return [member for member in self.members if member.ranks is not None]

@@ -17,6 +17,7 @@ from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
 from trainer_bridge.sender import Sender
+from trainer_bridge.shared_filling import SharedFilling, agree
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 
@@ -75,6 +76,10 @@ class WholeModel:
         layouts: list[dict[str, Any]],
         clock: Clock,
     ) -> None:
+        shared = agree(leader, transaction, self.named, self._family, layouts)
+        if shared is not None:
+            self._fill(shared, leader, transaction, layouts[0], clock)
+            return
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
             [sources_for(self.named, self._family, layout) for layout in layouts]
@@ -92,6 +97,29 @@ class WholeModel:
                 clock.lap("read")
                 leader.attempt(Transaction.put, transaction, number, index, wholes[source.held_as])
                 clock.lap("write")
+
+    def _fill(
+        self,
+        shared: SharedFilling,
+        leader: Leader,
+        transaction: Transaction | None,
+        layout: dict[str, Any],
+        clock: Clock,
+    ) -> None:
+        """Lay in what each rank holds."""
+        sources = sources_for(self.named, self._family, layout)
+        for index, (source, (_, tensor)) in enumerate(zip(sources, self.named, strict=True)):
+            part = shared.read(index, source, tensor)
+            clock.lap("read")
+            if shared.follower is not None:
+                shared.follower.put(index, part)
+            elif part is None:
+                leader.attempt(Transaction.put, transaction, 0, index, None)
+            else:
+                leader.attempt(Transaction.put, transaction, 0, index, *part)
+            clock.lap("write")
+        if shared.follower is not None:
+            shared.follower.finish()
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""

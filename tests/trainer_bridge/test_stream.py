@@ -161,9 +161,9 @@ def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPa
     engine, seen = engine_of(1), {}
     put = CopyPacker.put
 
-    def noted(self: CopyPacker, index: int, whole: torch.Tensor, chunk: int) -> None:
+    def noted(self: CopyPacker, index: int, whole: torch.Tensor, start: int, chunk: int) -> None:
         seen[index] = whole.dtype, self._plan.sources[index].held_as
-        put(self, index, whole, chunk)
+        put(self, index, whole, start, chunk)
 
     monkeypatch.setattr(CopyPacker, "put", noted)
     tensors = toy.checkpoint()

@@ -42,12 +42,12 @@ def raw(tensor: torch.Tensor) -> bytes:
 def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     """The bucket as it is when each chunk is sent: turns are replayed as an update replays them."""
     bucket = HostBucket(plan.manifest.bucket_bytes)
-    packer = CopyPacker(plan, bucket)
+    packer = CopyPacker(plan, bucket.content)
     sent: list[bytes] = []
     for chunk, source in plan.turns:
         while len(sent) < chunk:
             sent.append(raw(bucket.content))
-        packer.put(source, plan.sources[source].read(named[source][1]), chunk)
+        packer.put(source, plan.sources[source].read(named[source][1]), 0, chunk)
     while len(sent) < len(plan.chunks):
         sent.append(raw(bucket.content))
     return sent

@@ -38,6 +38,11 @@ class HostBucket:
         self.close = weakref.finalize(self, os.close, self._fd)
         """Let go of the memory; ranks that have it open keep it until they are given another."""
 
+    @property
+    def path(self) -> str:
+        """Where another process of this host and user can open it."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:

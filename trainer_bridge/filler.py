@@ -1,0 +1,63 @@
+"""Lays parameters into the bucket in the order of its chunks, however they come."""
+
+from collections.abc import Callable
+
+import torch
+
+from trainer_bridge.packer import Packer
+from trainer_bridge.transfer_plan import TransferPlan
+
+Part = tuple[torch.Tensor, int]
+"""Contiguous elements of a parameter, and the number of the first of them."""
+
+
+class Filler:
+    """One walk over the chunks of a plan.
+
+    Args:
+        end_chunk: called when all of a chunk was laid in that comes from here.
+        await_slot: called before a chunk is begun; False where nothing is laid in any more.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        end_chunk: Callable[[int], None],
+        await_slot: Callable[[int], bool],
+        packer: Packer | None = None,
+    ) -> None:
+        self._plan, self.packer = plan, packer
+        self._end_chunk, self._await_slot = end_chunk, await_slot
+        self._chunk = self._turn = 0
+        self._held: dict[int, Part | None] = {}
+
+    def put(self, index: int, part: Part | None) -> None:
+        """Lay a parameter in once it is its turn.
+
+        Args:
+            part: None where nothing of it comes from here.
+        """
+        self._held[index] = part
+        turns = self._plan.turns
+        while self._turn < len(turns) and turns[self._turn][1] in self._held:
+            chunk, source = turns[self._turn]
+            self._end_before(chunk)
+            if self._await_slot(chunk):
+                held = self._held[source]
+                if held is not None:
+                    assert self.packer is not None
+                    self.packer.put(source, *held, chunk)
+            self._turn += 1
+            if self._turn > self._plan.last_turns[source]:
+                del self._held[source]
+
+    def finish(self) -> None:
+        """End the last chunk, and those that nothing is laid into."""
+        self._end_before(len(self._plan.chunks))
+
+    def _end_before(self, chunk: int) -> None:
+        while self._chunk < chunk:
+            if self.packer is not None:
+                self.packer.complete(self._chunk)
+            self._end_chunk(self._chunk)
+            self._chunk += 1

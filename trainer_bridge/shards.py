@@ -1,0 +1,61 @@
+"""Which rank of a trainer lays which part of a sharded parameter into the bucket.
+
+A part is a range of elements of the flattened parameter: what FSDP2 leaves on a rank, whose shards
+are rows. Other placements are gathered.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer_bridge.fsdp import Named
+
+Range = tuple[int, int]
+"""(First, last + 1) of a part's elements; equal where a rank holds none."""
+Owners = list[dict[int, Range] | None]
+"""For each parameter the part that each rank lays in, or None where it is gathered."""
+
+
+def held_here(named: Named) -> list[Range | None]:
+    """The part of each parameter that this rank holds; None where it is not sharded by rows."""
+    return [
+        _range(tensor.shape, tensor.device_mesh, tensor.placements)
+        if isinstance(tensor, DTensor)
+        else None
+        for _, tensor in named
+    ]
+
+
+@cache
+def _range(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Range | None:
+    if any(isinstance(placement, Partial) for placement in placements):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if 0 in sizes:
+        return 0, 0
+    if tuple(sizes[1:]) != tuple(shape[1:]):
+        return None
+    row = shape[1:].numel()
+    return offsets[0] * row, (offsets[0] + sizes[0]) * row
+
+
+def assign(held: list[list[Range | None]], sizes: list[int]) -> Owners:
+    """Divide the work: each element is laid in by the first rank that holds it.
+
+    Args:
+        held: for each rank, ``held_here``.
+        sizes: elements of each parameter.
+    """
+    owners: Owners = []
+    for size, parts in zip(sizes, zip(*held, strict=True), strict=True):
+        first: dict[Range, int] = {}
+        for rank, part in enumerate(parts):
+            if part is not None and part[0] < part[1]:
+                first.setdefault(part, rank)
+        ends = [0, *(stop for _, stop in sorted(first))]
+        covers = [start for start, _ in sorted(first)] == ends[:-1] and ends[-1] == size
+        owners.append({rank: part for part, rank in first.items()} if covers else None)
+    return owners

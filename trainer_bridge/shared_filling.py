@@ -1,0 +1,180 @@
+"""Ranks of one host lay what they hold of a sharded model into one bucket; nothing is gathered."""
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import ManifestError
+from trainer_bridge.collective import Leader
+from trainer_bridge.filler import Filler, Part
+from trainer_bridge.fsdp import Named, Source
+from trainer_bridge.layout import sources_for
+from trainer_bridge.packer import CopyPacker
+from trainer_bridge.shards import Owners, Range, assign, held_here
+from trainer_bridge.transaction import Transaction
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.board import Board, open_board
+
+logger = logging.getLogger(__name__)
+
+BOARDS_KEPT = 4
+"""Boards of the rank that leads that another one has open: one for each list of engines."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the rank that leads tells the others of a bucket that they fill together."""
+
+    owners: Owners
+    address: tuple[str, str, str]
+    fingerprint: str
+    """Of the manifest, which each rank makes for itself."""
+    chunk_bytes: int
+    slots: int
+    kv_scales: tuple[int, ...] | None
+    """Their shape, where the update brings any."""
+
+
+class Follower:
+    """The filling of a rank that does not lead."""
+
+    def __init__(self, board: Board, plan: TransferPlan, rank: int) -> None:
+        self._board, self._plan, self._rank = board, plan, rank
+        packer = CopyPacker(plan, board.bucket)
+        self._filler = Filler(plan, lambda chunk: board.fill(chunk + 1), board.await_slot, packer)
+        self._is_over = False
+
+    def put(self, index: int, part: Part | None) -> None:
+        """As of a ``Filler``; a failure is logged here, and raised where the update is led."""
+        self._try(lambda: self._filler.put(index, part))
+
+    def finish(self) -> None:
+        """Go to the end: the rank that leads has the KV scales."""
+        scales = self._plan.index_of(KV_SCALES)
+        if scales is not None:
+            self.put(scales, None)
+        self._try(self._filler.finish)
+
+    def _try(self, action: Any) -> None:
+        if self._is_over:
+            return
+        try:
+            action()
+        except Exception:  # whatever it is, the leader must be told, and the ranks stay in step
+            logger.exception("rank %d could not lay in its part of the weights", self._rank)
+            self._is_over = True
+            self._board.fail()
+
+
+class SharedFilling:
+    """How this rank takes part.
+
+    Args:
+        follower: of a rank that does not lead.
+    """
+
+    def __init__(self, owners: Owners, rank: int, follower: Follower | None) -> None:
+        self._owners, self._rank, self.follower = owners, rank, follower
+
+    def read(self, index: int, source: Source, tensor: torch.Tensor) -> Part | None:
+        """What this rank lays in of a parameter; a collective where it must be gathered."""
+        owners = self._owners[index]
+        if owners is None:
+            whole = source.read(tensor)
+            return (whole, 0) if self._rank == 0 else None
+        part: Range | None = owners.get(self._rank)
+        if part is None:
+            return None
+        assert isinstance(tensor, DTensor)
+        return tensor.detach().to_local().contiguous(), part[0]  # type: ignore[attr-defined]
+
+
+def agree(
+    leader: Leader,
+    transaction: Transaction | None,
+    named: Named,
+    family: str | None,
+    layouts: list[dict[str, Any]],
+) -> SharedFilling | None:
+    """Have the ranks fill the bucket together, where they can; None where they gather.
+
+    They can where all are on one host, and the engines are of one layout and on a CPU. Every rank
+    calls.
+    """
+    sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
+    if leader.is_alone or not sharded or len(layouts) != 1 or layouts[0]["gpus"]:
+        return None
+    held = leader.collect(held_here(named))
+    offer = leader.share(leader.attempt(_offer, transaction, held, named, leader.size))
+    if offer is None:
+        return None
+    follower, why = None, None
+    if leader.rank:
+        try:
+            follower = _follow(offer, leader.rank, named, family, layouts[0])
+        except (OSError, ManifestError) as error:
+            why = f"rank {leader.rank}: {error}"
+    if not leader.share(leader.attempt(_begin, transaction, leader.collect(why), leader.size)):
+        return None
+    return SharedFilling(offer.owners, leader.rank, follower)
+
+
+def _offer(
+    transaction: Transaction, held: list[list[Range | None]], named: Named, ranks: int
+) -> Offer | None:
+    (session,) = transaction.sessions
+    board = None if session.device is not None else session.sender.board(ranks)
+    owners = assign(held, [tensor.numel() for _, tensor in named])
+    if board is None or not any(owners):
+        return None
+    manifest = session.plan.manifest
+    scales = manifest.tensors.get(KV_SCALES)
+    return Offer(
+        owners,
+        board.address,
+        manifest.fingerprint,
+        manifest.chunk_bytes,
+        manifest.slots,
+        None if scales is None else scales.shape,
+    )
+
+
+def _begin(transaction: Transaction, faults: list[str | None], ranks: int) -> bool:
+    """Whether every rank has opened the bucket."""
+    if found := [fault for fault in faults if fault is not None]:
+        logger.warning("weights are gathered on one rank, which is slower: %s", found[0])
+        return False
+    (session,) = transaction.sessions
+    board = session.sender.board(ranks)
+    assert board is not None
+    session.fill_together(board)
+    return True
+
+
+def _follow(
+    offer: Offer, rank: int, named: Named, family: str | None, layout: dict[str, Any]
+) -> Follower:
+    """Get ready on a rank that does not lead.
+
+    Raises:
+        OSError: the bucket is on another host.
+        ManifestError: this rank holds another model.
+    """
+    board = _board(offer.address, rank)
+    if offer.kv_scales is not None:
+        named = [*named, (KV_SCALES, torch.empty(offer.kv_scales, device="meta"))]
+    sources = sources_for(named, family, layout)
+    plan = TransferPlan(sources, [False] * len(named), offer.chunk_bytes, slots=offer.slots)
+    if plan.manifest.fingerprint != offer.fingerprint:
+        raise ManifestError("it has other tensors than the first rank")
+    return Follower(board, plan, rank)
+
+
+@lru_cache(BOARDS_KEPT)
+def _board(address: tuple[str, str, str], rank: int) -> Board:
+    return open_board(address, rank)
