@@ -29,6 +29,7 @@ PROMISES = {
     "runs": "Runs and versions",
     "rollouts": "Rollouts",
     "no-other-way": "No other way",
+    "several-engines": "Several engines",
     "memory": "Memory ends with its owner",
     "soak": "All of them together",
 }

@@ -53,7 +53,10 @@ def close(engine: Any) -> None:
     Raises:
         EngineError: it is a string, but not an address.
     """
-    if isinstance(engine, str):
+    if isinstance(engine, list | tuple):
+        for each in engine:
+            close(each)
+    elif isinstance(engine, str):
         address = normalized(engine)
         for known in [known for known in _connections if known[0] == address]:
             _connections.pop(known).close()

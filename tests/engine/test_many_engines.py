@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import trainer_bridge
 from tests.engine import models
@@ -19,15 +21,17 @@ from tests.engine.serving import (
     assert_holds,
     assert_quarantined,
     assert_serves,
-    version_of,
 )
+from tests.trainer_bridge import ranks
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.participant import Participant
+from trainer_bridge.update import UpdateResult
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ENVIRONMENT = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
 TRAINER_S = 120.0
+COLLECTIVE_TIMEOUT_S = 60.0
 DIES_WHILE_IT_COMMITS = """
 import os, sys
 from pathlib import Path
@@ -64,22 +68,29 @@ def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def servers(started: list[Server], policies: Policies) -> list[Server]:
-    """Both serve policy 0 as the version that this trainer gave it."""
-    send(started, policies("qwen3")[0], 1 + max(map(version_of, started)))
+def run(request: pytest.FixtureRequest) -> str:
+    """Each test is a run: those before it are over."""
+    return str(request.node.name)
+
+
+@pytest.fixture
+def servers(started: list[Server], policies: Policies, run: str) -> list[Server]:
+    """Both serve policy 0 as version 0 of the test's run."""
+    send(started, policies("qwen3")[0], 0, run)
     return started
 
 
-def send(servers: list[Server], checkpoint: Path, version: int, **options: Any) -> Any:
+def send(
+    servers: list[Server], checkpoint: Path, version: int, run: str, require: int | None = None
+) -> UpdateResult:
     engines = [server.address for server in servers]
     tensors = models.named_tensors(checkpoint)
-    return trainer_bridge.update(tensors, engines, version=version, **options)
+    return trainer_bridge.update(tensors, engines, version=version, run=run, require=require)
 
 
-def test_both_serve_what_was_committed(servers: list[Server], policies: Policies) -> None:
-    version = version_of(servers[0]) + 1
-    result = send(servers, policies("qwen3")[1], version)
-    assert result.failed == {}
+def test_both_serve_what_was_committed(servers: list[Server], policies: Policies, run: str) -> None:
+    version = 4
+    assert send(servers, policies("qwen3")[1], version, run).failed == {}
     for server in servers:
         assert_serves(server, policies("qwen3")[1], version)
     prompts = [PROMPT, PROMPT[:5], PROMPT]
@@ -91,18 +102,46 @@ def test_both_serve_what_was_committed(servers: list[Server], policies: Policies
     assert sampled.tokens[1] == alone.tokens[0]
 
 
-@pytest.mark.guarantee("all-or-none", fault="NaN in an update of two servers")
-def test_none_serves_what_none_could_commit(servers: list[Server], policies: Policies) -> None:
-    version, tensors = version_of(servers[0]) + 1, dict(models.named_tensors(policies("qwen3")[1]))
+def sharded_trainer(rank: int, folder: Path) -> None:
+    """One of two ranks, of which each holds half of the rows."""
+    run, checkpoint, version, *engines = (folder / "arguments").read_text().split()
+    mesh = init_device_mesh("cpu", (2,))
+    named = {
+        name: distribute_tensor(tensor, mesh, [Shard(0)])
+        for name, tensor in models.named_tensors(Path(checkpoint))
+    }
+    to = None if rank else engines
+    result = trainer_bridge.update(named, to, version=int(version), run=run)
+    assert (result.version, result.failed) == (int(version), {})
+
+
+def test_two_ranks_update_two_servers(
+    servers: list[Server], policies: Policies, run: str, tmp_path: Path
+) -> None:
+    for version, checkpoint in enumerate(policies("qwen3")[1:3], start=1):
+        words = run, checkpoint, version, *(server.address for server in servers)
+        (tmp_path / "arguments").write_text(" ".join(map(str, words)))
+        ranks.run(sharded_trainer, tmp_path, 2, COLLECTIVE_TIMEOUT_S)
+        for server in servers:
+            assert_serves(server, checkpoint, version)
+
+
+@pytest.mark.guarantee("several-engines", fault="NaN in an update of two servers")
+def test_none_serves_what_none_could_commit(
+    servers: list[Server], policies: Policies, run: str
+) -> None:
+    tensors = dict(models.named_tensors(policies("qwen3")[1]))
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
     engines = [server.address for server in servers]
     with pytest.raises(EngineError, match="NaN"):
-        trainer_bridge.update(tensors, engines, version=version)
+        trainer_bridge.update(tensors, engines, version=1, run=run)
     for server in servers:
         assert_quarantined(server, "NaN")
 
 
-@pytest.mark.guarantee("all-or-none", fault="a trainer is killed when one of two servers committed")
+@pytest.mark.guarantee(
+    "several-engines", fault="a trainer is killed when one of two servers committed"
+)
 def test_a_trainer_that_dies_while_it_commits(servers: list[Server], policies: Policies) -> None:
     """The server that was not told generates nothing; the next trainer heals it."""
     first, second = servers
@@ -116,14 +155,20 @@ def test_a_trainer_that_dies_while_it_commits(servers: list[Server], policies: P
     assert_serves(first, policies("qwen3")[1], 0)
     assert_quarantined(second, "trainer is gone")
     assert_holds(second, policies("qwen3")[1])  # it voted, so it has all of it
-    send(servers, policies("qwen3")[2], 1, run="the next one")
+    send(servers, policies("qwen3")[2], 1, "the next one")
     for server in servers:
         assert_serves(server, policies("qwen3")[2], 1)
 
 
-@pytest.mark.guarantee("all-or-none", fault="one of two servers is killed between vote and commit")
+@pytest.mark.guarantee(
+    "several-engines", fault="one of two servers is killed between vote and commit"
+)
 def test_a_server_that_dies_and_one_that_takes_its_place(
-    policies: Policies, started: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policies: Policies,
+    started: list[Server],
+    run: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last test of these servers: one of them ends here."""
     survivor, dying = started
@@ -138,16 +183,15 @@ def test_a_server_that_dies_and_one_that_takes_its_place(
     with monkeypatch.context() as patch:
         patch.setattr(Participant, "commit", kill_first)
         with pytest.raises(EngineError, match=f"committed on 1 of 2 .*{dying.address}"):
-            send(started, policies("qwen3")[3], 7, run="of the last test")
+            send(started, policies("qwen3")[3], 7, run)
     assert_serves(survivor, policies("qwen3")[3], 7)
-    assert list(
-        send(started, policies("qwen3")[4], 8, run="of the last test", require=1).failed
-    ) == [dying.address]
+    result = send(started, policies("qwen3")[4], 8, run, require=1)
+    assert list(result.failed) == [dying.address]
     assert_serves(survivor, policies("qwen3")[4], 8)
     with Server(
         tmp_path / "log", LAUNCH_SERVER, policies("qwen3")[0], environment=ENVIRONMENT
     ) as late:
-        result = send([survivor, late], policies("qwen3")[4], 8, run="of the last test")
+        result = send([survivor, late], policies("qwen3")[4], 8, run)
         assert (result.failed, result.bytes > 0) == ({}, True)
         for server in (survivor, late):
             assert_serves(server, policies("qwen3")[4], 8)

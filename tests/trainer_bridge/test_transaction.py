@@ -73,7 +73,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[HostBucket]:
 # -- all of them
 
 
-@pytest.mark.guarantee("all-or-none", fault="two engines of one and of two ranks")
+@pytest.mark.guarantee("several-engines", fault="two engines of one and of two ranks")
 def test_engines_of_one_layout_read_one_bucket(buckets: list[HostBucket]) -> None:
     engines = [engine_of(1, SMALL), engine_of(1, SMALL), engine_of(2, SMALL)]
     for version in (0, 3):
@@ -111,7 +111,7 @@ def test_an_engine_that_is_updated_alone_again(buckets: list[HostBucket]) -> Non
     assert serves(engines[0], 1, tensors)
     close(engines[0])
     assert [bucket.close.alive for bucket in buckets] == [True]
-    close(engines[1])
+    close(engines)
     assert [bucket.close.alive for bucket in buckets] == [False]
 
 
@@ -134,7 +134,7 @@ def test_what_is_no_list_of_engines(engines: Any, require: Any, sentence: str) -
 # -- one of them fails
 
 
-@pytest.mark.guarantee("all-or-none", fault="one of two engines cannot begin")
+@pytest.mark.guarantee("several-engines", fault="one of two engines cannot begin")
 @pytest.mark.parametrize("dead", ["layout", "begin"])
 def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
     engines, tensors = [engine_of(2), dead_engine()], toy.checkpoint()
@@ -150,7 +150,9 @@ def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
     assert all(serves(engine, 1, tensors) for engine in engines)
 
 
-@pytest.mark.guarantee("all-or-none", fault="a rank of one of two engines fails before the vote")
+@pytest.mark.guarantee(
+    "several-engines", fault="a rank of one of two engines fails before the vote"
+)
 def test_none_commits_where_one_cannot_vote() -> None:
     engines, tensors = [engine_of(2), failing_engine()], toy.checkpoint()
     with pytest.raises(EngineError, match="engine 1: "):
@@ -181,7 +183,7 @@ def test_too_few_are_left() -> None:
     assert states(*engines) == [State.QUARANTINED] * 3
 
 
-@pytest.mark.guarantee("quarantine", fault="one of two engines misses the deadline")
+@pytest.mark.guarantee("several-engines", fault="one of two engines misses the deadline")
 def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had written nothing, and does not serve the version before either."""
     monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 1.0)
@@ -258,7 +260,7 @@ def test_a_late_engine_takes_the_next_version(
     assert all(serves(engine, 1, tensors) for engine in engines)
 
 
-@pytest.mark.guarantee("all-or-none", fault="one of two engines does not answer the commit")
+@pytest.mark.guarantee("several-engines", fault="one of two engines does not answer the commit")
 def test_an_answer_that_was_lost_after_the_vote() -> None:
     """What was decided stays so, and is asked for again."""
     engines, tensors = [engine_of(2), Cut(engine_of(1).ranks)], toy.checkpoint()
@@ -271,7 +273,9 @@ def test_an_answer_that_was_lost_after_the_vote() -> None:
         update(tensors, engines, version=0)
 
 
-@pytest.mark.guarantee("all-or-none", fault="the connection to one of two engines ends at the vote")
+@pytest.mark.guarantee(
+    "several-engines", fault="the connection to one of two engines ends at the vote"
+)
 def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It voted, so it has all of it: nothing is sent again."""
     engines, tensors = [engine_of(1), engine_of(2)], toy.checkpoint()
