@@ -139,9 +139,7 @@ def test_none_serves_what_none_could_commit(
         assert_quarantined(server, "NaN")
 
 
-@pytest.mark.guarantee(
-    "several-engines", fault="a trainer is killed when one of two servers committed"
-)
+@pytest.mark.guarantee("several-engines", fault="a trainer is killed while it commits")
 def test_a_trainer_that_dies_while_it_commits(servers: list[Server], policies: Policies) -> None:
     """The server that was not told generates nothing; the next trainer heals it."""
     first, second = servers
@@ -160,9 +158,7 @@ def test_a_trainer_that_dies_while_it_commits(servers: list[Server], policies: P
         assert_serves(server, policies("qwen3")[2], 1)
 
 
-@pytest.mark.guarantee(
-    "several-engines", fault="one of two servers is killed between vote and commit"
-)
+@pytest.mark.guarantee("several-engines", fault="a server is killed after its vote")
 def test_a_server_that_dies_and_one_that_takes_its_place(
     policies: Policies,
     started: list[Server],

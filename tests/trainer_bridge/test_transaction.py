@@ -150,9 +150,7 @@ def test_none_is_written_where_one_cannot_begin(dead: str) -> None:
     assert all(serves(engine, 1, tensors) for engine in engines)
 
 
-@pytest.mark.guarantee(
-    "several-engines", fault="a rank of one of two engines fails before the vote"
-)
+@pytest.mark.guarantee("several-engines", fault="a rank fails before the vote")
 def test_none_commits_where_one_cannot_vote() -> None:
     engines, tensors = [engine_of(2), failing_engine()], toy.checkpoint()
     with pytest.raises(EngineError, match="engine 1: "):
@@ -273,9 +271,7 @@ def test_an_answer_that_was_lost_after_the_vote() -> None:
         update(tensors, engines, version=0)
 
 
-@pytest.mark.guarantee(
-    "several-engines", fault="the connection to one of two engines ends at the vote"
-)
+@pytest.mark.guarantee("several-engines", fault="a connection ends at the vote")
 def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """It voted, so it has all of it: nothing is sent again."""
     engines, tensors = [engine_of(1), engine_of(2)], toy.checkpoint()
