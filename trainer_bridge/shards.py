@@ -4,7 +4,7 @@ A part is a range of elements of the flattened parameter: what FSDP2 leaves on a
 are rows. Other placements are gathered.
 """
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def held_here(named: Named) -> list[Range | None]:
     ]
 
 
-@cache
+@lru_cache(1024)
 def _range(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Range | None:
     if any(isinstance(placement, Partial) for placement in placements):
         return None
