@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.update import RUN, update
 
 pytestmark = pytest.mark.timeout(120)
+
+JOIN_S = 60.0
 
 
 def serves(engine: FakeEngine, version: int, tensors: toy.Tensors) -> bool:
@@ -295,3 +298,53 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
     result = update(tensors, engines, version=1)
     assert (result.bytes, result.failed) == (0, {})
     assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+# -- two trainers
+
+
+class Locked(FakeEngine):
+    """It answers one ``begin`` at a time, as an engine does."""
+
+    def __init__(self) -> None:
+        super().__init__(engine_of(1).ranks)
+        self._lock = threading.Lock()
+
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            return super()._begin(message)
+
+
+class Trainer:
+    """Another process's view of an engine: connections are kept on it."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.control, self.close = engine.control, engine.close
+
+
+@pytest.mark.guarantee("several-engines", fault="two trainers update the same engines at once")
+def test_two_trainers_at_once() -> None:
+    """None waits for the other, and both engines serve what one of them sent."""
+    engines = [Locked(), Locked()]
+    update(toy.checkpoint(), engines, version=0, run="before")
+    sent = {run: toy.checkpoint(seed) for seed, run in enumerate(("a", "b"), start=1)}
+    views = {"a": [Trainer(e) for e in engines], "b": [Trainer(e) for e in engines[::-1]]}
+
+    def train(run: str, version: int, start: threading.Barrier) -> str:
+        start.wait(JOIN_S)
+        try:
+            update(sent[run], views[run], version=version, run=f"{run}{version}")
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        for version in range(6):
+            start = threading.Barrier(2)
+            futures = [pool.submit(train, run, version, start) for run in sent]
+            errors = [future.result(JOIN_S) for future in futures]
+            assert all("under way" in error for error in errors if error), errors
+            ((state, policy),) = {(w.state, w.policy) for e in engines for w in e.ranks}
+            assert state is State.SERVING
+            if policy.run != "before":
+                assert all(holds(engine, sent[policy.run[0]]) for engine in engines)
