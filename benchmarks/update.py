@@ -61,6 +61,8 @@ class Case:
     mapped: bool | None = None
     """True: the engine must read the trainer's memory in place. False: it must not be able to, so
     the trainer uses expandable segments, which CUDA IPC cannot export. None: either."""
+    streamed: bool = False
+    """Whether the trainer sends an iterator, whose tensors are made anew as a gather makes them."""
     checkpoint_layers: int | None = None
     """For an engine that loads no dummy weights: layers of the random checkpoint it starts on."""
     model: str = "qwen3-8b"
@@ -71,9 +73,9 @@ class Case:
         return self.bucket_bytes is not None
 
 
-def _fp8rl(name: str, source: str, mapped: bool | None) -> Case:
+def _fp8rl(name: str, source: str, mapped: bool | None, streamed: bool = False) -> Case:
     engine = {"quantization": "fp8rl", "load_format": "dummy"}
-    return Case("fp8rl", name, engine, source, "fp8", mapped=mapped)
+    return Case("fp8rl", name, engine, source, "fp8", mapped=mapped, streamed=streamed)
 
 
 _DUMMY = {"load_format": "dummy"}
@@ -92,6 +94,7 @@ CASES = (
     ),
     _fp8rl("from BF16, mapped", "bf16", mapped=True),
     _fp8rl("from BF16, bucket", "bf16", mapped=False),
+    _fp8rl("from BF16, streamed", "bf16", mapped=False, streamed=True),
     _fp8rl("from FP8 + scales", "fp8", mapped=None),
 )
 
@@ -116,10 +119,13 @@ def measure(case: Case, run: Run) -> list[Report]:
     engine = sglang.Engine(model_path=str(run.folder), **COMMON, **case.engine)
     print(f"engine start: {time.perf_counter() - started:.0f} s")
     # after the engine, which must not inherit the allocator's setting
-    if case.mapped is False:
+    if case.mapped is False and not case.streamed:
         use_expandable_segments()
     given, tensors = trainer(case, shape)
-    update = stock_update(engine, given, case) if case.stock else our_update(engine, given)
+    if case.stock:
+        update = stock_update(engine, given, case)
+    else:
+        update = streamed_update(engine, given) if case.streamed else our_update(engine, given)
     measured = timed_updates(
         update, lambda: weights.renew(tensors), lambda: logprobs(engine), run.options["updates"]
     )
@@ -134,7 +140,8 @@ def trainer(case: Case, shape: models.Shape) -> tuple[Any, list[torch.Tensor]]:
         named = weights.fp8_named(shape, DEVICE)
         return named, [tensor for _, tensor in named]
     module = weights.bf16_module(shape, DEVICE)
-    return (weights.hf_named(module) if case.stock else module), list(module.parameters())
+    by_name = case.stock or case.streamed
+    return (weights.hf_named(module) if by_name else module), list(module.parameters())
 
 
 def use_expandable_segments() -> None:
@@ -162,6 +169,19 @@ def our_update(engine: Any, given: Any) -> Update:
     import trainer_bridge
 
     return lambda version: trainer_bridge.update(given, engine, version=version)
+
+
+def streamed_update(engine: Any, named: weights.Named) -> Update:
+    """``trainer_bridge.update`` of an iterator that copies each tensor when it is asked for."""
+    import trainer_bridge
+
+    announce = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
+
+    def update(version: int) -> Any:
+        gathered = ((name, tensor.clone()) for name, tensor in named)
+        return trainer_bridge.update(gathered, engine, version=version, announce=announce)
+
+    return update
 
 
 def logprobs(engine: Any) -> tuple[list[float], list[int] | None]:

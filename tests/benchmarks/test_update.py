@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,14 +108,15 @@ class LoadingEngine:
         pass
 
 
-def take_update(given: Any, engine: LoadingEngine, version: int) -> Any:
+def take_update(given: Any, engine: LoadingEngine, version: int, announce: Any = None) -> Any:
     """Stands for ``trainer_bridge.update``."""
-    named = given if isinstance(given, list) else weights.hf_named(given)
+    assert (announce is not None) is isinstance(given, Iterator)
+    named = weights.hf_named(given) if isinstance(given, torch.nn.Module) else list(given)
     engine.take(dict(named))
     engine.version = version
     seconds, payload = {"write": 0.001, "total": 0.001}, stock_push.sum_bytes(named)
     mapped = payload
-    if "bucket" in os.environ["TEST_CASE"]:
+    if os.environ["TEST_CASE"].endswith(("bucket", "streamed")):
         mapped, payload = 0, traffic.payload_bytes(models.parameters(TINY_MOE), "fp8")
     return SimpleNamespace(
         bytes=payload, mapped_bytes=mapped, gpu_seconds=0.001, seconds=seconds, version=version
@@ -138,7 +140,7 @@ def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TEST_CASE", case.name)
     run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None, "updates": 3})
     (report,) = update.measure(replace(case, model="tiny"), run)
-    assert bool(expandable) is (case.mapped is False)
+    assert bool(expandable) is (case.mapped is False and not case.streamed)
     assert (report["arm"], report["model"], report["case"]) == (case.arm, "tiny", case.name)
     assert len(report["values"]["update_wall_ms"]) == 3
     assert ("update_gpu_ms" in report["values"]) is not case.stock
@@ -258,3 +260,22 @@ def test_least_free_memory_is_seen_between_the_ends(monkeypatch: pytest.MonkeyPa
             time.sleep(measuring.POLL_S)
         free[0] = 90
     assert least.bytes == 40
+
+
+def test_a_stream_brings_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gathered tensors are: new memory each time."""
+    named = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+    sent: list[list[tuple[str, torch.Tensor]]] = []
+
+    def keep(stream: Any, engine: Any, *, version: int, announce: Any) -> int:
+        assert iter(stream) is stream
+        assert [name for name, _, _ in announce] == ["a", "b"]
+        sent.append(list(stream))
+        return version
+
+    monkeypatch.setattr("trainer_bridge.update", keep)
+    send = update.streamed_update("an engine", named)
+    assert [send(version) for version in range(2)] == [0, 1]
+    for stream in sent:
+        assert [(n, t.tolist()) for n, t in stream] == [("a", [1, 1]), ("b", [0, 0, 0])]
+        assert not {t.data_ptr() for _, t in stream} & {t.data_ptr() for _, t in named}
