@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_client import EngineError, InProcessEngine
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, RankClients
 
@@ -30,6 +31,8 @@ class Participant:
         """Whether an earlier try at this update committed, though not on every engine."""
         self.ranks: RankClients | None = None
         """Its ranks, while its session is open."""
+        self._ending: Thread | None = None
+        """Waits for the end of a session that was left behind."""
 
     def begin(self, manifest: Manifest, message: dict[str, Any]) -> None:
         """Open a session.
@@ -82,25 +85,48 @@ class Participant:
         self.connection.client.control({"op": "end"})
         self.connection.committed(policy)
 
-    def abort(self, why: str, fence: bool = False) -> None:
-        """End the session, if it is open.
+    def abort(self, why: str) -> None:
+        """End the session, if it is open, and wait for its end."""
+        if self.ranks is not None:
+            ranks, self.ranks = self.ranks, None
+            ranks.send({"op": "abort", "reason": _gave_up(why), "fence": False})
+            self._leave(ranks)
 
-        Args:
-            fence: whether the engine must not serve what it served before: others have gone on.
-        """
+    def leave_behind(self, why: str) -> None:
+        """End the session, if it is open, while others go on: they do not wait for an engine that
+        hangs. It must not serve what it served before."""
         if self.ranks is None:
             return
         ranks, self.ranks = self.ranks, None
-        reason = f"the trainer gave up the update: {why}"
-        ranks.send({"op": "abort", "reason": reason, "fence": fence})
-        self._leave(ranks)
+        ranks.send({"op": "abort", "reason": _gave_up(why), "fence": True})
+        ranks.close()
+        if isinstance(self.connection.client, InProcessEngine):  # called from this thread only
+            self._end()
+            self.connection.forget()
+        else:
+            self._ending = Thread(target=self._end, daemon=True)
+            self._ending.start()
+
+    def await_end(self, timeout_s: float) -> None:
+        """Give a session that was left behind some time to end."""
+        if self._ending is not None:
+            self._ending.join(max(timeout_s, 0.0))
+            self._ending = None
+            self.connection.forget()
 
     def _leave(self, ranks: RankClients) -> None:
         ranks.close()
+        self._end()
+        self.connection.forget()
+
+    def _end(self) -> None:
         # the error that brought us here says more than an engine that is gone
         with suppress(EngineError):
             self.connection.client.control({"op": "end"})
-        self.connection.forget()
+
+
+def _gave_up(why: str) -> str:
+    return f"the trainer gave up the update: {why}"
 
 
 def participants_of(engines: Any) -> list[Participant]:

@@ -1,5 +1,6 @@
 """What a trainer keeps for engines of one layout: plans, and the memory that they read."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,15 +47,20 @@ class Sender:
         self._board: LeadersBoard | None = None
         self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
         self.is_shared = False
-        """Whether an update goes to several engines: their weights are quantized once."""
+        """Whether several engines have this memory open: weights are quantized once, and what one
+        of them does not need is not freed."""
         self._users: set[object] = set()
 
+    def share_with(self, engines: Iterable[object]) -> None:
+        """Get ready for an update of these engines; others may have the memory open too."""
+        self.is_shared = len(self._users.union(engines)) > 1
+
     def join(self, user: object) -> None:
-        """Note that an engine has this memory open."""
+        """Note that an engine has this memory open, or that a session fills it."""
         self._users.add(user)
 
-    def leave(self, user: object = None) -> None:
-        """Free the memory unless another engine has it open."""
+    def leave(self, user: object) -> None:
+        """Free the memory unless someone else has it open."""
         self._users.discard(user)
         if not self._users:
             self._placement = self._segments = None
@@ -179,6 +185,7 @@ class Sender:
             if message["name"] not in ranks.known:
                 ranks.ask(message)
         if not plan.streamed and not any(plan.runs):
+            # plans of several engines use the bucket, so no other engine has it open
             self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, plan.manifest.bucket_bytes)
@@ -199,7 +206,7 @@ class Sender:
         """What other ranks fill the bucket by, where it lies in host memory."""
         if not isinstance(self._bucket, HostBucket):
             return None
-        if self._board is None or self._board.shared_bucket is not self._bucket:
+        if self._board is None or self._board.made_for != (self._bucket, ranks):
             self._board = LeadersBoard(self._bucket, ranks)
         return self._board
 
@@ -219,10 +226,9 @@ class Sender:
         if weights and scales is not None and scales.device == weights[0].device:
             tensors = [*weights, scales]
         stays = bool(weights) and self._placement is not None and self._placement.holds(tensors)
-        stays = stays and not self.is_shared
         if not stays:
             self._placement = place(tensors) if weights else None
-        return [is_able and stays for is_able in readable]
+        return [is_able and stays and not self.is_shared for is_able in readable]
 
     def _segments_message(self, plan: TransferPlan) -> dict[str, Any]:
         assert self._placement is not None
@@ -235,9 +241,9 @@ class Sender:
 
     def _free_bucket(self) -> None:
         self._packer = self._board = None
-        if self._bucket is not None:
-            self._bucket.close()
-            self._bucket = None
+        bucket, self._bucket = self._bucket, None  # engines that are told at once may both be here
+        if bucket is not None:
+            bucket.close()
 
     def _bucket_on(self, device: torch.device | None, nbytes: int) -> Bucket:
         place = torch.device("cpu") if device is None else device

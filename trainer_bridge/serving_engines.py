@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.replies import check_policies
@@ -42,6 +43,8 @@ def serving_engines(
 
     def asked(member: Participant) -> ServingEngine | ValueError:
         status = member.connection.client.control({"op": "status"})
+        if len(members) > 1 and status.get("state") == State.QUARANTINED.value:
+            raise EngineError(f"{member.name} is quarantined: {status.get('reason')}", 503)
         try:
             serves = {(status["run"], status["version"])}
             check_policies(serves, expected_version, committed, member.name)

@@ -117,8 +117,8 @@ def agree(
     if leader.rank:
         try:
             follower = _follow(offer, leader.rank, named, family, layouts[0])
-        except (OSError, ManifestError) as error:
-            why = f"rank {leader.rank}: {error}"
+        except Exception as error:  # noqa: BLE001  (the leader waits for this rank's word)
+            why = f"rank {leader.rank}: {str(error) or type(error).__name__}"
     if not leader.share(leader.attempt(_begin, transaction, leader.collect(why), leader.size)):
         return None
     return SharedFilling(offer.owners, leader.rank, follower)

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.side_by_side import side_by_side
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.rank_client import UnreachableMemoryError
+from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, UnreachableMemoryError
 from trainer_bridge.update_session import UpdateSession
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class Transaction:
         self.failed: dict[str, str] = {}
         """Why engines are no longer in the update, by name."""
         self.sessions: list[UpdateSession] = []
-        """One for all engines of a layout."""
+        """One for all engines of a layout; none when all is over."""
+        self.sent = 0, 0, 0
+        """Tensors, bytes and mapped bytes that an engine was sent."""
         message = {
             "run": policy.run,
             "version": policy.version,
@@ -90,6 +93,7 @@ class Transaction:
             raise
         if self.begun().committed_before:
             self._settle()
+            self._end_sessions()
 
     def begun(self) -> Begun:
         """What the other ranks are told."""
@@ -129,6 +133,9 @@ class Transaction:
         """
         for session in self.sessions:
             session.put_kv_scales()
+        plans = [session.plan for session in self.sessions]
+        # an engine that was lost on the way has not had all of a stream
+        self.sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)
         seconds = [session.finish() for session in self.sessions]
         return max((each for each in seconds if each is not None), default=None)
 
@@ -151,9 +158,11 @@ class Transaction:
                 lost = error
         for session in self.sessions:
             session.committed()
+        self._await_lost()
+        self._end_sessions()
         if lost is not None and len(self._active) < self._required:
             if len(self._everyone) == 1:
-                raise lost
+                raise EngineError(str(lost), lost.status) from lost
             missing = "; ".join(f"{name} ({why})" for name, why in self.failed.items())
             raise EngineError(
                 f"{self._policy} is committed on {len(self._active)} of {len(self._everyone)} "
@@ -163,17 +172,12 @@ class Transaction:
             )
         self._settle()
 
-    def facts(self) -> tuple[int, int, int]:
-        """Tensors, bytes and mapped bytes that an engine was sent."""
-        plan = next(session.plan for session in self.sessions if session.members)
-        return *plan.sent, plan.mapped_bytes
-
     def close(self, error: BaseException) -> None:
         """Abort on every engine that has not committed; its quarantine says why."""
         why = str(error) or type(error).__name__
         _at_once({p: partial(p.abort, why) for p in self._everyone})
-        for session in self.sessions:
-            session.sender.leave()
+        self._await_lost()
+        self._end_sessions()
 
     def _begin(self, message: dict[str, Any]) -> bool:
         """Plan, and open a session with every engine.
@@ -223,7 +227,7 @@ class Transaction:
         kept = [member.connection.sender for member in members]
         sender = next((s for s in kept if s is not None and s.layout == layout), None)
         sender = sender or Sender(layout)
-        sender.is_shared = len(members) > 1
+        sender.share_with([member.connection for member in members])
         device = gpu_of(self._named, layout)
         if device is not None:
             torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
@@ -252,11 +256,22 @@ class Transaction:
         self._active.remove(member)
         self.failed[member.name] = str(error)
         if len(self._active) < self._required:
-            if len(self._everyone) == 1:
-                raise error
-            raise EngineError(f"{member.name}: {error}", error.status) from error
+            where = "" if len(self._everyone) == 1 else f"{member.name}: "
+            # not the error itself: frames that refer to it would be in its traceback, and a cycle
+            # keeps the trainer's tensors
+            raise EngineError(f"{where}{error}", error.status) from error
         logger.warning("the update to %s goes on without %s: %s", self._policy, member.name, error)
-        member.abort(str(error), fence=True)
+        member.leave_behind(str(error))
+
+    def _await_lost(self) -> None:
+        """Give engines that were left behind a while to end their sessions."""
+        deadline = time.monotonic() + DETACH_TIMEOUT_S
+        for member in self._everyone:
+            member.await_end(deadline - time.monotonic())
+
+    def _end_sessions(self) -> None:
+        while self.sessions:
+            self.sessions.pop().close()
 
     def _settle(self) -> None:
         """The version is old from now on, unless an engine still lacks it."""

@@ -156,14 +156,14 @@ def _update(
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
-        results = transaction and (transaction.facts(), gpu_seconds, transaction.failed)
-        facts, gpu_seconds, failed = leader.share(results)
+        results = transaction and (transaction.sent, gpu_seconds, transaction.failed)
+        sent, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
         if transaction is not None:
             transaction.close(error)
         raise
-    tensors, nbytes, mapped_bytes = facts
+    tensors, nbytes, mapped_bytes = sent
     seconds = clock.seconds()
     return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)
 

@@ -1,7 +1,6 @@
 """The sending side of one update to the engines of one layout: chunks, and the vote."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
             f"a rank of the engine reports {excerpt(seconds)} as its seconds; install the same "
             f"sgl-fp8rl on both sides"
         )
-    return None if None in seconds else max(known)
+    return None if None in seconds else max(known, default=None)
 
 
 class UpdateSession:
@@ -71,6 +70,7 @@ class UpdateSession:
         """Have the engines open the memory that they will read."""
         if not self._open_members():
             return
+        self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
         self._packer = self.sender.share(self, self.plan, self.device)
         for member in self._open_members():
             member.connection.use(self.sender)
@@ -81,7 +81,8 @@ class UpdateSession:
     @property
     def known(self) -> set[str]:
         """Names of the shared memory that every rank of every engine has open."""
-        return set.intersection(*(m.ranks.known for m in self._open_members() if m.ranks))
+        known = [m.ranks.known for m in self._open_members() if m.ranks is not None]
+        return set.intersection(*known) if known else set()
 
     def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """Send a message to every rank of every engine and wait for their replies."""
@@ -148,8 +149,11 @@ class UpdateSession:
         if self.device is not None and part is not None:
             part = part.to(self.device)
             part = part if is_aligned(part) else part.clone()
-        with self._telling_the_ranks():
+        try:
             self._filler.put(index, None if part is None else (part, start))
+        except BaseException:
+            self._stop_ranks()
+            raise
 
     def fill_together(self, board: LeadersBoard) -> None:
         """From now on other ranks of the trainer lay in what they hold."""
@@ -165,10 +169,13 @@ class UpdateSession:
         """
         if not self._open_members():
             return None
-        with self._telling_the_ranks():
+        try:
             self._filler.finish()
             while self._in_flight:
                 self._wait_chunk()
+        except BaseException:
+            self._stop_ranks()
+            raise
         if self._packer is not None:
             self._packer.finish()
         return slowest_gpu(self.ask({"op": "finish"}))
@@ -177,6 +184,12 @@ class UpdateSession:
         """Plan the next stream as this one came."""
         if self.plan.streamed and self._came:
             self.sender.remember_stream(self.plan)
+
+    def close(self) -> None:
+        """End, once; memory that no engine has open is freed."""
+        self._stop_ranks()
+        self.sender.leave(self)
+        del self._filler  # it refers to here: a cycle would keep the trainer's tensors
 
     def _send_chunk(self, chunk: int) -> None:
         if self._board is not None:
@@ -192,7 +205,7 @@ class UpdateSession:
     def _await_slot(self, chunk: int) -> bool:
         while self._in_flight >= self.plan.manifest.slots:
             self._wait_chunk()
-        return True
+        return bool(self._open_members())  # or the bucket may be gone
 
     def _wait_chunk(self) -> None:
         self._wait()
@@ -201,15 +214,10 @@ class UpdateSession:
         if self._board is not None:
             self._board.allow(self._read + self.plan.manifest.slots)
 
-    @contextmanager
-    def _telling_the_ranks(self) -> Iterator[None]:
-        """Of a failure: they must not wait for a slot."""
-        try:
-            yield
-        except BaseException:
-            if self._board is not None:
-                self._board.abort()
-            raise
+    def _stop_ranks(self) -> None:
+        """Have the other ranks of the trainer wait for no slot any more."""
+        if self._board is not None:
+            self._board.abort()
 
     def _open_members(self) -> list[Participant]:
         return [member for member in self.members if member.ranks is not None]

@@ -150,7 +150,8 @@ def serve(
         retry = framing.RETRY_ON_HOST if isinstance(error, UnreachableMemoryError) else {}
         # now, not after the ranks agreed: the others wait until the trainer knows
         reply(peer, {"error": reason, **retry})
-        return Outcome(False, reason, session.dirty), None
+        # the trainer cannot say any more whether others go on; it tries again where memory fails
+        return Outcome(False, reason, session.dirty or (is_one_of > 1 and not retry)), None
     if peer is not None:
         peer.close()
     return Outcome(False, reason, session.dirty or is_one_of > 1, session.finished), None

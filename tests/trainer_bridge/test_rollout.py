@@ -35,7 +35,7 @@ class FakeEngine:
     """
 
     def __init__(self, *, version: int = 3, raw: bool = False, run: str = "a") -> None:
-        self.version, self.raw, self.run = version, raw, run
+        self.version, self.raw, self.run, self.state = version, raw, run, "serving"
         self.requests: list[dict[str, Any]] = []
         self.refused: dict[Any, EngineError] = {}
         """By the first token or letter of a prompt."""
@@ -43,7 +43,8 @@ class FakeEngine:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "status"}
-        return {"run": self.run, "version": self.version, "logprobs": {"raw": self.raw}}
+        serves = {"run": self.run, "version": self.version, "state": self.state}
+        return {**serves, "reason": "NaN", "logprobs": {"raw": self.raw}}
 
     def sample(
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
@@ -701,6 +702,19 @@ def test_engines_that_do_not_serve_are_left_out(caplog: pytest.LogCaptureFixture
         spread([Gone("status"), Gone("status")], PROMPTS)
     with pytest.raises(ValueError, match="engine 0 has"):
         rollout([late], PROMPTS, {}, expected_version=9)
+
+
+def test_a_quarantined_engine_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It has the version, but an update to the next one failed there."""
+    engines = [FakeEngine(version=4), FakeEngine(version=4)]
+    engines[0].state = "quarantined"
+    result = spread(engines, PROMPTS)
+    assert (result.errors, asked(engines[0])) == ({}, [])
+    assert "engine 0 is quarantined: NaN" in caplog.text
+    engines[1].state = "quarantined"
+    with pytest.raises(EngineError, match="quarantined") as held:
+        spread(engines, PROMPTS)
+    assert held.value.status == 503
 
 
 def test_an_engine_that_goes_away_loses_its_samples_alone() -> None:

@@ -422,6 +422,30 @@ def test_nothing_is_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
     assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
 
 
+def test_what_another_engine_has_open_is_not_freed(gpu: FakeGpu) -> None:
+    """One of two is updated alone: were all read in place, the bucket would be freed."""
+    sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
+    for engine in ("one", "two"):
+        sender.join(engine)
+    sender.share_with(["one"])
+    assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
+    sender.leave("two")
+    sender.share_with(["one"])
+    assert mapped(sender, named) == [True]
+    assert len(gpu.placed) == 1
+
+
+def test_a_board_is_for_as_many_ranks_as_fill() -> None:
+    sender = Sender(layout())
+    sender._bucket = HostBucket(64)
+    two = sender.board(2)
+    assert two is not None
+    assert sender.board(2) is two
+    four = sender.board(4)
+    assert four is not None
+    assert len(four._numbers) == len(two._numbers) + 2
+
+
 class GpuBucket:
     """A bucket that claims to lie on a GPU."""
 

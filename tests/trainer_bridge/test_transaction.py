@@ -1,11 +1,15 @@
 """One update of several engines: real transport, sockets and sessions, fake schedulers."""
 
+import gc
+import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
@@ -13,7 +17,7 @@ from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds
-from trainer_bridge import participant
+from trainer_bridge import participant, transaction
 from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket
@@ -205,6 +209,79 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
     assert "timed out" in result.failed["engine 0"]
     assert serves(engine, 0, tensors)
     assert states(slow) == [State.QUARANTINED]
+
+
+def test_others_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would give the trainer up meanwhile."""
+    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transaction, "DETACH_TIMEOUT_S", 0.1)
+    slow, engine, awake = engine_of(1), engine_of(1), threading.Event()
+    engine.silence_s = 5.0
+    monkeypatch.setattr(slow.ranks[0].memory, "open_bucket", lambda *_: awake.wait(30))
+    tensors = toy.checkpoint()
+    result = update(tensors, [slow, engine], version=0, require=1)
+    assert list(result.failed) == ["engine 0"]
+    assert serves(engine, 0, tensors)
+    assert states(slow) == [State.UPDATING]
+    awake.set()
+    slow.control({"op": "end"})
+    assert states(slow) == [State.QUARANTINED]
+
+
+def test_an_engine_of_its_own_layout_fails_at_the_vote() -> None:
+    """No engine of its session is left."""
+    engines, tensors = [failing_engine(), engine_of(1)], toy.checkpoint()
+    engines[0].bucket_bytes = SMALL
+    result = update(iter(tensors.items()), engines, version=0, require=1)
+    assert (list(result.failed), result.tensors) == (["engine 0"], len(tensors))
+    assert states(*engines) == [State.QUARANTINED, State.SERVING]
+
+
+def cannot_open(*_: Any) -> None:
+    raise ValueError("no bucket")
+
+
+def test_an_engine_that_fails_before_it_is_written_to(
+    monkeypatch: pytest.MonkeyPatch, buckets: list[HostBucket]
+) -> None:
+    """It does not go on with the version before; its failure does not free what others read."""
+    engines = [engine_of(1), engine_of(1)]
+    update(toy.checkpoint(), engines[0], version=0)
+    engines[0].ranks[0].memory.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(engines[0].ranks[0].memory, "open_bucket", cannot_open)
+        tensors = toy.checkpoint(1)
+        update(tensors, engines, version=1, require=1)
+    assert states(engines[0]) == [State.QUARANTINED]
+    assert serves(engines[1], 1, tensors)
+    assert [bucket.close.alive for bucket in buckets] == [True]
+    update(tensors, engines, version=1)
+    assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("bad", [False, True])
+def test_no_cycle_keeps_the_weights(engines: int, bad: bool) -> None:
+    """They may be gathered for this update, and need the memory of the next step."""
+
+    def updated() -> "weakref.ref[torch.Tensor]":
+        tensors = toy.checkpoint()
+        norm = tensors["norm.weight"]
+        norm[0] = float("nan") if bad else 1.0
+        targets = [engine_of(1) for _ in range(engines)]
+        try:
+            update(tensors, targets if engines > 1 else targets[0], version=0)
+        except EngineError:
+            assert bad
+        return weakref.ref(norm)
+
+    logging.disable(logging.CRITICAL)  # pytest keeps what is logged, with its frames
+    gc.disable()
+    try:
+        assert updated()() is None
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 def test_nan_is_written_to_none() -> None:

@@ -90,7 +90,7 @@ class LeadersBoard(Board):
         self._memory = HostBucket(_NAME_BYTES + 8 * (_FILLED + ranks))
         self._memory.content[:_NAME_BYTES] = _as_bytes(self._memory.name)
         super().__init__(self._memory.content, bucket.content, 0)
-        self.shared_bucket = bucket
+        self.made_for = bucket, ranks
         self.address = self._memory.name, self._memory.path, bucket.path
         """By which another process of this host and user opens it."""
 
