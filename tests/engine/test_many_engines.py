@@ -120,8 +120,10 @@ def test_two_ranks_update_two_servers(
 ) -> None:
     for version, checkpoint in enumerate(policies("qwen3")[1:3], start=1):
         words = run, checkpoint, version, *(server.address for server in servers)
-        (tmp_path / "arguments").write_text(" ".join(map(str, words)))
-        ranks.run(sharded_trainer, tmp_path, 2, COLLECTIVE_TIMEOUT_S)
+        folder = tmp_path / str(version)  # the ranks of each job meet in a folder of their own
+        folder.mkdir()
+        (folder / "arguments").write_text(" ".join(map(str, words)))
+        ranks.run(sharded_trainer, folder, 2, COLLECTIVE_TIMEOUT_S)
         for server in servers:
             assert_serves(server, checkpoint, version)
 
