@@ -59,13 +59,13 @@ wheel: $(VENV)/.ready
 	rm -rf build
 	$(VENV)/bin/python -m build --wheel --no-isolation
 
-# 9 GB each, 16 GB together: no bytecode of what is never imported; the wheels of torch are gone before
-# the others come; and large files that both have are kept once.
+# 9 GB each, 17 GB together: the wheels of torch are gone before the others come, and large files that
+# both have are kept once.
 .venv/%/.ready: constraints/sglang-%.txt pyproject.toml
 	$(PYTHON) -m venv .venv/$*
-	.venv/$*/bin/$(PIP) install --no-compile --constraint $< setuptools torch
+	.venv/$*/bin/$(PIP) install --constraint $< setuptools torch
 	$(PYTHON) -m tests.hardlink .venv/$*
-	.venv/$*/bin/$(PIP) install --no-compile --constraint $< "sglang==$*" --editable ".[dev,examples,trl]"
+	.venv/$*/bin/$(PIP) install --constraint $< "sglang==$*" --editable ".[dev,examples,trl]"
 	$(PYTHON) -m tests.hardlink .venv/$*
 	touch $@
 
