@@ -74,7 +74,7 @@ class Leader:
             return None
         found = [value]
         for key in keys[1:]:
-            _wait(partial(self._store.check, [key]), "another rank sent nothing")
+            _wait(partial(self._store.check, [key]), "another rank did not call it")
             found.append(pickle.loads(self._store.get(key)))
             self._store.delete_key(key)
         return found
@@ -86,23 +86,20 @@ class Leader:
         """
         if self.is_alone:
             return
-        count, refusal = f"{self._name}/confirmed", f"{self._name}/refusal"
         if self._leads:
-            self.attempt(self._hear, count, refusal)
+            self.attempt(self._hear)
             return
+        refusal = None
         try:
             check(*args)
         except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
-            self._store.set(refusal, f"on rank {dist.get_rank()}: {error}")
-        self._store.add(count, 1)
+            refusal = f"on rank {dist.get_rank()}: {error}"
+        self.collect(refusal)
 
-    def _hear(self, count: str, refusal: str) -> None:
-        _wait(lambda: self._store.add(count, 0) == self._followers, "another rank did not call it")
-        self._store.delete_key(count)
-        if self._store.check([refusal]):
-            sentence = self._store.get(refusal).decode()
-            self._store.delete_key(refusal)
-            raise ManifestError(sentence)
+    def _hear(self) -> None:
+        for refusal in self.collect(None) or ():
+            if refusal is not None:
+                raise ManifestError(refusal)
 
     def share(self, value: T) -> T:
         """The leader's value, on every rank.

@@ -63,8 +63,7 @@ class Participant:
         try:
             self.ranks = RankClients(begun.get("sockets"), begun.get("token"), timeout_s)
         except EngineError:
-            with suppress(EngineError):
-                control({"op": "end"})
+            self._end()
             self.connection.forget()
             raise
 
@@ -145,7 +144,7 @@ def participants_of(engines: Any) -> list[Participant]:
         for number, each in enumerate(engines)
     ]
     if not participants:
-        raise EngineError("there is no engine to update; pass one, or a list of them")
+        raise EngineError("the list of engines is empty; pass one engine or more")
     for number, each in enumerate(participants):
         if any(each.connection is other.connection for other in participants[:number]):
             raise EngineError(f"{each.name} comes twice; pass each engine once")

@@ -160,10 +160,10 @@ def rollout(
     _check_prompts(prompts)
     n, temperature, sampling_params = _read_sampling(sampling)
     serving, committed = serving_engines(engine, expected_version)
-    for engine in serving:
-        if engine.status["logprobs"]["raw"] and temperature != 1.0:
+    for each in serving:
+        if each.status["logprobs"]["raw"] and temperature != 1.0:
             raise ValueError(
-                f"rollout: {engine.name} returns raw logprobs but would sample at temperature "
+                f"rollout: {each.name} returns raw logprobs but would sample at temperature "
                 f"{temperature}; start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or use "
                 f"temperature 1"
             )

@@ -12,7 +12,6 @@ from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
-from trainer_bridge.packer import Packer
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
@@ -57,7 +56,6 @@ class UpdateSession:
     ) -> None:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
         self._kv_scales, self._lose = kv_scales, lose
-        self._packer: Packer | None = None
         self._board: LeadersBoard | None = None
         self._came: set[int] = set()
         self._order: list[str] = []
@@ -71,12 +69,11 @@ class UpdateSession:
         if not self._open_members():
             return
         self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
-        self._packer = self.sender.share(self, self.plan, self.device)
+        packer = self._filler.packer = self.sender.share(self, self.plan, self.device)
         for member in self._open_members():
             member.connection.use(self.sender)
-        if self._packer is not None:
-            self._packer.begin()
-            self._filler.packer = self._packer
+        if packer is not None:
+            packer.begin()
 
     @property
     def known(self) -> set[str]:
@@ -176,8 +173,8 @@ class UpdateSession:
         except BaseException:
             self._stop_ranks()
             raise
-        if self._packer is not None:
-            self._packer.finish()
+        if self._filler.packer is not None:
+            self._filler.packer.finish()
         return slowest_gpu(self.ask({"op": "finish"}))
 
     def committed(self) -> None:

@@ -125,7 +125,7 @@ def test_an_engine_that_is_updated_alone_again(buckets: list[HostBucket]) -> Non
 @pytest.mark.parametrize(
     ("engines", "require", "sentence"),
     [
-        ([], None, "no engine"),
+        ([], None, "list of engines is empty"),
         (["http://a:1", "http://b:1", "http://a:1"], None, "http://a:1 comes twice"),
         (["http://a:1"], 2, "require is 2 of 1"),
         (["http://a:1"], 0, "require is 0"),
@@ -191,7 +191,7 @@ def test_too_few_are_left() -> None:
 @pytest.mark.guarantee("several-engines", fault="one of two engines misses the deadline")
 def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had written nothing, and does not serve the version before either."""
-    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 5.0)  # the other has it too
     slow, engine, awake = engine_of(1), engine_of(1), threading.Event()
     memory = slow.ranks[0].memory
     opened = memory.open_bucket
@@ -202,7 +202,7 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory, "open_bucket", hang)
     tensors = toy.checkpoint()
-    timer = threading.Timer(3.0, awake.set)
+    timer = threading.Timer(7.0, awake.set)
     timer.start()
     result = update(tensors, [slow, engine], version=0, require=1)
     timer.join()
@@ -213,10 +213,10 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
 
 def test_others_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would give the trainer up meanwhile."""
-    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 5.0)
     monkeypatch.setattr(transaction, "DETACH_TIMEOUT_S", 0.1)
     slow, engine, awake = engine_of(1), engine_of(1), threading.Event()
-    engine.silence_s = 5.0
+    engine.silence_s = 15.0
     monkeypatch.setattr(slow.ranks[0].memory, "open_bucket", lambda *_: awake.wait(30))
     tensors = toy.checkpoint()
     result = update(tensors, [slow, engine], version=0, require=1)
