@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.policy import Policy
+from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
 from trainer_bridge import connections
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
@@ -20,27 +21,13 @@ from trainer_bridge.transport.host_memory import HostBucket
 
 pytestmark = pytest.mark.timeout(60)
 
-BF16 = torch.bfloat16
-BUCKET_BYTES = 8192
-HOST = torch.device("cpu")
-CUDA = [torch.device("cuda", index) for index in range(2)]
-GPU = "GPU-00000000-0000-0000-0000-000000000000"
-
 
 class Client:
     """An engine that only tells its layout."""
 
-    def __init__(self, gpus: tuple[str, ...] = (), **layout: Any) -> None:
+    def __init__(self, state: str = "serving") -> None:
         self.asked = 0
-        self.layout = {
-            "dtype": "bfloat16",
-            "bucket_bytes": BUCKET_BYTES,
-            "state": "serving",
-            "fp32": [],
-            "formats": {},
-            "gpus": list(gpus),
-            **layout,
-        }
+        self.layout = {**layout(), "state": state}
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "layout"}

@@ -2,7 +2,9 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -333,8 +335,9 @@ def test_parts_come_in_order_from_halves_that_take_turns(sockets: Sockets) -> No
     assert sockets.ops == ["layout", "begin", "end"]
 
 
-def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) -> None:
-    """A rank that is slow with the first chunk still finds its values there."""
+@contextmanager
+def update_while_a_rank_reads(sockets: Sockets, count: int) -> Iterator[threading.Thread]:
+    """An update of ``count`` vectors, whose second rank reads its first chunk until the end."""
     slow = threading.Event()
 
     def answer(message: dict[str, Any]) -> dict[str, Any]:
@@ -344,40 +347,34 @@ def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) ->
 
     sockets.ranks[1].answer = answer
     trainer = threading.Thread(
-        target=update, args=(vectors(3), sockets), kwargs={"version": 0}, daemon=True
+        target=update, args=(vectors(count), sockets), kwargs={"version": 0}, daemon=True
     )
     trainer.start()
+    deadline = time.monotonic() + 20
+    while not sockets.ranks[0].chunks and time.monotonic() < deadline:
+        time.sleep(0.01)
     trainer.join(0.5)
-    assert trainer.is_alive()  # v0's half is still being read, so v2 must wait
+    yield trainer
     slow.set()
     trainer.join(20)
     assert not trainer.is_alive()
     for rank in sockets.ranks:
         rank.join()
+
+
+def test_a_half_is_not_filled_before_all_ranks_have_read_it(sockets: Sockets) -> None:
+    """A rank that is slow with the first chunk still finds its values there."""
+    with update_while_a_rank_reads(sockets, 3) as trainer:
+        assert trainer.is_alive()  # v0's half is still being read, so v2 must wait
+    for rank in sockets.ranks:
         assert first_of_each_part(rank) == [0.0, 1.0, 2.0]
 
 
 def test_the_next_chunk_waits_for_the_only_slot(one_slot: None, sockets: Sockets) -> None:
     """It holds two of the vectors."""
-    slow = threading.Event()
-
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
-        if message.get("op") == "chunk":
-            slow.wait(20)
-        return DONE
-
-    sockets.ranks[1].answer = answer
-    trainer = threading.Thread(
-        target=update, args=(vectors(6), sockets), kwargs={"version": 0}, daemon=True
-    )
-    trainer.start()
-    trainer.join(0.5)
-    assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
-    slow.set()
-    trainer.join(20)
-    assert not trainer.is_alive()
+    with update_while_a_rank_reads(sockets, 6):
+        assert len(sockets.ranks[0].chunks) == 1  # the other rank still reads it
     for rank in sockets.ranks:
-        rank.join()
         found = [torch.frombuffer(bytearray(b), dtype=torch.float32)[::64] for b in rank.chunks]
         assert [pair.tolist() for pair in found] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
