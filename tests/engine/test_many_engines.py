@@ -93,13 +93,15 @@ def test_both_serve_what_was_committed(servers: list[Server], policies: Policies
     assert send(servers, policies("qwen3")[1], version, run).failed == {}
     for server in servers:
         assert_serves(server, policies("qwen3")[1], version)
-    prompts = [PROMPT, PROMPT[:5], PROMPT]
-    engines = [server.address for server in servers]
-    sampled = trainer_bridge.rollout(engines, prompts, GREEDY, expected_version=version)
-    assert sampled.policy_versions == [version]
-    assert sampled.tokens[0] == sampled.tokens[2]
-    alone = trainer_bridge.rollout(engines[1], prompts[1:2], GREEDY)
-    assert sampled.tokens[1] == alone.tokens[0]
+    prompts, engines = [PROMPT, PROMPT[:5]], [server.address for server in servers]
+    sampled = []
+    for order in (engines, engines[::-1]):  # each samples what the other did, alone and uncached
+        for server in servers:
+            server.flush()
+        sampled.append(trainer_bridge.rollout(order, prompts, GREEDY, expected_version=version))
+        assert sampled[-1].policy_versions == [version]
+        assert sampled[-1].prompt_tokens == prompts
+    assert sampled[0].tokens == sampled[1].tokens
 
 
 def sharded_trainer(rank: int, folder: Path) -> None:
