@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -45,6 +46,8 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 DERIVED = ".cos_sin_cache"
 """The only buffers: they depend on no weight."""
 
+ON_ONE_GPU = [sys.executable, "-m", "tests.gpu.one_gpu"]
+
 Digest = dict[str, dict[str, Any]]
 """``sha256``, ``address``, ``dtype`` and ``shape`` of each parameter and buffer."""
 
@@ -56,7 +59,12 @@ def start_server(
     common: dict[str, Any] = FLAGS,
     **flags: Any,
 ) -> Server:
-    """An SGLang server with the flags that the GPU needs, and ``flags``; False leaves one out."""
+    """An SGLang server with the flags that the GPU needs, and ``flags``; False leaves one out.
+
+    Its ranks share a GPU where there are fewer GPUs than ranks.
+    """
+    is_shared = 0 < torch.cuda.device_count() < flags.get("tp_size", 1)
+    launch = ON_ONE_GPU if is_shared else LAUNCH_SERVER
     arguments: list[str] = []
     for name, value in (common | flags).items():
         if value is False:
@@ -67,7 +75,7 @@ def start_server(
     # /health answers without a request of its own, which would run beside those of a test
     quiet = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     environment = quiet | (environment or {})
-    return Server(log, LAUNCH_SERVER, checkpoint, *arguments, environment=environment)
+    return Server(log, launch, checkpoint, *arguments, environment=environment)
 
 
 def start_engine(log: Path, checkpoint: Path, **options: Any) -> EngineProcess:

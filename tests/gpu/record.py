@@ -67,10 +67,10 @@ def run_part(out: Path, files: list[str], alone: bool, variables: dict[str, str]
 def environment() -> dict[str, str]:
     """GPUs, driver, versions and commit."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")
+    gpus = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
     name, driver = gpus[0].rsplit(", ", 1)
     return {
-        "gpu": name,
+        "gpu": f"{len(gpus)} x {name}",
         "driver": driver,
         "commit": os.environ.get("FP8RL_COMMIT") or suites.commit(),
         **{package: installed(package) for package in PACKAGES},

@@ -1,8 +1,8 @@
 """Run all that needs GPUs, as much at once as they allow: ``python -m tests.gpu.schedule FOLDER``.
 
-First parts that share a GPU, then those marked ``alone``, one on each GPU, and the soak. Names of
-files behind the folder run only these. ``FOLDER`` gets a record, a log and measured values of each
-part (``record.py``).
+First parts that share a GPU, then those marked ``alone``, one on each GPU, and the soak, then what
+sees all GPUs. Names of files behind the folder run only these. ``FOLDER`` gets a record, a log and
+measured values of each part (``record.py``).
 """
 
 import os
@@ -18,12 +18,12 @@ import torch
 
 from tests.gpu import record
 
-SHARE = 4
+SHARE = 5
 """Parts that run on one GPU at a time; engines of several fit into its memory."""
 SOAK_UPDATES = 200
 TOGETHER = (
-    ("two_gpus",),
     ("backends",),
+    ("load",),
     ("updates",),
     ("oracle",),
     ("in_flight",),
@@ -34,7 +34,7 @@ TOGETHER = (
     ("flashinfer_plans", "kv_attention", "activation", "correction", "precision"),
     ("expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
 )
-"""Files of a part, the longest first. ``two_gpus`` sees all GPUs."""
+"""Files of a part, the longest first."""
 ALONE = (
     ("load",),
     ("memory_saver", "cuda_memory"),
@@ -42,6 +42,7 @@ ALONE = (
     ("kv_cache",),
     ("updates",),
 )
+ON_ALL_GPUS = "two_ranks"
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -56,8 +57,7 @@ def job(folder: Path, names: tuple[str, ...], alone: bool) -> tuple[str, Job]:
     files = [f"tests/gpu/test_{name}.py" for name in names]
 
     def run(gpus: str) -> int:
-        visible = {"CUDA_VISIBLE_DEVICES": gpus}
-        environment = os.environ | ENVIRONMENT | ({} if "two_gpus" in names else visible)
+        environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus}
         return record.run_part(folder / f"{name}.json", files, alone, environment)
 
     return name, run
@@ -117,7 +117,11 @@ def main() -> int:
 
     failed = run_all(chosen(TOGETHER, alone=False), SHARE)
     soaks = [soak(folder)] if not wanted or "soak" in wanted else []
-    return int(failed + run_all([*soaks, *chosen(ALONE, alone=True)], 1) > 0)
+    failed += run_all([*soaks, *chosen(ALONE, alone=True)], 1)
+    if not wanted or ON_ALL_GPUS in wanted:
+        _, run = job(folder, (ON_ALL_GPUS,), alone=False)
+        failed += run(",".join(map(str, range(torch.cuda.device_count())))) != 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tests.gpu.policies import (
     write_checkpoint,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+pytestmark = pytest.mark.gpu
 
 SHARD_BYTES = 512 << 20  # a layer is 368 MiB, the embedding and the head 256 MiB each
 BESIDE_BYTES = 512 << 20
@@ -85,6 +85,7 @@ class Watch:
             thread.join()
 
 
+@pytest.mark.alone
 def test_peak_memory_of_a_load(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

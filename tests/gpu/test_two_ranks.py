@@ -1,4 +1,4 @@
-"""Tensor and expert parallel over two GPUs: a trainer on one of them reaches both ranks."""
+"""Tensor and expert parallel over two ranks, each on a GPU of its own where there are two."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from tests.gpu.engines import (
     Answers,
     digests_of,
     sha256,
-    start_engine,
     start_server,
     storage,
     together,
@@ -34,10 +33,7 @@ from tests.gpu.sizes import HERE
 from tests.gpu.trainers import Trainer
 from trainer_bridge.update import UpdateResult
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 TP = 2
 SIZES = [1, 3, 8]
@@ -83,7 +79,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         first, final = (write_checkpoint(shape, draw(shape, n), folder / str(n)) for n in (0, last))
         with together(
             partial(start_server, logs / "server.log", first, **flags),
-            partial(start_engine, logs / "fresh.log", final, **flags),
+            partial(start_server, logs / "fresh.log", final, **flags),
         ) as (server, fresh):
             yield _update(shape, request.param[1], server, Answers.of(fresh, SIZES))
 
@@ -93,18 +89,19 @@ def _update(shape: Shape, ep_size: int, server: Server, fresh: Answers) -> Run:
     answers = [Answers.of(server, SIZES)]
     trainer = Trainer(shape)
     results: dict[str, UpdateResult] = {}
-    elsewhere = {name: t.to("cuda:1") for name, t in draw(shape, 4).items()}
+    last_gpu = torch.device("cuda", torch.cuda.device_count() - 1)
+    elsewhere = {name: t.to(last_gpu) for name, t in draw(shape, 4).items()}
     sends = {
         "bucket": lambda: trainer.become(draw(shape, 1)),
         "mapped": lambda: trainer.become(draw(shape, 2)),
         "codes": lambda: codes_and_scales(draw(shape, 3)),
-        "other GPU": lambda: elsewhere,
+        "elsewhere": lambda: elsewhere,
         "new tensors": lambda: draw(shape, 5),
     }
     for name, tensors in sends.items():
         results[name] = update(server, tensors())
-        if name == "other GPU":
-            results["other GPU, mapped"] = update(server, elsewhere)
+        if name == "elsewhere":
+            results["elsewhere, mapped"] = update(server, elsewhere)
         digests.append(digests_of(server))
         answers.append(Answers.of(server, SIZES))
     wanted = [
@@ -120,14 +117,14 @@ def _update(shape: Shape, ep_size: int, server: Server, fresh: Answers) -> Run:
     return Run(held, wanted, moved, answers, results, fresh)
 
 
-@pytest.mark.guarantee("all-or-none", fault="two GPUs, every byte compared")
+@pytest.mark.guarantee("all-or-none", fault="two ranks, every byte compared")
 def test_every_byte_of_both_ranks_is_the_reference(run: Run) -> None:
     for version, (held, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
         assert held == wanted, f"after update {version}"
     assert run.held[0][0] != run.held[0][1]
 
 
-@pytest.mark.guarantee("in-place", fault="two GPUs, every address compared")
+@pytest.mark.guarantee("in-place", fault="two ranks, every address compared")
 def test_nothing_moved(run: Run) -> None:
     assert run.moved == [0] * len(run.moved)
 
@@ -139,9 +136,9 @@ def test_a_fresh_engine_answers_the_same(run: Run) -> None:
 
 
 def test_what_stays_in_place_is_read_in_place(run: Run) -> None:
-    """By the rank on the other GPU too."""
+    """By the rank on another GPU too, where there are two."""
     mapped = {name for name, result in run.results.items() if result.mapped_bytes > 0}
-    assert mapped == {"mapped", "other GPU, mapped"}
+    assert mapped == {"mapped", "elsewhere, mapped"}
 
 
 @pytest.mark.timeout(600)

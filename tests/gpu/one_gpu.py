@@ -1,0 +1,29 @@
+"""SGLang's server with all its ranks on one GPU: ``python -m tests.gpu.one_gpu``, flags as ever.
+
+NCCL refuses two ranks on one GPU of a host, so each process says that it is a host of its own
+(https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, NCCL_HOSTID). They then talk
+over sockets: results are those of two GPUs, speed is not.
+"""
+
+import os
+import runpy
+
+# in the ranks too, which import this module before they start
+os.environ["NCCL_HOSTID"] = str(os.getpid())
+
+
+def main() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    check = ServerArgs.check_server_args
+
+    def checked(arguments: ServerArgs) -> None:
+        check(arguments)
+        arguments.gpu_id_step = 0  # which no flag can say
+
+    ServerArgs.check_server_args = checked  # type: ignore[method-assign]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
