@@ -206,7 +206,9 @@ def duration(seconds: float) -> str:
 
 
 def commit() -> str:
-    """The commit, with a mark where files differ from it."""
+    """The commit, with a mark where files differ from it; that of a copy is in ``FP8RL_COMMIT``."""
+    if named := os.environ.get("FP8RL_COMMIT"):
+        return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         return subprocess.run(

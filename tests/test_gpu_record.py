@@ -1,4 +1,4 @@
-"""Joining the parts of a GPU run: what must not be called a pass is refused."""
+"""The record of GPU runs: what must not be called a pass is refused."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import schedule
-from tests.gpu.record import HERE, PACKAGES, Part, join
+from tests.gpu.record import HERE, PACKAGES, Part, merged, page
 
 FILES = {"test_a.py", "test_b.py"}
 
@@ -30,32 +30,39 @@ def part(name: str, **fields: Any) -> Part:
     }
 
 
-def test_the_record_names_commit_gpu_and_counts() -> None:
-    record = join([part("test_a.py"), part("test_b.py")], FILES)
+def test_the_page_names_commit_gpu_and_counts() -> None:
+    made = page([part("test_a.py"), part("test_b.py")], FILES)
     for fact in ("abc1234", "NVIDIA H200", "14 passed", "2 skipped", "2:02", "torch 1.0"):
-        assert fact in record
+        assert fact in made
+    assert "Not recorded" not in made
+    assert "Not recorded: test_b.py" in page([part("test_a.py")], FILES)
 
 
-def test_rows_are_in_the_order_of_the_files_not_of_the_parts() -> None:
-    files = ["test_d.py", "test_a.py"]
-    whole = part("", files=files), part("test_c.py"), part("test_b.py")
-    rows = [line for line in join(list(whole), {*files}).splitlines() if line.startswith("|")][2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| a, d", "| b", "| c"]
+def test_rows_are_in_the_order_of_the_files_under_their_commit() -> None:
+    files = ["tests/gpu/test_d.py", "tests/gpu/test_a.py"]
+    later = part("test_c.py", commit="def5678")
+    made = page(merged([], [later, part("", files=files), part("test_b.py")]), set())
+    found = re.findall(r"^## (\w+)|^\| ([a-d][a-d, ]*) \|", made, re.MULTILINE)
+    assert [one or other for one, other in found] == ["abc1234", "a, d", "b", "def5678", "c"]
+
+
+def test_a_part_replaces_what_ran_of_its_files_before() -> None:
+    alone = part("test_a.py", alone=True)
+    old = [part("", files=["test_a.py", "test_b.py"]), alone, part("test_c.py")]
+    new = part("", files=["test_a.py"], commit="def5678")
+    assert merged(old, [new]) == [new, alone, old[2]]
 
 
 @pytest.mark.parametrize(
     ("second", "fault"),
     [
-        ({"commit": "def5678"}, "different commit: abc1234, def5678"),
-        ({"sglang": "2.0"}, "different sglang"),
         ({"failures": ["test_b"], "status": 1}, "test_b"),
         ({"status": 2}, "not all tests passed"),
-        ({"files": ["tests/gpu/test_a.py"]}, r"did not run: test_b\.py"),
     ],
 )
-def test_what_is_not_a_whole_pass_is_refused(second: dict[str, Any], fault: str) -> None:
+def test_what_failed_is_not_recorded(second: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        join([part("test_a.py"), part("test_b.py", **second)], FILES)
+        merged([], [part("test_a.py"), part("test_b.py", **second)])
 
 
 def test_every_file_is_scheduled() -> None:

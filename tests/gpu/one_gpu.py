@@ -13,13 +13,16 @@ os.environ["NCCL_HOSTID"] = str(os.getpid())
 
 
 def main() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # before this import, as SGLang does: they add flags
     from sglang.srt.server_args import ServerArgs
 
     check = ServerArgs.check_server_args
 
     def checked(arguments: ServerArgs) -> None:
         check(arguments)
-        arguments.gpu_id_step = 0  # which no flag can say
+        object.__setattr__(arguments, "gpu_id_step", 0)  # refused as a flag, frozen by now
 
     ServerArgs.check_server_args = checked  # type: ignore[method-assign]
     runpy.run_module("sglang.launch_server", run_name="__main__")

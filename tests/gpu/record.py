@@ -1,19 +1,19 @@
-"""What parts of ``tests/gpu`` did (``schedule.py``), and all of it in one record.
+"""What each part of ``tests/gpu`` did when it last ran (``schedule.py``), in ``tests/GPU.md``.
 
     python -m tests.gpu.schedule FOLDER
-    python -m tests.gpu.record join FOLDER/*.json > tests/GPU.md
+    python -m tests.gpu.record FOLDER/*.json
 
-``join`` fails where a file of ``tests/gpu`` is missing, a test failed, or the parts are of several
-commits. The commit of a copy without a repository is taken from ``FP8RL_COMMIT``.
+Parts that did not run again keep their rows. Nothing is recorded where a test failed. The commit of
+a copy without a repository is taken from ``FP8RL_COMMIT``.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from tests import run as suites
 HERE = Path(__file__).parent
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python")
 SUMS = ("passed", "skipped", "seconds")
+FIELDS = ("files", "alone", *SUMS, "date", "gpu", "driver", "commit", *PACKAGES)
+"""Of a part that are kept."""
+PARTS = HERE.parent / "gpu_parts.json"
+PAGE = HERE.parent / "GPU.md"
+HEADER = "| files | passed | skipped | time | date (UTC) |\n|---|---|---|---|---|"
 Part = dict[str, Any]
 
 
@@ -72,7 +77,7 @@ def environment() -> dict[str, str]:
     return {
         "gpu": f"{len(gpus)} x {name}",
         "driver": driver,
-        "commit": os.environ.get("FP8RL_COMMIT") or suites.commit(),
+        "commit": suites.commit(),
         **{package: installed(package) for package in PACKAGES},
     }
 
@@ -84,56 +89,68 @@ def installed(package: str) -> str:
         return "absent"
 
 
-def join(parts: list[Part], files: set[str]) -> str:
-    """The record of all parts, as Markdown.
-
-    Args:
-        files: names of the files that must have run.
+def merged(old: list[Part], new: list[Part]) -> list[Part]:
+    """The parts that ran last.
 
     Raises:
-        ValueError: a test failed, a file did not run, or the parts do not belong together.
+        ValueError: a test of a new part failed.
     """
-    for field in ("commit", "gpu", "driver", *PACKAGES):
-        if len(values := {part[field] for part in parts}) != 1:
-            raise ValueError(f"the parts are of different {field}: {', '.join(sorted(values))}")
-    failures = [name for part in parts for name in part["failures"]]
-    if failures or any(part["status"] for part in parts):
+    failures = [name for part in new for name in part["failures"]]
+    if failures or any(part["status"] for part in new):
         raise ValueError(f"not all tests passed: {', '.join(failures) or 'see the logs'}")
-    if missing := files - {Path(file).name for part in parts for file in part["files"]}:
-        raise ValueError(f"did not run: {', '.join(sorted(missing))}")
-    first = parts[0]
-    versions = ", ".join(f"{package} {first[package]}" for package in PACKAGES)
+    again = {(file, part["alone"]) for part in new for file in part["files"]}
+    kept = [p for p in old if not again & {(file, p["alone"]) for file in p["files"]}]
+    return sorted([*kept, *new], key=label)
+
+
+def label(part: Part) -> str:
+    names = sorted(Path(file).stem.removeprefix("test_") for file in part["files"])
+    return f"{', '.join(names)}{' (alone)' if part['alone'] else ''}"
+
+
+def page(parts: list[Part], files: set[str]) -> str:
+    """The parts, as Markdown.
+
+    Args:
+        files: names of all files; those of no part are named.
+    """
     totals = {field: sum(part[field] for part in parts) for field in SUMS}
+    missing = files - {Path(file).name for part in parts for file in part["files"]}
     lines = [
-        f"# The last run of `tests/gpu`: commit {first['commit']}",
+        "# The last run of each part of `tests/gpu`",
         "",
-        f"{first['gpu']}, driver {first['driver']}, {versions}. {totals['passed']} passed, "
-        f"{totals['skipped']} skipped, {suites.duration(totals['seconds'])} in {len(parts)} parts "
-        f"(`tests/gpu/schedule.py`).",
-        "",
-        "| files | passed | skipped | time | date (UTC) |",
-        "|---|---|---|---|---|",
+        f"{totals['passed']} passed, {totals['skipped']} skipped, "
+        f"{suites.duration(totals['seconds'])} in {len(parts)} parts (`tests/gpu/schedule.py`), "
+        "several at a time.",
+        *(["", f"Not recorded: {', '.join(sorted(missing))}."] if missing else []),
     ]
-    rows = [
-        f"| {', '.join(sorted(Path(file).stem.removeprefix('test_') for file in part['files']))}"
-        f"{' (alone)' if part['alone'] else ''} "
-        f"| {part['passed']} | {part['skipped']} "
-        f"| {suites.duration(part['seconds'])} | {part['date']} |"
-        for part in parts
-    ]
-    return "\n".join([*lines, *sorted(rows)])
+    for environment, those in groupby(sorted(parts, key=_environment), key=_environment):
+        lines += ["", f"## {environment}", "", HEADER]
+        lines += [
+            f"| {label(part)} | {part['passed']} | {part['skipped']} "
+            f"| {suites.duration(part['seconds'])} | {part['date']} |"
+            for part in those
+        ]
+    return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    match sys.argv[1:]:
-        case ["join", first, *others]:
-            parts = [json.loads(Path(path).read_text()) for path in (first, *others)]
-            print(join(parts, {path.name for path in HERE.glob("test_*.py")}))
-            outcomes = [part["outcomes"] for part in parts]
-            guarantees.keep(guarantees.GPU, outcomes, parts[0]["commit"])
-            return 0
-    sys.exit(__doc__)
+def _environment(part: Part) -> str:
+    versions = ", ".join(f"{package} {part[package]}" for package in PACKAGES)
+    return f"{part['commit']}: {part['gpu']}, driver {part['driver']}, {versions}"
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    new = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    parts = merged(json.loads(PARTS.read_text()) if PARTS.exists() else [], new)
+    stored = [{field: part[field] for field in FIELDS} for part in parts]
+    PARTS.write_text(json.dumps(stored, indent=1) + "\n")
+    PAGE.write_text(page(parts, {path.name for path in HERE.glob("test_*.py")}))
+    for commit in {part["commit"] for part in new}:
+        outcomes = [part["outcomes"] for part in new if part["commit"] == commit]
+        guarantees.keep(guarantees.GPU, outcomes, commit)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

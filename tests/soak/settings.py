@@ -25,10 +25,14 @@ class Setting:
     """Of |logprob of the engine - of the reference|, for one token.
 
     Measured on a CPU: at most 2.2 of 39,000 tokens, 0.16 on average. The version before is 18 from
-    them on average, and more than 3 from 98.9% of them.
+    them on average, and more than 3 from 98.9% of them. On an H200, with more layers: 2.8 of
+    50,000, 0.29 on average, 22 from the version before.
     """
     segment_bound: float
-    """Of the same, the mean over the tokens of one version in one sequence. Measured: 0.42."""
+    """Of the same, the mean over the tokens of one version in one sequence.
+
+    Measured: 0.42, and 0.72 on an H200.
+    """
     policies: int = 4
 
 
@@ -65,10 +69,8 @@ SETTINGS = {
             DENSE.name, DENSE.hidden, DENSE.intermediate, DENSE.kv_heads, layers=4, vocabulary=4096
         ),
         _start_on_gpu,
-        # Twice those of a CPU until they are measured: with four layers a reference in BF16 is off
-        # by 0.55 of a random token, with two by 0.35.
-        token_bound=8.0,
-        segment_bound=2.0,
+        token_bound=5.0,
+        segment_bound=1.25,
     ),
 }
 
