@@ -22,8 +22,8 @@ STEPS, CHECKPOINT_EVERY = 4, 2
 KILL_AFTER = 3  # steps in the log: one more than the checkpoint has
 SETTINGS = {
     "steps": STEPS,
-    "demonstrations": 60,
-    "demonstration_batch": 16,
+    "demonstrations": 10,
+    "demonstration_batch": 4,
     "prompts": 2,
     "group": 2,
     "evaluation_problems": 2,
