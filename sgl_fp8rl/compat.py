@@ -176,6 +176,7 @@ _ATTENTION = "sglang.srt.layers.attention"
 ATTENTION_BACKENDS = {
     "torch_native": f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
     "flashinfer": f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
+    "fa3": f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend",
     "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
 }
 """Class by SGLang's name of the backend."""

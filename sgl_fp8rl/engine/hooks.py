@@ -26,8 +26,12 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
         IncompatibleSGLangError: SGLang lacks a function to wrap.
     """
     decoding = kv_attention.xqa_decode if decode == backends.XQA else kv_attention.folded_decode
+    extend = kv_attention.folded_extend
+    if prefill == backends.FA3:
+        extend = kv_attention.fa3_extend
+        kv_attention.fa3_descales(model)
     hooks: dict[str, Hook] = {
-        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": kv_attention.folded_extend,
+        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": extend,
         f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
     }
     if decode == backends.XQA:

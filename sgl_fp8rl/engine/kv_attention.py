@@ -13,6 +13,7 @@ from sgl_fp8rl.engine.kv_calibrate import calibrate
 from sgl_fp8rl.kv_cache.quant_error import observe
 from sgl_fp8rl.kv_cache.scales import LayerKV
 from sgl_fp8rl.kv_cache.split_kv import sm_count
+from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 SEMAPHORE_BYTES = 8 << 20
 """Bytes at the start of the workspace that FlashInfer's call of XQA reserves for semaphores."""
@@ -70,18 +71,49 @@ def folded_extend(
         out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return out  # type: ignore[no-any-return]
     if save_kv_cache and k is not None:
-        if mine.is_due:
-            calibrate(mine, q, k, v)
         ragged = bool(getattr(backend.forward_metadata, "use_ragged", False))
-        codes = _store(backend, mine, k, v, layer, forward_batch, read_back=ragged)
-        if mine.is_observed:
-            caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-            observe(mine, k, v, forward_batch.out_cache_loc, caches)
+        codes = _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=ragged)
         if codes is not None:
             k, v = codes
     q = _times_heads(q, mine.k_scale_h)
     out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
     return _times_heads(out, mine.v_scale_h, out=out)
+
+
+def fa3_extend(
+    original: Any,
+    backend: Any,
+    q: torch.Tensor,
+    k: Any,
+    v: Any,
+    layer: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """AROUND ``FlashAttentionBackend.forward_extend``: FP8 attention over the cache.
+
+    SGLang casts q to E4M3 without a scale and without saturation, so it is given codes of q. What
+    q was divided by is in the descale of K, which SGLang takes from the layer (``fa3_descales``).
+    """
+    mine = layer_kv(layer)
+    if mine is None:
+        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return out  # type: ignore[no-any-return]
+    if save_kv_cache and k is not None:
+        _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=False)
+    q = _times_heads(q, mine.q_factor_h, out=torch.empty_like(q, dtype=FP8_DTYPE))
+    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
+    return out  # type: ignore[no-any-return]
+
+
+def fa3_descales(model: torch.nn.Module) -> None:
+    """Give each layer with an FP8 KV cache of ours the descales that SGLang passes to FA3: views
+    of our buffers, one for each KV head, which an update writes in place.
+    """
+    for layer in model.modules():
+        if (mine := layer_kv(layer)) is not None:
+            layer.k_scale, layer.v_scale = mine.fa3_k_scale_h, mine.v_scale_h
 
 
 def xqa_decode(
@@ -151,6 +183,26 @@ def xqa_decode(
         kv_layout="HND",
     )
     return out.view(-1, layer.tp_q_head_num * dim)
+
+
+def _store_prefill(
+    backend: Any,
+    mine: LayerKV,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    read_back: bool,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """``_store``, with the scales measured before it and the error after it where that is due."""
+    if mine.is_due:
+        calibrate(mine, q, k, v)
+    codes = _store(backend, mine, k, v, layer, forward_batch, read_back)
+    if mine.is_observed:
+        caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        observe(mine, k, v, forward_batch.out_cache_loc, caches)
+    return codes
 
 
 def _store(

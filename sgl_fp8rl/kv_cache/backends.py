@@ -1,7 +1,7 @@
 """Select attention backends for an FP8 KV cache, and refuse those that cannot apply scales.
 
-This happens before SGLang resolves its arguments, because its default on Hopper (FA3) casts q to
-FP8 unscaled. The user's own choice is kept or refused with an error, never replaced.
+This happens before SGLang resolves its arguments, whose default on Hopper is FA3 for prefill and
+decode. The user's own choice is kept or refused with an error, never replaced.
 """
 
 import logging
@@ -16,6 +16,7 @@ FP8_KV = "fp8_e4m3"
 UNQUANTIZED = (None, "auto", "bf16", "bfloat16")
 XQA = "trtllm_mha"
 """SGLang's name of the backend that decodes with FlashInfer's XQA kernel on Hopper."""
+FA3 = "fa3"
 XQA_PAGE_SIZE = 64
 XQA_PAGE_SIZES = (16, 32, 64, 128)
 HOPPER = 9
@@ -35,6 +36,7 @@ Capability = tuple[int, int] | None
 REASONS = {
     "torch_native": "the backend of the CPU platform; scales are folded into q and out",
     "flashinfer": "its FA2 kernels attend to codes with scales folded into q and out",
+    FA3: "FP8 attention; q is cast under a factor that K's descale undoes",
     XQA: "XQA decodes FP8 KV fastest on Hopper, and takes scales as device tensors",
 }
 """Why each backend is selected for an FP8 KV cache."""
@@ -58,7 +60,7 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
     settings: dict[str, str | int] = {}
     if both is None:
         # SGLang reads this one in some places even if both others are set
-        settings["attention_backend"] = "flashinfer"
+        settings["attention_backend"] = prefill or "flashinfer"
     if prefill is None:
         settings["prefill_attention_backend"] = "flashinfer"
     if decode is None:
@@ -94,8 +96,9 @@ def scaled_backends(capability: Capability) -> dict[str, tuple[str, ...]]:
     """The backends that apply KV scales on a device, for each phase."""
     if capability is None:
         return {"prefill": ("torch_native",), "decode": ("torch_native",)}
-    xqa = (XQA,) if capability[0] == HOPPER else ()
-    return {"prefill": ("flashinfer",), "decode": (*xqa, "flashinfer")}
+    if capability[0] == HOPPER:
+        return {"prefill": ("flashinfer", FA3), "decode": (XQA, "flashinfer")}
+    return {"prefill": ("flashinfer",), "decode": ("flashinfer",)}
 
 
 def check_dtype(kv_cache_dtype: str | None) -> bool:

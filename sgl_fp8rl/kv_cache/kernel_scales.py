@@ -23,7 +23,10 @@ class KernelScales:
     """``q_scale`` and ``kv_scale`` of ``flashinfer.xqa.xqa``, which multiplies q . k by both and by
     1 / sqrt(head dim), and out by the second."""
     q_factor_Lh: torch.Tensor
-    """The remaining factor of q before XQA, a power of two, so multiplication is exact."""
+    """The remaining factor of q before XQA, a power of two, so multiplication is exact. FA3 takes
+    codes of q times it."""
+    fa3_k_Lh: torch.Tensor
+    """``k_descale`` of FA3: K's scale over that factor. ``v_descale`` is V's scale."""
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
@@ -44,10 +47,12 @@ def derive(scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> KernelScales:
     scales_L3h = scales_L3h.contiguous()
     top_L3 = scales_L3h.amax(-1)
     query_L = power_of_two_above(top_L3[:, Q].clamp_min(1.0).contiguous())
+    query_L1 = query_L.unsqueeze(-1)
     largest = torch.finfo(torch.float32).max
     q_scale_L = (top_L3[:, K] / top_L3[:, V] * query_L * softmax_L).clamp_max(largest)
     return KernelScales(
         torch.stack([scales_L3h[:, K], scales_L3h[:, V]]),
         torch.stack([q_scale_L, top_L3[:, V]]),
-        (1 / query_L).unsqueeze(-1).repeat(1, scales_L3h.shape[-1]),
+        (1 / query_L1).repeat(1, scales_L3h.shape[-1]),
+        (scales_L3h[:, K] * query_L1).clamp_max(largest),
     )

@@ -92,6 +92,7 @@ class KVScales(nn.Module):
         self.register_buffer("store", kernel_scales.store_2Lh)
         self.register_buffer("xqa", kernel_scales.xqa_2L)
         self.register_buffer("q_factor", kernel_scales.q_factor_Lh)
+        self.register_buffer("fa3_k", kernel_scales.fa3_k_Lh)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
         )
@@ -139,6 +140,7 @@ class KVScales(nn.Module):
         self.store[:, layers].copy_(kernel_scales.store_2Lh)  # type: ignore[index]
         self.xqa[:, layers].copy_(kernel_scales.xqa_2L)  # type: ignore[index]
         self.q_factor[layers].copy_(kernel_scales.q_factor_Lh)  # type: ignore[index]
+        self.fa3_k[layers].copy_(kernel_scales.fa3_k_Lh)  # type: ignore[index]
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
@@ -182,6 +184,7 @@ class LayerKV:
         self.scales, self.layer_index = scales, layer_index
         (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
         self.q_factor_h = scales.q_factor[layer_index]  # type: ignore[index]
+        self.fa3_k_scale_h = scales.fa3_k[layer_index]  # type: ignore[index]
         self.xqa_q_scale = scales.xqa[0, layer_index : layer_index + 1]  # type: ignore[index]
         self.xqa_kv_scale = scales.xqa[1, layer_index : layer_index + 1]  # type: ignore[index]
         self.statistics = scales.statistics[layer_index]

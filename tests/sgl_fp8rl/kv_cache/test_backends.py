@@ -14,7 +14,7 @@ from sgl_fp8rl import compat, doctor
 from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.backends import XQA, Capability, choose
+from sgl_fp8rl.kv_cache.backends import FA3, XQA, Capability, choose
 
 HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
 
@@ -51,6 +51,11 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
             {"prefill_attention_backend": "flashinfer", "page_size": 32},
             {"attention_backend": "flashinfer", "decode_attention_backend": XQA},
         ),
+        (
+            HOPPER,
+            {"prefill_attention_backend": FA3},
+            {"attention_backend": FA3, "decode_attention_backend": XQA, "page_size": 64},
+        ),
         *(
             (
                 capability,
@@ -75,7 +80,8 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
 @pytest.mark.parametrize(
     ("capability", "given", "message"),
     [
-        (HOPPER, {"attention_backend": "fa3"}, "fa3.*prefill.*use flashinfer"),
+        (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{XQA} or flashinfer"),
+        (ADA, {"prefill_attention_backend": FA3}, "fa3.*prefill.*use flashinfer"),
         (HOPPER, {"attention_backend": "triton"}, "triton.*flashinfer"),
         (HOPPER, {"attention_backend": XQA}, f"{XQA}.*prefill.*use flashinfer"),
         (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{XQA} or flashinfer"),
@@ -247,6 +253,14 @@ class Registry:
             {
                 "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
                 "FlashInferAttnBackend.forward_decode": kv_attention.folded_decode,
+            },
+        ),
+        (
+            FA3,
+            XQA,
+            {
+                "FlashAttentionBackend.forward_extend": kv_attention.fa3_extend,
+                "TRTLLMHAAttnBackend.forward_decode": kv_attention.xqa_decode,
             },
         ),
         (

@@ -46,23 +46,25 @@ def test_factors_are_those_of_float64() -> None:
         (scales.store, factors.store_2Lh),
         (scales.xqa, factors.xqa_2L),
         (scales.q_factor, factors.q_factor_Lh),
+        (scales.fa3_k, factors.fa3_k_Lh),
     ):
         assert torch.equal(mine, derived)
-    buffers = scales.store, scales.xqa, scales.q_factor
-    store, xqa, factor = (buffer.double().numpy() for buffer in buffers)
+    buffers = scales.store, scales.xqa, scales.q_factor, scales.fa3_k
+    store, xqa, factor, fa3 = (buffer.double().numpy() for buffer in buffers)
     assert np.array_equal(store[0], kept[:, 0]) and np.array_equal(store[1], kept[:, 1])
     logits = xqa[0] * xqa[1] / math.sqrt(dim)
     query = np.exp2(np.ceil(np.log2(np.maximum(kept[:, 2].max(-1), 1))))
     np.testing.assert_allclose(
         logits[:, None] * factor, scaling * kept[:, 0], rtol=1e-6, err_msg="q . k"
     )
+    assert np.array_equal(fa3 * factor, kept[:, 0]), "q . k of FA3, which knows the softmax factor"
     assert np.array_equal(np.broadcast_to(xqa[1][:, None], kept[:, 1].shape), kept[:, 1]), "p @ v"
     assert np.array_equal(factor, np.broadcast_to(1 / query[:, None], factor.shape))
 
 
 def test_unit_scales_make_unit_factors() -> None:
     scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "unit", CPU)
-    for buffer in (scales.scales, scales.store, scales.xqa, scales.q_factor):
+    for buffer in (scales.scales, scales.store, scales.xqa, scales.q_factor, scales.fa3_k):
         assert bool((buffer == 1).all())
 
 
@@ -87,7 +89,7 @@ def test_everything_is_written_in_place() -> None:
     assert addresses == {name: buffer.data_ptr() for name, buffer in scales.named_buffers()}
     mine, other = second.fp8rl_layer, first.fp8rl_layer
     assert mine.k_scale_h.tolist() == [8.0, 8.0] and mine.v_scale_h.tolist() == [4.0, 4.0]
-    assert mine.q_factor_h.tolist() == [0.5, 0.5]
+    assert mine.q_factor_h.tolist() == [0.5, 0.5] and mine.fa3_k_scale_h.tolist() == [16.0, 16.0]
     assert (float(mine.xqa_q_scale), float(mine.xqa_kv_scale)) == (4.0, 4.0)
     assert other.k_scale_h.tolist() == [1.0, 1.0]
     assert mine.statistics.tolist() == [0] * 5 and other.statistics.tolist() == [1] * 5
