@@ -1,6 +1,6 @@
 """q, k and v as real models make them, and attention over them in float64.
 
-Shape suffixes: B sequences, T tokens of a sequence, S tokens of all sequences, one after the other,
+Shape suffixes: B queries, T tokens of a sequence, S tokens of all sequences, one after the other,
 H KV heads, G query heads of a KV head, D head dim.
 """
 
@@ -29,17 +29,20 @@ V_OCTAVES = 4
 
 @dataclass(frozen=True)
 class Load:
-    """What one decode step of attention reads."""
+    """What one step of attention reads."""
 
     batch: int
     context: int
     beyond: bool = False
     """Whether K has channels beyond 448."""
+    queries: int = 1
+    """The last tokens of each sequence, which attend to it up to themselves."""
 
     @property
     def name(self) -> str:
         """The case in the result file."""
-        return f"{self.batch}x{self.context}" + (", K beyond 448" if self.beyond else "")
+        last = f", last {self.queries}" if self.queries > 1 else ""
+        return f"{self.batch}x{self.context}{last}" + (", K beyond 448" if self.beyond else "")
 
     def cache_bytes(self, itemsize: int) -> int:
         """K and V of all tokens."""
@@ -48,7 +51,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Inputs:
-    """BF16: q of one token a sequence, and everything that it attends to."""
+    """BF16: q of the last tokens of each sequence, and everything that they attend to."""
 
     load: Load
     q_BHGD: torch.Tensor
@@ -81,33 +84,39 @@ def draw(load: Load, device: str, seed: int = 0) -> Inputs:
     tokens = load.batch * load.context
     k_SHD = torch.empty(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device)
     v_SHD = torch.empty_like(k_SHD)
-    q_BHGD = torch.empty(load.batch, HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
+    last = load.queries
+    q_BHGD = torch.empty(load.batch * last, HEADS, GROUP, DIM, dtype=torch.bfloat16, device=device)
     positions_T = torch.arange(load.context, device=device)
     for sequence in range(load.batch):
         mine = slice(sequence * load.context, (sequence + 1) * load.context)
         k_THD = _rms_normed(normal(load.context, HEADS, DIM) + common_HD) * k_gain_HD
         k_SHD[mine] = _rotated(k_THD, positions_T)
         v_SHD[mine] = normal(load.context, HEADS, DIM) * v_gain_HD
-        q_HGD = _rms_normed(normal(HEADS, GROUP, DIM)) * q_gain_HD[:, None]
-        q_BHGD[sequence] = _rotated(q_HGD.flatten(0, 1)[None], positions_T[-1:]).view_as(q_HGD)
+        q_THGD = _rms_normed(normal(last, HEADS, GROUP, DIM)) * q_gain_HD[:, None]
+        rotated = _rotated(q_THGD.flatten(1, 2), positions_T[-last:])
+        q_BHGD[sequence * last : (sequence + 1) * last] = rotated.view_as(q_THGD)
     return Inputs(load, q_BHGD, k_SHD, v_SHD)
 
 
 def exact(inputs: Inputs) -> torch.Tensor:
     """``softmax(q . k / sqrt(D)) @ v`` in float64: BHGD."""
-    out_BHGD = torch.empty(inputs.q_BHGD.shape, dtype=torch.float64, device=inputs.q_BHGD.device)
-    context = inputs.load.context
+    device = inputs.q_BHGD.device
+    out_BHGD = torch.empty(inputs.q_BHGD.shape, dtype=torch.float64, device=device)
+    context, last = inputs.load.context, inputs.load.queries
+    positions_T = torch.arange(context, device=device)
+    hidden_B11T = (positions_T > positions_T[-last:, None])[:, None, None]
     for sequence in range(inputs.load.batch):
         mine = slice(sequence * context, (sequence + 1) * context)
+        rows = slice(sequence * last, (sequence + 1) * last)
         k_THD, v_THD = inputs.k_SHD[mine].double(), inputs.v_SHD[mine].double()
-        scores = torch.einsum("hgd,thd->hgt", inputs.q_BHGD[sequence].double(), k_THD)
-        weights = (scores * DIM**-0.5).softmax(-1)
-        out_BHGD[sequence] = torch.einsum("hgt,thd->hgd", weights, v_THD)
+        scores = torch.einsum("bhgd,thd->bhgt", inputs.q_BHGD[rows].double(), k_THD)
+        weights = (scores * DIM**-0.5).masked_fill_(hidden_B11T, -torch.inf).softmax(-1)
+        out_BHGD[rows] = torch.einsum("bhgt,thd->bhgd", weights, v_THD)
     return out_BHGD
 
 
 def errors(out: torch.Tensor, exact_BHGD: torch.Tensor) -> dict[str, list[float]]:
-    """Of each sequence: the relative L2 error, and the largest error over the largest output."""
+    """Of each query: the relative L2 error, and the largest error over the largest output."""
     error = (out.double().view_as(exact_BHGD) - exact_BHGD).flatten(1)
     wanted = exact_BHGD.flatten(1)
     return {

@@ -7,6 +7,7 @@ that what is measured is what the engine runs. Shape suffixes as in ``attention_
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -73,6 +74,16 @@ def stored(layer: Any, inputs: Inputs) -> Caches:
         read_back=False,
     )
     return k_cache, v_cache
+
+
+def meant(inputs: Inputs, layer: Any, caches: Caches) -> Inputs:
+    """What the codes stand for."""
+    mine = layer.fp8rl_layer
+    k, v = (
+        cache.float() * scale_H[:, None]
+        for cache, scale_H in zip(caches, (mine.k_scale_h, mine.v_scale_h), strict=True)
+    )
+    return replace(inputs, k_SHD=k, v_SHD=v)
 
 
 def fa2(inputs: Inputs, cache_dtype: torch.dtype) -> Any:
@@ -187,7 +198,10 @@ def xqa_backend(inputs: Inputs) -> Any:
     if context % PAGE:
         raise ValueError(f"{context} tokens are not whole pages of {PAGE}; take a multiple")
     pages = torch.arange(batch * context // PAGE, dtype=torch.int32, device=device).view(batch, -1)
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+    last = inputs.load.queries
+    pages = pages.repeat_interleave(last, 0)  # each query is a sequence of its own
+    lengths = torch.arange(context - last + 1, context + 1, dtype=torch.int32, device=device)
+    lengths = lengths.repeat(batch)
     return SimpleNamespace(
         is_xqa_impl=True,
         page_size=PAGE,

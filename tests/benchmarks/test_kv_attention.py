@@ -12,6 +12,7 @@ from benchmarks.kernels import xqa as kernels_xqa
 from benchmarks.kv import attention as kv_attention
 from benchmarks.kv import attention_inputs as inputs_of
 from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv import prefill
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOAD = inputs_of.Load(2, 128)
@@ -178,3 +179,76 @@ def test_codes_are_fp8() -> None:
     caches = kernels.stored(kernels.layer_of("layer", drawn), drawn)
     assert {cache.dtype for cache in caches} == {FP8_DTYPE}
     assert kernels.paged(caches[0]).shape == (4, 8, 64, 128)
+
+
+# ---- prefill -------------------------------------------------------------------------------------
+
+LAST = inputs_of.Load(2, 128, queries=5)
+LAST_ERROR = 0.25
+"""Of the worst of ten tokens, whose q is E4M3 too; 0.17 here."""
+
+
+def test_exact_of_the_last_tokens_is_causal() -> None:
+    drawn = inputs_of.draw(LAST, "cpu")
+    found = inputs_of.exact(drawn).view(2, 5, 8, 4, 128)
+    for token in range(5):
+        seen = 128 - 4 + token
+        load = replace(LOAD, context=seen)
+        parts = (x.view(2, 128, 8, 128)[:, :seen].flatten(0, 1) for x in (drawn.k_SHD, drawn.v_SHD))
+        q = drawn.q_BHGD.view(2, 5, 8, 4, 128)[:, token]
+        one = inputs_of.exact(inputs_of.Inputs(load, q, *parts))
+        torch.testing.assert_close(found[:, token], one)
+    assert LAST.name == "2x128, last 5"
+
+
+def fa3_in_torch(inputs: inputs_of.Inputs) -> Any:
+    """What ``prefill.fa3`` makes, in float64: q in E4M3 or BF16, descales of each KV head."""
+
+    def run(q: torch.Tensor, caches: kernels.Caches, **descales: torch.Tensor) -> torch.Tensor:
+        assert q.dtype == caches[0].dtype
+        k, v = (
+            cache.double() * descales.get(name, torch.ones(8)).expand(2, 8)[0].view(8, 1)
+            for name, cache in zip(("k_descale", "v_descale"), caches, strict=True)
+        )
+        seen = replace(inputs, q_BHGD=q.view(-1, 8, 4, 128), k_SHD=k, v_SHD=v)
+        return inputs_of.exact(seen).to(torch.bfloat16).flatten(1, 2)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_arm_of_prefill_has_errors_and_all_but_xqa_times(
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = replace(LAST, beyond=True)
+    monkeypatch.setattr(prefill, "DEVICE", "cpu")
+    monkeypatch.setattr(prefill, "LOADS", (LAST, beyond))
+    monkeypatch.setattr(prefill, "TIMED", (LAST,))
+    monkeypatch.setattr(prefill, "fa3", fa3_in_torch)
+    monkeypatch.setattr(prefill, "attend_fa2", attend_fa2_in_torch)
+    monkeypatch.setattr(kernels, "attend_xqa", attend_fa2_in_torch)
+    monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
+    found = prefill.reports()
+    errors, times = found[:16], found[16:]
+    schemes = [f"{k}, {s} scales" for s in kernels.SCHEMES for k in ("fa3", "fa2", "xqa")]
+    arms = ["fa3-bf16", "stock-fa3, unit scales", *schemes]
+    assert [r["arm"] for r in errors] == arms * 2
+    assert [r["arm"] for r in times] == [arm for arm in arms if not arm.startswith("xqa")]
+    worst = {(r["arm"], r["case"]): max(r["values"]["kv_error"]) for r in errors}
+    assert worst["fa3-bf16", LAST.name] < BF16_ERROR
+    for load in (LAST, beyond):
+        assert BF16_ERROR < worst["fa3, layer scales", load.name] < LAST_ERROR
+    # K beyond 448 is saturated at a scale of 1
+    unit = worst["fa3, unit scales", beyond.name]
+    assert unit > SATURATED * worst["fa3, layer scales", beyond.name]
+    (layer,) = (
+        r for r in errors if (r["arm"], r["case"]) == ("fa3, layer scales", LAST.name)
+    )  # what is left is q's own rounding
+    assert max(layer["values"]["code_error"]) < worst["fa3, layer scales", LAST.name]
+
+
+def attend_fa2_in_torch(inputs: inputs_of.Inputs, layer: Any) -> kernels.Attend:
+    def attend(caches: kernels.Caches) -> torch.Tensor:
+        return inputs_of.exact(kernels.meant(inputs, layer, caches)).bfloat16().flatten(1, 2)
+
+    return attend

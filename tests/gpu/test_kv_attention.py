@@ -4,7 +4,6 @@ Inputs and stand-ins are those of the benchmark (``benchmarks/kv/attention_kerne
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,16 +32,6 @@ def attend_by(kernel: str, inputs: Inputs, layer: Any) -> kernels.Attend:
     return kernels.attend_xqa(inputs, layer, fp8_mma=kernel == "xqa")
 
 
-def meant(inputs: Inputs, layer: Any, caches: kernels.Caches) -> Inputs:
-    """What the codes stand for."""
-    mine = layer.fp8rl_layer
-    k, v = (
-        cache.float() * scale_H[:, None]
-        for cache, scale_H in zip(caches, (mine.k_scale_h, mine.v_scale_h), strict=True)
-    )
-    return replace(inputs, k_SHD=k, v_SHD=v)
-
-
 @pytest.mark.parametrize("scheme", kernels.SCHEMES)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
@@ -53,7 +42,7 @@ def test_attention_over_codes(
     inputs = draw(load, "cuda")
     layer = kernels.layer_of(scheme, inputs)
     caches = kernels.stored(layer, inputs)
-    wanted = exact(meant(inputs, layer, caches))
+    wanted = exact(kernels.meant(inputs, layer, caches))
     attend = attend_by(kernel, inputs, layer)
     found = errors(attend(caches), wanted)
     record_property(f"{load.name}, {kernel}, {scheme}", found)
@@ -97,7 +86,7 @@ def test_stock_keeps_the_scales_of_the_capture(kernel: str) -> None:
     layer.k_scale_float, layer.v_scale_float = (
         float(scale_H[0]) for scale_H in (layer.fp8rl_layer.k_scale_h, layer.fp8rl_layer.v_scale_h)
     )
-    wanted = exact(meant(inputs, layer, caches))
+    wanted = exact(kernels.meant(inputs, layer, caches))
     replay = captured(lambda: decode(layer))
     first = replay()
     assert max(errors(first, wanted)["kv_error"]) < OF_CODES[kernel]
