@@ -18,6 +18,8 @@ from benchmarks.engines.keywords import (
     FULL,
     OURS,
     OURS_KV8,
+    OURS_KV8_FA3,
+    STOCK_MIXED,
     STOCK_XQA,
     is_stock,
 )
@@ -50,8 +52,10 @@ class Arm:
 DENSE = ("qwen3-8b",)
 ARMS = (
     Arm("stock-bf16", FLASHINFER),
-    # SGLang's own default on Hopper; its library is not installed everywhere
+    # FA3 is SGLang's own default on Hopper; its library is not installed everywhere
     Arm("stock-bf16-fa3", {"attention_backend": "fa3"}, ()),
+    Arm("stock-block-fp8-kv8-mixed", {**BLOCK_FP8, **STOCK_MIXED}, ()),
+    Arm("fp8rl-kv8-fa3", OURS_KV8_FA3, ()),
     Arm("stock-bf16-kv8-xqa", STOCK_XQA, DENSE),
     Arm("stock-block-fp8", {**BLOCK_FP8, **FLASHINFER}, DENSE),
     Arm(

@@ -32,6 +32,12 @@ STOCK_XQA: Keywords = {
     "decode_attention_backend": "trtllm_mha",
     "page_size": 64,
 }
+# FA3 prefills and XQA decodes one cache, which stock SGLang can be told to do on Hopper
+STOCK_MIXED: Keywords = {
+    **STOCK_XQA,
+    "attention_backend": None,
+    "prefill_attention_backend": "fa3",
+}
 BLOCK_FP8: Keywords = {
     "quantization": "fp8",
     "json_model_override_args": json.dumps(
@@ -48,6 +54,7 @@ BLOCK_FP8: Keywords = {
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, "kv_cache_dtype": "fp8_e4m3"}
+OURS_KV8_FA3: Keywords = {**OURS_KV8, "prefill_attention_backend": "fa3"}
 
 
 def is_stock(keywords: Keywords) -> bool:
