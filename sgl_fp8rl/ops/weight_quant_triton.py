@@ -8,8 +8,9 @@ an update is a few launches, however many tensors it holds.
 # mypy: disable-error-code="untyped-decorator"
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from subprocess import SubprocessError
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
 
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
-_OPTIONS = {"STRIPS": 8, "num_warps": 8, "enable_fp_fusion": False}
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_STRIPS = 8
 _DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -78,6 +80,9 @@ class Launch:
     model_dtype: tl.dtype
     positive: bool
     full: bool
+    _compiled: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """The kernel, once it was started: to look it up by its arguments takes longer than to start
+    it, and a stream starts one for each tensor."""
 
     def run(self, bases: Bases, status: Status) -> None:
         """Start the kernel on the current stream. Where a value is bad, what is written is too.
@@ -96,20 +101,15 @@ class Launch:
     def _start(self, bases: Bases, status: Status) -> None:
         status.started += self.tiles
         base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
+        arguments = (self.tile_descriptor, self.table, several, base, status.words)
+        kind = (self.source_dtype, self.target_dtype, self.model_dtype, self.positive, self.full)
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
-            _move_tiles[(self.tiles,)](
-                self.tile_descriptor,
-                self.table,
-                several,
-                base,
-                status.words,
-                SOURCE=self.source_dtype,
-                TARGET=self.target_dtype,
-                MODEL=self.model_dtype,
-                POSITIVE=self.positive,
-                FULL=self.full,
-                **_OPTIONS,
-            )
+            if self._compiled:
+                self._compiled[0][self.tiles, 1, 1](*arguments, *kind, _STRIPS)
+            else:
+                kernel = _move_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **_OPTIONS)
+                if kernel is not None:  # Triton's interpreter compiles nothing
+                    self._compiled.append(kernel)
 
 
 def compile_descriptors(

@@ -1,5 +1,6 @@
 """The grouped kernel against its torch reference, byte for byte, and against the float64 oracle."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -249,17 +250,22 @@ def test_experts_in_a_stack_and_their_gate_and_up_side_by_side(device: str) -> N
     assert_bytes(scales, want_scales)
 
 
-@pytest.mark.parametrize("by_value", [True, False], ids=["by-value", "in-a-table"])
-def test_bases_are_looked_up_at_each_run(device: str, by_value: bool) -> None:
+@pytest.mark.parametrize(
+    "by_value",
+    list(itertools.product([True, False], repeat=2)),
+    ids=lambda each: "-".join("by-value" if one else "in-a-table" for one in each),
+)
+def test_bases_are_looked_up_at_each_run(device: str, by_value: tuple[bool, bool]) -> None:
+    """Also of a kernel that was started before, whichever way it was."""
     first, second = blocks(128, 128, seed=1).to(device), blocks(128, 128, seed=2).to(device)
     codes, scales = Target((128, 128), FP8, device), Target((1, 1), FP32, device)
     batch = Batch(device)
     batch.add(first, codes.box, scales.box)
     (launch,) = compile_descriptors(batch.descriptors, device, BF16)
     status = Status(device)
-    for weight in (first, second):
+    for weight, is_by_value in zip((first, second), by_value, strict=True):
         address = weight.data_ptr()
-        launch.run(address if by_value else torch.tensor([address], device=device), status)
+        launch.run(address if is_by_value else torch.tensor([address], device=device), status)
         assert_quantized(codes.box, scales.box, weight)
     assert status.read() == (None, 2)
     status.reset()
