@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from sgl_fp8rl.protocol.manifest import (
 )
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.rank_server import heard_at
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -132,7 +133,7 @@ class Control:
             if not session:  # whatever it is, the engine must not stay paused
                 self._resume(was_paused)
         if session:
-            self._session = asyncio.create_task(self._watch(was_paused))
+            self._session = asyncio.create_task(self._watch(was_paused, begun["sockets"]))
             return {"token": token, **begun}
         return begun
 
@@ -160,10 +161,10 @@ class Control:
             await asyncio.sleep(poll_s)
         return begun
 
-    async def _watch(self, was_paused: bool) -> None:
+    async def _watch(self, was_paused: bool, sockets: Sequence[str] = ()) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
-            self._ended = await self._receive(self._options.session_timeout_s)
+            self._ended = await self._receive(self._options.session_timeout_s, sockets)
             if self._ended.get("ended"):
                 # the `weight_version` of SGLang's own replies
                 self._manager._update_weight_version_if_provided(str(self._ended["version"]))
@@ -222,15 +223,19 @@ class Control:
             raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
         return reply
 
-    async def _receive(self, healthy_s: float) -> dict[str, Any]:
-        """Await the schedulers' reply; after ``healthy_s`` without one, ``/health`` may fail."""
+    async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
+        """Await the schedulers' reply. ``/health`` may fail after ``healthy_s`` without one, and
+        without a message of the trainer on one of these sockets.
+        """
         loop = asyncio.get_running_loop()
-        start = loop.time()
-        soon, late = start + SPIN_S, start + healthy_s
+        soon, late = loop.time() + SPIN_S, time.time() + healthy_s
         while not self._rpc.poll(0):
-            if loop.time() < late:
+            now = time.time()
+            if now >= late:
+                late = max([late, *(heard_at(path) + healthy_s for path in sockets)])
+            if now < late:
                 # /health looks at it: schedulers that serve an update answer nothing else meanwhile
-                self._manager.last_receive_tstamp = time.time()
+                self._manager.last_receive_tstamp = now
             await asyncio.sleep(0 if loop.time() < soon else POLL_S)
         reply = json.loads(compat.sock_recv(self._rpc).message)
         assert isinstance(reply, dict)

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def committed(outcomes: Sequence[Outcome]) -> bool:
     return any(o.committed for o in outcomes) and all(o.committed or o.voted for o in outcomes)
 
 
+def heard_at(path: str) -> float:
+    """When the trainer last said something on a rank's socket, as ``time.time``; 0 where it is
+    closed. Another process can ask: the main thread of the rank serves the trainer alone.
+    """
+    try:
+        return Path(path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 class RankSocket:
     """Listens for the one trainer of one session."""
 
@@ -67,6 +78,11 @@ class RankSocket:
         except OSError:
             self.close()
             raise
+
+    def heard(self) -> None:
+        """Note that the trainer has said something, for ``heard_at``."""
+        with suppress(OSError):  # something cleaned the temporary folder; /health fails later
+            os.utime(self.path)
 
     def close(self) -> None:
         self._listener.close()
@@ -123,6 +139,7 @@ def serve(
         peer = rank_socket.accept(token, silence_s, session.weights.memory.known())
         while True:
             message, fds = framing.receive(peer)
+            rank_socket.heard()
             op = message.get("op")
             try:
                 if op not in ("commit", "abort"):

@@ -1,6 +1,10 @@
 """How the control channel drains an engine before a session, and what it does where that fails."""
 
 import asyncio
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +54,7 @@ class Engine:
         self.asked.append(dict(message))
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
-    async def _receive(self, healthy_s: float) -> dict[str, Any]:
+    async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
         return {"ended": True, "version": 3}
 
     def begin(self, **more: Any) -> dict[str, Any]:
@@ -222,6 +226,31 @@ def test_health_sees_schedulers_that_hang(
 
     asyncio.run(session())
     assert (manager.last_receive_tstamp == 0.0) is hangs
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, speaks: bool
+) -> None:
+    socket_file = tmp_path / "rank0.sock"
+    socket_file.touch()
+    later = time.time() + (60.0 if speaks else 0.0)
+    os.utime(socket_file, (later, later))
+    monkeypatch.setattr(
+        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=-1.0)
+    )
+    reply = SimpleNamespace(message="{}")
+    monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
+    manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
+    manager.last_receive_tstamp = 0.0
+    control = Control(manager, Silent(), SimpleNamespace(tp_size=1))  # type: ignore[arg-type]
+
+    async def session() -> None:
+        await manager.is_pause_cond.acquire()
+        await control._watch(False, [str(socket_file), str(tmp_path / "closed.sock")])
+
+    asyncio.run(session())
+    assert (manager.last_receive_tstamp > 0.0) is speaks
 
 
 def test_the_trainer_still_listens_when_a_long_wait_is_given_up() -> None:

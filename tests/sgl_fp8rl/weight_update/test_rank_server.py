@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update import rank_server as rank_server_module
-from sgl_fp8rl.weight_update.rank_server import RankSocket
+from sgl_fp8rl.weight_update.rank_server import RankSocket, heard_at
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.sgl_fp8rl.engine.fake_engine import TOKEN, RankThread
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
@@ -114,6 +114,17 @@ def test_a_good_session_is_ready_to_commit(trainer: Trainer) -> None:
     rank_server_module.reply(trainer.rank.peer, {"ok": True})
     assert framing.receive(trainer.sock)[0] == {"ok": True}
     assert torch.equal(trainer.model.data("n"), trainer.tensors["n"])
+
+
+def test_each_message_is_seen_from_outside(trainer: Trainer) -> None:
+    os.utime(trainer.rank.path, (1, 1))
+    assert heard_at(trainer.rank.path) == 1
+    trainer.open_bucket()
+    assert heard_at(trainer.rank.path) == pytest.approx(time.time(), abs=60)
+    trainer.send_all()
+    framing.send(trainer.sock, {"op": "abort"})
+    trainer.rank.outcome()
+    assert heard_at(trainer.rank.path) == 0
 
 
 def test_a_trainer_hears_what_is_open_from_the_session_before(trainer: Trainer) -> None:
