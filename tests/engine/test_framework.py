@@ -1,5 +1,6 @@
 """A framework that makes ``ServerArgs`` itself, as RL frameworks do: no parser of ours runs."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ if __name__ == "__main__":
     args = ServerArgs(
         model_path=sys.argv[1],
         quantization="fp8rl",
-        dp_size=2,
+        {layout},
         skip_tokenizer_init=True,
         nccl_port=int(sys.argv[2]),
         **{small},
@@ -35,9 +36,23 @@ if __name__ == "__main__":
 
 
 @pytest.mark.guarantee("no-other-way", fault="a framework that builds ServerArgs itself")
-def test_what_updates_cannot_reach_does_not_start(policies: Policies, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        ("dp_size=2", "dp-size 2"),
+        pytest.param("pp_size=2", "pp-size 2", marks=pytest.mark.full),
+        pytest.param(
+            "tp_size=2, dp_size=2, enable_dp_attention=True",
+            "(dp-size 2|enable-dp-attention True)",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_what_updates_cannot_reach_does_not_start(
+    policies: Policies, tmp_path: Path, layout: str, named: str
+) -> None:
     script, log = tmp_path / "framework.py", tmp_path / "log"
-    script.write_text(FRAMEWORK.replace("{small}", repr(SMALL)))
+    script.write_text(FRAMEWORK.replace("{small}", repr(SMALL)).replace("{layout}", layout))
     port = Port()
     line = [sys.executable, str(script), str(policies("qwen3")[0]), str(port.number)]
     with log.open("wb") as output:
@@ -50,5 +65,5 @@ def test_what_updates_cannot_reach_does_not_start(policies: Policies, tmp_path: 
         end_group(process.pid)
         process.wait()
         port.close()
-    assert "cannot update an engine with --dp-size 2" in log.read_text(), tail(log)
+    assert re.search(f"cannot update an engine with --{named}", log.read_text()), tail(log)
     assert "the engine has started" not in log.read_text()
