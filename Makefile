@@ -30,7 +30,7 @@ soak: $(READY)
 	for json in $(SOAKS); do \
 		.venv/$$(basename $$json .json)/bin/python -m tests.soak $(SOAK_FLAGS) --output $$json || exit 1; \
 	done
-	$(VENV)/bin/python -m tests.soak --table $(SOAKS) --record tests/SOAK.md
+	$(VENV)/bin/python -m tests.soak --table $(SOAKS) --record
 
 fast: $(VENV)/.ready
 	$(PYTHON) -m tests.run fast

@@ -11,19 +11,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests import run
 from tests.engine.harness import tail
 from tests.soak import resources
 from tests.soak.drive import drive
 from tests.soak.faults import FAULTS
-from tests.soak.report import report, table
+from tests.soak.report import record, report, table
 from tests.soak.settings import SETTINGS
 from tests.soak.soak import running
 
 
 def soak_once(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run and its report."""
-    facts = {"SGLang": version("sglang"), "device": arguments.device, "seed": arguments.seed}
+    gpu = torch.cuda.get_device_name() if arguments.device == "cuda" else None
+    facts = {
+        "SGLang": version("sglang"),
+        "device": arguments.device,
+        "machine": gpu or run.cpu(),
+        "seed": arguments.seed,
+    }
     counts: dict[str, int] = {}
     with running(SETTINGS[arguments.device], arguments.seed, folder) as soak:
         start, result = time.monotonic(), "passed"
@@ -49,7 +57,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], choices=FAULTS, help="these faults")
     parser.add_argument("--output", type=Path, help="JSON of this run")
     parser.add_argument("--table", type=Path, nargs="+", help="run nothing; JSON of earlier runs")
-    parser.add_argument("--record", type=Path, help="write the table to this file too")
+    parser.add_argument("--record", action="store_true", help="keep the table in tests/SOAK.md")
     arguments = parser.parse_args()
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -62,11 +70,9 @@ def main() -> int:
             reports = [soak_once(arguments, Path(folder))]
         if arguments.output:
             arguments.output.write_text(json.dumps(reports[0]))
-    text = table(reports)
-    print(text)
+    print(table(reports))
     if arguments.record:
-        head = f"`make soak`; {run.cpu()}"
-        arguments.record.write_text(f"# The last run of `make soak`\n\n{head}\n\n{text}\n")
+        record(reports)
     return int(any(found["result"] != "passed" for found in reports))
 
 

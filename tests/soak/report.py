@@ -1,10 +1,12 @@
 """What a soak did, as JSON and as one table."""
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from tests import run
@@ -14,6 +16,8 @@ from tests.soak.soak import Soak
 
 Report = dict[str, Any]
 WIDTH = 30
+REPORTS = Path(__file__).parents[1] / "soak_reports.json"
+PAGE = REPORTS.with_name("SOAK.md")
 
 
 def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) -> Report:
@@ -45,6 +49,7 @@ def table(reports: Sequence[Report]) -> str:
         "commit": itemgetter("commit"),
         "date": itemgetter("date"),
         "device": itemgetter("device"),
+        "on": itemgetter("machine"),
         "seed": itemgetter("seed"),
         "time": lambda r: run.duration(r["seconds"]),
         "result": lambda r: r["result"].partition(":")[0],
@@ -84,6 +89,17 @@ def _count(name: str, report: Report) -> Any:
 
 def _bounded(report: Report, name: str, bound: str) -> str:
     return f"{report['difference'][name]:.2f} ({report['bounds'][bound]:g})"
+
+
+def record(reports: Sequence[Report]) -> None:
+    """Put these in the place of the last ones of the same SGLang and device, and write the page."""
+    kept = json.loads(REPORTS.read_text()) if REPORTS.exists() else {}
+    for each in reports:
+        told = {name: value for name, value in each.items() if name != "samples"}
+        kept[f"{each['device']} {each['SGLang']}"] = told
+    kept = dict(sorted(kept.items()))
+    REPORTS.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(f"# The last soak of each kind\n\n{table(list(kept.values()))}\n")
 
 
 def show_progress(done: int, of: int, faults: int, tokens: int, seconds: float) -> None:
