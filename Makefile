@@ -15,14 +15,18 @@ API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config
 export OMP_NUM_THREADS ?= 1
 
 .PRECIOUS: .venv/%/.ready
-.PHONY: test test-full soak fast fuzz verl lint demo api wheel clean
+.PHONY: test test-full guarantees soak fast fuzz verl lint demo api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
 	-$(MAKE) --keep-going $(READY)
 	$(PYTHON) -m tests.run $@ $(RUN_FLAGS)
 
-test-full: RUN_FLAGS := --record tests/FULL.md
+test-full: RUN_FLAGS := --record tests/FULL.md --guarantees
+
+# The tests that attack a promise of docs/guarantees.md, which gets the date of their last pass.
+guarantees: $(READY)
+	$(PYTHON) -m tests.run guarantees --guarantees
 
 SOAKS := $(OLDEST:%=build/soak/%.json) $(NEWEST:%=build/soak/%.json)
 

@@ -124,5 +124,10 @@ def filled(page: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{made}\n{match[2]}", page)
 
 
-if __name__ == "__main__":
+def write_page() -> None:
+    """Make the table of the page anew."""
     PAGE.write_text(filled(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    write_page()

@@ -78,6 +78,7 @@ NOT_ON_NEWEST = (
     "--deselect=tests/sgl_fp8rl/test_cli.py::test_layers_of_a_real_engine",
     *("-k", "not retracted"),
 )
+ATTACKS = ("--verbose", "-m", "guarantee and not gpu")
 VERL = ("--verbose", "tests/trainer_bridge/test_correction_verl.py", "tests/integrations/verl")
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
@@ -94,6 +95,10 @@ PLANS: dict[str, tuple[Suite, ...]] = {
         Suite("fast", NEWEST, FAST),
     ),
     "verl": (Suite("verl", OLDEST, VERL, environment="verl", may_skip=False),),
+    "guarantees": (
+        Suite("guarantees", OLDEST, ATTACKS),
+        Suite("guarantees", NEWEST, (*ATTACKS, "-m", "guarantee and engine and not gpu")),
+    ),
 }
 JOBS = 2
 """An engine mostly starts, which takes one core."""
@@ -234,6 +239,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("plan", choices=PLANS)
     parser.add_argument("--record", type=Path, help="write the summary to this file too")
+    parser.add_argument("--guarantees", action="store_true", help="note what passed on the page")
     arguments, extra = parser.parse_known_args()  # the rest is pytest's
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     start = time.monotonic()
@@ -250,7 +256,9 @@ def main() -> int:
     print(f"\n{text}\n")
     if arguments.record:
         arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
+    if arguments.guarantees:
         guarantees.keep(guarantees.CPU, [result.outcomes for result in results], commit())
+        guarantees.write_page()
     return int(not all(result.is_well for result in results))
 
 

@@ -150,6 +150,7 @@ def main() -> None:
     for commit in {part["commit"] for part in new}:
         outcomes = [part["outcomes"] for part in new if part["commit"] == commit]
         guarantees.keep(guarantees.GPU, outcomes, commit)
+    guarantees.write_page()
 
 
 if __name__ == "__main__":
