@@ -226,7 +226,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for the run")
     parser.add_argument("--log", type=Path, required=True, help="JSONL file, which is replaced")
     parser.add_argument("--logs", type=Path, help="folder for verl's and Ray's logs")
-    parser.add_argument("more", nargs="*", help="more overrides of verl's configuration")
+    offload = "actor_rollout_ref.actor.fsdp_config.param_offload=True"
+    parser.add_argument("more", nargs="*", help=f"more overrides of verl's, such as {offload}")
     options = parser.parse_args()
     run = {"arm": options.arm, "gpus": options.gpus, "seed": options.seed}
     # a short path: Ray's sockets are in it

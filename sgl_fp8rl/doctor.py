@@ -30,7 +30,10 @@ Status = Literal["ok", "warn", "fail", "skip"]
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("fp8rl", "sgl_fp8rl.engine.plugin:register"),
     "sglang.srt.platforms": ("fp8rl_cpu", "sgl_fp8rl.engine.cpu_platform:activate"),
+    "verl.plugins": ("fp8rl", "sgl_fp8rl.integrations.verl.plugin"),
 }
+PLUGINS = {"sglang": ("SGLANG_PLUGINS", ""), "verl": ("VERL_USE_EXTERNAL_PLUGINS", "auto")}
+"""The variable that selects among plugins, and its value for all of them."""
 GENERIC_NAMES = ("server_args", "trainer_bridge")
 FP8_SM = (8, 9)
 """First compute capability with FP8 tensor cores (Ada); only Hopper, 9.0, is tested."""
@@ -115,9 +118,11 @@ def check_frameworks() -> Iterator[Check]:
             continue
         yield _framework(name, version, framework)
         if clashes := ", ".join(seams.pin_clashes(name)):
-            command = seams.install_command(name)
-            remedy = f"asks for {clashes}; keep these by {command} (docs/frameworks.md)"
-            yield Check(f"{name} pins", "warn", remedy)
+            problem = (
+                f"asks for {clashes}; keep sglang, torch and transformers by "
+                f"{seams.install_command(name)}, and change the others (docs/frameworks.md)"
+            )
+            yield Check(f"{name} pins", "warn", problem)
     for name in seams.NO_ADAPTER:
         if version := _version(name):
             remedy = "no adapter; docs/frameworks.md says why, under Without an adapter"
@@ -138,31 +143,34 @@ def _framework(name: str, version: str, framework: seams.Framework) -> Check:
 
 
 def check_entry_points() -> Iterator[Check]:
+    """Whether SGLang and verl find ours; that of verl is not loaded, which would import verl."""
     if _version("sglang") is None:
         yield Check("entry points", "skip", "sglang is not installed")
         return
     importlib.import_module("sglang")  # as in an engine, where SGLang loads us
-    chosen = os.environ.get("SGLANG_PLUGINS", "").strip()
     for group, (name, target) in ENTRY_POINTS.items():
-        found = [point for point in metadata.entry_points(group=group) if point.name == name]
-        label = f"entry point {name}"
-        if [point.value for point in found] != [target]:
-            values = ", ".join(point.value for point in found) or "nothing"
-            problem = f"{group} has {values} under this name, not {target}; reinstall sgl-fp8rl"
-            yield Check(label, "fail", problem)
-        elif chosen and name not in [part.strip() for part in chosen.split(",")]:
-            yield Check(label, "fail", f"SGLANG_PLUGINS={chosen} leaves it out; add {name}")
-        else:
-            yield _loaded(label, found[0])
+        owner = group.partition(".")[0]
+        if _version(owner) is not None:
+            yield _entry_point(f"entry point {name} of {owner}", owner, group, name, target)
 
 
-def _loaded(label: str, point: metadata.EntryPoint) -> Check:
+def _entry_point(label: str, owner: str, group: str, name: str, target: str) -> Check:
+    found = [point for point in metadata.entry_points(group=group) if point.name == name]
+    if [point.value for point in found] != [target]:
+        values = ", ".join(point.value for point in found) or "nothing"
+        problem = f"{group} has {values} under this name, not {target}; reinstall sgl-fp8rl"
+        return Check(label, "fail", problem)
+    variable, everything = PLUGINS[owner]
+    chosen = os.environ.get(variable, everything).strip()
+    if chosen != everything and name not in [part.strip() for part in chosen.split(",")]:
+        return Check(label, "fail", f"{variable}={chosen} leaves it out; add {name}")
     try:
-        point.load()
+        if owner == "sglang":
+            found[0].load()
     except Exception as error:
-        problem = f"{point.value} cannot be loaded: {type(error).__name__}: {error}"
+        problem = f"{target} cannot be loaded: {type(error).__name__}: {error}"
         return Check(label, "fail", problem, traceback.format_exc())
-    return Check(label, "ok", f"{point.value} in {point.group}")
+    return Check(label, "ok", f"{target} in {group}")
 
 
 def check_registration() -> Iterator[Check]:

@@ -69,6 +69,13 @@ LAYERS = (
 name that fits a file is its layer's. A package does not stand for its files' ``__init__``, which
 Python runs first: what matters is what a file names."""
 
+FRAMEWORKS = {
+    *("trl", "accelerate", "peft", "datasets", "transformers"),
+    *("ray", "verl", "tensordict", "transfer_queue", "hydra", "omegaconf"),
+    *("slime", "miles", "megatron", "mbridge", "transformer_engine"),
+}
+"""Training frameworks, and what they bring; the engine's SGLang loads some of it for itself."""
+
 Graph = dict[str, set[str]]
 """Modules that each module imports, inside of functions as well."""
 
@@ -194,11 +201,36 @@ def test_a_trainer_loads_no_sglang(module: str) -> None:
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
 
-@pytest.mark.parametrize("package", ["sgl_fp8rl", "sgl_fp8rl.integrations", "trainer_bridge"])
-def test_no_framework_is_loaded(package: str) -> None:
-    loaded = loaded_by(f"import {package}; dir({package})")
-    assert package.partition(".")[0] in loaded
-    assert not loaded & {"trl", "accelerate", "peft", "datasets", "transformers"}
+def without_frameworks() -> list[str]:
+    """Our modules, but for the adapters that are imported where their framework is, and what
+    imports SGLang, which needs transformers."""
+    names = {*import_graph(ROOT)} - {"sgl_fp8rl.integrations.trl"}
+    engine, verl = "sgl_fp8rl.engine.", "sgl_fp8rl.integrations.verl."
+    ours = {name for name in names if not name.startswith((engine, verl))}
+    return sorted(ours | {f"{engine}plugin", f"{verl}rollout_config"})
+
+
+def test_no_framework_is_loaded() -> None:
+    modules = without_frameworks()
+    assert len(modules) > 100
+    loaded = loaded_by(f"import {', '.join(modules)}")
+    assert {"torch", *PACKAGES} <= loaded
+    assert not loaded & FRAMEWORKS
+
+
+def test_nothing_needs_a_framework() -> None:
+    """As where none is installed; doctor does not fail where one is there and cannot be imported.
+
+    The control is an adapter, whose import fails then.
+    """
+    code = f"sys.modules.update(dict.fromkeys({FRAMEWORKS}))\n"
+    code += f"import {', '.join(without_frameworks())}\n"
+    code += "found = {check.status for check in sgl_fp8rl.doctor.check_frameworks()}\n"
+    code += "assert 'fail' not in found, found\n"
+    code += "try: import sgl_fp8rl.integrations.trl\n"
+    code += "except ImportError: pass\n"
+    code += "else: raise AssertionError('nothing was blocked')"
+    loaded_by(code)
 
 
 def test_precision_loads_no_sglang() -> None:

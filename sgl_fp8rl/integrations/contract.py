@@ -3,30 +3,42 @@
 An adapter brings weights (an iterator), an engine (an address or a client) and rollouts (tokens
 with their versions). Each check raises ``ContractError`` with a sentence. docs/frameworks.md says
 how an adapter is made.
+
+Where several ranks update together, all of them call ``check_updates`` and ``check_resume``, with
+their ``group``; the engine is that of the first, and the others pass None.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.integrations.updates import on_all_ranks
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge import UpdateResult, update
 from trainer_bridge.engine_client import EngineError, connect
-from trainer_bridge.update import RUN
 from trainer_bridge.update_session import TIED_HEAD
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 Walk = Callable[[], Pairs]
 """Begins another walk over the weights, as the framework does at each update."""
+Sync = Callable[[Pairs, int | None], int]
+"""Updates in the framework's own way to what the iterator brings, at a step of the trainer or at
+one without a number; the policy version that the adapter says it was.
+
+It raises where the update failed, on the rank that led it at least."""
 Sample = Callable[[], list[int]]
 """Samples one request in the framework's way: the policy version of each of its tokens.
 
-It raises where the engine refuses the request."""
+It raises where the engine refuses the request; a rank that does not sample returns nothing."""
+STEPS = (0, 0, 7, None, 1)
+"""A trainer's, which may repeat, skip, be missing, or begin again."""
+CHANGING = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+"""Sampling options that change logprobs, with values that do."""
 
 
 class ContractError(AssertionError):
@@ -93,66 +105,168 @@ def check_engine(engine: Any) -> None:
         raise ContractError(f"a refusal came as the reply {reply}; raise EngineError")
 
 
-def check_updates(engine: Any, walk: Walk, sample: Sample) -> UpdateResult:
+def check_updates(
+    engine: Any, walk: Walk, sync: Sync, sample: Sample, group: dist.ProcessGroup | None = None
+) -> None:
     """Updates commit, fail and heal as docs/guarantees.md says, seen through the adapter.
 
     Afterwards the engine serves what ``walk`` brings.
 
-    Returns:
-        the result of the last update.
-
     Raises:
         ContractError: they do not.
     """
-    client = connect(engine)
-    status = client.control({"op": "status"})
-    version = status["version"] + 1 if status["run"] == RUN else 0
-    update(walk(), engine, version=version)
-    _require_versions(sample(), version)
+    trial = _Trial(engine, walk, sync, sample, group)
+    for step in STEPS:
+        trial.commits(step)
+    trial.fails(9)
+    trial.commits(9)
 
-    whole = sum(1 for _ in walk())
-    for pairs, number, why in (
-        (_Counted(walk()), version, f"version {version} came again"),
-        (_Counted(_with_nan(walk())), version + 1, "a tensor held NaN"),
-    ):
+
+def check_resume(
+    engine: Any,
+    walk: Walk,
+    start: Callable[[], Sync],
+    sample: Sample,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """A trainer that is started again goes on at an older step, as a run of its own.
+
+    Args:
+        start: begins a training, in a process of its own or as if it were.
+
+    Raises:
+        ContractError: it does not.
+    """
+    first = _Trial(engine, walk, start(), sample, group)
+    first.commits(5)
+    resumed = _Trial(engine, walk, start(), sample, group)
+    resumed.commits(3)
+    _require(
+        resumed.run != first.run,
+        f"the resumed trainer is run {resumed.run}, as the one before; name its run anew, so that "
+        f"the engine refuses the one before",
+    )
+
+
+def check_refusals(set_up: Callable[[Mapping[str, Any]], object], names: Iterable[str]) -> None:
+    """Sampling options that change logprobs are refused, and only with them.
+
+    Args:
+        set_up: begins to sample with these options beside the framework's defaults.
+        names: those of ``CHANGING`` that the framework has.
+
+    Raises:
+        ContractError: they are not.
+    """
+    for name in (None, *names):
+        options = {} if name is None else {name: CHANGING[name]}
+        refusal = None
         try:
-            update(pairs, engine, version=number)
-        except (EngineError, ValueError):
-            pass
+            set_up(options)
+        except ValueError as error:
+            refusal = str(error)
+        if name is None:
+            _require(refusal is None, f"the defaults are refused: {refusal}")
         else:
-            raise ContractError(f"{why}, and the update was committed; pass updates on unchanged")
+            _require(
+                refusal is not None and name in refusal.replace("-", "_"),
+                f"{options} gives {refusal or 'no error'}; raise a ValueError that names it",
+            )
+
+
+class _Trial:
+    """The updates of one trainer, on all its ranks."""
+
+    def __init__(
+        self, engine: Any, walk: Walk, sync: Sync, sample: Sample, group: dist.ProcessGroup | None
+    ) -> None:
+        self._engine, self._walk, self._group = engine, walk, group
+        self._sync, self._sample = sync, sample
+        self._whole = sum(1 for _ in walk())
+        self.run: str | None = None
+        self._version = -1
+
+    def commits(self, step: int | None) -> None:
+        """Require that an update at this step becomes a policy, and that it samples."""
+        said, errors = self._update(self._walk(), step)
         _require(
-            pairs.count == whole,
-            f"{why}, and {pairs.count} of {whole} tensors were read; pass the iterator itself: "
-            f"other ranks wait in its collectives",
+            not errors,
+            f"the update at step {step} raised {errors[:1]}; give update the version "
+            f"max(step, last + 1), and a resumed trainer a run of its own",
         )
-    state = client.control({"op": "status"})["state"]
-    _require(state == State.QUARANTINED.value, f"after a failed update the engine is {state}")
-    try:
-        versions = sample()
-    except Exception:  # noqa: BLE001  (whatever the framework raises)
-        pass
-    else:
-        raise ContractError(f"a quarantined engine was sampled, versions {versions}; raise its 503")
-    healed = update(walk(), engine, version=version + 2)
-    _require_versions(sample(), version + 2)
-    return healed
+        status = self._status()
+        run, version = status["run"], status["version"]
+        _require(
+            version == said,
+            f"the adapter says that step {step} is version {said}, and the engine has {version}; "
+            f"say what update was given",
+        )
+        _require(
+            self.run in (None, run) and version > self._version,
+            f"after version {self._version} of run {self.run}, step {step} is version {version} of "
+            f"run {run}; update at each step, in one run",
+        )
+        self.run, self._version = run, version
+        versions, errors = self._sampled()
+        _require(
+            not errors and versions == {version},
+            f"tokens of version {version} are said to be of {sorted(versions)} {errors[:1]}; "
+            f"return meta_info['policy_version'], which has an entry for each token",
+        )
+
+    def fails(self, step: int) -> None:
+        """Require that an update with a NaN fails for all to see."""
+        _, errors = self._update(_with_nan(self._walk()), step)
+        _require(bool(errors), "a tensor held NaN, and no rank raised; let update's error pass")
+        state = self._status()["state"]
+        _require(state == State.QUARANTINED.value, f"after a failed update the engine is {state}")
+        versions, errors = self._sampled()
+        _require(
+            bool(errors),
+            f"a quarantined engine was sampled, versions {sorted(versions)}; raise its 503",
+        )
+
+    def _update(self, pairs: Pairs, step: int | None) -> tuple[int, list[str]]:
+        """The version that the first rank says, and what ranks raised; each must read it all."""
+        read: list[str] = []
+        said, errors = self._each(lambda: self._sync(_noted(pairs, read), step))
+        counts = on_all_ranks(lambda: len(read), "count", self._group)
+        _require(
+            set(counts) == {self._whole},
+            f"{counts} of {self._whole} tensors were read at step {step}, which raised "
+            f"{errors[:1]}; read the iterator to its end, since others wait in its collectives",
+        )
+        return said[0] or 0, errors
+
+    def _sampled(self) -> tuple[set[int], list[str]]:
+        found, errors = self._each(self._sample)
+        return {version for versions in found for version in versions or ()}, errors
+
+    def _status(self) -> dict[str, Any]:
+        def ask() -> dict[str, Any]:
+            is_first = self._group is None or dist.get_rank(self._group) == 0
+            return connect(self._engine).control({"op": "status"}) if is_first else {}
+
+        return on_all_ranks(ask, "status", self._group)[0]
+
+    def _each(self, call: Callable[[], Any]) -> tuple[list[Any], list[str]]:
+        """What each rank returned, or None, and what ranks raised."""
+
+        def outcome() -> tuple[Any, str | None]:
+            try:
+                return call(), None
+            except Exception as error:  # noqa: BLE001  (whatever the framework raises)
+                return None, repr(error)
+
+        outcomes = on_all_ranks(outcome, "call", self._group)
+        return [value for value, _ in outcomes], [e for _, e in outcomes if e is not None]
 
 
-class _Counted:
-    """Counts what is read of an iterator."""
-
-    def __init__(self, pairs: Pairs) -> None:
-        self.count = 0
-        self._pairs = pairs
-
-    def __iter__(self) -> "_Counted":
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        pair = next(self._pairs)
-        self.count += 1
-        return pair
+def _noted(pairs: Pairs, names: list[str]) -> Pairs:
+    """The same, and the names of those that were read."""
+    for name, tensor in pairs:
+        names.append(name)
+        yield name, tensor
 
 
 def _with_nan(pairs: Pairs) -> Pairs:
@@ -163,14 +277,6 @@ def _with_nan(pairs: Pairs) -> Pairs:
         if matrices == 2 and tensor.dim() > 1:
             tensor = torch.full_like(tensor, float("nan"))
         yield name, tensor
-
-
-def _require_versions(found: list[int], version: int) -> None:
-    _require(
-        bool(found) and set(found) == {version},
-        f"tokens of version {version} are said to be of {sorted(set(found))}; return "
-        f"meta_info['policy_version'], which has an entry for each token",
-    )
 
 
 def _require(is_so: bool, otherwise: str) -> None:

@@ -12,9 +12,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-PINNED = ("sglang", "torch", "transformers")
-"""The requirements of frameworks that are compared with what is installed."""
-
 
 @dataclass(frozen=True)
 class Framework:
@@ -28,6 +25,8 @@ class Framework:
     """Distributions that must be installed beside it."""
     extra: str = ""
     """The framework's own extra whose pins count as well."""
+    limits: tuple[str, ...] = ()
+    """Requirements that its metadata leaves out, of what may be installed beside it."""
     source: str = ""
     """Where pip finds that version, if not on PyPI."""
 
@@ -96,11 +95,14 @@ FRAMEWORKS = {
         ),
         needs=("sglang", "ray", "tensordict"),
         extra="sglang",
+        # its FSDP engine imports AutoModelForCausalLMWithValueHead where there is a TRL
+        limits=("trl<1.13",),
     ),
     "slime": Framework(
         "0.3.1",
         _slime("slime"),
         needs=_SLIME_NEEDS,
+        limits=("numpy<2",),  # the Megatron of its image
         source="git+https://github.com/THUDM/slime@624b824a8",
     ),
     "miles": Framework(
@@ -151,16 +153,16 @@ def missing_symbols(symbols: tuple[str, ...]) -> list[str]:
 
 
 def pin_clashes(distribution: str) -> list[str]:
-    """Its requirements on ``PINNED`` packages that the installed versions do not meet."""
+    """Its requirements that the installed versions do not meet."""
     from packaging.requirements import Requirement  # every framework brings it
 
-    wanted = map(Requirement, metadata.requires(distribution) or [])
-    extras = {"", FRAMEWORKS[distribution].extra}
+    framework = FRAMEWORKS[distribution]
+    wanted = [*(metadata.requires(distribution) or []), *framework.limits]
+    extras = {"", framework.extra}
     return [
         f"{need.name}{need.specifier} ({version} is installed)"
-        for need in wanted
-        if (name := need.name.lower()) in PINNED
-        and (version := installed(name)) is not None
+        for need in map(Requirement, wanted)
+        if (version := installed(need.name.lower())) is not None
         and (need.marker is None or any(need.marker.evaluate({"extra": e}) for e in extras))
         and not need.specifier.contains(version, prereleases=True)
     ]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import trainer_bridge
+from sgl_fp8rl.integrations.updates import on_all_ranks
 from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge import UpdateResult
 
@@ -154,37 +155,27 @@ class Updater:
 
     def _send(self, engine: str | None) -> list[UpdateResult]:
         """One walk of all ranks, each of which may lead an engine; what came of them all."""
-        tensors = self._tensors()
-        result: UpdateResult | None = None
-        error: Exception | None = None
-        try:
+
+        def walk() -> UpdateResult | None:
+            tensors = self._tensors()
             if engine is None:
                 for _ in tensors:
                     pass
-            else:
-                result = trainer_bridge.update(
-                    tensors,
-                    engine,
-                    version=self.weight_version,
-                    run=self._run,
-                    in_flight=getattr(self._args, "pause_generation_mode", ABORT),
-                    announce=self._args.hf_checkpoint,
-                )
-                logger.info("%s: %s", engine, result)
-        except Exception as raised:  # noqa: BLE001  (the other ranks wait for it)
-            error = raised
-        # also the barrier: no rank goes on before all engines have the policy
-        outcomes: list[Any] = [None] * dist.get_world_size()
-        failure = None if error is None else f"{engine or 'no engine'}: {error}"
-        dist.all_gather_object(outcomes, (result, failure), group=self._utils.get_gloo_group())
-        if error is not None:
-            raise error
-        for _, failure in outcomes:
-            if failure is not None:
-                raise RuntimeError(
-                    f"version {self.weight_version} failed on another rank, {failure}"
-                )
-        return [result for result, _ in outcomes if result is not None]
+                return None
+            result = trainer_bridge.update(
+                tensors,
+                engine,
+                version=self.weight_version,
+                run=self._run,
+                in_flight=getattr(self._args, "pause_generation_mode", ABORT),
+                announce=self._args.hf_checkpoint,
+            )
+            logger.info("%s: %s", engine, result)
+            return result
+
+        what = f"version {self.weight_version} of {engine or 'no engine'}"
+        results = on_all_ranks(walk, what, self._utils.get_gloo_group())
+        return [result for result in results if result is not None]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self._iterator.get_hf_weight_chunks(self._weights_getter()):

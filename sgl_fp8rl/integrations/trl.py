@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.integrations.peft import merged
-from trainer_bridge import mismatch_metrics, rollout, update
-from trainer_bridge.metrics.alarms import announce, check_alarms
+from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout
+from sgl_fp8rl.integrations.updates import next_version
+from trainer_bridge import update
 from trainer_bridge.rollout import check_sampling
 
 try:
@@ -28,9 +30,6 @@ except ImportError as error:
         f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); "
         f"pip install 'sgl-fp8rl[trl]' installs it"
     ) from error
-
-LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
-"""What is logged of ``mismatch_metrics``, over the tokens of all ranks."""
 
 
 def attach(trainer: Any, engine: Any) -> None:
@@ -78,15 +77,15 @@ class EngineGeneration:
         """The policy version that generates: the trainer's step, unless steps began again."""
         self._trainer, self._engine = trainer, engine
         self._accelerator = trainer.accelerator
+        self._group = dist.group.WORLD if trainer.accelerator.num_processes > 1 else None
 
     def sync_weights(self) -> None:
         """Bring the engine to the trainer's weights; TRL calls it once a step."""
         trainer, accelerator = self._trainer, self._accelerator
-        self.version = max(int(trainer.state.global_step), self.version + 1)
-        group = dist.group.WORLD if accelerator.num_processes > 1 else None
+        version = self.version = next_version(int(trainer.state.global_step), self.version)
         with merged(accelerator.unwrap_model(trainer.model)) as model:
-            result = update(model, self._engine, version=self.version, run=self.run, group=group)
-        self._log("update_seconds", result.seconds["total"])
+            result = update(model, self._engine, version=version, run=self.run, group=self._group)
+        self._log({f"{NAME}/update_seconds": result.seconds["total"]})
 
     def generate(
         self,
@@ -118,7 +117,7 @@ class EngineGeneration:
 
         def score_and_log(inputs: Any) -> Any:
             batch = score(inputs)
-            self._log("policy_version", self.version)
+            self._log({f"{NAME}/policy_version": self.version})
             if "sampling_per_token_logps" in batch and "old_per_token_logps" in batch:
                 self._log_mismatch(batch)
             return batch
@@ -128,49 +127,23 @@ class EngineGeneration:
     def _sample(self, prompts: list[list[int]]) -> Any:
         """Tokens and logprobs of each completion; or why not, for all ranks to raise."""
         try:
-            batch = rollout(self._engine, prompts, _sampling(self._trainer))
-            failed = [
-                index
-                for index, reason in enumerate(batch.finish_reasons)
-                if reason in ("error", "abort") or not batch.tokens[index]
-            ]
-            if failed:
-                raise batch.errors.get(failed[0]) or RuntimeError(
-                    f"attach: {len(failed)} of {len(prompts)} requests were aborted or have no "
-                    f"tokens; let nothing else update or abort this engine, and resume from a "
-                    f"checkpoint"
-                )
-            if batch.policy_versions != [self.version]:
-                raise RuntimeError(
-                    f"attach: policy versions {batch.policy_versions} sampled a batch of version "
-                    f"{self.version}; let no other trainer update this engine, and resume from a "
-                    f"checkpoint"
-                )
-            return batch.tokens, batch.logprobs
+            batch = whole_rollout(self._engine, prompts, _sampling(self._trainer), self.version)
         except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
             return error
+        return batch.tokens, batch.logprobs
 
     def _log_mismatch(self, batch: dict[str, torch.Tensor]) -> None:
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1) > 0
         if not self._accelerator.gather(mask_BT.sum()).sum():
             return  # every completion was truncated, and the trainer masks those
-        metrics = mismatch_metrics(
-            batch["old_per_token_logps"],
-            batch["sampling_per_token_logps"],
-            mask_BT,
-            group=dist.group.WORLD if self._accelerator.num_processes > 1 else None,
-        )
-        alarms = check_alarms(metrics)
-        if self._accelerator.is_main_process:
-            announce(alarms)
-        for name in LOGGED:
-            self._log(name, metrics[name])
-        self._log("alarms", len(alarms))
+        trainer_BT, rollout_BT = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+        self._log(mismatch_log(trainer_BT, rollout_BT, mask_BT, self._group))
 
-    def _log(self, name: str, value: float) -> None:
+    def _log(self, metrics: dict[str, float]) -> None:
         """Into what TRL averages up to its next log, of training or of evaluation."""
-        mode = "train" if self._trainer.model.training else "eval"
-        self._trainer._metrics[mode][f"fp8rl/{name}"].append(value)
+        kept = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
+        for name, value in metrics.items():
+            kept[name].append(value)
 
 
 class _SyncAtStart(TrainerCallback):  # type: ignore[misc]

@@ -1,27 +1,35 @@
 """The checks of an adapter: what is sound passes, and each fault that they are for is found."""
 
-from collections.abc import Iterator
+import re
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from sgl_fp8rl.integrations.contract import (
     ContractError,
+    Pairs,
     check_engine,
+    check_refusals,
+    check_resume,
     check_updates,
     check_weights,
 )
-from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.integrations.updates import next_version
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_update import engine_of, holds
-from trainer_bridge.engine_client import EngineError
+from trainer_bridge import EngineError, update
 
 pytestmark = pytest.mark.timeout(60)
 TENSORS = toy.checkpoint()
+COLLECTIVE_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def walk() -> Iterator[tuple[str, torch.Tensor]]:
+def walk() -> Pairs:
     return iter(TENSORS.items())
 
 
@@ -99,51 +107,201 @@ def test_an_engine_whose_refusals_do_not_arrive(fault: str, found: str) -> None:
         check_engine(Careless(fault))
 
 
-def sample(engine: FakeEngine) -> list[int]:
-    (weights,) = engine.ranks
-    if weights.state is not State.SERVING:
-        raise EngineError("quarantined", 503)
-    return [weights.policy.version] * 3
+class Adapter:
+    """A sound one, and the base of those with a fault.
+
+    Args:
+        leads: whether this is the first of its ranks.
+    """
+
+    def __init__(self, engine: FakeEngine | None, leads: bool = True) -> None:
+        self.engine, self.leads = engine, leads
+        self.start()
+
+    def start(self) -> Any:
+        self.run, self.version = secrets.token_hex(4), -1
+        return self.sync
+
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        self.version = next_version(step, self.version)
+        if self.leads:
+            update(pairs, self.engine, version=self.version, run=self.run)
+        for _ in pairs:
+            pass
+        return self.version
+
+    def sample(self) -> list[int]:
+        return [] if self.engine is None else self.engine.sampled()
+
+
+def check(adapter: Adapter, group: Any = None) -> None:
+    check_updates(adapter.engine, walk, adapter.sync, adapter.sample, group)
+    check_resume(adapter.engine, walk, adapter.start, adapter.sample, group)
 
 
 def test_updates() -> None:
-    engine = engine_of(1)
+    adapter = Adapter(engine_of(1))
     for _ in range(2):
-        result = check_updates(engine, walk, lambda: sample(engine))
-        assert holds(engine, TENSORS)
-        assert result.tensors == len(TENSORS)
+        check(adapter)
+        assert holds(adapter.engine, TENSORS)  # type: ignore[arg-type]
 
 
-def test_tokens_of_another_version() -> None:
-    engine = engine_of(1)
-    for versions in ([], [-1], [0, -1]):
-        with pytest.raises(ContractError, match="tokens of version"):
-            check_updates(engine, walk, lambda found=versions: found)  # type: ignore[misc]
+class StepIsVersion(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        self.version = -1  # so that the next version is the step
+        return super().sync(pairs, step)
 
 
-def test_a_quarantine_that_rollouts_do_not_show() -> None:
-    engine = engine_of(1)
-    with pytest.raises(ContractError, match="quarantined engine was sampled"):
-        check_updates(engine, walk, lambda: [engine.ranks[0].policy.version])
+class SaysStep(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        version = super().sync(pairs, step)
+        return version if step is None else step
 
 
-def test_failed_updates_that_pass_for_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of an adapter that catches the error and goes on, or that stops reading at an error."""
-    from sgl_fp8rl.integrations import contract
+class NotAgain(Adapter):
+    """The same step is the same policy, it thinks."""
 
-    engine, real = engine_of(1), contract.update
+    last: int | None = -1
 
-    def swallowed(*args: Any, **keywords: Any) -> Any:
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        if step == self.last:
+            for _ in pairs:
+                pass
+            return self.version
+        self.last = step
+        return super().sync(pairs, step)
+
+
+class NewRuns(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        version = self.version
+        self.start()
+        self.version = version
+        return super().sync(pairs, step)
+
+
+class Swallows(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
         try:
-            return real(*args, **keywords)
+            return super().sync(pairs, step)
         except (EngineError, ValueError):
-            return None
+            return self.version
 
-    monkeypatch.setattr(contract, "update", swallowed)
-    with pytest.raises(ContractError, match="came again, and the update was committed"):
-        check_updates(engine, walk, lambda: sample(engine))
 
-    calls = iter([real, lambda pairs, *a, **k: real(iter([next(pairs)]), *a, **k)])
-    monkeypatch.setattr(contract, "update", lambda *a, **k: next(calls)(*a, **k))
-    with pytest.raises(ContractError, match=f"1 of {len(TENSORS)} tensors were read"):
-        check_updates(engine, walk, lambda: sample(engine))
+class StopsReading(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        return super().sync(iter([next(pairs)]), step)
+
+
+class StopsAtAnError(Adapter):
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        self.version = next_version(step, self.version)
+        named = {name: tensor for name, tensor in pairs if tensor.isfinite().all() or stop()}
+        update(named, self.engine, version=self.version, run=self.run)
+        return self.version
+
+
+def stop() -> bool:
+    raise ValueError("a NaN")
+
+
+class Unversioned(Adapter):
+    def sample(self) -> list[int]:
+        return []
+
+
+class MixesVersions(Adapter):
+    def sample(self) -> list[int]:
+        return [*super().sample(), -1]
+
+
+class SamplesInQuarantine(Adapter):
+    def sample(self) -> list[int]:
+        assert self.engine is not None
+        return [self.engine.ranks[0].policy.version]
+
+
+class ResumesAsTheSameRun(Adapter):
+    def start(self) -> Any:
+        super().start()
+        self.run = "run"
+        return self.sync
+
+
+class ResumesWhereTheEngineIs(ResumesAsTheSameRun):
+    def start(self) -> Any:
+        super().start()
+        assert self.engine is not None
+        self.version = self.engine.ranks[0].policy.version
+        return self.sync
+
+
+@pytest.mark.parametrize(
+    ("adapter", "found"),
+    [
+        (StepIsVersion, r"step 0 raised .*max\(step, last \+ 1\)"),
+        (SaysStep, "says that step 0 is version 0, and the engine has 1"),
+        (NotAgain, "step 0 is version 0 of run .*; update at each step"),
+        (NewRuns, "step 0 is version 1 of run .*; update at each step, in one run"),
+        (Swallows, "no rank raised"),
+        (StopsReading, rf"\[1\] of {len(TENSORS)} tensors were read"),
+        (StopsAtAnError, rf"of {len(TENSORS)} tensors were read at step 9"),
+        (Unversioned, r"tokens of version 0 are said to be of \[\]"),
+        (MixesVersions, r"tokens of version 0 are said to be of \[-1, 0\]"),
+        (SamplesInQuarantine, "quarantined engine was sampled"),
+        (ResumesAsTheSameRun, "step 5 raised .*a resumed trainer a run of its own"),
+        (ResumesWhereTheEngineIs, "name its run anew"),
+    ],
+)
+def test_an_adapter_that_breaks_the_contract(adapter: type[Adapter], found: str) -> None:
+    with pytest.raises(ContractError, match=found):
+        check(adapter(engine_of(1)))
+
+
+class LeadsAlone(Adapter):
+    """Its other ranks do not read on where their leader may have failed."""
+
+    def sync(self, pairs: Pairs, step: int | None) -> int:
+        if self.leads:
+            return super().sync(pairs, step)
+        self.version = next_version(step, self.version)
+        for _, tensor in pairs:
+            if not tensor.isfinite().all():
+                break
+        return self.version
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    engine = engine_of(1) if rank == 0 else None
+    check(Adapter(engine, leads=rank == 0), dist.group.WORLD)
+    with pytest.raises(ContractError, match=rf"\[{len(TENSORS)}, \d\] of {len(TENSORS)} tensors"):
+        check(LeadsAlone(engine, leads=rank == 0), dist.group.WORLD)
+    with pytest.raises(ContractError, match="no rank raised"):
+        check(Swallows(engine, leads=rank == 0), dist.group.WORLD)
+    (folder / f"passed-{rank}").touch()
+
+
+def test_two_ranks_find_the_same(tmp_path: Path) -> None:
+    ranks.run(two_ranks, tmp_path, 2, COLLECTIVE_TIMEOUT_S)
+    assert len(list(tmp_path.glob("passed-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("refused", "found"),
+    [
+        (("top_p", "top_k"), None),
+        (("top_p",), "{'top_k': 20} gives no error"),
+        (("top_p", "top_k", "n"), "the defaults are refused"),
+    ],
+)
+def test_options_that_change_logprobs(refused: tuple[str, ...], found: str | None) -> None:
+    def set_up(options: Mapping[str, Any]) -> None:
+        for name in {"n": 1, **options}:
+            if name in refused:
+                raise ValueError(f"{name} changes logprobs")
+
+    if found is None:
+        check_refusals(set_up, ("top_p", "top_k"))
+        return
+    with pytest.raises(ContractError, match=re.escape(found)):
+        check_refusals(set_up, ("top_p", "top_k"))

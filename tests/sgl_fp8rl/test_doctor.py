@@ -186,15 +186,45 @@ def test_entry_points(
         "sglang.srt.platforms": [
             _Point("fp8rl_cpu", "sgl_fp8rl.engine.cpu_platform:activate", "sglang.srt.platforms")
         ],
+        "verl.plugins": [],
     }
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: points[group])
     monkeypatch.setenv("SGLANG_PLUGINS", plugins)
-    plugin, platform = doctor.check_entry_points()
+    plugin, platform, _ = doctor.check_entry_points()
     if expected == "ok":
         assert (plugin.status, platform.status) == ("ok", "ok")
     else:
         assert plugin.status == "fail"
         assert expected in plugin.message
+
+
+@pytest.mark.usefixtures("sglang_stub")
+@pytest.mark.parametrize(
+    ("target", "plugins", "expected"),
+    [
+        ("sgl_fp8rl.integrations.verl.plugin", None, "ok"),
+        ("sgl_fp8rl.integrations.verl.plugin", "auto", "ok"),
+        ("sgl_fp8rl.integrations.verl.plugin", "other,fp8rl", "ok"),
+        ("sgl_fp8rl.integrations.verl.plugin", "none", "VERL_USE_EXTERNAL_PLUGINS=none"),
+        ("broken", None, "reinstall"),
+    ],
+)
+def test_entry_point_of_verl(
+    monkeypatch: pytest.MonkeyPatch, target: str, plugins: str | None, expected: str
+) -> None:
+    """It is found, and not loaded: that would import verl."""
+    point = _Point("fp8rl", target, "verl.plugins")
+    monkeypatch.setattr(doctor, "ENTRY_POINTS", {n: doctor.ENTRY_POINTS[n] for n in [point.group]})
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [point])
+    monkeypatch.setattr(_Point, "load", None)
+    monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    if plugins is not None:
+        monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", plugins)
+    check = only(doctor.check_entry_points())
+    assert check.status == ("ok" if expected == "ok" else "fail")
+    assert expected == "ok" or expected in check.message
+    monkeypatch.setattr(doctor, "_version", {"sglang": "0.5.17"}.get)
+    assert list(doctor.check_entry_points()) == []
 
 
 @pytest.mark.usefixtures("sglang_stub")

@@ -128,7 +128,7 @@ def test_another_version_and_a_missing_need_are_warnings(
         ("torch==2.11.0", False),  # also with a local version
         ("torch>=2.10", False),
         ("torch", False),
-        ("numpy<1", False),  # not one of those that count
+        ("numpy<2", True),
         ("sglang==0.5.12", False),  # not installed
         ('torch<2; extra == "engine"', True),
         ('torch<2; extra == "docs"', False),
@@ -147,8 +147,31 @@ def test_a_pin_that_clashes_is_a_warning(
     assert first.status == "ok"
     assert [check.status for check in pins] == ["warn"] * clashes
     for check in pins:
-        assert "2.11.0+cpu" in check.message and "numpy" not in check.message
+        assert (requirement[:5] == "numpy") is ("numpy<2 (2.3.0 is installed)" in check.message)
+        assert (requirement[:5] != "numpy") is ("2.11.0+cpu" in check.message)
         assert f"pip install --no-deps {NAME}==1.0" in check.message
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "clashes"),
+    [
+        ("verl", {"trl": "1.16.0"}, True),
+        ("verl", {"trl": "1.12.0"}, False),
+        ("verl", {}, False),
+        ("slime", {"numpy": "2.3.5"}, True),
+        ("slime", {"numpy": "1.26.4"}, False),
+    ],
+)
+def test_what_cannot_be_beside_a_framework(
+    monkeypatch: pytest.MonkeyPatch, name: str, beside: dict[str, str], clashes: bool
+) -> None:
+    """What its metadata does not say."""
+    monkeypatch.setattr(seams.metadata, "requires", lambda distribution: None)
+    monkeypatch.setattr(seams, "installed", beside.get)
+    monkeypatch.setattr(doctor, "_version", {name: seams.FRAMEWORKS[name].version}.get)
+    _, *pins = doctor.check_frameworks()
+    assert [(check.name, check.status) for check in pins] == [(f"{name} pins", "warn")] * clashes
+    assert all(version in check.message for check in pins for version in beside.values())
 
 
 def test_nothing_installed_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,9 @@ import transfer_queue  # type: ignore[import-not-found]
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
 from sgl_fp8rl.constants import NAME
-from trainer_bridge import mismatch_metrics
-from trainer_bridge.metrics.alarms import announce, check_alarms
+from sgl_fp8rl.integrations.rollouts import mismatch_log
 
 FIELDS = ["old_log_probs", "rollout_log_probs", "response_mask"]
-LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
-"""What is logged of ``mismatch_metrics``, beside the number of alarms."""
 
 
 @register_trainer(NAME)
@@ -32,9 +29,5 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
             keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
         ).to_padded_tensor()
         trainer, rollout, mask = (found[name] for name in FIELDS)
-        ours = mismatch_metrics(trainer, rollout, mask.bool())
-        alarms = check_alarms(ours)
-        announce(alarms)
-        metrics |= {f"{NAME}/{name}": ours[name] for name in LOGGED}
-        metrics[f"{NAME}/alarms"] = len(alarms)
+        metrics |= mismatch_log(trainer, rollout, mask.bool())
         return batch

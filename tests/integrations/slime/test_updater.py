@@ -1,7 +1,7 @@
 """The updater of slime and miles, on one rank and on two, with engines in the same processes."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 
 import trainer_bridge
 from sgl_fp8rl.integrations import slime as ours
+from sgl_fp8rl.integrations.contract import check_refusals, check_resume, check_updates
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.integrations.slime import frameworks
@@ -129,8 +130,6 @@ def test_miles_connects_again_where_it_says_so() -> None:
         ({"update_weight_mode": "delta"}, "--update-weight-mode delta"),
         ({"update_weight_transport": "disk"}, "--update-weight-transport disk"),
         ({"update_weight_transfer_mode": "p2p"}, "--update-weight-transfer-mode p2p"),
-        ({"rollout_top_p": 0.9}, "logprobs would differ"),
-        ({"rollout_top_k": 20}, "logprobs would differ"),
         ({"pause_generation_mode": "in_place"}, "KV cache of older weights"),
     ],
 )
@@ -143,6 +142,14 @@ def test_options_are_refused_before_the_class_is_replaced(
     assert actor.UpdateWeightFromDistributed is frameworks.Stock
     ours.init(options(framework, ADDRESSES))
     assert actor.UpdateWeightFromDistributed is not frameworks.Stock
+
+
+def test_sampling_that_changes_logprobs_is_refused(framework: str) -> None:
+    def set_up(sampling: Mapping[str, Any]) -> None:
+        named = {f"rollout_{name}": value for name, value in sampling.items()}
+        ours.init(options(framework, ADDRESSES, **named))
+
+    check_refusals(set_up, ("top_p", "top_k"))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +183,8 @@ def test_the_example_names_our_function(framework: str) -> None:
 
 
 def two_ranks(rank: int, folder: Path) -> None:
-    """Each rank leads an engine; the second engine's update fails in the middle; both go on."""
+    """Each rank leads an engine; the second engine's update fails in the middle; both go on, and
+    keep the contract."""
     sys.modules.update(frameworks.modules("slime"))
     found = Engines()
     trainer_bridge.update = found.update
@@ -215,7 +223,39 @@ def two_ranks(rank: int, folder: Path) -> None:
     frameworks.update("slime", updater, 2)
     assert updater.weight_version == found[rank].ranks[0].policy.version == 3
     assert holds(found[rank], now)
+
+    keeps_the_contract(args, found[0] if rank == 0 else None, policies[0])
+    assert holds(found[rank], policies[0])
     (folder / f"passed-{rank}").touch()
+
+
+def keeps_the_contract(args: Any, first: FakeEngine | None, policy: toy.Tensors) -> None:
+    """Over both ranks, each of which leads an engine.
+
+    Args:
+        first: the engine of rank 0, on that rank.
+    """
+
+    def start() -> Any:
+        pairs: Any = None
+        updater = frameworks.start("slime", args, lambda: policy, lambda _: pairs)
+
+        def sync(stream: Any, step: int | None) -> int:
+            nonlocal pairs
+            pairs = stream
+            frameworks.update("slime", updater, 2)
+            return updater.weight_version  # type: ignore[no-any-return]
+
+        return sync
+
+    def walk() -> Any:
+        return from_first_rank(policy)
+
+    def sample() -> list[int]:
+        return [] if first is None else first.sampled()
+
+    check_updates(first, walk, start(), sample, dist.group.WORLD)
+    check_resume(first, walk, start, sample, dist.group.WORLD)
 
 
 def from_each(value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import FakeEngine, Make
 from tests.integrations.trl.tiny import steps_of
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.metrics import alarms
 
 
 def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> None:
@@ -48,6 +49,24 @@ def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> N
         # -6, -7, -8 beside a policy of 512 words that are almost equally likely
         assert row["fp8rl/mismatch_kl_k3"] > 0.1 and row["fp8rl/ess"] < 0.9
         assert row["sampling/importance_sampling_ratio/max"] == 2.0
+        assert row["fp8rl/alarms"] == 0  # of too few tokens to judge
+
+
+def test_alarms_are_logged_and_warn_once(
+    make: Make,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same logprobs, of enough tokens."""
+    monkeypatch.setattr(alarms, "_announced", set())
+    sequences = alarms.MIN_TOKENS // 3 + 1
+    trainer = make(max_steps=2, per_device_train_batch_size=8 * -(-sequences // 8))
+    adapter.attach(trainer, engine)
+    trainer.train()
+    assert [row["fp8rl/alarms"] > 0 for row in steps_of(trainer)] == [True, True]
+    (warning,) = (m for m in caplog.messages if m.startswith("mismatch_kl_k3"))
+    assert "rollout and trainer are not the same policy" in warning
 
 
 def test_versions_grow_where_steps_begin_again(make: Make, engine: FakeEngine) -> None:
@@ -138,7 +157,7 @@ def mixed(index: int, reply: dict[str, Any]) -> Any:
         (failed, "too long"),
         (aborted, "1 of 16 requests were aborted"),
         (empty, "1 of 16 requests were aborted or have no tokens"),
-        (mixed, r"versions \[0, 1\] sampled a batch of version 0"),
+        (mixed, "reply 3 has version 1 of run .*, not the expected version 0"),
     ],
 )
 def test_an_incomplete_or_mixed_batch_ends_training(
@@ -147,7 +166,7 @@ def test_an_incomplete_or_mixed_batch_ends_training(
     trainer = make()
     adapter.attach(trainer, engine)
     engine.edit = edit
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         trainer.train()
     assert trainer.state.global_step == 0
 

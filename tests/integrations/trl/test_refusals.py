@@ -12,10 +12,6 @@ from tests.integrations.trl.conftest import FakeEngine, Make
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 50}, "top_k"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"vllm_structured_outputs_regex": "a+"}, "regex"),
         ({"generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"generation_kwargs": {"n": 2}}, "num_generations"),

@@ -64,22 +64,33 @@ def model_config(checkpoint: Path) -> HFModelConfig:
 
 
 def weights_of(checkpoint: Path) -> Any:
-    """What verl's own FSDP engine hands over: a generator of whole tensors, gathered one by one."""
+    """What a trainer of this checkpoint hands over."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
-    from verl.workers.engine.fsdp import transformer_impl
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    return handed_over(model)
+
+
+def handed_over(model: Any, device: str = "cpu", offloaded: bool = False) -> Any:
+    """What verl's own FSDP engine hands over: a generator of whole tensors, gathered one by one.
+
+    Args:
+        device: stands for the GPU.
+        offloaded: whether parameters are on the CPU between verl's turns.
+    """
+    from verl.workers.engine.fsdp import transformer_impl
+
     # verl knows no CPU platform
-    transformer_impl.get_device_id = lambda: "cpu"
+    transformer_impl.get_device_id = lambda: device
     transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
     engine = SimpleNamespace(
         module=model,
         model_config=SimpleNamespace(lora={}, hf_config=model.config),
         _uses_fsdp2_cpu_offload_policy=False,
-        _is_offload_param=False,
+        _is_offload_param=offloaded,
         _qat_enabled=False,
     )
     weights, _ = transformer_impl.FSDPEngine.get_per_tensor_param(engine, base_sync_done=True)

@@ -15,8 +15,12 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.sglang_rollout import async_sglang_server
@@ -25,6 +29,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 from sgl_fp8rl.integrations.verl import adapter, server
 from sgl_fp8rl.integrations.verl.replica import Replica
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+from tests.integrations.verl.cluster import handed_over
 
 DOCS = Path(__file__).parents[3] / "docs"
 COMMAND = "python -m verl.trainer.main_ppo"
@@ -207,6 +212,31 @@ def test_a_leader_that_fails_reads_on(engine: Engine, limit: int) -> None:
         asyncio.run(leader.update_weights(iter(weights), global_steps=3))
     assert weights.read == len(NAMES)
     assert ("set_global_steps", 3) not in leader.server_actor.calls
+
+
+def test_offloaded_parameters_come_whole_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``fsdp_config.param_offload=True`` verl brings each there in its turn; none stays."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model.config = SimpleNamespace(model_type="qwen3")
+        monkeypatch.setattr(transformer_impl, "get_device_id", None)  # undone at the end
+        weights = handed_over(model, device="meta", offloaded=True)
+        got: dict[str, Any] = {}
+        monkeypatch.setattr(
+            adapter.trainer_bridge, "update", lambda stream, **_: got.update(dict(stream))
+        )
+        asyncio.run(an_adapter(leads=True).update_weights(weights, global_steps=0))
+    finally:
+        dist.destroy_process_group()
+    assert got.keys() == dict(model.named_parameters()).keys()
+    assert {(type(tensor), tensor.device.type) for tensor in got.values()} == {
+        (torch.Tensor, "meta")
+    }
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_a_generator_that_fails_is_the_failure(engine: Engine) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+from sgl_fp8rl.integrations.contract import check_refusals
+from sgl_fp8rl.integrations.verl.rollout_config import SAMPLING_OFF, check, hand_over, is_ours
 
 
 class Config:
@@ -27,9 +28,6 @@ class Config:
         (Config(top_p=1.0, top_k=-1, repetition_penalty=1.0), None),
         (Config(top_k=0), None),
         (Config(backend="nccl"), None),
-        (Config(top_p=0.9), "top_p=0.9"),
-        (Config(top_k=50), "top_k=50"),
-        (Config(repetition_penalty=1.1), "repetition_penalty=1.1"),
         (Config(backend="delta_sharded"), "delta_sharded"),
     ],
 )
@@ -39,6 +37,10 @@ def test_what_cannot_be_honoured_is_refused(config: Any, named: str | None) -> N
         return
     with pytest.raises(ValueError, match=named):
         check(config)
+
+
+def test_sampling_that_changes_logprobs_is_refused() -> None:
+    check_refusals(lambda options: check(Config(**options)), SAMPLING_OFF)
 
 
 @pytest.mark.parametrize("given", [None, {}, {"sglang": None}, {"sglang": {"tp_size": 1}}])

@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from trainer_bridge.engine_client import EngineError
@@ -94,6 +95,16 @@ class FakeEngine:
         self._watch.join(JOIN_S)
         assert not self._watch.is_alive(), "the session does not end"
         return {"ended": True}
+
+    def sampled(self) -> list[int]:
+        """The policy versions of a reply's tokens, which a request would get now.
+
+        Raises:
+            EngineError: the engine is quarantined.
+        """
+        if self.ranks[0].state is not State.SERVING:
+            raise EngineError("the engine is quarantined", 503)
+        return [self.ranks[0].policy.version] * 3
 
     def close(self) -> None:
         pass
