@@ -25,8 +25,7 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
-        f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); "
-        f"pip install 'sgl-fp8rl[trl]' installs it"
+        f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); run pip install 'trl>=1.16'"
     ) from error
 
 LOGGED = ("mismatch_kl_k3", "ess", "chi2_seq", "logprob_abs_diff_max")
