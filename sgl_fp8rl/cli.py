@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl import doctor
+from sgl_fp8rl import compat, doctor
 from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.tables import align
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
 
     export = commands.add_parser(
-        "export", help="write a block-FP8 checkpoint that SGLang and vLLM read without this plugin"
+        "export", help="write a block-FP8 checkpoint that SGLang reads without this plugin"
     )
     export.add_argument(
         "source", help="folder of a BF16 checkpoint, or an engine's http:// address"
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plot(arguments: argparse.Namespace) -> int:
     if find_spec("matplotlib") is None:
-        sys.exit("sgl-fp8rl plot needs matplotlib; run pip install 'sgl-fp8rl[plot]'")
+        sys.exit("sgl-fp8rl plot needs matplotlib; run pip install matplotlib")
     from trainer_bridge.metrics import draw
 
     try:
@@ -133,7 +133,7 @@ def _kv_report(arguments: argparse.Namespace) -> int:
     from trainer_bridge.engine_client import EngineError
 
     if arguments.picture and find_spec("matplotlib") is None:
-        sys.exit("kv-report --picture needs matplotlib; run pip install 'sgl-fp8rl[plot]'")
+        sys.exit("kv-report --picture needs matplotlib; run pip install matplotlib")
     try:
         if arguments.observe:
             tokens = kv_report.observe(arguments.source)
@@ -228,7 +228,7 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
         with dummy_engine(model, tp_size) as engine:
             layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
     except ImportError as error:
-        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run pip install 'sgl-fp8rl[sglang]'")
+        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run {compat.INSTALL}")
     return layers
 
 

@@ -14,6 +14,8 @@ TESTED_VERSIONS = ("0.5.17", "0.5.23")
 """Passed the tests that need no GPU."""
 GPU_TESTED_VERSIONS = ("0.5.17",)
 """Passed ``tests/gpu``; the last one bounds the extra ``sglang`` in pyproject.toml."""
+INSTALL = f"pip install sglang=={GPU_TESTED_VERSIONS[-1]}"
+"""What to run where SGLang is missing."""
 
 SYMBOLS = {
     # plugin framework
@@ -307,9 +309,7 @@ def sglang_version() -> str:
     try:
         return version("sglang")
     except PackageNotFoundError:
-        raise IncompatibleSGLangError(
-            "SGLang is not installed; run pip install 'sgl-fp8rl[sglang]'"
-        ) from None
+        raise IncompatibleSGLangError(f"SGLang is not installed; run {INSTALL}") from None
 
 
 def _look_up(path: str) -> Any:

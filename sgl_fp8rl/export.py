@@ -1,4 +1,4 @@
-"""``sgl-fp8rl export``: a block-FP8 checkpoint that SGLang's ``fp8`` and vLLM read as it is.
+"""``sgl-fp8rl export``: a block-FP8 checkpoint that SGLang's ``fp8`` reads as it is.
 
 Its bytes are those of an update: of a BF16 checkpoint that is quantized here, or of a running
 engine, which writes them itself. Which layers are FP8 is the engine's decision in both cases.

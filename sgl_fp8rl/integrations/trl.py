@@ -27,8 +27,7 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
-        f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); "
-        f"pip install 'sgl-fp8rl[trl]' installs it"
+        f"sgl_fp8rl.integrations.trl cannot import TRL ({error}); run pip install 'trl>=1.16'"
     ) from error
 
 

@@ -9,7 +9,7 @@ SOURCES = {
     "backends/megatron_utils/loss.py",
     "NeMo-RL": "0.6.0 (7ea279a), nemo_rl/algorithms/loss/loss_functions.py",
     "prime-rl": "0.8.0 (559b447), src/prime_rl/trainer/rl/{loss,train}.py",
-    "TRL": "1.10.0.dev0 (f2cd577), trl/trainer/grpo_trainer.py",
+    "TRL": "1.16.0, trl/trainer/grpo_trainer.py",
 }
 
 

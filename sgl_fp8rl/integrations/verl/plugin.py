@@ -2,11 +2,17 @@
 
 It registers a replica and an adapter for the rollout ``sglang``. Both are subclasses of verl's and
 behave as these do unless the rollout has ``quantization=fp8rl``; neither registry knows the
-configuration, so the choice is made where it is known.
+configuration, so the choice is made where it is known. It also registers our trainer, once verl's
+own are imported: that takes seconds, and most of verl's processes do not need them.
 """
 
+import importlib
 import logging
+import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from sgl_fp8rl.constants import NAME
@@ -14,6 +20,8 @@ from sgl_fp8rl.constants import NAME
 ROLLOUT = "sglang"
 ADAPTER = ("sglang", "async")
 STOCK_ADAPTER = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
+TRAINERS = "verl.trainer.ppo.v1"
+"""Of verl: whoever looks a trainer up imports it."""
 logger = logging.getLogger(__name__)
 
 
@@ -48,8 +56,41 @@ def _replica_after(stock: Callable[[], type]) -> Callable[[], type]:
     return load
 
 
+class _AfterTrainers(MetaPathFinder):
+    """Registers our trainer at the end of the import of verl's."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == TRAINERS else None
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: ModuleType) -> None:
+                load(module)
+                register_trainer()
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register_trainer() -> None:
+    """Import our trainer, which registers it; verl's own stay usable without it."""
+    try:
+        importlib.import_module(f"{__package__}.trainer")
+    except Exception as error:  # noqa: BLE001  (what verl itself imports there may fail as well)
+        logger.error(
+            "sgl-fp8rl's trainer is not available in verl, so trainer.v1.trainer_mode=%s will be "
+            "refused: %s",
+            NAME,
+            error,
+        )
+
+
 try:
     register()
+    if TRAINERS in sys.modules:
+        register_trainer()
+    else:
+        sys.meta_path.insert(0, _AfterTrainers())
 except Exception as error:
     # verl logs what a plugin raises for debugging only, and goes on
     logger.error(

@@ -1,7 +1,7 @@
 """verl's synchronous trainer, with our metrics of the mismatch and their alarms among its own.
 
-Import it in verl by ``VERL_USE_EXTERNAL_MODULES=sgl_fp8rl.integrations.verl.trainer``, and select
-it by ``trainer.v1.trainer_mode=fp8rl``. Each logger of ``trainer.logger`` then has ``fp8rl/*``.
+``trainer.v1.trainer_mode=fp8rl`` selects it; ``plugin`` registers it, in the task runner too. Each
+logger of ``trainer.logger`` then has ``fp8rl/*``.
 """
 
 from typing import Any

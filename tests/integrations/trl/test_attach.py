@@ -209,4 +209,4 @@ def test_without_trl_the_import_says_what_to_install() -> None:
     last = child.stderr.strip().splitlines()[-1]
     assert child.returncode != 0
     assert last.startswith("ImportError: sgl_fp8rl.integrations.trl")
-    assert "pip install 'sgl-fp8rl[trl]'" in last
+    assert "run pip install 'trl>=1.16'" in last

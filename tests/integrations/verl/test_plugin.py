@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.base import get_rollout_class
@@ -28,11 +26,7 @@ from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 from sgl_fp8rl.integrations.verl import adapter, server
 from sgl_fp8rl.integrations.verl.replica import Replica
-from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
 from tests.integrations.verl.cluster import handed_over
-
-DOCS = Path(__file__).parents[3] / "docs"
-COMMAND = "python -m verl.trainer.main_ppo"
 
 REGISTRIES = """
 import verl
@@ -79,6 +73,34 @@ def test_verl_loads_it_from_its_entry_point(
     assert said is (error is not None) and (error or "") in child.stderr
 
 
+BROKEN = "import sys; sys.modules['sgl_fp8rl.integrations.verl.trainer'] = None\n"
+TRAINERS = """
+import sys, verl
+early = "verl.trainer.ppo.v1" in sys.modules
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+print(early, *(TRAINER_REGISTRY[n].__module__ for n in ("sync", "fp8rl") if n in TRAINER_REGISTRY))
+"""
+STOCK_TRAINER = "verl.trainer.ppo.v1.trainer_sync"
+
+
+@pytest.mark.parametrize(
+    ("before", "trainers", "error"),
+    [
+        ("", [STOCK_TRAINER, f"{PREFIX}.trainer"], False),
+        (BROKEN, [STOCK_TRAINER], True),
+    ],
+)
+def test_our_trainer_is_registered_after_verls(
+    before: str, trainers: list[str], error: bool
+) -> None:
+    """Not earlier: most processes of verl do without. One that cannot be imported is loud."""
+    line = [sys.executable, "-c", before + TRAINERS]
+    child = subprocess.run(line, capture_output=True, text=True, timeout=250)
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert child.stdout.splitlines()[-1].split() == ["False", *trainers]
+    assert ("trainer.v1.trainer_mode=fp8rl will be refused" in child.stderr) is error
+
+
 @pytest.mark.parametrize("quantization", ["fp8rl", "fp8", None])
 def test_a_replica_starts_our_server_under_the_key_only(quantization: str | None) -> None:
     config = RolloutConfig(name="sglang", quantization=quantization, tensor_model_parallel_size=1)
@@ -86,26 +108,6 @@ def test_a_replica_starts_our_server_under_the_key_only(quantization: str | None
     started = replica.server_class.__ray_metadata__.modified_class
     assert issubclass(started, async_sglang_server.SGLangHttpServer)
     assert issubclass(started, server.Server) is (quantization == "fp8rl")
-
-
-def test_the_documented_command_is_a_configuration() -> None:
-    """It composes, and our server takes it: no key of it is unknown to verl or refused by us."""
-    from hydra import compose, initialize_config_module
-
-    page = next(p.read_text() for p in DOCS.glob("frameworks*.md") if COMMAND in p.read_text())
-    command = page[page.index(COMMAND) + len(COMMAND) :].partition("\n\n")[0]
-    overrides = shlex.split(os.path.expandvars(command.replace("\\\n", " ")))
-    assert len(overrides) > 15
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        whole = compose("ppo_trainer", overrides=overrides)
-        with pytest.raises(Exception, match="quantisation"):
-            compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.quantisation=fp8rl"])
-    config = omega_conf_to_dataclass(whole.actor_rollout_ref.rollout)
-    assert is_ours(config)
-    check(config)
-    hand_over(config)
-    sglang = config.engine_kwargs["sglang"]
-    assert sglang == {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8rl"}
 
 
 # ---- the adapter, without a server

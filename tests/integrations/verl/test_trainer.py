@@ -31,7 +31,6 @@ END_S = 60.0
 # of two runs: a test's own and that of its fixture
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(2 * (verl_parity.LIMIT_S + 2 * END_S))]
 
-MODULES = "VERL_USE_EXTERNAL_MODULES"
 K3 = "rollout_corr/k3_kl"
 Steps = list[dict[str, Any]]
 """The metrics of each step."""
@@ -109,12 +108,8 @@ def test_two_ranks_feed_two_ranks() -> None:
     assert_engine_follows(trained("fp8", 2, 3, offload))
 
 
-def test_rollouts_are_fp8_and_our_trainer_logs_more(
-    fp8: Steps, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_are_fp8_and_our_trainer_logs_more(fp8: Steps) -> None:
     """BF16 rollouts of the same policy are nearer to the trainer: the control."""
-    modules = f"{verl_parity.ENVIRONMENT[MODULES]},sgl_fp8rl.integrations.verl.trainer"
-    monkeypatch.setitem(verl_parity.ENVIRONMENT, MODULES, modules)
     (bf16,) = trained("bf16", 1, 1, "trainer.v1.trainer_mode=fp8rl")
     assert 0 < 2 * bf16[K3] < fp8[0][K3]
     assert bf16["fp8rl/mismatch_kl_k3"] == pytest.approx(bf16[K3], rel=0.01)
