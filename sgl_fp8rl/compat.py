@@ -248,6 +248,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "server_status",
     ),
     "sglang.srt.constrained.grammar_manager.GrammarManager": ("grammar_queue",),
+    "sglang.srt.layers.radix_attention.RadixAttention": ("k_scale", "v_scale"),
     f"{_MANAGERS}.io_struct.CheckWeightsReqInput": ("action",),
     f"{_MANAGERS}.io_struct.GenerateReqInput": ("rid",),
     f"{_MANAGERS}.io_struct.ReleaseMemoryOccupationReqInput": ("tags",),
