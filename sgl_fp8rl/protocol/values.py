@@ -15,3 +15,10 @@ def excerpt(value: Any) -> str:
 def are_names(value: Any) -> bool:
     """Whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def are_whole(value: Any, least: int) -> bool:
+    """Whether a value is a list of whole numbers from ``least`` up that an int64 holds."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (least <= min(value) and max(value) < 2**63)
