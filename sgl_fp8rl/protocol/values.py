@@ -3,13 +3,16 @@
 import reprlib
 from typing import Any
 
+LONGEST_EXCERPT = 500
+"""Characters of a value that an error quotes."""
 _EXCERPT = reprlib.Repr()
 _EXCERPT.maxstring = _EXCERPT.maxother = 100
 
 
 def excerpt(value: Any) -> str:
     """A value as an error quotes it: short, however large or nested."""
-    return _EXCERPT.repr(value)
+    text = _EXCERPT.repr(value)
+    return text if len(text) <= LONGEST_EXCERPT else f"{text[:LONGEST_EXCERPT]}..."
 
 
 def are_names(value: Any) -> bool:
