@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
-from trainer_bridge.http_exchange import Answer, Fault
+from trainer_bridge.http_exchange import Answer, Fault, ReplyTooLongError
 from trainer_bridge.http_requests import post_all
 
 CONTROL_PATH = "/fp8rl"
@@ -187,8 +187,14 @@ class HTTPEngine:
 
     def _read(self, url: str, answer: Answer | Fault) -> Any:
         """The JSON of a reply, or an EngineError."""
+        if isinstance(answer, ReplyTooLongError):
+            return EngineError(
+                f"{self.address} sends {answer}; sample fewer tokens a request, or see what "
+                f"answers there"
+            )
         if isinstance(answer, Exception):
-            return EngineError(f"{self.address} cannot be reached ({answer}); is it up?")
+            why = " ".join(str(answer)[:200].split())  # it may quote a line that is no reply
+            return EngineError(f"{self.address} cannot be reached ({why}); is it up?")
         status, body = answer
         if status != 200:
             return EngineError(_sentence(url, status, body), status)

@@ -19,14 +19,25 @@ RECEIVE_BYTES = 1 << 16
 selector would not report."""
 LONGEST_HEAD = 1 << 18
 """Bytes of a reply's status line and headers."""
-_HEAD = re.compile(rb"(HTTP/1\.. 100\b.*?\n\r?\n)*(?!HTTP/1\.. 100\b).*?\n\r?\n", re.DOTALL)
-"""Status line and headers up to the empty line; what says 100 (Continue) is not yet the reply."""
+LONGEST_REPLY = 1 << 32
+"""Bytes of a reply: more than a response of a million tokens of Qwen3-235B-A22B has, each with its
+logprob and policy (about 80 bytes) and 8 experts of each of 94 layers (4011 bytes)."""
+_CONTINUE = re.compile(rb"HTTP/1\.. 100\b")
+"""Begins a head that is not yet the reply's."""
+_EMPTY_LINE = re.compile(rb"\n\r?\n")
 _WOULD_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Answer = tuple[int, bytes]
 """HTTP status and body."""
 Fault = OSError | http.client.HTTPException
 """What kept an answer from coming."""
+
+
+class ReplyTooLongError(http.client.HTTPException):
+    """A reply has more than LONGEST_REPLY bytes, or announces them."""
+
+    def __init__(self) -> None:
+        super().__init__(f"a reply of more than {LONGEST_REPLY} bytes")
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str]) -> bytearray:
@@ -79,6 +90,8 @@ class _Reply:
 
     def __init__(self) -> None:
         self._received = bytearray()
+        self._begins = self._searched = 0
+        """Where its head begins, and how far the end of that was looked for."""
         self._head: http.client.HTTPResponse | None = None
         self._size: int | None = None
 
@@ -86,7 +99,7 @@ class _Reply:
         """Take what came, b"" where the connection ended; returns the answer if that is all.
 
         Raises:
-            http.client.HTTPException: it is not HTTP, or it ended too soon.
+            http.client.HTTPException: it is not HTTP, it ended too soon, or it is too long.
         """
         self._received += data
         if not data:
@@ -96,6 +109,8 @@ class _Reply:
             self._head = _begin(content)
             if self._head.length is not None:
                 self._size = content.tell() + self._head.length
+        if max(len(self._received), self._size or 0) > LONGEST_REPLY:
+            raise ReplyTooLongError
         if self._size is not None and len(self._received) >= self._size:
             return self._read()
         if self._head is not None and self._head.chunked and self._received.endswith(b"\r\n\r\n"):
@@ -104,16 +119,23 @@ class _Reply:
         return None
 
     def _has_head(self) -> bool:
-        if _HEAD.match(self._received) is not None:
-            return True
+        while (empty := _EMPTY_LINE.search(self._received, self._searched)) is not None:
+            if _CONTINUE.match(self._received, self._begins) is None:
+                return True
+            self._begins = self._searched = empty.end()
+        self._searched = max(self._begins, len(self._received) - 2)  # an empty line may have begun
         if len(self._received) > LONGEST_HEAD:
             raise http.client.HTTPException(f"no reply begins within {LONGEST_HEAD} bytes")
         # what is not HTTP may have no headers; http.client refuses its first line
-        return not self._received.startswith(b"HTTP/"[: len(self._received)])
+        begun = len(self._received) - self._begins
+        return not self._received.startswith(b"HTTP/"[:begun], self._begins)
 
     def _read(self) -> Answer:
         response = _begin(io.BytesIO(self._received))
-        return response.status, response.read()
+        try:
+            return response.status, response.read()
+        except OverflowError as error:
+            raise http.client.HTTPException(f"a part has an impossible length ({error})") from error
 
 
 class _Request(http.client.HTTPConnection):

@@ -1,12 +1,21 @@
-"""Read the replies of a rollout, and check each against itself and against what was committed."""
+"""Read the replies of a rollout, and check each against itself and against what was committed.
 
-import math
+Two kinds of faults are told apart. A reply of other types than SGLang's loses its own sample, as a
+refused request does. One that breaks the logprob contract (no versions, logprobs of other tokens)
+says that the engine or its options are wrong, and ends the rollout.
+"""
+
 from itertools import pairwise
 from typing import Any
 
-from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
-from trainer_bridge.engine_client import EngineError
+import torch
 
+from sgl_fp8rl.protocol.policy import CHECKPOINT, RUN_LENGTH, Policy
+from sgl_fp8rl.protocol.values import are_whole, excerpt
+from trainer_bridge.engine_client import EngineError, sentence_of
+
+LARGEST_LOGPROB = torch.finfo(torch.float32).max
+"""Of either sign; ``Rollout.logprobs_BT`` holds float32."""
 NO_REPLY: dict[str, Any] = {
     "output_ids": [],
     "prompt_token_ids": [],
@@ -15,16 +24,66 @@ NO_REPLY: dict[str, Any] = {
 """Stands for the reply to a request that failed."""
 
 
-def error_of(reply: dict[str, Any] | EngineError, index: int) -> EngineError | None:
-    """Why a request failed, if it did."""
+def error_of(reply: Any, index: int) -> EngineError | None:
+    """Why a request failed, if it did: it got no reply, was refused, or its reply is malformed."""
     if isinstance(reply, EngineError):
         return reply
-    finish = reply["meta_info"]["finish_reason"]
-    if finish["type"] != "abort" or finish.get("status_code") is None:
-        return None
+    meta: Any = reply.get("meta_info") if isinstance(reply, dict) else None
+    finish: Any = meta.get("finish_reason") if isinstance(meta, dict) else None
+    if not _is_finish(finish):
+        return _malformed(index, "finish_reason", finish)
+    if finish["type"] == "abort" and finish.get("status_code") is not None:
+        why = sentence_of(finish.get("message"))
+        return EngineError(
+            f"rollout: the engine refused request {index}: {why}", int(finish["status_code"])
+        )
+    # what is missing here is missed where it is needed
+    runs, experts = meta.get("policy_run"), meta.get("routed_experts")
+    prompt, versions = reply.get("prompt_token_ids"), meta.get("policy_version")
+    entries = meta.get("output_token_logprobs")
+    sound = {
+        "output_ids": are_whole(reply.get("output_ids"), 0),
+        "prompt_token_ids": prompt is None or are_whole(prompt, 0),
+        "output_token_logprobs": entries is None or _are_entries(entries),
+        "policy_version": versions is None or are_whole(versions, CHECKPOINT.version),
+        "policy_run": runs is None or _are_runs(runs),
+        "routed_experts": experts is None or isinstance(experts, str),
+    }
+    for name in [name for name, is_sound in sound.items() if not is_sound]:
+        return _malformed(index, name, reply.get(name, meta.get(name)))
+    return None
+
+
+def _malformed(index: int, name: str, value: Any) -> EngineError:
     return EngineError(
-        f"rollout: the engine refused request {index}: {finish.get('message')}",
-        int(finish["status_code"]),
+        f"rollout: reply {index} has {excerpt(value)} as its {name}; see that SGLang's /generate "
+        f"answers there, and report it with the engine's version if it does"
+    )
+
+
+def _is_finish(finish: Any) -> bool:
+    return (
+        isinstance(finish, dict)
+        and isinstance(finish.get("type"), str)
+        and isinstance(finish.get("status_code"), int | None)
+    )
+
+
+def _are_entries(value: Any) -> bool:
+    """Whether these are (logprob, token, ...) of tokens: lists, or an ``sgl.Engine``'s tuples."""
+    return (
+        isinstance(value, list)
+        and set(map(type, value)) <= {list, tuple}
+        and min(map(len, value), default=2) >= 2
+        and {type(entry[0]) for entry in value} <= {float, int, type(None)}
+    )
+
+
+def _are_runs(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and set(map(type, value)) <= {str}
+        and max(map(len, value), default=0) <= RUN_LENGTH
     )
 
 
@@ -64,7 +123,14 @@ def _runs_of(entries: list[str]) -> list[str]:
 def read_reply(
     reply: dict[str, Any], index: int
 ) -> tuple[str, list[int], list[float], list[int], list[str]]:
-    """Finish reason, tokens, logprobs, versions and runs of a reply, checked against each other."""
+    """Finish reason, tokens, logprobs, versions and runs of a reply, checked against each other.
+
+    Args:
+        reply: one in which ``error_of`` finds no error.
+
+    Raises:
+        ValueError: it breaks the logprob contract.
+    """
     meta, tokens = reply["meta_info"], list(reply["output_ids"])
     reason = meta["finish_reason"]["type"]
     # SGLang's reply to a request that was aborted while it waited (again) has no versions, and
@@ -92,7 +158,7 @@ def read_reply(
             f"rollout: reply {index} has logprobs of tokens that it does not return; do not train "
             f"on it, and report it with the engine's version and options"
         )
-    if not all(logprob is not None and math.isfinite(logprob) for logprob in logprobs):
+    if not all(p is not None and abs(p) <= LARGEST_LOGPROB for p in logprobs):
         raise ValueError(
             f"rollout: reply {index} has a logprob that is not a finite number; "
             f"look for NaN or Inf in the weights that the engine serves"
@@ -103,7 +169,7 @@ def read_reply(
 def prompt_tokens(prompt: str | list[int], reply: dict[str, Any], index: int) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    if "prompt_token_ids" not in reply:
+    if reply.get("prompt_token_ids") is None:
         raise ValueError(
             f"rollout: reply {index} lacks the token ids of its prompt; pass prompts as token ids"
         )

@@ -149,13 +149,13 @@ def rollout(
 
     Returns:
         The sequences in the order of the prompts, n for each. Each is a request of its own: where
-        one fails, the others are kept, and ``errors`` says why.
+        one fails, or its reply is malformed, the others are kept, and ``errors`` says why.
 
     Raises:
         ValueError: the request or a reply breaks the logprob contract (see the module), or experts
             are missing or damaged.
-        EngineError: the engine cannot be reached, or every request failed; in quarantine its
-            ``status`` is 503.
+        EngineError: the engine cannot be reached, its status is malformed, or every request
+            failed; in quarantine the error's ``status`` is 503.
     """
     _check_prompts(prompts)
     n, temperature, sampling_params = _read_sampling(sampling)

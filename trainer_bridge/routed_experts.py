@@ -11,15 +11,17 @@ engine's order of descending gates.
 """
 
 import base64
-import binascii
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from sgl_fp8rl.protocol.values import are_whole
+
 _LARGEST_UINT8_EXPERTS = 256
+_LARGEST_INT16_EXPERTS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,21 @@ class ExpertLayout:
             )
         return cls(**found)
 
+    @classmethod
+    def is_sound(cls, found: Any) -> bool:
+        """Whether a status's ``routed_experts`` can be read; None says that there are none."""
+        if found is None:
+            return True
+        if not isinstance(found, dict) or found.keys() != {each.name for each in fields(cls)}:
+            return False
+        sizes = [found["decoder_layers"], found["experts"], found["top_k"]]
+        return (
+            are_whole(sizes, 1)
+            and found["top_k"] <= found["experts"] <= _LARGEST_INT16_EXPERTS
+            and are_whole(found["layers"], 0)
+            and max(found["layers"], default=0) < found["decoder_layers"]
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         return torch.uint8 if self.experts <= _LARGEST_UINT8_EXPERTS else torch.int16
@@ -59,13 +76,13 @@ class ExpertLayout:
 
         Args:
             meta: the reply's ``meta_info``.
-            tokens: number of prompt and response tokens; 0 for an empty response, without rows.
+            tokens: number of prompt and response tokens; 0 for an empty response.
             index: index of the reply, for messages.
 
         Raises:
             ValueError: they are missing, have another shape, or are not a router's choice.
         """
-        if tokens == 0:
+        if tokens <= 1:  # no rows
             return torch.empty(0, len(self.layers), self.top_k, dtype=self.dtype)
         encoded = meta.get("routed_experts")
         if encoded is None:
@@ -75,8 +92,8 @@ class ExpertLayout:
             )
         try:
             sent = bytearray(base64.b64decode(encoded))
-        except binascii.Error:
-            sent = bytearray()  # truncated within a group of four characters
+        except ValueError:
+            sent = bytearray()  # truncated within a group of four characters, or not ASCII
         shape = (tokens - 1, self.decoder_layers, self.top_k)
         if len(sent) != math.prod(shape) * torch.int32.itemsize:
             raise ValueError(

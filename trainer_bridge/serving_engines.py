@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.policy import CHECKPOINT, RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.engine_client import EngineClient, EngineError
+from sgl_fp8rl.protocol.values import are_whole, excerpt
+from trainer_bridge.engine_client import EngineClient, EngineError, sentence_of
 from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.replies import check_policies
+from trainer_bridge.routed_experts import ExpertLayout
 from trainer_bridge.side_by_side import side_by_side
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ def serving_engines(
 
     Raises:
         ValueError: none of them serves the expected policy.
-        EngineError: none can be reached.
+        EngineError: none can be reached, or what answers is not such an engine.
     """
     members = participants_of(engines)
     known = [m.connection.policy for m in members if m.connection.policy is not None]
@@ -43,8 +45,10 @@ def serving_engines(
 
     def asked(member: Participant) -> ServingEngine | ValueError:
         status = member.connection.client.control({"op": "status"})
-        if len(members) > 1 and status.get("state") == State.QUARANTINED.value:
-            raise EngineError(f"{member.name} is quarantined: {status.get('reason')}", 503)
+        _check_status(status, member.name)
+        if len(members) > 1 and status["state"] == State.QUARANTINED.value:
+            why = sentence_of(status.get("reason"))
+            raise EngineError(f"{member.name} is quarantined: {why}", 503)
         try:
             serves = {(status["run"], status["version"])}
             check_policies(serves, expected_version, committed, member.name)
@@ -60,6 +64,27 @@ def serving_engines(
     for fault in faults:
         logger.warning("a rollout goes on without an engine: %s", fault)
     return found, committed
+
+
+def _check_status(status: dict[str, Any], where: str) -> None:
+    """Check the fields of a status that a rollout reads.
+
+    Raises:
+        EngineError: one is missing or of another type.
+    """
+    run, logprobs = status.get("run"), status.get("logprobs")
+    sound = {
+        "run": isinstance(run, str) and len(run) <= RUN_LENGTH,
+        "version": are_whole([status.get("version")], CHECKPOINT.version),
+        "state": status.get("state") in [state.value for state in State],
+        "logprobs": isinstance(logprobs, dict) and type(logprobs.get("raw")) is bool,
+        "routed_experts": ExpertLayout.is_sound(status.get("routed_experts")),
+    }
+    for name in [name for name, is_sound in sound.items() if not is_sound]:
+        raise EngineError(
+            f"rollout: {where} has {excerpt(status.get(name))} as its {name}; install the same "
+            f"sgl-fp8rl on both sides"
+        )
 
 
 def sample_on(

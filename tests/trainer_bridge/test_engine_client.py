@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trainer_bridge import http_exchange
 from trainer_bridge.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
 
 
@@ -172,8 +173,22 @@ def test_nobody_listens() -> None:
             connect(address).control({"op": "layout"})
 
 
+@pytest.mark.guarantee("malformed", fault="a reply that is longer than any")
+def test_a_reply_that_is_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_exchange, "LONGEST_REPLY", 1000)
+    server.answers(200, b"x" * 2000)
+    with pytest.raises(EngineError, match=f"{server.address} .*more than 1000 bytes"):
+        connect(server.address).control({"op": "layout"})
+
+
 @pytest.mark.parametrize(
-    "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}"]
+    "answer",
+    [
+        b"",
+        b"nonsense\r\n\r\n",
+        b"nonsense" * 1000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}",
+    ],
 )
 def test_a_server_that_breaks_off(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -187,8 +202,9 @@ def test_a_server_that_breaks_off(answer: bytes) -> None:
         thread = threading.Thread(target=once, daemon=True)
         thread.start()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(EngineError, match=address):
+        with pytest.raises(EngineError, match=address) as fault:
             HTTPEngine(address, None).control({})
+        assert len(str(fault.value)) < 400 and "\n" not in str(fault.value)
         thread.join(10)
 
 

@@ -242,6 +242,87 @@ def test_a_reply_without_an_end_of_headers(reply: bytes) -> None:
     assert isinstance(found[0], http.client.HTTPException)
 
 
+@pytest.mark.guarantee("malformed", fault="a reply of HTTP that announces what it cannot hold")
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n{}",
+        CHUNKED + b"f" * 30 + b"\r\n{}",
+        CHUNKED + b"f" * 30 + b"\r\n{}\r\n\r\n",
+    ],
+)
+def test_an_impossible_length_is_a_fault_of_its_request(reply: bytes) -> None:
+    def serve(peers: Peers) -> None:
+        with suppress(OSError):  # the client has gone
+            peers[0][0].sendall(reply)
+        peers[0][0].close()
+        peers[1][0].sendall(REPLY)
+
+    with listen(serve, 2) as url:
+        found = answers(url, 2, timeout=50)
+    assert isinstance(found[0], http.client.HTTPException)
+    assert found[1] == (200, b"ok")
+
+
+FRAMED: dict[str, Callable[[bytes], bytes]] = {
+    "a length": lambda body: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body,
+    "chunks": lambda body: CHUNKED + b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n",
+    "neither": lambda body: b"HTTP/1.1 200 OK\r\n\r\n" + body,
+}
+
+
+@pytest.mark.guarantee("malformed", fault="a reply of HTTP without an end")
+@pytest.mark.parametrize("framed", FRAMED.values(), ids=FRAMED)
+def test_a_reply_that_is_longer_than_any_is_refused(
+    framed: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is one byte shorter."""
+    body = b"x" * 5000
+    whole = framed(body)
+    for longest in (len(whole), len(whole) - 1):
+        monkeypatch.setattr(http_exchange, "LONGEST_REPLY", longest)
+        collected = http_exchange._Reply()
+        if longest == len(whole):
+            assert (collected.add(whole) or collected.add(b"")) == (200, body)
+        else:
+            with pytest.raises(http_exchange.ReplyTooLongError, match=f" {longest} bytes"):
+                collected.add(whole)
+
+
+def test_a_reply_that_announces_too_much_is_refused_at_once() -> None:
+    longest = http_exchange.LONGEST_REPLY
+    with pytest.raises(http_exchange.ReplyTooLongError):
+        http_exchange._Reply().add(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % longest)
+
+
+def test_the_longest_reply_holds_a_long_response() -> None:
+    """A million tokens of Qwen3-235B-A22B; a response of 32,768 has a thirtieth of it."""
+    text, token, entry = "a word", 151935, [-12.345678901234567, 151935, None]
+    sampled = len(json.dumps([text, token, entry, 1_000_000_000, ""]))
+    experts = 94 * 8 * 4 * 4 / 3  # layers, experts of each, int32 in base64
+    assert 10**6 * (sampled + experts) < http_exchange.LONGEST_REPLY
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.guarantee("malformed", fault="a head of HTTP that keeps its reader busy")
+@pytest.mark.parametrize("cut", [1, 1 << 16], ids=["drips", "at once"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+        b"HTTP/1.1 100 x\n\n" * 15_000 + b"HTTP/1.1 100 x\n",
+        b"HTTP/1.1 200 OK\r\n" + b"x" * 250_000,
+    ],
+    ids=["continue", "continue, short", "no end"],
+)
+def test_a_head_is_read_once(head: bytes, cut: int) -> None:
+    """It took minutes, by the square of its length, or for ever, by a power of two."""
+    reply = http_exchange._Reply()
+    assert len(head) < http_exchange.LONGEST_HEAD
+    for at in range(0, len(head), cut):
+        assert reply.add(head[at : at + cut]) is None
+
+
 def test_the_deadline_is_that_of_all_requests() -> None:
     def serve(peers: Peers) -> None:
         peers[0][0].sendall(REPLY)

@@ -32,7 +32,8 @@ class FakeEngine:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "status"}
-        return {"run": self.run, "version": self.version, "logprobs": {"raw": False}}
+        serves = {"run": self.run, "version": self.version, "state": "serving"}
+        return {**serves, "logprobs": {"raw": False}}
 
     def sample(self, requests: Sequence[dict[str, Any]], timeout: float | None = None) -> list[Any]:
         self.prompts = [request["input_ids"] for request in requests]

@@ -1,0 +1,201 @@
+"""Replies of the wrong types: each loses one sample, and a malformed status one engine."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.trainer_bridge.test_rollout import FakeEngine, FakeMoE, Reply
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.replies import read_reply
+from trainer_bridge.rollout import rollout
+
+PROMPTS = [[5], [6], [7]]
+BROKEN = 1
+"""The prompt whose reply is broken."""
+MISSING = object()
+
+
+class BrokenEngine(FakeMoE):
+    """Answers one prompt of a rollout with something else, or a status."""
+
+    def __init__(self, broken: Any = None, **status: Any) -> None:
+        super().__init__()
+        self.broken, self.status = broken, status
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        found = super().control(message) | self.status
+        return {name: value for name, value in found.items() if value is not MISSING}
+
+    def reply(self, i: int, request: dict[str, Any]) -> Any:
+        whole = super().reply(i, request)
+        return whole if i != BROKEN else self.broken
+
+
+def reply_with(path: str, value: Any) -> Any:
+    """A sound reply to the broken prompt, but for one part."""
+    reply: Any = FakeMoE().reply(BROKEN, {"input_ids": [6], "return_logprob": True})
+    *parents, name = path.split(".")
+    place = copy.deepcopy(reply)
+    inner = place
+    for parent in parents:
+        inner = inner[parent]
+    inner[name] = value
+    if value is MISSING:
+        del inner[name]
+    return place
+
+
+PARTS: list[tuple[str, Any]] = [
+    ("meta_info", MISSING),
+    ("meta_info", []),
+    ("output_ids", MISSING),
+    ("output_ids", None),
+    ("output_ids", 5),
+    ("output_ids", "ab"),
+    ("output_ids", [10, "11"]),
+    ("output_ids", [10, 11.0]),
+    ("output_ids", [10, True]),
+    ("output_ids", [10, -1]),
+    ("output_ids", [10, 2**63]),
+    ("prompt_token_ids", 5),
+    ("prompt_token_ids", [[5]]),
+    ("prompt_token_ids", {"0": 5}),
+    ("meta_info.finish_reason", MISSING),
+    ("meta_info.finish_reason", None),
+    ("meta_info.finish_reason", "stop"),
+    ("meta_info.finish_reason", {}),
+    ("meta_info.finish_reason", {"type": 1}),
+    ("meta_info.finish_reason", {"type": "abort", "status_code": "many"}),
+    ("meta_info.output_token_logprobs", 5),
+    ("meta_info.output_token_logprobs", {"a": 1, "b": 2}),
+    ("meta_info.output_token_logprobs", [-0.5, -1.5]),
+    ("meta_info.output_token_logprobs", [[-0.5, 10], []]),
+    ("meta_info.output_token_logprobs", [[-0.5, 10], [-0.5]]),
+    ("meta_info.output_token_logprobs", [[-0.5, 10], ["-1.5", 11]]),
+    ("meta_info.policy_version", 3),
+    ("meta_info.policy_version", [3, "3"]),
+    ("meta_info.policy_version", [3, None]),
+    ("meta_info.policy_version", [3, [3]]),
+    ("meta_info.policy_version", [3, -2]),
+    ("meta_info.policy_version", [3, 2**63]),
+    ("meta_info.policy_run", "aa"),
+    ("meta_info.policy_run", ["a", 0]),
+    ("meta_info.policy_run", ["a", ["a"]]),
+    ("meta_info.policy_run", ["a", "a" * 65]),
+    ("meta_info.routed_experts", 5),
+    ("meta_info.routed_experts", [1, 2]),
+]
+MALFORMED = [{}, [], None, "a page", 5, *(reply_with(path, value) for path, value in PARTS)]
+
+
+def check_sentence(error: Exception) -> None:
+    text = str(error)
+    assert "\n" not in text and 40 < len(text) < 1000, text
+
+
+@pytest.mark.guarantee("malformed", fault="a reply to a request of the wrong types")
+@pytest.mark.parametrize("broken", MALFORMED)
+def test_a_malformed_reply_loses_one_sample(broken: Any) -> None:
+    result = rollout(BrokenEngine(broken), PROMPTS, {}, routed_experts=True)
+    assert list(result.errors) == [BROKEN]
+    check_sentence(result.errors[BROKEN])
+    assert f"reply {BROKEN} " in str(result.errors[BROKEN])
+    assert result.finish_reasons == ["stop", "error", "stop"]
+    assert result.tokens == [[0], [], [20, 21, 22]]
+    assert [len(experts) for experts in result.routed_experts or []] == [1, 0, 3]
+
+
+def test_a_sound_reply_loses_none() -> None:
+    """The control."""
+    sound = FakeMoE().reply(
+        BROKEN, {"input_ids": [6], "return_logprob": True, "return_routed_experts": True}
+    )
+    result = rollout(BrokenEngine(sound), PROMPTS, {}, routed_experts=True)
+    assert (result.errors, result.tokens[BROKEN]) == ({}, [10, 11])
+
+
+def test_parts_of_sglangs_own_types_are_read() -> None:
+    """In this process entries are tuples and a status is an ``IntEnum``; parts may be None."""
+    reply: Reply = reply_with("meta_info.output_token_logprobs", [(-0.5, 10, None), (-1, 11, "b")])
+    reply["meta_info"]["finish_reason"]["status_code"] = None
+    reply["meta_info"]["routed_experts"] = reply["prompt_token_ids"] = None
+    result = rollout(BrokenEngine(reply), PROMPTS, {})
+    assert (result.errors, result.logprobs[BROKEN]) == ({}, [-0.5, -1])
+
+
+def test_where_every_reply_is_malformed_the_rollout_says_so() -> None:
+    engine = FakeEngine()
+    engine.edit = lambda reply: reply.clear()
+    with pytest.raises(EngineError, match="reply 0 ") as raised:
+        rollout(engine, PROMPTS, {})
+    check_sentence(raised.value)
+
+
+def test_a_refusal_is_quoted_as_far_as_it_is_short() -> None:
+    for message in (None, ["why"], "because " * 10_000):
+        finish = {"type": "abort", "status_code": 503, "message": message}
+        result = rollout(BrokenEngine(reply_with("meta_info.finish_reason", finish)), PROMPTS, {})
+        assert result.errors[BROKEN].status == 503
+        assert len(str(result.errors[BROKEN])) < 1100
+
+
+@pytest.mark.parametrize("value", [10**400, 1e300, -1e300, float("nan")])
+def test_a_logprob_that_no_float32_holds_is_refused(value: float) -> None:
+    reply = reply_with("meta_info.output_token_logprobs", [[value, 10], [-1.5, 11]])
+    with pytest.raises(ValueError, match="logprob that is not a finite number"):
+        read_reply(reply, BROKEN)
+
+
+@pytest.mark.parametrize("sent", ["é", "AAAA", "A"])
+def test_damaged_experts_are_counted(sent: str) -> None:
+    reply = reply_with("meta_info.routed_experts", sent)
+    with pytest.raises(ValueError, match=rf"reply {BROKEN} has \d bytes of int32"):
+        rollout(BrokenEngine(reply), PROMPTS, {}, routed_experts=True)
+
+
+def test_a_token_without_a_prompt_has_no_experts() -> None:
+    engine = FakeMoE()
+    engine.edit = lambda reply: reply.update(prompt_token_ids=[])
+    result = rollout(engine, ["ab"], {}, routed_experts=True)
+    assert result.routed_experts is not None and result.routed_experts[0].shape == (0, 2, 2)
+
+
+LAYOUT = {"decoder_layers": 2, "layers": [0, 1], "experts": 4, "top_k": 2}
+STATUSES: list[dict[str, Any]] = [
+    *({name: MISSING} for name in ("run", "version", "logprobs", "state")),
+    *({"run": run} for run in (None, 5, ["a"], "a" * 65)),
+    *({"version": version} for version in (None, "3", 3.0, True, [3], -2, 2**63)),
+    *({"logprobs": logprobs} for logprobs in (None, [], {}, {"raw": None}, {"raw": 1})),
+    *({"state": state} for state in (None, 1, "asleep", [])),
+    *({"routed_experts": experts} for experts in (5, [], {}, LAYOUT | {"layers": 1})),
+    *({"routed_experts": LAYOUT | {"layers": layers}} for layers in ([2], [-1], ["0"], [True])),
+    *({"routed_experts": LAYOUT | {name: 0}} for name in ("decoder_layers", "experts", "top_k")),
+    {"routed_experts": LAYOUT | {"top_k": 5}},
+    {"routed_experts": LAYOUT | {"experts": 2**15 + 1}},
+    {"routed_experts": LAYOUT | {"more": 1}},
+]
+
+
+@pytest.mark.guarantee("malformed", fault="a status of the wrong types")
+@pytest.mark.parametrize("broken", STATUSES)
+def test_a_malformed_status_loses_one_engine(
+    broken: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(EngineError) as raised:
+        rollout(BrokenEngine(**broken), [[5]], {}, routed_experts=True)
+    check_sentence(raised.value)
+    (name,) = broken
+    assert f"the engine has {'None' if broken[name] is MISSING else ''}" in str(raised.value)
+    assert f" as its {name}" in str(raised.value)
+
+    engines = [BrokenEngine(**broken), FakeMoE()]
+    assert rollout(engines, PROMPTS, {}, routed_experts=True).errors == {}
+    assert not engines[0].requests and len(engines[1].requests) == len(PROMPTS)
+    assert "engine 0 has" in caplog.text
+
+
+def test_a_long_reason_of_quarantine_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    engines = [BrokenEngine(state="quarantined", reason="NaN " * 10_000), FakeEngine()]
+    rollout(engines, PROMPTS, {})
+    assert "engine 0 is quarantined: NaN" in caplog.text and len(caplog.text) < 2000
