@@ -1,4 +1,5 @@
-"""The trainer of one process: a BF16 model, FP32 master weights, AdamW, one GRPO step.
+"""The trainer of one process: a BF16 model (FP32 on a CPU), FP32 master weights, AdamW, one GRPO
+step.
 
 This is what FSDP2's mixed precision computes, on one device and without its collectives. Passes are
 cut by length, so that a step fits beside other runs on the same GPU.
@@ -22,7 +23,7 @@ LARGEST_NORM = 1.0
 
 
 class Learner:
-    """Trains ``model``, which is BF16, through FP32 copies of its parameters.
+    """Trains ``model`` through FP32 copies of its parameters.
 
     Args:
         learning_rate: AdamW's.

@@ -73,10 +73,15 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder)
 
 
+def dtype_of(device: torch.device) -> torch.dtype:
+    """What a trainer computes in: on CPUs without AVX-512 torch multiplies BF16 by plain loops."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 def load(folder: Path, device: torch.device) -> PreTrainedModel:
-    """A checkpoint in BF16."""
+    """A BF16 checkpoint, as the trainer has it."""
     disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(device)).to(device)
 
 
 @torch.no_grad()

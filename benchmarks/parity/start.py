@@ -51,7 +51,7 @@ def train(model: str, size: str, settings: Settings, device: torch.device) -> Pr
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     rng = random.Random(f"{SEED} demonstrations")
-    made = models.build(model, size, SEED).to(device, torch.bfloat16)
+    made = models.build(model, size, SEED).to(device, models.dtype_of(device))
     learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
     aux: list[torch.Tensor] = []
     if model == "moe":
