@@ -89,7 +89,9 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
     weights.memory.close()
     session = weights.begin(fingerprint, Policy(toy.RUN, 1))
     with arrived(data, (fd,)) as sock:
-        listener: Any = SimpleNamespace(accept=lambda token, silence_s, known: sock)
+        listener: Any = SimpleNamespace(
+            accept=lambda token, silence_s, known: sock, heard=lambda: None
+        )
         outcome, peer = serve(listener, session, "token", 10.0)
         assert outcome.dirty == session.dirty
         assert not outcome.committed or (session.finished and peer is sock)
