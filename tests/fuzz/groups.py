@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tests.fuzz import control, frames, manifests, memory, trainer
+from tests.fuzz import control, frames, http_replies, manifests, memory, replies, trainer
 from tests.fuzz.decoder import Decoder
 
 
@@ -15,6 +15,9 @@ class Group(Protocol):
 
 
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
-GROUPS: tuple[Group, ...] = (control, manifests, frames, memory, trainer)
-SHARES = 13
+GROUPS: tuple[Group, ...] = (
+    *(control, manifests, frames, memory),
+    *(trainer, http_replies, replies),
+)
+SHARES = 16
 """Decoders in all; each gets an equal part of the inputs."""
