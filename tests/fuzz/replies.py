@@ -13,7 +13,6 @@ from tests.fuzz.decoder import LONGEST, Decoder, to_json
 from trainer_bridge import engine_client
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 from trainer_bridge.rollout import rollout
-from trainer_bridge.serving_engines import serving_engines
 
 SOUND, MUTATED = "http://sound", "http://mutated"
 STATUS: dict[str, Any] = {
@@ -53,12 +52,7 @@ def post_all(answers: Answers, url: str, messages: Sequence[Any], *_: Any) -> It
 
 
 def decode_status(answers: Answers, data: bytes) -> None:
-    """Of an engine alone, and of one beside which another serves."""
     answers[f"{MUTATED}/fp8rl"] = [data]
-    answers[f"{MUTATED}/generate"] = [to_json(REPLY), to_json(REPLY)]
-    engines = [HTTPEngine(address, None) for address in (MUTATED, SOUND)]
-    serving, _ = serving_engines(engines, None)
-    assert serving[-1].client is engines[1]
     sample(MUTATED)
 
 
@@ -88,7 +82,10 @@ def sample(address: str) -> EngineError | None:
 
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
-    answers: Answers = {f"{SOUND}/fp8rl": [to_json(STATUS)]}
+    answers: Answers = {
+        f"{SOUND}/fp8rl": [to_json(STATUS)],
+        f"{MUTATED}/generate": [to_json(REPLY)] * 2,
+    }
     refused = EngineError, ValueError
     status, reply = partial(decode_status, answers), partial(decode_reply, answers)
     with pytest.MonkeyPatch.context() as patch:
