@@ -28,6 +28,7 @@ import torch
 import trainer_bridge
 from sgl_fp8rl import compat
 from sgl_fp8rl.integrations import contract
+from sgl_fp8rl.integrations.updates import next_version
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import PROTOCOL
 from tests.engine import models
@@ -153,13 +154,21 @@ def paused(server: Server) -> Iterator[None]:
 
 
 def test_the_contract_of_adapters(server: Server, policy: Path) -> None:
+    version = version_of(server)
+
+    def sync(pairs: contract.Pairs, step: int | None) -> int:
+        nonlocal version
+        version = next_version(step, version)
+        trainer_bridge.update(pairs, server.address, version=version)
+        return version
+
     def sample() -> list[int]:
         (reply,) = server.generate(ASK)
         return list(reply["meta_info"]["policy_version"])
 
     contract.check_weights(lambda: models.framework_stream(policy), policy)
     contract.check_engine(server.address)
-    contract.check_updates(server.address, lambda: models.framework_stream(policy), sample)
+    contract.check_updates(server.address, lambda: models.framework_stream(policy), sync, sample)
 
 
 def test_rollout_with_a_limit(server: Server) -> None:
