@@ -6,7 +6,10 @@ Prefill's kernels, and XQA, which decodes the same tokens one by one. Shape suff
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +17,7 @@ from benchmarks import measuring
 from benchmarks.benchmark import Report
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
+from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 MODEL = "qwen3-8b"
@@ -27,8 +31,16 @@ CHUNK = 16384
 TIMED = tuple(Load(1, context, queries=CHUNK) for context in (16384, 32768, 131072))
 CALLS = 4
 DEVICE = "cuda"
-XQA_ARM = "xqa"
-"""It attends to one token a sequence, so no chunk is timed with it."""
+
+
+class Arm(NamedTuple):
+    """One kernel over the codes of one scheme."""
+
+    name: str
+    layer: Any
+    """None where K and V are BF16."""
+    caches: kernels.Caches
+    attend: kernels.Attend
 
 
 def reports() -> list[Report]:
@@ -40,46 +52,50 @@ def _errors() -> Iterator[Report]:
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)
-        for arm, layer, caches, attend in arms(inputs):
-            out = attend(caches)
-            values = errors(out, wanted)
-            if not all(map(math.isfinite, values["kv_error"])):
-                raise RuntimeError(f"{arm} gave no numbers at {load.name}")
-            if caches[0].dtype == FP8_DTYPE:
-                meant = exact(kernels.meant(inputs, layer, caches))
-                values["code_error"] = errors(out, meant)["kv_error"]
-            yield {"arm": arm, "case": load.name, "model": MODEL, "values": values}
+        for layer, arms in groupby(_arms(inputs, with_xqa=True), key=attrgetter("layer")):
+            meant = None
+            for arm in arms:
+                out = arm.attend(arm.caches)
+                values = errors(out, wanted)
+                if not all(map(math.isfinite, values["kv_error"])):
+                    raise RuntimeError(f"{arm.name} gave no numbers at {load.name}")
+                if layer is not None:
+                    if meant is None:
+                        meant = exact(kernels.meant(inputs, layer, arm.caches))
+                    values["code_error"] = errors(out, meant)["kv_error"]
+                yield _report(arm, load, values)
         del inputs, wanted
         torch.cuda.empty_cache()
 
 
 def _times() -> Iterator[Report]:
     for load in TIMED:
-        inputs = draw(load, DEVICE)
-        for arm, _, caches, attend in arms(inputs):
-            if not arm.startswith(XQA_ARM):
-                us = measuring.queued_us([lambda a=attend, c=caches: a(c)] * CALLS)  # type: ignore[misc]
-                values = {"attention_us": us}
-                yield {"arm": arm, "case": load.name, "model": MODEL, "values": values}
+        for arm in _arms(draw(load, DEVICE), with_xqa=False):
+            calls = [partial(arm.attend, arm.caches)] * CALLS
+            yield _report(arm, load, {"attention_us": measuring.queued_us(calls)})
 
 
-def arms(inputs: Inputs) -> Iterator[tuple[str, Any, kernels.Caches, kernels.Attend]]:
-    """Name, layer, caches, and what attends to them."""
-    whole = inputs.k_SHD, inputs.v_SHD
-    yield "fa3-bf16", None, whole, fa3_bf16(inputs)
+def _report(arm: Arm, load: Load, values: dict[str, list[float]]) -> Report:
+    return {"arm": arm.name, "case": load.name, "model": MODEL, "values": values}
+
+
+def _arms(inputs: Inputs, with_xqa: bool) -> Iterator[Arm]:
+    """Those of a layer one after the other.
+
+    Args:
+        with_xqa: it attends to one token a sequence, so no chunk is timed with it.
+    """
+    yield Arm("fa3-bf16", None, (inputs.k_SHD, inputs.v_SHD), fa3_bf16(inputs))
     for scheme in kernels.SCHEMES:
         layer = kernels.layer_of(scheme, inputs)
         caches = kernels.stored(layer, inputs)
-        of_scheme: dict[str, Callable[[], kernels.Attend]] = {
-            "fa3": lambda: attend_fa3(inputs, layer),  # noqa: B023
-            "fa2": lambda: attend_fa2(inputs, layer),  # noqa: B023
-            XQA_ARM: lambda: kernels.attend_xqa(inputs, layer),  # noqa: B023
-        }
+        scales = f"{scheme} scales"
         if scheme == "unit":
-            yield "stock-fa3, unit scales", layer, caches, stock_fa3(inputs)
-        for kernel, make in of_scheme.items():
-            if kernel != XQA_ARM or inputs.load.queries <= TOKENS:
-                yield f"{kernel}, {scheme} scales", layer, caches, make()
+            yield Arm(f"stock-fa3, {scales}", layer, caches, stock_fa3(inputs))
+        yield Arm(f"fa3, {scales}", layer, caches, attend_fa3(inputs, layer))
+        yield Arm(f"fa2, {scales}", layer, caches, attend_fa2(inputs, layer))
+        if with_xqa:
+            yield Arm(f"xqa, {scales}", layer, caches, kernels.attend_xqa(inputs, layer))
 
 
 def fa3(inputs: Inputs) -> Callable[..., torch.Tensor]:
@@ -125,8 +141,6 @@ def stock_fa3(inputs: Inputs) -> kernels.Attend:
 
 def attend_fa3(inputs: Inputs, layer: Any) -> kernels.Attend:
     """Our hook on SGLang's FA3 prefill."""
-    from sgl_fp8rl.engine import kv_attention
-
     run, q = fa3(inputs), inputs.q_BHGD.flatten(1)
     mine = layer.fp8rl_layer
     shape = inputs.load.batch, len(mine.v_scale_h)
@@ -146,8 +160,6 @@ def attend_fa3(inputs: Inputs, layer: Any) -> kernels.Attend:
 def attend_fa2(inputs: Inputs, layer: Any) -> kernels.Attend:
     """Our hook on FlashInfer's prefill over a cache, which reads pages of one token."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-    from sgl_fp8rl.engine import kv_attention
 
     load, device = inputs.load, inputs.k_SHD.device
     _, heads, dim = inputs.k_SHD.shape

@@ -1,10 +1,11 @@
 """Hooks on SGLang's attention backends: store K and V with our scales, attend with them.
 
 SGLang itself keeps scales as Python floats, which a captured graph freezes, and stores without
-saturation. Layers that are not ours run the original code. Shape suffixes: T tokens, H KV heads, G
-query heads of a KV head, D head dim.
+saturation. Shape suffixes: T tokens, H KV heads, G query heads of a KV head, D head dim.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,25 +25,48 @@ def layer_kv(layer: Any) -> LayerKV | None:
     return getattr(layer, "fp8rl_layer", None)
 
 
+def for_scaled_layers(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A hook that calls ``attend`` for our layers, with our part of the layer after the original
+    function. Other layers run the original."""
+
+    @wraps(attend)
+    def hook(
+        original: Any,
+        backend: Any,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        given = backend, q, k, v, layer, forward_batch, save_kv_cache
+        mine = layer_kv(layer)
+        if mine is None:
+            return original(*given, **kwargs)  # type: ignore[no-any-return]
+        return attend(original, mine, *given, **kwargs)
+
+    return hook
+
+
+@for_scaled_layers
 def folded_decode(
     original: Any,
+    mine: LayerKV,
     backend: Any,
     q: torch.Tensor,
     k: Any,
     v: Any,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
+    save_kv_cache: bool,
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND ``forward_decode`` of torch_native and FlashInfer: scales are folded into q and out.
 
     The backend attends to codes: ``(q * k_scale) . c_k`` and ``(p @ c_v) * v_scale``.
     """
-    mine = layer_kv(layer)
-    if mine is None:
-        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return out  # type: ignore[no-any-return]
     if save_kv_cache and k is not None:
         _store(backend, mine, k, v, layer, forward_batch, read_back=False)
     q = _times_heads(q, mine.k_scale_h)
@@ -50,15 +74,17 @@ def folded_decode(
     return _times_heads(out, mine.v_scale_h, out=out)
 
 
+@for_scaled_layers
 def folded_extend(
     original: Any,
+    mine: LayerKV,
     backend: Any,
     q: torch.Tensor,
     k: Any,
     v: Any,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
+    save_kv_cache: bool,
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND ``forward_extend`` of torch_native and FlashInfer.
@@ -66,10 +92,6 @@ def folded_extend(
     FlashInfer's ragged kernel attends to its K and V arguments, not to the cache: it gets what
     decode will read back. Codes are exact in BF16.
     """
-    mine = layer_kv(layer)
-    if mine is None:
-        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return out  # type: ignore[no-any-return]
     if save_kv_cache and k is not None:
         ragged = bool(getattr(backend.forward_metadata, "use_ragged", False))
         codes = _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=ragged)
@@ -80,15 +102,17 @@ def folded_extend(
     return _times_heads(out, mine.v_scale_h, out=out)
 
 
+@for_scaled_layers
 def fa3_extend(
     original: Any,
+    mine: LayerKV,
     backend: Any,
     q: torch.Tensor,
     k: Any,
     v: Any,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
+    save_kv_cache: bool,
     **kwargs: Any,
 ) -> torch.Tensor:
     """AROUND ``FlashAttentionBackend.forward_extend``: FP8 attention over the cache.
@@ -96,10 +120,6 @@ def fa3_extend(
     SGLang casts q to E4M3 without a scale and without saturation, so it is given codes of q. What
     q was divided by is in the descale of K, which SGLang takes from the layer (``fa3_descales``).
     """
-    mine = layer_kv(layer)
-    if mine is None:
-        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return out  # type: ignore[no-any-return]
     if save_kv_cache and k is not None:
         _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=False)
     q = _times_heads(q, mine.q_factor_h, out=torch.empty_like(q, dtype=FP8_DTYPE))
@@ -116,15 +136,17 @@ def fa3_descales(model: torch.nn.Module) -> None:
             layer.k_scale, layer.v_scale = mine.fa3_k_scale_h, mine.v_scale_h
 
 
+@for_scaled_layers
 def xqa_decode(
     original: Any,
+    mine: LayerKV,
     backend: Any,
     q: torch.Tensor,
     k: Any,
     v: Any,
     layer: Any,
     forward_batch: Any,
-    save_kv_cache: bool = True,
+    save_kv_cache: bool,
     fp8rl_q_is_ready: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
@@ -139,10 +161,6 @@ def xqa_decode(
     Raises:
         RuntimeError: XQA lacks a feature of the layer, or the backend would run another kernel.
     """
-    mine = layer_kv(layer)
-    if mine is None:
-        out = original(backend, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return out  # type: ignore[no-any-return]
     sinks = kwargs.get("sinks")
     if not backend.is_xqa_impl or layer.logit_cap or sinks is not None:
         raise RuntimeError(
