@@ -193,7 +193,7 @@ class HTTPEngine:
                 f"answers there"
             )
         if isinstance(answer, Exception):
-            why = " ".join(str(answer)[:200].split())  # it may quote a line that is no reply
+            why = " ".join(str(answer)[:200].split())  # may quote a malformed status line
             return EngineError(f"{self.address} cannot be reached ({why}); is it up?")
         status, body = answer
         if status != 200:
