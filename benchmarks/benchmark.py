@@ -18,6 +18,7 @@ BENCHMARKS = {
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv": "benchmarks.kv.cases:BENCHMARK",
+    "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kernels": "benchmarks.kernels.parts:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "correction": "benchmarks.correction:CPU",

@@ -29,6 +29,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "start": ("start.json", engine_tables.start),
     "kv": ("kv.json", kv.speed),
     "kv_accuracy": ("kv.json", kv.accuracy),
+    "kv_prefill": ("kv_prefill.json", kv.prefill),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
     "correction": ("correction.json", correction.correction),

@@ -19,7 +19,7 @@ NAMES = {
     "rollout_corr/rollout_is_eff_sample_size": "ess",
     "rollout_corr/chi2_seq": "chi2_seq",
     "training/off_policy/trajectory_staleness_worst/max": "staleness",
-    "perf/max_memory_allocated_gb": "trainer_peak_gb",
+    "actor/perf/max_memory_allocated_gb": "trainer_peak_gb",
     "timing_s/step": "step_s",
     "timing_s/gen": "gen_s",
     "timing_s/old_log_prob": "old_log_prob_s",

@@ -230,6 +230,8 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help=f"more overrides of verl's, such as {offload}")
     options = parser.parse_args()
     run = {"arm": options.arm, "gpus": options.gpus, "seed": options.seed}
+    flags = [f"--{name} {value}" for name, value in {**run, "steps": options.steps}.items()]
+    command = " ".join(["python -m benchmarks.verl_trainer", *flags, *options.more])
     # a short path: Ray's sockets are in it
     folder = Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))
     try:
@@ -237,7 +239,7 @@ def main() -> None:
         arguments = overrides(**run, steps=options.steps, folder=folder) + options.more
         failure = train(options.arm != OURS, folder, arguments, options.limit, {})
         facts = {
-            **environment(f"python -m benchmarks.verl_trainer {' '.join(sys.argv[1:])}"),
+            **environment(command),
             **versions(),
             "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE"),
             "bucket_bytes": BUCKET_MIB << 20,

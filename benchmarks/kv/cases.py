@@ -1,7 +1,6 @@
 """The FP8 KV cache on one GPU, ours beside stock SGLang's.
 
 attention, attention-bf16-mma   error of decode attention against float64, time of a call
-prefill                         the same of prefill attention, over long contexts
 engine-*                        capacity, prefill and decode of Qwen3-8B
 logprobs-*                      error against a BF16 KV cache, 6 layers
 update                          updates with KV scales and without
@@ -24,7 +23,7 @@ from benchmarks.engines.keywords import (
     STOCK_XQA,
     is_stock,
 )
-from benchmarks.kv import attention, logprobs, prefill, updates
+from benchmarks.kv import attention, logprobs, updates
 
 MODEL = "qwen3-8b"
 LOADS = (serving.Load(128, 512, 256), serving.Load(64, 8192, 256))
@@ -36,7 +35,7 @@ class Case:
 
     name: str
     part: str
-    """"attention", "prefill", "engine", "logprobs" or "update"."""
+    """"attention", "engine", "logprobs" or "update"."""
     arm: str
     engine: dict[str, Any] = field(default_factory=dict)
     """Keywords of ``sglang.Engine`` besides ``ENGINE``."""
@@ -66,7 +65,6 @@ REFERENCE = Case("logprobs-bf16", "logprobs", "fp8rl, BF16 KV", {**OURS, **FLASH
 CASES = (
     Case("attention", "attention", "attention kernels"),
     Case("attention-bf16-mma", "attention", "xqa-bf16-mma"),
-    Case("prefill", "prefill", "attention kernels"),
     _engine("stock-bf16", FLASHINFER),
     _engine("stock-bf16-kv8-xqa", STOCK_XQA, by_default=False),
     _engine("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
@@ -89,8 +87,6 @@ def measure(case: Case, run: Run) -> list[Report]:
     if case.part == "attention":
         bf16_mma = case.arm == "xqa-bf16-mma"
         return attention.reports(bf16_mma, measuring.copy_tb_s())
-    if case.part == "prefill":
-        return prefill.reports()
     shape = models.MODELS[MODEL]
     if case.part == "logprobs":
         shape = logprobs.cut(shape)

@@ -1,7 +1,7 @@
 """Attention of a prompt's last tokens over FP8 KV: error against float64, and time of a chunk.
 
-Prefill's kernels, and XQA, which decodes the same tokens one by one. Shape suffixes as in
-``attention_inputs``.
+Prefill's kernels, and XQA, which decodes the same tokens one by one. Errors and times are of one
+layer. Shape suffixes as in ``attention_inputs``.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Benchmark, Job, Report, Run
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 from sgl_fp8rl.engine import kv_attention
@@ -43,9 +43,9 @@ class Arm(NamedTuple):
     attend: kernels.Attend
 
 
-def reports() -> list[Report]:
+def measure(model: str, run: Run) -> list[Report]:
     """The errors of every arm, then the times."""
-    return [*_errors(), *_times()]
+    return [{**report, "model": model} for report in (*_errors(), *_times())]
 
 
 def _errors() -> Iterator[Report]:
@@ -76,7 +76,7 @@ def _times() -> Iterator[Report]:
 
 
 def _report(arm: Arm, load: Load, values: dict[str, list[float]]) -> Report:
-    return {"arm": arm.name, "case": load.name, "model": MODEL, "values": values}
+    return {"arm": arm.name, "case": load.name, "values": values}
 
 
 def _arms(inputs: Inputs, with_xqa: bool) -> Iterator[Arm]:
@@ -196,3 +196,6 @@ def attend_fa2(inputs: Inputs, layer: Any) -> kernels.Attend:
         )
 
     return attend
+
+
+BENCHMARK = Benchmark((Job("attention", MODEL),), measure, limit_s=120.0)

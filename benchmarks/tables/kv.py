@@ -33,6 +33,24 @@ def speed(results: Results) -> str:
     return joined(made, failures(results, "engine"), end)
 
 
+def prefill(results: Results) -> str:
+    """Error of the last tokens of a prompt, and time of a chunk, in one layer."""
+    error: dict[str, Form] = {"kv_error": "{median:.3f}"}
+    took: dict[str, Form] = {"attention_us": "{median_ms:.1f} ms"}
+    rows = [{**row, "median_ms": row["median"] / 1e3} for row in results["rows"]]
+    contexts = {"8k": 8192, "32k": 32768, "128k": 131072}
+    columns = [
+        Column(f"error {name}{head}", error, {"case": f"1x{context}, last 128{head}"})
+        for head in ("", ", K beyond 448")
+        for name, context in contexts.items()
+    ] + [
+        Column(f"time {name}", took, {"case": f"1x{context}, last 16384"})
+        for name, context in {"16k": 16384, "32k": 32768, "128k": 131072}.items()
+    ]
+    made = table(rows, ["arm"], columns, "attention, scales")
+    return joined(made, failures(results), f"{facts(results['environment'])}. Medians.")
+
+
 def accuracy(results: Results) -> str:
     """Error and time of attention, error of logprobs, what sending scales costs."""
     rows = with_share(results["rows"], "attention_floor_us", "attention_us", "of floor")

@@ -2,12 +2,14 @@
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.benchmark import Run
 from benchmarks.kernels import xqa as kernels_xqa
 from benchmarks.kv import attention as kv_attention
 from benchmarks.kv import attention_inputs as inputs_of
@@ -218,7 +220,7 @@ def fa3_in_torch(inputs: inputs_of.Inputs) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_arm_of_prefill_has_errors_and_all_but_xqa_times(
-    hopper: list[bool], monkeypatch: pytest.MonkeyPatch
+    hopper: list[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     beyond = replace(LAST, beyond=True)
     monkeypatch.setattr(prefill, "DEVICE", "cpu")
@@ -228,7 +230,8 @@ def test_every_arm_of_prefill_has_errors_and_all_but_xqa_times(
     monkeypatch.setattr(prefill, "attend_fa2", attend_fa2_in_torch)
     monkeypatch.setattr(kernels, "attend_xqa", attend_fa2_in_torch)
     monkeypatch.setattr(prefill.measuring, "queued_us", lambda calls: [c().norm() for c in calls])
-    found = prefill.reports()
+    (job,) = prefill.BENCHMARK.jobs
+    found = prefill.BENCHMARK.measure(job.spec, Run(tmp_path, tmp_path, tmp_path / "log"))
     errors, times = found[:16], found[16:]
     schemes = [f"{k}, {s} scales" for s in kernels.SCHEMES for k in ("fa3", "fa2", "xqa")]
     arms = ["fa3-bf16", "stock-fa3, unit scales", *schemes]
