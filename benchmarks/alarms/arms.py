@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from benchmarks.alarms import fault_injection
 from benchmarks.alarms import tasks as alarm_tasks
 from benchmarks.alarms.tasks import Policy
-from trainer_bridge.correction import Correction, CorrectionConfig, correct_logprobs
+from trainer_bridge.correction import Correction, correct_logprobs
 
 Engine = Callable[[Policy], PreTrainedModel]
 CALIBRATION_PROMPTS = 64
@@ -123,7 +123,6 @@ def roll_out(
     arm: Arm,
     prompts_BL: torch.Tensor,
     generator: torch.Generator,
-    config: str | CorrectionConfig = "decoupled_token_is",
 ) -> Correction:
     """Sample as the arm does, and correct."""
     parts = [(arm.engine(policy), prompts_BL, 0)]
@@ -152,4 +151,6 @@ def roll_out(
         versions_BT = torch.full_like(sampled.tokens_BT, alarm_tasks.RL_STEPS - age)
         columns.append((trainer_BT, rollout_BT, sampled.mask_BT, versions_BT))
     trainer_BT, rollout_BT, mask_BT, versions_BT = map(torch.cat, zip(*columns, strict=True))
-    return correct_logprobs(trainer_BT, rollout_BT, mask_BT, config, versions_BT=versions_BT)
+    return correct_logprobs(
+        trainer_BT, rollout_BT, mask_BT, "decoupled_token_is", versions_BT=versions_BT
+    )

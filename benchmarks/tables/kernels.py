@@ -78,7 +78,7 @@ def gemms(content: Results) -> str:
     batches = {row["m"] for row in rows}
     return joined(
         table(shown, ["rows"], columns, "rows"),
-        f"{content['card']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
+        f"{content['gpu']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
         f"{versions['sgl-deep-gemm']}, FlashInfer {versions['flashinfer-python']}. Measured at "
         f"{len(batches)} batches up to {max(batches, default=0)} rows; at those that are not here "
         f"all are SGLang's.",

@@ -70,10 +70,10 @@ class Batch:
 class ExpertBenchInputs:
     """Weights of one shape of experts, and batches of any number of tokens."""
 
-    def __init__(self, shape: ExpertShape, device: str, timer: Timer, seed: int = 0) -> None:
+    def __init__(self, shape: ExpertShape, device: str, timer: Timer) -> None:
         E, H, I, _ = shape  # noqa: E741
         self._shape, self._timer = shape, timer
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(0)
         self._weights = {
             "gate_up": Weights(E, 2 * I, H, self._generator),
             "down": Weights(E, H, I, self._generator),

@@ -34,14 +34,14 @@ E = TypeVar("E", bound=Any)
 class Machine:
     """The GPU and versions that times were measured with."""
 
-    card: str
+    gpu: str
     sms: int
     versions: Mapping[str, str]
 
     @classmethod
-    def of(cls, card: str, sms: int) -> "Machine":
+    def of(cls, gpu: str, sms: int) -> "Machine":
         """A GPU with the versions installed here."""
-        return cls(card, sms, {name: _version(name) for name in PACKAGES})
+        return cls(gpu, sms, {name: _version(name) for name in PACKAGES})
 
     @classmethod
     def here(cls, device: int) -> "Machine":
@@ -52,7 +52,7 @@ class Machine:
     @property
     def slug(self) -> str:
         """The GPU's name as part of a file name."""
-        return self.card.lower().replace(" ", "-").replace("/", "-")
+        return self.gpu.lower().replace(" ", "-").replace("/", "-")
 
 
 def _version(package: str) -> str:
@@ -118,7 +118,7 @@ class Files(Generic[S, E]):
             content = json.loads(path.read_text())
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']}, not {FORMAT}")
-            machine = Machine(content["card"], content["sms"], content["versions"])
+            machine = Machine(content["gpu"], content["sms"], content["versions"])
             table = {
                 self.shape([int(size) for size in name.split("x")]): self._entries(rows)
                 for name, rows in content["shapes"].items()
@@ -157,7 +157,7 @@ class Files(Generic[S, E]):
         except (OSError, ValueError) as error:
             _not_used(path, error)
             return {}, True
-        if (measured_on.card, measured_on.sms) != (machine.card, machine.sms):
+        if (measured_on.gpu, measured_on.sms) != (machine.gpu, machine.sms):
             return {}, True
         return table, measured_on.versions == machine.versions
 

@@ -49,6 +49,7 @@ def check_weights(walk: Walk, checkpoint: Path) -> None:
     """The iterator brings every tensor of the checkpoint once, whole, at each walk.
 
     Args:
+        walk: begins a walk over what the adapter sends.
         checkpoint: folder of the HF checkpoint that was trained from.
 
     Raises:
@@ -84,6 +85,9 @@ def check_weights(walk: Walk, checkpoint: Path) -> None:
 def check_engine(engine: Any) -> None:
     """Control messages get their reply, and refusals come as ``EngineError``.
 
+    Args:
+        engine: what the adapter gives ``update`` as its engine.
+
     Raises:
         ContractError: they do not.
     """
@@ -112,6 +116,13 @@ def check_updates(
 
     Afterwards the engine serves what ``walk`` brings.
 
+    Args:
+        engine: what the adapter gives ``update`` as its engine.
+        walk: begins a walk over what the adapter sends.
+        sync: the adapter's own update, of such a walk and a step.
+        sample: samples through the adapter.
+        group: the ranks that update together, where there are several.
+
     Raises:
         ContractError: they do not.
     """
@@ -132,7 +143,11 @@ def check_resume(
     """A trainer that is started again goes on at an older step, as a run of its own.
 
     Args:
+        engine: as in ``check_updates``.
+        walk: as in ``check_updates``.
         start: begins a training, in a process of its own or as if it were.
+        sample: as in ``check_updates``.
+        group: as in ``check_updates``.
 
     Raises:
         ContractError: it does not.

@@ -1,6 +1,7 @@
 """The CUDA driver's library through ctypes: the few calls that torch does not offer.
 
-Nothing is loaded at import; ``libcuda`` is opened at the first use.
+Nothing is loaded at import; ``libcuda`` is opened at the first use. Not cuda-python: its 13.4.4
+gives no access to the bytes of a ``CUipcMemHandle``, and a trainer's environment need not have it.
 """
 
 import ctypes

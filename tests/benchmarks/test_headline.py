@@ -44,6 +44,4 @@ def test_an_update_is_compared_with_the_fastest_stock_one() -> None:
         row("fp8rl", "from BF16, bucket", "update_wall_ms", 99.0),
     ]
     found = headline.update({"environment": ENVIRONMENT, "rows": rows})
-    assert found.startswith(
-        "- A full update takes 12.0 ms for qwen3-8b (2.5 times as fast as stock BF16's); NVIDIA"
-    )
+    assert "12.0 ms" in found and "2.5 times" in found and "99" not in found

@@ -1,4 +1,4 @@
-"""SGLang's Triton kernel with tiles of ours: values, and what ``sgl-fp8rl tune`` makes of a card.
+"""SGLang's Triton kernel with tiles of ours: values, and what ``sgl-fp8rl tune`` makes of a GPU.
 
 Values are held in Triton's interpreter as well, where the sort of routes is a loop.
 """
@@ -92,7 +92,7 @@ def test_control_the_next_expert_shows(
     assert inputs.error(name, config(), 21) > ERROR_BOUND
 
 
-# ---- on a card
+# ---- on a GPU
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it times kernels")

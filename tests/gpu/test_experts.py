@@ -278,7 +278,7 @@ def test_measured_tiles_compute_the_same(layer: Any) -> None:
     """Each pair where it is taken, but for the order of sums."""
     tiles = shipped_tiles()
     if tiles is None:
-        pytest.skip("the package has no tiles for these experts on this card")
+        pytest.skip("the package has no tiles for these experts on this GPU")
     for M in (*tiles.bounds, 4096):
         x, topk = rows(M, H, spread=1).cuda(), routes(M)
         want = stock(layer, x, *topk)
@@ -287,5 +287,5 @@ def test_measured_tiles_compute_the_same(layer: Any) -> None:
 
 
 def shipped_tiles() -> Tiles | None:
-    """Those of the package for these experts on this card."""
+    """Those of the package for these experts on this GPU."""
     return expert_tiles.find([SHAPE], Machine.here(0), "no such folder").get(SHAPE)

@@ -71,7 +71,7 @@ class Rank:
         return layer
 
     def _find(self, shapes: Any, machine: Machine, folder: str, may_measure: bool) -> Table:
-        self.found.append((shapes, machine.card, machine.sms, folder, may_measure))
+        self.found.append((shapes, machine.gpu, machine.sms, folder, may_measure))
         return {BIG: SPLIT}
 
     def _broadcast(self, objects: list[Any], src: int, group: str) -> None:

@@ -54,7 +54,7 @@ class Rank:
         patch.setattr(expert_tiles, "find", self._find)
 
     def _find(self, shapes: Any, machine: Machine, folder: str) -> dict[ExpertShape, Tiles]:
-        self.found.append((shapes, machine.card, machine.sms, folder))
+        self.found.append((shapes, machine.gpu, machine.sms, folder))
         return {SHAPE: TILES}
 
     def _broadcast(self, objects: list[Any], src: int, group: str) -> None:

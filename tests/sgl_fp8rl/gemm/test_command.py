@@ -65,7 +65,7 @@ def test_few_tokens_read_the_experts_that_they_may_meet() -> None:
 
 
 class Tuned:
-    """A card on which tiles of 16 rows with more stages are faster, and SGLang's have 64."""
+    """A GPU on which tiles of 16 rows with more stages are faster, and SGLang's have 64."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
         self.machine, self.folder = Machine.of("NVIDIA H200", 132), str(folder)

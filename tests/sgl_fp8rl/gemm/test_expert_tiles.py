@@ -99,7 +99,7 @@ def of_shape(content: Any) -> Any:
 
 
 CORRUPTIONS: dict[str, Callable[[Any], Any]] = {
-    "another card": lambda c: c.update(card="NVIDIA H100"),
+    "another GPU": lambda c: c.update(gpu="NVIDIA H100"),
     "other versions": lambda c: c["versions"].update(triton="3.7.0"),
     "a table of linears": lambda c: c.update(shapes={"512x256": []}),
     "a shape without its experts of a token": lambda c: c.update(
@@ -147,8 +147,8 @@ def test_the_users_own_go_before_the_packages(
     assert found(SHAPE, OTHER) == {SHAPE: Tiles.of(PAIRS), OTHER: Tiles.of(theirs)}
     assert found(SHAPE._replace(top_k=6)) == {}
     newer = replace(MACHINE, versions={"torch": "2.12.0"})
-    assert found(SHAPE, machine=newer) == {SHAPE: Tiles.of(theirs)}  # of the card, not of versions
-    assert found(SHAPE, machine=replace(MACHINE, card="NVIDIA H100")) == {}
+    assert found(SHAPE, machine=newer) == {SHAPE: Tiles.of(theirs)}  # of the GPU, not of versions
+    assert found(SHAPE, machine=replace(MACHINE, gpu="NVIDIA H100")) == {}
 
 
 def test_an_empty_list_is_no_tiles(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_choice_of_sglangs_is_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert [x.config for x in measurements if x.kernel == "gate_up"] == [STOCK, A]
 
 
-def test_a_full_card_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_not_blamed_on_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("no 2 GiB are free")
 

@@ -175,7 +175,7 @@ def test_a_start_builds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick_tune.only_built(chosen) == chosen
 
 
-def test_a_card_without_room_keeps_the_stock_choice(
+def test_a_gpu_without_room_keeps_the_stock_choice(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(_shapes: Any) -> Any:

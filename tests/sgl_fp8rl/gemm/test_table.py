@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_name_for_each_machine() -> None:
     machines = [
         MACHINE,
-        replace(MACHINE, card="NVIDIA H100 80GB HBM3"),
+        replace(MACHINE, gpu="NVIDIA H100 80GB HBM3"),
         replace(MACHINE, sms=114),
         replace(MACHINE, versions={**MACHINE.versions, "triton": "3.7.0"}),
     ]
@@ -55,7 +55,7 @@ def test_a_name_for_each_machine() -> None:
 
 
 def test_this_machine_names_what_compiles() -> None:
-    machine = Machine.of("a card", 1)
+    machine = Machine.of("a GPU", 1)
     assert set(machine.versions) == set(tune_cache.PACKAGES)
     assert machine.versions["torch"]
 
@@ -66,7 +66,7 @@ def entries_of(content: Any) -> Any:
 
 CORRUPTIONS = {
     "another format": lambda c: c.update(format=tune_cache.FORMAT + 1),
-    "another card": lambda c: c.update(card="NVIDIA H100"),
+    "another GPU": lambda c: c.update(gpu="NVIDIA H100"),
     "other versions": lambda c: c["versions"].update(torch="2.12.0"),
     "no format": lambda c: c.pop("format"),
     "no shapes": lambda c: c.pop("shapes"),
@@ -129,14 +129,14 @@ def test_an_interrupted_write_leaves_the_old_table(
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_shipped_tables_are_for_a_card(tmp_path: Path) -> None:
-    """Other versions are said, another card or number of SMs is not taken."""
+def test_shipped_tables_are_for_a_gpu(tmp_path: Path) -> None:
+    """Other versions are said, another GPU or number of SMs is not taken."""
     FILES.save(tmp_path / "nvidia-h200.json", MACHINE, TABLE)
     assert table.shipped(MACHINE, False, tmp_path) == (TABLE, True)
     newer = replace(MACHINE, versions={"torch": "2.12.0"})
     assert table.shipped(newer, False, tmp_path) == (TABLE, False)
     assert table.shipped(replace(MACHINE, sms=114), False, tmp_path) == ({}, True)
-    assert table.shipped(replace(MACHINE, card="NVIDIA H100"), False, tmp_path) == ({}, True)
+    assert table.shipped(replace(MACHINE, gpu="NVIDIA H100"), False, tmp_path) == ({}, True)
 
 
 def test_a_shipped_table_that_is_broken_is_ignored(

@@ -215,7 +215,7 @@ def test_sglang_compiles_all_again_after(
     assert stock._DO_COMPILE_ALL
 
 
-def test_a_full_card_is_no_fault_of_a_kernel() -> None:
+def test_a_full_gpu_is_not_blamed_on_a_kernel() -> None:
     def full(*_: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no 2 GiB are free")
 
