@@ -19,7 +19,7 @@ BENCHMARKS = {
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv": "benchmarks.kv.cases:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
-    "kernels": "benchmarks.kernels.parts:BENCHMARK",
+    "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "correction": "benchmarks.correction:CPU",
     "correction_gpu": "benchmarks.correction:GPU",

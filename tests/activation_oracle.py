@@ -31,7 +31,7 @@ def rows(M: int, K: int, *, seed: int = 0, spread: float = 6.0) -> Tensor:
 
 
 def planted() -> Tensor:
-    """BF16 [M, 256]: in each row one group of what is no ordinary number, and one of others."""
+    """BF16 [M, 256]: in each row one group of special or extreme values, and one of others."""
     groups = [
         [0.0] * 128,
         [-0.0] * 128,

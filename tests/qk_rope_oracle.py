@@ -165,13 +165,13 @@ def assert_near(
         ("codes of K", oracle.decode(got[1]), oracle.decode(want[1]), CODE_STEP),
     ):
         largest = np.abs(other).max(-1, keepdims=True)
-        assert (np.abs(mine - other) <= step * largest).all(), f"{name} are no neighbours"
+        assert (np.abs(mine - other) <= step * largest).all(), f"{name} differ by more than a step"
         differ.append(float((mine != other).sum() / max((other != 0).sum(), 1)))
         assert differ[-1] <= RARE, f"{differ[-1]:.2g} of {name} differ"
     assert np.array_equal(got[2], want[2]), "codes of V differ"
     assert got[3][0] == want[3][0] and got[3][2] == want[3][2] and got[3][4] == want[3][4]
     assert abs(got[3][1] - want[3][1]) <= RARE * got[1].size
-    assert abs(got[3][3] - want[3][3]) <= 1 << 16, "K's largest is no neighbour"
+    assert abs(got[3][3] - want[3][3]) <= 1 << 16, "K's largest differs by more than a step"
     return max(differ)
 
 

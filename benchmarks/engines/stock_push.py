@@ -58,26 +58,26 @@ def send(engine: Any, named: Named, last: bool, update: str) -> None:
 
 
 def push(engine: Any, named: Named) -> None:
-    """Replace the dummy weights of a stock engine, and check that each part of them is in force.
+    """Replace the dummy weights of a stock engine, and check that each group of them is in force.
 
     Of SGLang's dummy FP8 codes 98% are zero: it draws from +-1e-3, and up to half of E4M3's least
     value, 2**-9, rounds to zero. Arithmetic on zeros takes less power, so the GPU runs faster than
-    with any model. Each part is sent by itself and must change what the engine computes.
+    with any model. Each group is sent by itself and must change what the engine computes.
 
     Raises:
-        RuntimeError: a part of the weights made no difference, or logprobs are not finite.
+        RuntimeError: a group of the weights made no difference, or logprobs are not finite.
     """
     before = probe(engine)
-    for part, tensors in parts(named).items():
+    for group, tensors in weight_groups(named).items():
         for bucket, _ in buckets(tensors, BUCKET_BYTES):
-            send(engine, bucket, False, f"the weights of {part}")
+            send(engine, bucket, False, f"the weights of {group}")
         flush(engine)
         after = probe(engine)
         if not all(map(math.isfinite, after)):
-            raise RuntimeError(f"logprobs are not finite with random weights in {part}")
+            raise RuntimeError(f"logprobs are not finite with random weights in {group}")
         if after == before:
             raise RuntimeError(
-                f"random weights in {part} changed no logprob: the engine still holds its dummy "
+                f"random weights in {group} changed no logprob: the engine still holds its dummy "
                 f"weights there, and its times would be too short"
             )
         before = after
@@ -97,17 +97,17 @@ def flush(engine: Any) -> None:
         time.sleep(POLL_S)
 
 
-def parts(named: Named) -> dict[str, Named]:
+def weight_groups(named: Named) -> dict[str, Named]:
     """The matrices (or codes) of attention and of the MLP, and before them all other tensors.
 
-    Scales are among the others, so that nothing but the codes makes the difference of a part.
+    Scales are among the others, so that nothing but the codes makes the difference of a group.
     """
     found: dict[str, Named] = {"all but the linears": [], "attention": [], "the MLP": []}
     for name, tensor in named:
-        part = "all but the linears"
+        group = "all but the linears"
         if name.endswith("_proj.weight"):
-            part = "the MLP" if ".mlp." in name else "attention"
-        found[part].append((name, tensor))
+            group = "the MLP" if ".mlp." in name else "attention"
+        found[group].append((name, tensor))
     return found
 
 

@@ -12,9 +12,9 @@ import torch
 from benchmarks import measuring
 from benchmarks.benchmark import Run
 from benchmarks.kernels import activation as kernels_activation
+from benchmarks.kernels import groups as kernels
 from benchmarks.kernels import kv as kernels_kv
 from benchmarks.kernels import pair as kernels_pair
-from benchmarks.kernels import parts as kernels
 from benchmarks.kernels import sampler as kernels_sampler
 from benchmarks.measuring import Call
 from sgl_fp8rl.ops import (

@@ -143,7 +143,7 @@ def test_speed(name: str, engines: list[FakeEngine], tmp_path: Path) -> None:
     requests = [(4, 8192, 16), *[(16, 8192, 1)] * 4, (64, 8192, 16), *decode * 3]
     assert engines[0].requests[12:] == requests
     assert engines[0].version == (-1 if stock else 0)
-    pushed = [f"the weights of {part}" for part in stock_push.parts([])]
+    pushed = [f"the weights of {group}" for group in stock_push.weight_groups([])]
     assert engines[0].pushed == (pushed if stock else [])
     json.dumps(capacity)
 

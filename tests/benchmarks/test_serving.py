@@ -109,7 +109,7 @@ def test_a_push_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     busy = SimpleNamespace(flush_cache=lambda: SimpleNamespace(success=False))
     with pytest.raises(RuntimeError, match="the engine is not idle"):
         stock_push.flush(busy)
-    assert sum(map(len, stock_push.parts(named).values())) == len(named)
+    assert sum(map(len, stock_push.weight_groups(named).values())) == len(named)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -55,7 +55,7 @@ def reference_of_this_device(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(autouse=True)
 def canaries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Outputs lie among canaries; what is returned holds that these are as they were."""
+    """Outputs lie among canaries; what is returned asserts that these are as they were."""
     checks: list[Callable[[], None]] = []
 
     def empty(M: int, K: int, where: torch.device, *, by_row: bool = False) -> Quantized:

@@ -1,6 +1,6 @@
 """SGLang's Triton kernel with tiles of ours: values, and what ``sgl-fp8rl tune`` makes of a GPU.
 
-Values are held in Triton's interpreter as well, where the sort of routes is a loop.
+Values are tested in Triton's interpreter as well, where the sort of routes is a loop.
 """
 
 import importlib

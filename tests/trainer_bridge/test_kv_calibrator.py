@@ -155,7 +155,7 @@ def test_q_is_measured_by_the_kv_head_that_it_reads() -> None:
 def test_a_percentile_is_met_from_above_by_a_sixteenth_at_most(
     seed: int, percentile: float
 ) -> None:
-    """With a share that is no binary fraction, the rank may be one element further."""
+    """With a share that binary floats cannot represent, the rank may be one element further."""
     layers = [[batch(seed, tokens=50), batch(seed + 1, tokens=31, masked=True)]]
     scales = observed(KVCalibrator(1, 2, percentile=percentile, margin=1), layers).scales()
     for row, heads in zip(scales[0].double().numpy() * 448, magnitudes(layers[0], 2), strict=True):

@@ -136,7 +136,7 @@ def test_histogram_bins_ascend_and_hold_their_bound(values: list[float]) -> None
 def test_policy_versions_are_reported_apart() -> None:
     rollout, trainer = [[-1.0, -2.0, -3.0], [-0.5, -0.25]], [[-1.5, -2.0, -2.0], [-0.25, -4.0]]
     given_ = pad(trainer), pad(rollout), mask_of(rollout)
-    versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is no token, whatever it says
+    versions = torch.tensor([[-1, -1, 3], [3, 3, -1]])  # (1, 2) is padding, whatever it says
     found = mismatch_metrics(*given_, versions_BT=versions)
     x, sampled = log_ratios(trainer, rollout), float32(rollout)
     for version, (part, rolled) in {

@@ -130,7 +130,7 @@ def test_what_would_wait_for_ever_is_answered() -> None:
     (refusal,) = scheduler.sent
     assert refusal.rid == "too long"
     assert refusal.finished_reason["type"] == "abort"
-    assert "status_code" not in refusal.finished_reason  # its tokens are no error
+    assert "status_code" not in refusal.finished_reason  # or its tokens would be an error
     assert "KV cache" in refusal.finished_reason["message"]
 
 

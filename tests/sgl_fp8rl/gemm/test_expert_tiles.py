@@ -1,4 +1,4 @@
-"""Tiles of experts: where they come from, which pair a batch takes, what is no such file."""
+"""Tiles of experts: where they come from, which pair a batch takes, which files are refused."""
 
 import importlib
 import json

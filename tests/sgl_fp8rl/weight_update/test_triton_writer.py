@@ -1,7 +1,7 @@
 """The writer of a GPU on the CPU: its copies are carried out by a second, plain implementation.
 
 ``Interpreter`` stands for the kernel. It reads and writes raw addresses as the kernel does, and
-holds that each lies in the chunk's memory or in the model's. All else is the real writer.
+asserts that each lies in the chunk's memory or in the model's. All else is the real writer.
 """
 
 import ctypes

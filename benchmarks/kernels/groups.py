@@ -24,7 +24,7 @@ from benchmarks.kernels import pair
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelGroup:
     """Pairs of kernels that are measured in one process."""
 
     name: str
@@ -33,29 +33,29 @@ class Part:
     """Yields them."""
 
 
-PARTS = (
-    Part("activations", "activation"),
-    Part("qk_rope", "kv", "qk_rope"),
-    Part("store", "kv", "store"),
-    Part("factors", "kv", "factors"),
-    Part("sampler", "sampler"),
-    Part("xqa", "xqa"),
+GROUPS = (
+    KernelGroup("activations", "activation"),
+    KernelGroup("qk_rope", "kv", "qk_rope"),
+    KernelGroup("store", "kv", "store"),
+    KernelGroup("factors", "kv", "factors"),
+    KernelGroup("sampler", "sampler"),
+    KernelGroup("xqa", "xqa"),
 )
 
 
-def measure(part: Part, run: Run) -> list[Report]:
-    """Check and time the pairs of a part.
+def measure(group: KernelGroup, run: Run) -> list[Report]:
+    """Check and time the pairs of a group.
 
     Raises:
         RuntimeError: a pair does not agree.
     """
     torch.manual_seed(0)
-    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{part.module}"), part.function)()
+    pairs = getattr(importlib.import_module(f"benchmarks.kernels.{group.module}"), group.function)()
     return pair.reports(pairs, measuring.copy_tb_s())
 
 
 BENCHMARK = Benchmark(
-    jobs=tuple(Job(part.name, part, stock=True) for part in PARTS),
+    jobs=tuple(Job(group.name, group, stock=True) for group in GROUPS),
     measure=measure,
     limit_s=240.0,
 )
