@@ -15,6 +15,7 @@ BENCHMARKS = {
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:BENCHMARK",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
+    "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv": "benchmarks.kv.cases:BENCHMARK",

@@ -56,6 +56,14 @@ ARMS = (
     Arm("stock-bf16-fa3", {"attention_backend": "fa3"}, ()),
     Arm("stock-block-fp8-kv8-mixed", {**BLOCK_FP8, **STOCK_MIXED}, ()),
     Arm("fp8rl-kv8-fa3", OURS_KV8_FA3, ()),
+    # what each piece gives by itself: our kernels without FP8, and SGLang's own settings
+    Arm("fp8rl-bf16", {**OURS, **FLASHINFER, "fp8rl_ignored_layers": ("re:.*",)}, ()),
+    Arm(
+        "stock-bf16-defaults",
+        {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None},
+        (),
+    ),
+    Arm("fp8rl-deterministic", {**OURS, **FLASHINFER, "enable_deterministic_inference": True}, ()),
     Arm("stock-bf16-kv8-xqa", STOCK_XQA, DENSE),
     Arm("stock-block-fp8", {**BLOCK_FP8, **FLASHINFER}, DENSE),
     Arm(

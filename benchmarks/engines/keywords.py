@@ -25,6 +25,8 @@ SMALL: Keywords = {
 }
 """Beside a trainer with weights of its own."""
 
+# what ENGINE sets, as SGLang itself does
+STOCK_DEFAULTS: Keywords = {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None}
 FLASHINFER: Keywords = {"attention_backend": "flashinfer"}
 STOCK_XQA: Keywords = {
     **FLASHINFER,
