@@ -63,6 +63,11 @@ class EngineClient(Protocol):
         """Let go of what the client holds; the engine itself goes on."""
 
 
+def server_key() -> str | None:
+    """The shared secret of the servers that this trainer updates: the variable ``FP8RL_KEY``."""
+    return os.environ.get("FP8RL_KEY")
+
+
 def connect(engine: Any, key: str | None = None) -> EngineClient:
     """Make a client of an engine.
 
@@ -77,7 +82,7 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
         EngineError: it is none of these, or an ``sgl.Engine`` without the plugin.
     """
     if isinstance(engine, str):
-        return HTTPEngine(engine, key or os.environ.get("FP8RL_KEY"))
+        return HTTPEngine(engine, key or server_key())
     if hasattr(engine, "control"):
         return engine  # type: ignore[no-any-return]
     if hasattr(engine, "fp8rl_control"):

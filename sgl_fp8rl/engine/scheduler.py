@@ -22,7 +22,6 @@ from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
@@ -270,7 +269,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         if scheduler.ipc_channels.recv_from_rpc is not None:
             begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
-        silence_s = current_options().session_timeout_s
+        silence_s = weights.options.session_timeout_s
         engines = message.get("engines")
         is_one_of = engines if type(engines) is int else 1
         outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)

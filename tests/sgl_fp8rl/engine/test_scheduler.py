@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
@@ -528,6 +529,15 @@ def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
     end = trainer.ended()
     assert "trainer" in end["failure"]
     assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+
+
+def test_a_trainer_may_be_silent_as_long_as_the_engines_option_says(engine: Engine) -> None:
+    for weights in engine.ranks:
+        weights.options = Fp8RLServerArgs(session_timeout_s=0.25)
+    trainer = Trainer(engine, toy.checkpoint())
+    for future in trainer.futures:
+        future.result(TIMEOUT_S)  # its sockets are still open
+    assert "silent" in trainer.ended()["failure"]
 
 
 @pytest.mark.guarantee("all-or-none", fault="the trainer dies when one rank of two has a chunk")
