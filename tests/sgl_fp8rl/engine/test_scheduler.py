@@ -737,12 +737,21 @@ def test_what_cannot_be_parsed_does_not_end_the_server(
     assert "cannot be read" in answer.message
 
 
+def nested() -> Any:
+    """More levels than repr() can follow."""
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+    return nested
+
+
 @pytest.mark.guarantee("malformed", fault="a version nested 5000 levels deep")
 def test_a_version_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
-    nested: Any = []
-    for _ in range(5000):  # more than repr() can follow
-        nested = [nested]
     answers = [
-        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested})
+        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested()})
     ]
     assert all("version is" in answer.message for answer in answers)
+
+
+def test_a_fingerprint_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
+    assert "recursion" in engine.answer(short(nested(), 0))["error"]
