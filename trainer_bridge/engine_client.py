@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -93,6 +94,13 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
     )
 
 
+def _http_exceptions() -> tuple[Any, ...]:
+    """What an engine of this process refuses a request with: it has loaded FastAPI, which a trainer
+    without one need not have."""
+    fastapi = sys.modules.get("fastapi")
+    return () if fastapi is None else (fastapi.HTTPException,)
+
+
 class InProcessEngine:
     """An ``sgl.Engine`` of this process."""
 
@@ -138,12 +146,8 @@ class InProcessEngine:
             return EngineError(f"the engine gave no answer within {timeout:g} s")
         except ValueError as error:
             return EngineError(str(error), 400)  # as SGLang's server answers
-        except Exception as error:
-            # FastAPI's HTTPException, a class that the trainer's environment need not have
-            status = getattr(error, "status_code", None)
-            if status is None:
-                raise
-            return EngineError(str(getattr(error, "detail", error)), int(status))
+        except _http_exceptions() as error:
+            return EngineError(str(error.detail), error.status_code)
         if wants_prompt_ids:
             reply["prompt_token_ids"] = arguments["input_ids"]
         return reply
