@@ -70,7 +70,7 @@ def run_checks() -> list[Check]:
     for name, probe in PROBES.items():
         try:
             found.extend(probe())
-        except (Exception, SystemExit) as error:  # our plugin exits if it must not serve
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (the others still report)
             problem = f"{type(error).__name__}: {error}"
             found.append(Check(name, "fail", problem, traceback.format_exc()))
     return found
@@ -167,7 +167,7 @@ def _entry_point(label: str, owner: str, group: str, name: str, target: str) -> 
     try:
         if owner == "sglang":
             found[0].load()
-    except Exception as error:
+    except (ImportError, AttributeError, compat.IncompatibleSGLangError) as error:
         problem = f"{target} cannot be loaded: {type(error).__name__}: {error}"
         return Check(label, "fail", problem, traceback.format_exc())
     return Check(label, "ok", f"{target} in {group}")

@@ -1,7 +1,17 @@
-"""This process's options: the only module that reads and sets the ``FP8RL_*`` variables.
+"""This process's options: the engine's only module that reads and sets the ``FP8RL_*`` variables.
 
 SGLang's spawned processes inherit only the environment: flags and keywords become variables here
-before that.
+before that. ``current_options`` is called where a process enters our code with nothing of ours in
+hand, and its result is handed on from there:
+
+- ``plugin.check_scheduler_args``, before a scheduler starts, for its check;
+- ``FP8RLConfig.__init__``, which SGLang makes of the checkpoint, for the layers that stay BF16;
+- ``loader.choose_loader``, for the loader, which keeps it in ``EngineWeights``, where the
+  scheduler's hook and the start of the kernels find it;
+- ``Control.__init__``, in the main process, for the control channel;
+- ``cli._tune``, which has no engine.
+
+A trainer has one variable, its key, which ``trainer_bridge.engine_client`` reads.
 """
 
 import os

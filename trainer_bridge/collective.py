@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.fsdp import Named
 
@@ -57,11 +58,8 @@ class Leader:
         """
         if not self._leads or self._error is not None:
             return None
-        try:
-            return action(*args)
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
-            self._error = error
-            return None
+        result, self._error = attempt(action, *args)
+        return result
 
     def collect(self, value: T) -> list[T] | None:
         """The values of all ranks, in their order, on the leader; None on the others."""
@@ -89,12 +87,8 @@ class Leader:
         if self._leads:
             self.attempt(self._hear)
             return
-        refusal = None
-        try:
-            check(*args)
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
-            refusal = f"on rank {dist.get_rank()}: {error}"
-        self.collect(refusal)
+        _, error = attempt(check, *args)
+        self.collect(None if error is None else f"on rank {dist.get_rank()}: {error}")
 
     def _hear(self) -> None:
         for refusal in self.collect(None) or ():

@@ -1,12 +1,11 @@
 """The connections of this process: one for each engine, closed when it exits."""
 
 import atexit
-import os
 import time
 import weakref
 from typing import Any
 
-from trainer_bridge.engine_client import EngineClient, connect, normalized
+from trainer_bridge.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.engine_connection import EngineConnection
 
 EXIT_TIMEOUT_S = 2.0
@@ -25,7 +24,7 @@ def connection_to(engine: Any) -> EngineConnection:
         EngineError: it is none of these.
     """
     if isinstance(engine, str):
-        address, key = normalized(engine), os.environ.get("FP8RL_KEY")
+        address, key = normalized(engine), server_key()
         if (address, key) not in _connections:
             _connections[address, key] = _made(connect(address, key))
         return _connections[address, key]

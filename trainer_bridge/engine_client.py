@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -63,6 +64,11 @@ class EngineClient(Protocol):
         """Let go of what the client holds; the engine itself goes on."""
 
 
+def server_key() -> str | None:
+    """The shared secret of the servers that this trainer updates: the variable ``FP8RL_KEY``."""
+    return os.environ.get("FP8RL_KEY")
+
+
 def connect(engine: Any, key: str | None = None) -> EngineClient:
     """Make a client of an engine.
 
@@ -77,7 +83,7 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
         EngineError: it is none of these, or an ``sgl.Engine`` without the plugin.
     """
     if isinstance(engine, str):
-        return HTTPEngine(engine, key or os.environ.get("FP8RL_KEY"))
+        return HTTPEngine(engine, key or server_key())
     if hasattr(engine, "control"):
         return engine  # type: ignore[no-any-return]
     if hasattr(engine, "fp8rl_control"):
@@ -86,6 +92,13 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
         f"{type(engine).__name__} is not an engine; pass an sgl.Engine started "
         f"with quantization='fp8rl', or an http:// address"
     )
+
+
+def _http_exceptions() -> tuple[Any, ...]:
+    """What an engine of this process refuses a request with: it has loaded FastAPI, which a trainer
+    without one need not have."""
+    fastapi = sys.modules.get("fastapi")
+    return () if fastapi is None else (fastapi.HTTPException,)
 
 
 class InProcessEngine:
@@ -133,12 +146,8 @@ class InProcessEngine:
             return EngineError(f"the engine gave no answer within {timeout:g} s")
         except ValueError as error:
             return EngineError(str(error), 400)  # as SGLang's server answers
-        except Exception as error:
-            # FastAPI's HTTPException, a class that the trainer's environment need not have
-            status = getattr(error, "status_code", None)
-            if status is None:
-                raise
-            return EngineError(str(getattr(error, "detail", error)), int(status))
+        except _http_exceptions() as error:
+            return EngineError(str(error.detail), error.status_code)
         if wants_prompt_ids:
             reply["prompt_token_ids"] = arguments["input_ids"]
         return reply

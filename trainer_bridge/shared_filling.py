@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.collective import Leader
@@ -63,10 +64,10 @@ class Follower:
     def _try(self, action: Any) -> None:
         if self._is_over:
             return
-        try:
-            action()
-        except Exception:  # whatever it is, the leader must be told, and the ranks stay in step
-            logger.exception("rank %d could not lay in its part of the weights", self._rank)
+        _, error = attempt(action)
+        if error is not None:
+            why = "rank %d could not lay in its part of the weights"
+            logger.error(why, self._rank, exc_info=error)
             self._is_over = True
             self._board.fail()
 
@@ -115,9 +116,8 @@ def agree(
         return None
     follower, why = None, None
     if leader.rank:
-        try:
-            follower = _follow(offer, leader.rank, named, family, layouts[0])
-        except Exception as error:  # noqa: BLE001  (the leader waits for this rank's word)
+        follower, error = attempt(_follow, offer, leader.rank, named, family, layouts[0])
+        if error is not None:
             why = f"rank {leader.rank}: {str(error) or type(error).__name__}"
     if not leader.share(leader.attempt(_begin, transaction, leader.collect(why), leader.size)):
         return None

@@ -65,7 +65,7 @@ class Control:
         self._manager = tokenizer_manager
         self._rpc = rpc
         self._server_args = server_args
-        self._options = current_options()
+        self.options = current_options()
         self.lock = asyncio.Lock()
         """One message at a time."""
         self._session: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class Control:
             "protocol": PROTOCOL,
             "sglang": compat.sglang_version(),
             "tp_size": self._server_args.tp_size,
-            "bucket_bytes": self._options.bucket_bytes,
+            "bucket_bytes": self.options.bucket_bytes,
             "logprobs": {"raw": _returns_raw_logprobs()},
             **described,
         }
@@ -164,7 +164,7 @@ class Control:
     async def _watch(self, was_paused: bool, sockets: Sequence[str] = ()) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
-            self._ended = await self._receive(self._options.session_timeout_s, sockets)
+            self._ended = await self._receive(self.options.session_timeout_s, sockets)
             if self._ended.get("ended"):
                 # the `weight_version` of SGLang's own replies
                 self._manager._update_weight_version_if_provided(str(self._ended["version"]))
@@ -285,11 +285,9 @@ def _handler(control: Control) -> Any:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
-    options = current_options()
-
     async def fp8rl(request: Request) -> JSONResponse:
         try:
-            _authorize(options, request)
+            _authorize(control.options, request)
             # shielded: a client that hangs up must not leave a reply of the schedulers unread
             reply = await asyncio.shield(control.handle(await _json(request)))
         except ControlError as error:

@@ -3,7 +3,6 @@
 Routes are read backwards: each names the box of engine storage that holds a box of an HF tensor.
 """
 
-import logging
 import math
 import os
 import stat
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import gather, sources
+from sgl_fp8rl.engine.ranks import gather, planned, sources
 from sgl_fp8rl.formats import UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
@@ -24,10 +23,8 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
 from sgl_fp8rl.weight_update.route_tracer import record_routes
-from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.routes import RouteTable, shapes_of
 from sgl_fp8rl.weight_update.session import EngineWeights
-
-logger = logging.getLogger(__name__)
 
 Parts = dict[str, list[tuple[Region, torch.dtype, torch.Tensor]]]
 """What a rank holds of one HF tensor: by suffix, boxes of the tensor, their dtype and their bytes.
@@ -38,16 +35,14 @@ def plan(
     weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """How an engine that has loaded nothing would keep the tensors of a manifest."""
-    table, error = None, None
-    try:
+
+    def routes() -> RouteTable:
         if weights.table is not None:
             raise ManifestError("the engine has loaded weights; ask one with --load-format dummy")
         manifest = Manifest.from_json(message.get("manifest"))
-        table = record_routes(weights.model, shapes_of(manifest))
-    except Exception as fault:  # whatever it is, the other ranks wait for this one's word
-        if not isinstance(fault, (ManifestError, RouteError)):
-            logger.exception("an export could not be planned")
-        error = str(fault) or type(fault).__name__
+        return record_routes(weights.model, shapes_of(manifest))
+
+    table, error = planned(routes, "an export")
     errors = [e for e in gather(error, group) if e is not None]
     if errors:
         return {"error": errors[0]}

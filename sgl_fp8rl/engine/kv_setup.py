@@ -10,11 +10,13 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
-from sgl_fp8rl.options import current_options
 
 
-def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
+def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScales | None:
     """Give a model with an FP8 KV cache its scales, all 1, or return None where it is not FP8.
+
+    Args:
+        scheme: the option ``kv_scheme``.
 
     Raises:
         ValueError: an attention layer that does more than our hooks know.
@@ -38,7 +40,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
                 f"{layer.layer_id} yet: it is not a plain decoder attention; start the model "
                 f"without --kv-cache-dtype"
             )
-    group, options = compat.get_tp_group(), current_options()
+    group = compat.get_tp_group()
     total = model_config.get_total_num_kv_heads()
     heads = Heads.of(total, group.rank_in_group, group.world_size)
     by_id = {layer.layer_id: layer for layer in layers}
@@ -50,7 +52,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
     scales = KVScales(
         [by_id[i].scaling * by_id[i].qk_head_dim ** 0.5 for i in sorted(by_id)],
         heads,
-        options.kv_scheme,
+        scheme,
         next(model.parameters()).device,
     )
     scales.elements = [heads.count * by_id[i].qk_head_dim for i in sorted(by_id)]
@@ -58,9 +60,8 @@ def attach_kv_scales(model: nn.Module, model_config: Any) -> KVScales | None:
     return scales
 
 
-def load_kv_scales(scales: KVScales | None) -> None:
+def load_kv_scales(scales: KVScales | None, path: str | None) -> None:
     """Start with the scales of the option ``kv_scales``, which win over a checkpoint's."""
-    path = current_options().kv_scales
     if scales is not None and path is not None:
         scales.load(path)
 

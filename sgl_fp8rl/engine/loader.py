@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.attached import attach
@@ -35,6 +36,10 @@ logger = logging.getLogger(__name__)
 class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
     """Reads a BF16 or block-FP8 safetensors checkpoint into FP8 storage."""
 
+    def __init__(self, load_config: Any, options: Fp8RLServerArgs) -> None:
+        super().__init__(load_config)
+        self._options = options
+
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         self._model_config = model_config
         return super().load_model(  # type: ignore[no-any-return]
@@ -43,15 +48,15 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
 
     def load_weights_and_postprocess(self, model: nn.Module, _: Any, target_device: Any) -> None:
         """Replaces the base's static method, and its reader, which holds whole shards in memory."""
-        kv = attach_kv_scales(model, self._model_config)
-        engine_weights = EngineWeights(model, self._model_config.dtype, kv)
+        options = self._options
+        kv = attach_kv_scales(model, self._model_config, options.kv_scheme)
+        engine_weights = EngineWeights(model, self._model_config.dtype, kv, options)
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
-        chunk_bytes = current_options().bucket_bytes // 2
-        manifest = Manifest(CHECKPOINT.version, read_headers(files), chunk_bytes)
+        manifest = Manifest(CHECKPOINT.version, read_headers(files), options.bucket_bytes // 2)
         self._load(engine_weights, manifest, read_tensors(files))
-        load_kv_scales(kv)
+        load_kv_scales(kv, options.kv_scales)
         postprocess(model)
         engine_weights.check_addresses()
         log_layer_formats(model)
@@ -77,11 +82,15 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
 class FP8RLDummyLoader(compat.DummyModelLoader):  # type: ignore[misc]
     """``--load-format dummy``: random weights, quarantined; the first update records the routes."""
 
+    def __init__(self, load_config: Any, options: Fp8RLServerArgs) -> None:
+        super().__init__(load_config)
+        self._options = options
+
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         model = super().load_model(model_config=model_config, device_config=device_config)
-        kv = attach_kv_scales(model, model_config)
-        load_kv_scales(kv)
-        weights = EngineWeights(model, model_config.dtype, kv)
+        kv = attach_kv_scales(model, model_config, self._options.kv_scheme)
+        load_kv_scales(kv, self._options.kv_scales)
+        weights = EngineWeights(model, model_config.dtype, kv, self._options)
         weights.quarantine("the engine was started with dummy weights; send a complete update")
         attach(model, weights)
         log_layer_formats(model)
@@ -102,14 +111,14 @@ def choose_loader(original: Any, load_config: Any, model_config: Any = None) -> 
         )
     formats = compat.LoadFormat
     if load_config.load_format == formats.DUMMY:
-        return FP8RLDummyLoader(load_config)
+        return FP8RLDummyLoader(load_config, current_options())
     if load_config.load_format not in (formats.AUTO, formats.SAFETENSORS):
         raise ValueError(
             f"quantization fp8rl loads safetensors checkpoints, not load format "
             f"{load_config.load_format}; use --load-format auto or dummy"
         )
     load_config.load_format = formats.SAFETENSORS
-    return FP8RLModelLoader(load_config)
+    return FP8RLModelLoader(load_config, current_options())
 
 
 def keep_mixtral(original: Any, model_config: Any) -> Any:

@@ -1,10 +1,32 @@
 """What the ranks of one engine say together."""
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sgl_fp8rl.weight_update.routes import RouteTable
+from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.weight_update.routes import RouteError, RouteTable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def planned(action: Callable[[], T], what: str) -> tuple[T | None, str | None]:
+    """What a rank plans, or why it cannot, for the other ranks to hear.
+
+    Args:
+        what: names it in the log, where the failure is not a refusal.
+    """
+    result, fault = attempt(action)
+    if fault is None:
+        return result, None
+    if not isinstance(fault, ManifestError | RouteError):
+        logger.error("%s could not be planned", what, exc_info=fault)
+    return None, str(fault) or type(fault).__name__
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import gather, sources
+from sgl_fp8rl.engine.ranks import gather, planned, sources
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
@@ -182,18 +182,20 @@ def _prepare(
     Raises:
         ManifestError: it must not begin, on this rank or on another.
     """
-    manifest, error = None, None
     recorded_before = weights.table is not None
-    try:
+
+    def read() -> Manifest | str:
+        """The manifest, or the fingerprint of one that came before."""
         weights.check_policy(policy)
         if "manifest" not in message:
             return str(message.get("fingerprint"))
-        manifest = Manifest.from_json(message["manifest"])
-        weights.accept(manifest)
-    except Exception as fault:  # whatever it is, the other ranks wait for this one's word
-        if not isinstance(fault, ManifestError):
-            logger.exception("an update to %s could not be planned", policy)
-        error = str(fault) or type(fault).__name__
+        return Manifest.from_json(message["manifest"])
+
+    manifest, error = planned(read, f"an update to {policy}")
+    if isinstance(manifest, str):
+        return manifest
+    if manifest is not None:
+        _, error = planned(partial(weights.accept, manifest), f"an update to {policy}")
     errors = [e for e in gather(error, group) if e is not None]
     if not errors and manifest is not None:
         errors = _unrouted(weights, group, manifest.streamed)
@@ -270,7 +272,7 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         if scheduler.ipc_channels.recv_from_rpc is not None:
             begun = _answer({"sockets": [rank.path for rank in ranks]})
             compat.sock_send(scheduler.ipc_channels.recv_from_rpc, begun)
-        silence_s = current_options().session_timeout_s
+        silence_s = weights.options.session_timeout_s
         engines = message.get("engines")
         is_one_of = engines if type(engines) is int else 1
         outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)

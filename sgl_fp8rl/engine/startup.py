@@ -12,6 +12,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, cpu_platform, fusion
+from sgl_fp8rl.engine.attached import options_of
 from sgl_fp8rl.engine.hooks import wrap_kernels
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.startup_experts import assign_tile_configs, compile_experts
@@ -21,7 +22,6 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Shape, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.activation import quantize_tokens
-from sgl_fp8rl.options import current_options
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def prepare(original: Any, runner: Any) -> None:
         if layers:
             logger.info("FP8 linear layers run SGLang's own kernels: %s", why)
         return
-    chosen = broadcast_from_rank0(lambda: _here(shapes, runner.gpu_id))
+    chosen = broadcast_from_rank0(lambda: _here(shapes, runner))
     choices = {shape: Choices.of(chosen.get(shape, ())) for shape in shapes}
     for layer in layers:
         layer.quant_method.choices = choices[tuple(layer.weight.shape)]
@@ -101,7 +101,7 @@ def _why_stock(runner: Any) -> str | None:
     return None
 
 
-def _here(shapes: Sequence[Shape], device: int) -> Table:
-    folder = current_options().tune_cache
+def _here(shapes: Sequence[Shape], runner: Any) -> Table:
+    folder = options_of(runner.model).tune_cache
     may_measure = not compat.cuda_graph_fully_disabled()
-    return quick_tune.find(shapes, Machine.here(device), folder, may_measure=may_measure)
+    return quick_tune.find(shapes, Machine.here(runner.gpu_id), folder, may_measure=may_measure)

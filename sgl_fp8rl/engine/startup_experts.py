@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.engine.attached import options_of
 from sgl_fp8rl.engine.moe import FP8RLMoEMethod
 from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
@@ -13,7 +14,6 @@ from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.gemm.grouped_experts import compile_grouped
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.gemm.warmup import largest_batch
-from sgl_fp8rl.options import current_options
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def assign_tile_configs(model: Any, device: int) -> None:
     if not layers:
         return
     shapes = sorted({_shape(layer) for layer in layers})
-    folder = current_options().tune_cache
+    folder = options_of(model).tune_cache
     found = broadcast_from_rank0(lambda: expert_tiles.find(shapes, Machine.here(device), folder))
     for layer in layers:
         layer.quant_method.tiles = found.get(_shape(layer))

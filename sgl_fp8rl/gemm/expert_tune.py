@@ -11,13 +11,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from sgl_fp8rl.gemm.candidates import Config
 from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
 from sgl_fp8rl.gemm.expert_bench_inputs import GEMMS, ExpertBenchInputs, bench_input_bytes
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, stock
 from sgl_fp8rl.gemm.grouped_experts import ROWS_OF_EXPERT
-from sgl_fp8rl.gemm.tune import Choice, Measurement, beats, choice_of, judge
+from sgl_fp8rl.gemm.tune import (
+    NOT_THE_KERNELS,
+    Choice,
+    Measurement,
+    beats,
+    choice_of,
+    judge,
+    tried,
+)
 from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -160,8 +169,8 @@ def compile_share(shape: ExpertShape, tasks: Iterable[tuple[str, Config, list[in
     inputs = ExpertBenchInputs(shape, "cuda", once)
     for kernel, config, ms in tasks:
         for m in ms:
-            with suppress(Exception):  # whatever a compiler raises
-                inputs.time_us(kernel, config, m)
+            with suppress(*NOT_THE_KERNELS):  # measuring meets it again, alone on the GPU
+                tried(partial(inputs.time_us, kernel, config, m))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from sgl_fp8rl.gemm.table import FILES, Entry, Shape, Table
 from sgl_fp8rl.gemm.tune import (
     DECODE_ROWS,
     ERROR_BOUND,
-    NOT_THE_KERNELS,
     Measurement,
     list_attempts,
     measure,
     pick,
     rows_of,
+    tried,
 )
 from sgl_fp8rl.gemm.tune_cache import Machine
 
@@ -132,11 +132,11 @@ def accurate(shape: Shape, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _is_accurate(inputs: BenchInputs, entry: Entry) -> bool:
-    try:
-        kernel = CANDIDATES[entry.kernel].bind(entry.config)
-        return inputs.error(kernel, entry.m) <= ERROR_BOUND
-    except NOT_THE_KERNELS:
-        raise
-    except Exception as fault:  # noqa: BLE001  (whatever a compiler raises)
+    def error() -> float:
+        return inputs.error(CANDIDATES[entry.kernel].bind(entry.config), entry.m)
+
+    found, fault = tried(error)
+    if found is None:
         logger.warning("The kernel %s does not run here: %s", entry.kernel, fault)
         return False
+    return found <= ERROR_BOUND

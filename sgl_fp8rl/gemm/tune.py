@@ -130,20 +130,31 @@ def judge(
     def result(us: float | None, error: float | None, fault: str | None = None) -> Measurement:
         return Measurement(m, kernel, dict(config), us, error, fault)
 
-    error = None
-    try:
-        error = error_of()
-        if not error <= ERROR_BOUND:
-            return result(None, error, f"its error is above {ERROR_BOUND:.0e}")
-        return result(time_us(), error)
-    except NOT_THE_KERNELS:
-        raise
-    except Exception as fault:  # noqa: BLE001  (whatever a compiler raises)
-        return result(None, error, f"{type(fault).__name__}: {fault}"[:500])
+    error, fault = tried(error_of)
+    if error is None:
+        return result(None, None, fault)
+    if not error <= ERROR_BOUND:
+        return result(None, error, f"its error is above {ERROR_BOUND:.0e}")
+    us, fault = tried(time_us)
+    return result(us, error, fault)
 
 
 NOT_THE_KERNELS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors of the GPU, which are not a reason to skip a kernel: nothing was measured."""
+
+
+def tried(run: Callable[[], float]) -> tuple[float | None, str | None]:
+    """What running a kernel gives and None, or None and why it does not run here.
+
+    Raises:
+        torch.OutOfMemoryError, torch.AcceleratorError: as ``NOT_THE_KERNELS`` says.
+    """
+    try:
+        return run(), None
+    except NOT_THE_KERNELS:
+        raise
+    except Exception as fault:  # noqa: BLE001  (whatever a compiler raises, others may still run)
+        return None, f"{type(fault).__name__}: {fault}"[:500]
 
 
 def pick(measurements: Sequence[Measurement], buckets: Sequence[int]) -> list[Entry]:

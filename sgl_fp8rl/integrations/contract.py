@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.integrations.updates import on_all_ranks
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineError, connect
@@ -268,10 +269,8 @@ class _Trial:
         """What each rank returned, or None, and what ranks raised."""
 
         def outcome() -> tuple[Any, str | None]:
-            try:
-                return call(), None
-            except Exception as error:  # noqa: BLE001  (whatever the framework raises)
-                return None, repr(error)
+            value, error = attempt(call)
+            return value, None if error is None else repr(error)
 
         outcomes = on_all_ranks(outcome, "call", self._group)
         return [value for value, _ in outcomes], [e for _, e in outcomes if e is not None]

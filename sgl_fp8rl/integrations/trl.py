@@ -18,6 +18,7 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.integrations.peft import merged
 from sgl_fp8rl.integrations.rollouts import mismatch_log, whole_rollout
 from sgl_fp8rl.integrations.updates import next_version
+from sgl_fp8rl.protocol.attempt import attempt
 from trainer_bridge import update
 from trainer_bridge.rollout import check_sampling
 
@@ -125,11 +126,10 @@ class EngineGeneration:
 
     def _sample(self, prompts: list[list[int]]) -> Any:
         """Tokens and logprobs of each completion; or why not, for all ranks to raise."""
-        try:
-            batch = whole_rollout(self._engine, prompts, _sampling(self._trainer), self.version)
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for it)
-            return error
-        return batch.tokens, batch.logprobs
+        batch, error = attempt(
+            lambda: whole_rollout(self._engine, prompts, _sampling(self._trainer), self.version)
+        )
+        return error if batch is None else (batch.tokens, batch.logprobs)
 
     def _log_mismatch(self, batch: dict[str, torch.Tensor]) -> None:
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1) > 0

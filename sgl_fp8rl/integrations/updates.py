@@ -7,6 +7,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from sgl_fp8rl.protocol.attempt import attempt
+
 T = TypeVar("T")
 Pair = tuple[str, torch.Tensor]
 """An HF name and the whole tensor."""
@@ -34,12 +36,7 @@ def on_all_ranks(action: Callable[[], T], what: str, group: dist.ProcessGroup | 
     Raises:
         RuntimeError: the action failed on another rank. Here, its error is raised as it is.
     """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = action()
-    except Exception as raised:  # noqa: BLE001  (the other ranks wait for it)
-        error = raised
+    result, error = attempt(action)
     mine = result, None if error is None else f"{what}: {error}"
     outcomes = [mine] * (1 if group is None else dist.get_world_size(group))
     if group is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl.kv_cache import incoming_scales
 from sgl_fp8rl.kv_cache.scales import KVScales
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
@@ -44,10 +45,18 @@ class EngineWeights:
 
     Args:
         kv: the scales of an FP8 KV cache, or None where it is not FP8.
+        options: the engine's, by default the defaults.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, kv: KVScales | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        kv: KVScales | None = None,
+        options: Fp8RLServerArgs | None = None,
+    ) -> None:
         self.model = model
+        self.options = options or Fp8RLServerArgs()
         self.dtype = dtype
         self.kv = kv
         self.device = next(model.parameters()).device

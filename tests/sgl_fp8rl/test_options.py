@@ -2,10 +2,13 @@
 
 import ast
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import server_args
 import sgl_fp8rl
 import trainer_bridge
 from server_args import Fp8RLServerArgs
@@ -55,13 +58,84 @@ def test_wrong_keywords_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before and current_options().key == "before"
 
 
-def test_one_file_reads_the_environment() -> None:
-    homes = [Path(str(package.__file__)).parent for package in (sgl_fp8rl, trainer_bridge)]
-    readers = {
-        path.name
-        for home in homes
-        for path in home.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "from_env"
-    }
-    assert readers == {"options.py"}
+MAY_NAME_VARIABLES = {
+    "sgl_fp8rl/options.py": "reads and sets them",
+    "server_args/args.py": "makes options of them",
+    "server_args/parse.py": "fills in what a command line leaves out",
+    "trainer_bridge/engine_client.py": "reads a trainer's only one, the key",
+    "sgl_fp8rl/doctor.py": "says which of them no option reads",
+    "sgl_fp8rl/engine/internal_requests.py": "names SGLang's warm-up, not a variable",
+}
+ENTRIES = {
+    ("sgl_fp8rl/options.py", "read_options"),
+    ("sgl_fp8rl/engine/plugin.py", "check_scheduler_args"),
+    ("sgl_fp8rl/engine/quant_config.py", "FP8RLConfig.__init__"),
+    ("sgl_fp8rl/engine/loader.py", "choose_loader"),
+    ("sgl_fp8rl/engine/control.py", "Control.__init__"),
+    ("sgl_fp8rl/cli.py", "_tune"),
+}
+"""Where a process enters our code; ``sgl_fp8rl/options.py`` says what each hands on."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in (server_args, sgl_fp8rl, trainer_bridge):
+        home = Path(str(package.__file__)).parent
+        for path in home.rglob("*.py"):
+            yield str(path.relative_to(home.parent)), ast.parse(path.read_text())
+
+
+def names_a_variable(tree: ast.Module) -> bool:
+    """Whether code could read an ``FP8RL_*`` variable, under whatever name it has the environment:
+    a text is the name of one or its beginning, or a function makes a name or reads them all."""
+    makers = {"env_name", "ENV_PREFIX", "from_env", "from_namespace"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and re.fullmatch("FP8RL_[A-Z_]*", str(node.value)):
+            return True
+        if {getattr(node, "id", None), getattr(node, "attr", None)} & makers:
+            return True
+    return False
+
+
+def callers(tree: ast.AST, called: str, scope: str = "") -> Iterator[str]:
+    """The functions in which ``called`` is called, by their names inside of the module."""
+    for node in ast.iter_child_nodes(tree):
+        inner = scope
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{scope}.{node.name}".lstrip(".")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == called:
+            yield scope
+        yield from callers(node, called, inner)
+
+
+def test_one_file_of_a_side_reads_the_environment() -> None:
+    readers = {path for path, tree in sources() if names_a_variable(tree)}
+    assert readers == MAY_NAME_VARIABLES.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("os.environ['FP8RL_KEY']", True),
+        ("os.environ.get('FP8RL_DEBUG')", True),
+        ("os.getenv('FP8RL_KEY', '')", True),
+        ("'FP8RL_KEY' in environ", True),
+        ("VARIABLE = 'FP8RL_KEY'", True),
+        ("os.environ[f'FP8RL_{option}']", True),
+        ("environ.get(server_args.env_name('key'))", True),
+        ("Fp8RLServerArgs.from_env()", True),
+        ("raise ValueError('FP8RL_KEY is wrong')", False),
+        ("os.environ.get('SGLANG_PLUGINS')", False),
+    ],
+)
+def test_a_planted_read_is_found(line: str, is_found: bool) -> None:
+    assert names_a_variable(ast.parse(line)) is is_found
+
+
+def test_options_are_handed_on_from_where_a_process_enters() -> None:
+    found = {(path, name) for path, tree in sources() for name in callers(tree, "current_options")}
+    assert found == ENTRIES
+
+
+def test_a_planted_call_is_found() -> None:
+    code = "class A:\n    def b(self):\n        return [options.current_options().key]"
+    assert list(callers(ast.parse(code), "current_options")) == ["A.b"]

@@ -4,12 +4,14 @@ import asyncio
 import json
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
 from trainer_bridge import http_exchange
 from trainer_bridge.engine_client import EngineError, HTTPEngine, InProcessEngine, connect
@@ -208,12 +210,6 @@ def test_a_server_that_breaks_off(answer: bytes) -> None:
         thread.join(10)
 
 
-class HTTPException(Exception):  # noqa: N818  (FastAPI's name)
-    def __init__(self, status_code: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status_code, self.detail = status_code, detail
-
-
 class RefusedError(RuntimeError):
     """As the engine's ControlError."""
 
@@ -305,7 +301,12 @@ def test_a_refused_generation_loses_one_request(
     assert "it broke off" in str(two)
 
 
-def test_another_fault_of_generation_is_not_disguised(engine: Engine) -> None:
+@pytest.mark.parametrize("has_fastapi", [True, False])
+def test_another_fault_of_generation_is_not_disguised(
+    engine: Engine, has_fastapi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_fastapi:
+        monkeypatch.delitem(sys.modules, "fastapi")
     engine.fault = KeyError("x")
     with pytest.raises(KeyError):
         connect(engine).sample([{"input_ids": [2]}, {"input_ids": [1, 2, 3]}])

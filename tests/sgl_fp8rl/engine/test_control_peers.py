@@ -85,6 +85,8 @@ def test_an_address_of_this_host_needs_the_key_too() -> None:
 class Answers:
     """A control channel without an engine."""
 
+    options = Fp8RLServerArgs()
+
     async def handle(self, message: Any) -> dict[str, Any]:
         return {"op": message["op"]}
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
@@ -530,6 +531,15 @@ def test_a_trainer_that_dies_after_a_part(engine: Engine) -> None:
     assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
 
 
+def test_a_trainer_may_be_silent_as_long_as_the_engines_option_says(engine: Engine) -> None:
+    for weights in engine.ranks:
+        weights.options = Fp8RLServerArgs(session_timeout_s=0.25)
+    trainer = Trainer(engine, toy.checkpoint())
+    for future in trainer.futures:
+        future.result(TIMEOUT_S)  # its sockets are still open
+    assert "silent" in trainer.ended()["failure"]
+
+
 @pytest.mark.guarantee("all-or-none", fault="the trainer dies when one rank of two has a chunk")
 def test_a_part_on_one_rank_alone_quarantines_all(engine: Engine) -> None:
     """Half of the ranks hold the old version, the others no version at all."""
@@ -727,12 +737,21 @@ def test_what_cannot_be_parsed_does_not_end_the_server(
     assert "cannot be read" in answer.message
 
 
+def nested() -> Any:
+    """More levels than repr() can follow."""
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+    return nested
+
+
 @pytest.mark.guarantee("malformed", fault="a version nested 5000 levels deep")
 def test_a_version_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
-    nested: Any = []
-    for _ in range(5000):  # more than repr() can follow
-        nested = [nested]
     answers = [
-        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested})
+        future.result(TIMEOUT_S) for future in engine.begin({"run": toy.RUN, "version": nested()})
     ]
     assert all("version is" in answer.message for answer in answers)
+
+
+def test_a_fingerprint_nested_without_end_does_not_end_the_server(engine: Engine) -> None:
+    assert "recursion" in engine.answer(short(nested(), 0))["error"]

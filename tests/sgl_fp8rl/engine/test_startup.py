@@ -10,8 +10,10 @@ import torch
 from sglang.srt.layers.quantization.fp8_utils import Fp8GemmRunnerBackend
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import startup
+from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.gemm import candidates, quick_tune, warmup
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
@@ -47,7 +49,8 @@ class Rank:
             model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-        patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
+        weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
+        attach(self.runner.model, weights)
         patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)

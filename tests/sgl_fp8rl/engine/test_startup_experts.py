@@ -8,8 +8,10 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 import torch
 from torch import nn
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import startup_experts
+from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.gemm import expert_tiles
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
 from sgl_fp8rl.gemm.tune_cache import Machine
@@ -47,7 +49,6 @@ class Rank:
             rank_in_group=number, world_size=world_size, ranks=[4, 5], cpu_group="gloo"
         )
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-        patch.setenv("FP8RL_TUNE_CACHE", "the user's folder")
         patch.setattr(compat, "get_tp_group", lambda: group, raising=False)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: {3: properties}[device])
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
@@ -76,7 +77,10 @@ def test_layers_get_the_tiles_that_the_first_rank_found(
     """Each layer those of its shape; others keep SGLang's."""
     rank = Rank(monkeypatch, number, world_size)
     layers = [on_a_gpu(x) for x in (Experts(), Experts(top_k=4), Experts(activation="gelu"))]
-    startup_experts.assign_tile_configs(nn.ModuleList([nn.Linear(1, 1), *layers]), 3)
+    model = nn.ModuleList([nn.Linear(1, 1), *layers])
+    weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
+    attach(model, weights)
+    startup_experts.assign_tile_configs(model, 3)
     assert [layer.quant_method.tiles for layer in layers] == [TILES, None, None]
     other = SHAPE._replace(top_k=4)
     found = ([SHAPE, other], "NVIDIA H200", 132, "the user's folder")

@@ -1,0 +1,48 @@
+"""Which loader an engine gets, and the options that it hands on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from torch import nn
+
+from sgl_fp8rl.engine import loader
+from sgl_fp8rl.engine.attached import options_of
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.options import current_options
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_a_loader_hands_the_options_on(load_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the KV scales, the bucket of the first write and the model's update state."""
+    monkeypatch.setenv("FP8RL_BUCKET_BYTES", "1KiB")
+    monkeypatch.setenv("FP8RL_KV_SCHEME", "unit")
+    monkeypatch.setenv("FP8RL_KV_SCALES", "scales.json")
+    config: Any = SimpleNamespace(quantization="fp8rl", dtype=torch.bfloat16)
+    made = loader.choose_loader(None, LoadConfig(load_format=load_format), config)
+    model: Any = nn.Linear(2, 2)
+    given: list[Any] = []
+    monkeypatch.setattr(loader, "attach_kv_scales", lambda model, config, s: given.append(s))
+    monkeypatch.setattr(loader, "load_kv_scales", lambda scales, path: given.append(path))
+    if load_format == "dummy":
+        base = loader.FP8RLDummyLoader.__base__
+        monkeypatch.setattr(base, "load_model", lambda self, **_: model)
+        made.load_model(model_config=config, device_config=None)
+    else:
+        source = SimpleNamespace(model_or_path="", revision=None)
+        headers = {"weight": TensorSpec(torch.bfloat16, (2, 2))}
+        monkeypatch.setattr(made.Source, "init_new", lambda config, model: source)
+        monkeypatch.setattr(made, "_prepare_weights", lambda *_: ("", [], False), raising=False)
+        monkeypatch.setattr(loader, "read_headers", lambda files: headers)
+        monkeypatch.setattr(
+            loader.FP8RLModelLoader,
+            "_load",
+            lambda self, weights, m, _: given.append(m.chunk_bytes),
+        )
+        made._model_config = config
+        made.load_weights_and_postprocess(model, None, None)
+    assert given == ["unit", *([512] if load_format == "auto" else []), "scales.json"]
+    assert options_of(model) is current_options()
