@@ -11,6 +11,8 @@ from trainer_bridge.engine_connection import EngineConnection
 EXIT_TIMEOUT_S = 2.0
 """Seconds that the end of this process may wait for its engines to let go of its memory."""
 _connections: dict[tuple[str, str | None], EngineConnection] = {}
+_of_objects: dict[int, EngineConnection] = {}
+"""Of each engine that is an object, by its id. An entry ends with the engine."""
 _alive: weakref.WeakSet[EngineConnection] = weakref.WeakSet()
 
 
@@ -28,11 +30,12 @@ def connection_to(engine: Any) -> EngineConnection:
         if (address, key) not in _connections:
             _connections[address, key] = _made(connect(address, key))
         return _connections[address, key]
-    connection: EngineConnection | None = getattr(engine, "_fp8rl_connection", None)
-    if connection is None:
-        # kept by the engine, so that it ends with it
-        connection = engine._fp8rl_connection = _made(connect(engine))
-    return connection
+    if id(engine) not in _of_objects:
+        connect(engine)  # of a proxy, the error would not name the type
+        # a strong reference from the entry to the engine would keep both
+        _of_objects[id(engine)] = _made(connect(weakref.proxy(engine)))
+        weakref.finalize(engine, _of_objects.pop, id(engine), None).atexit = False
+    return _of_objects[id(engine)]
 
 
 def _made(client: EngineClient) -> EngineConnection:
@@ -59,9 +62,8 @@ def close(engine: Any) -> None:
         address = normalized(engine)
         for known in [known for known in _connections if known[0] == address]:
             _connections.pop(known).close()
-    elif (connection := getattr(engine, "_fp8rl_connection", None)) is not None:
-        del engine._fp8rl_connection
-        connection.close()
+    elif id(engine) in _of_objects:
+        _of_objects.pop(id(engine)).close()
 
 
 @atexit.register

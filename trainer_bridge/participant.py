@@ -10,7 +10,6 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError, InProcessEngine
-from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, RankClients
 
 STEP_TIMEOUT_S = 120.0
@@ -23,10 +22,15 @@ class Participant:
 
     Args:
         name: what errors call it.
+        engine: as ``connection_to`` takes it.
+
+    Raises:
+        EngineError: it is no engine.
     """
 
-    def __init__(self, name: str, connection: EngineConnection) -> None:
-        self.name, self.connection = name, connection
+    def __init__(self, name: str, engine: Any) -> None:
+        self.name, self.connection = name, connection_to(engine)
+        self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
         self.ranks: RankClients | None = None
@@ -138,9 +142,9 @@ def participants_of(engines: Any) -> list[Participant]:
         EngineError: there is none, one is none, or one comes twice.
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
-        return [Participant("the engine", connection_to(engines))]
+        return [Participant("the engine", engines)]
     participants = [
-        Participant(each if isinstance(each, str) else f"engine {number}", connection_to(each))
+        Participant(each if isinstance(each, str) else f"engine {number}", each)
         for number, each in enumerate(engines)
     ]
     if not participants:

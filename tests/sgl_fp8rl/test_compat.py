@@ -1,119 +1,208 @@
-"""What we write into SGLang is in ``engine/``, is named in ``compat``, and is there in SGLang."""
+"""What we write into SGLang is in ``engine/``; what we use of it is in ``compat``, and is there."""
 
 import ast
+import asyncio
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Mapping
+from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from fastapi import FastAPI, Request
 
-import sgl_fp8rl
 from sgl_fp8rl import compat
-from tests.test_imports import layer_of, module_of
+from tests.sgl_fp8rl.sglang_uses import Use, Uses, fields_of, is_ours
+from tests.test_imports import PACKAGES, ROOT
 
-HOME = Path(str(sgl_fp8rl.__file__)).parent
-ENGINE = range(layer_of("sgl_fp8rl.compat"), layer_of("sgl_fp8rl.engine.plugin") + 1)
-"""The layers that know SGLang."""
+ENGINE = "sgl_fp8rl/engine/"
+KNOWS_SGLANG = (ENGINE, "sgl_fp8rl/gemm/", "sgl_fp8rl/kv_cache/")
+"""What these read of SGLang's objects is named in ``compat``."""
+NOT_SGLANG = {
+    # transformers' modules; tests/test_imports.py shows that no SGLang is loaded
+    "sgl_fp8rl/sensitivity/": r"(module|decoder|head)\..*",
+    # the training frameworks' own objects
+    "sgl_fp8rl/integrations/slime.py": r"actor\.UpdateWeightFromDistributed",
+    "sgl_fp8rl/integrations/trl.py": r"(self\._)?trainer\..*|kept\[name\]\.append",
+    "sgl_fp8rl/integrations/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
+    # the import system's
+    "sgl_fp8rl/integrations/verl/plugin.py": r"spec\.loader\.exec_module",
+}
+"""Writes outside of ``engine/`` into what the test cannot tell from SGLang's, by file or folder."""
+COMPUTED = {
+    "setattr(server_args, name, value)",  # the names are two lines above, and in ATTRIBUTES
+    "delattr(layer, name)",  # all parameters of a layer, which are then made anew
+}
+"""Writes in ``engine/`` whose name the code computes."""
+OF_OURS = {"bounds", "choices", "is_compiled", "kernels", "keep_bf16", "making_pools", "tiles"}
+"""Read through SGLang's objects: of our methods, which its layers hold, and of our platform."""
+NAMESPACES = {"comm", "deterministic", "moe"}
+"""SGLang groups its arguments by these as it starts; ATTRIBUTES has their fields, ServerArgs'."""
+GENERAL = {"architectures", "fn", "format_ue8m0", "func", "scope", "value"}.union(
+    *map(dir, (torch.Tensor, torch.nn.Module, dict, list, str, FunctionType, compat)),
+    *map(dir, (asyncio.BaseEventLoop, asyncio.Lock, FastAPI, Request)),
+)
+"""Not SGLang's names, though its objects may have them: of torch, Python and transformers."""
 
 
-def trees() -> dict[Path, ast.Module]:
-    """The code of these layers."""
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The code of the three packages, by path."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
+@cache
+def fields() -> set[str]:
+    """Attributes of all classes of the three packages."""
+    return set().union(*map(fields_of, trees().values()))
+
+
+def uses_of(trees: Mapping[str, ast.Module]) -> dict[str, Uses]:
+    return {path: Uses(tree, fields()) for path, tree in trees.items()}
+
+
+def named() -> set[str]:
+    """All names in ``compat``."""
+    tables = (compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
+    names = {name for table in tables for names in table.values() for name in names.split()}
+    paths = [*compat.METHODS, *compat.HOOK_TARGETS.values()]
+    return names.union(compat.SYMBOLS, (path.rpartition(".")[2] for path in paths))
+
+
+def unnamed(uses: Mapping[str, Uses]) -> set[str]:
+    """What is written into SGLang's objects, or read of them, and not named in ``compat``."""
+    known, general = named(), GENERAL | OF_OURS | NAMESPACES
+
+    def is_new(use: Use) -> bool:
+        return use.name not in known and not is_ours(use.name)
+
+    written = [
+        use
+        for path, each in uses.items()
+        for use in each.writes
+        if path.startswith(ENGINE) and is_new(use) and use.code not in COMPUTED
+    ]
+    read = [
+        use
+        for path, each in uses.items()
+        for use in each.reads
+        if path.startswith(KNOWS_SGLANG) and is_new(use) and use.name and use.name not in general
+    ]
+    return {use.code for use in (*written, *read)}
+
+
+def elsewhere(uses: Mapping[str, Uses]) -> set[str]:
+    """What is written into SGLang's objects outside of ``engine/``."""
     return {
-        path: ast.parse(path.read_text())
-        for path in HOME.rglob("*.py")
-        if layer_of(module_of(path.relative_to(HOME.parent))) in ENGINE
+        use.code
+        for path, each in uses.items()
+        for use in each.writes
+        if not path.startswith(ENGINE)
+        and not any(
+            path.startswith(place) and re.fullmatch(code, use.code)
+            for place, code in NOT_SGLANG.items()
+        )
     }
 
 
-def written(tree: ast.AST) -> Iterator[ast.Attribute]:
-    """Each attribute that is assigned."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node
-
-
-def is_of_self(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def fields_of_ours(tree: ast.AST) -> set[str]:
-    """Attributes of our own classes."""
-    fields = {node.attr for node in written(tree) if is_of_self(node)}
-    for definition in ast.walk(tree):
-        if isinstance(definition, ast.ClassDef):
-            declared = [node for node in definition.body if isinstance(node, ast.AnnAssign)]
-            fields |= {ast.unparse(node.target) for node in declared}
-    return fields
-
-
-def foreign(trees: dict[Path, ast.Module]) -> Iterator[tuple[Path, ast.Attribute]]:
-    """Each attribute that is set on an object of none of our classes."""
-    ours = set().union(*map(fields_of_ours, trees.values()))
-    for path, tree in trees.items():
-        for node in written(tree):
-            if not is_of_self(node) and node.attr not in ours:
-                yield path, node
-
-
-def unnamed(trees: dict[Path, ast.Module]) -> set[str]:
-    """What is set in SGLang and not named in ``compat``."""
-    named = {name for names in compat.ATTRIBUTES.values() for name in names}
-    named |= {path.rpartition(".")[2] for path in compat.METHODS}
-    return {
-        ast.unparse(node)
-        for _, node in foreign(trees)
-        if node.attr not in named and not node.attr.removeprefix("_").startswith("fp8rl")
-    }
-
-
-def elsewhere(trees: dict[Path, ast.Module]) -> set[str]:
-    """What is set in SGLang outside of ``engine/``: by name, by ``setattr``, or as a hook."""
-    outside = {path: tree for path, tree in trees.items() if path.parent != HOME / "engine"}
-    calls = {
-        ast.unparse(node.func)
-        for tree in outside.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and re.search(r"(setattr|delattr|HookRegistry\.\w+)$", ast.unparse(node.func))
-    }
-    both = {path: tree for path, tree in foreign(trees) if path in outside}
-    return calls | {ast.unparse(node) for node in both.values()}
-
-
-def test_what_is_written_into_sglang_is_named() -> None:
-    assert unnamed(trees()) == set()
+def test_what_is_used_of_sglang_is_named() -> None:
+    assert unnamed(uses_of(trees())) == set()
 
 
 def test_sglang_is_written_into_in_one_folder() -> None:
-    assert elsewhere(trees()) == set()
+    assert elsewhere(uses_of(trees())) == set()
 
 
-HOOK = "def hook(original, scheduler):\n    scheduler.{}, x = [], 0"
+def test_each_exception_is_needed() -> None:
+    uses = uses_of(trees())
+    writes = {(path, use.code) for path, each in uses.items() for use in each.writes}
+    for place, code in NOT_SGLANG.items():
+        assert any(path.startswith(place) and re.fullmatch(code, found) for path, found in writes)
+    assert {code for _, code in writes} >= COMPUTED
+    names = {use.name for each in uses.values() for use in each.reads}
+    assert names >= OF_OURS | NAMESPACES
+
+
+HOOK = "def hook(original: Any, scheduler: Any, *args: Any) -> Any:\n    "
+WRITES = {
+    "scheduler.new_queue, x = [], 0": "scheduler.new_queue",
+    "scheduler.waiting.new_queue += [1]": "scheduler.waiting.new_queue",
+    "del scheduler.new_queue": "scheduler.new_queue",
+    # also a name that one of our classes has
+    "scheduler.connection = 1": "scheduler.connection",
+    "each = scheduler.all()[0]; each.connection = 1": "each.connection",
+    "for each in list(scheduler.all()): each.connection = 1": "each.connection",
+    "(each,) = [original(scheduler)]; self.scheduler.new_queue = 1": "self.scheduler.new_queue",
+    "scheduler.new_queue[0] = 1": "scheduler.new_queue[0]",
+    "del scheduler.new_queue[0]": "scheduler.new_queue[0]",
+    "compat.NEW_METHODS['fp8rl'] = 1": "compat.NEW_METHODS['fp8rl']",
+    "compat.NEW_METHODS.append('fp8rl')": "compat.NEW_METHODS.append",
+    "methods = compat.NEW_METHODS; methods.update(x=1)": "methods.update",
+    "compat.add_new_choices(['fp8rl'])": "compat.add_new_choices",
+    "setattr(scheduler, 'new_queue', 1)": "setattr(scheduler, 'new_queue', 1)",
+    "setattr(scheduler, name, 1)": "setattr(scheduler, name, 1)",
+    "delattr(scheduler, 'new_queue')": "delattr(scheduler, 'new_queue')",
+    "object.__setattr__(scheduler, 'new', 1)": "object.__setattr__(scheduler, 'new', 1)",
+    "scheduler.__dict__['new_queue'] = 1": "scheduler.__dict__['new_queue']",
+}
+
+
+@pytest.mark.parametrize("code", WRITES)
+@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/kv_cache", "trainer_bridge"])
+def test_a_planted_write_is_found(folder: str, code: str) -> None:
+    uses = uses_of({f"{folder}/planted.py": ast.parse(HOOK + code)})
+    found = unnamed(uses) if folder == "sgl_fp8rl/engine" else elsewhere(uses)
+    assert WRITES[code] in found
+
+
+def test_a_write_of_a_named_attribute_belongs_into_the_folder() -> None:
+    named = ast.parse(HOOK + "scheduler.waiting_queue = []; compat.HookRegistry.register(a, b)")
+    assert unnamed(uses_of({f"{ENGINE}planted.py": named})) == set()
+    both = {"scheduler.waiting_queue", "compat.HookRegistry.register"}
+    assert elsewhere(uses_of({"server_args/planted.py": named})) == both
 
 
 @pytest.mark.parametrize(
-    ("folder", "code", "new", "out_of_place"),
+    "code",
     [
-        ("engine", HOOK.format("new_queue"), {"scheduler.new_queue"}, set()),
-        ("engine", HOOK.format("waiting_queue"), set(), set()),
-        ("kv_cache", HOOK.format("waiting_queue"), set(), {"scheduler.waiting_queue"}),
-        ("kv_cache", "setattr(layer, name, 1)", set(), {"setattr"}),
-        ("gemm", "compat.HookRegistry.register(a, b)", set(), {"compat.HookRegistry.register"}),
+        "self.queue = []",
+        "mine = Session(); mine.queue = []",
+        "queue = []; queue.append(scheduler)",
+        "scheduler.fp8rl_kv.measuring = True",
+        "torch.backends.cudnn.enabled = False",
     ],
 )
-def test_a_planted_write_is_found(
-    folder: str, code: str, new: set[str], out_of_place: set[str]
-) -> None:
-    planted = {**trees(), HOME / folder / "planted.py": ast.parse(code)}
-    assert unnamed(planted) == new
-    assert elsewhere(planted) == out_of_place
+def test_our_own_objects_are_not_sglangs(code: str) -> None:
+    planted = ast.parse(f"import torch\n{HOOK}{code}\nclass Session:\n    measuring: bool")
+    assert elsewhere(uses_of({"trainer_bridge/planted.py": planted})) == set()
+
+
+@pytest.mark.parametrize("folder", ["sgl_fp8rl/engine", "sgl_fp8rl/gemm"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "scheduler._new_private",
+        "getattr(scheduler, '_new_private', None)",
+        "compat.Engine._new_private",
+        "our_function(scheduler)._new_private",
+        "self._new_private",
+        "original.__globals__['_new_private']",
+        "scheduler.new_public",
+        "hasattr(scheduler.tp_worker, 'new_public')",
+    ],
+)
+def test_a_planted_read_is_found(folder: str, code: str) -> None:
+    planted = ast.parse(HOOK + code)
+    assert unnamed(uses_of({f"{folder}/planted.py": planted})) == {code}
+    own = f"class Ours:\n    def _new_private(self):\n        return self._new_private\n{HOOK}pass"
+    assert unnamed(uses_of({f"{folder}/planted.py": ast.parse(own)})) == set()
 
 
 def test_sglang_has_each_attribute() -> None:
     checked = compat.check_attributes()
-    assert len(checked) > 40
+    assert len(checked) > 200
     assert [path for path, found in checked if not found] == []
 
 
@@ -121,7 +210,8 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     class Base:
         in_body: int
 
-        def method(self) -> Any:
+        def method(self, layer: Any) -> Any:
+            layer.register_parameter("in_string", None)
             return self.in_method  # type: ignore[attr-defined]
 
     class Derived(Base):
@@ -129,7 +219,22 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     module = SimpleNamespace(Derived=Derived)
     monkeypatch.setattr(compat.importlib, "import_module", lambda _: module)
-    names = ("in_body", "method", "in_method", "gone")
+    names = "in_body method in_method in_string gone"
     monkeypatch.setattr(compat, "ATTRIBUTES", {"sglang.a.Derived": names, "sglang.a.Gone": names})
+    monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
     found = [path for path, is_found in compat.check_attributes() if is_found]
-    assert found == [f"sglang.a.Derived.{name}" for name in names[:3]]
+    assert found == [f"sglang.a.Derived.{name}" for name in names.split()[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"),
+    [("0.5.9", False), ("0.5.17", False), ("0.5.23rc1", True), ("0.6", True)],
+)
+def test_attributes_of_newer_versions_are_looked_for_there(
+    version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "ATTRIBUTES", {})
+    monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {"sglang.version.__version__": "gone"})
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
+    looked_for = [("sglang.version.__version__.gone", False)]
+    assert compat.check_attributes() == (looked_for if is_newer else [])

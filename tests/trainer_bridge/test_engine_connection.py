@@ -16,6 +16,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import gpu_of
+from trainer_bridge.participant import participants_of
 from trainer_bridge.sender import Sender
 from trainer_bridge.transport.host_memory import HostBucket
 
@@ -134,6 +135,40 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
     gc.collect()
     assert gone() is not None
     del engine
+    gc.collect()
+    assert gone() is None
+    assert id(other) in connections._of_objects
+
+
+class InProcess:
+    """Stands for an ``sgl.Engine``: another package's class, two of whose objects may be equal."""
+
+    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**layout(), "state": "serving"}
+
+    def __eq__(self, other: object) -> bool:  # so it has no hash
+        return True
+
+
+def test_nothing_is_written_into_an_engine() -> None:
+    engine, other = InProcess(), InProcess()
+    connection = connection_to(engine)
+    assert connection.layout()["state"] == "serving"
+    assert connection_to(other) is not connection
+    assert vars(engine) == {}
+    connections.close(engine)
+    assert id(engine) not in connections._of_objects
+    assert connection_to(engine) is not connection
+
+
+def test_an_engine_lives_as_long_as_its_update() -> None:
+    engine = InProcess()
+    (member,), gone = participants_of([engine]), weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is not None
+    assert member.connection.layout()["state"] == "serving"
+    del member
     gc.collect()
     assert gone() is None
 

@@ -41,7 +41,7 @@ def test_each_way_to_change_weights_is_known() -> None:
 
 
 def test_a_new_way_to_change_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    updater = compat._look_up(compat._target_path(compat._UPDATER))
+    updater = compat._look_up(compat._target_path(compat.UPDATER))
     monkeypatch.setattr(updater, "swap_weights", original, raising=False)
     assert compat.unknown_updates() == ["swap_weights"]
 

@@ -1,0 +1,186 @@
+"""Every symbol of SGLang that we touch, looked up here, and every attribute that our hooks use.
+
+``compat.Fp8Config`` and the like resolve lazily, so importing this package loads no SGLang. A
+symbol that an SGLang version moved or dropped ends in one error that names both.
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from typing import Any
+
+from sgl_fp8rl.compat.attributes import ATTRIBUTES, METHODS, NEWER_ATTRIBUTES
+from sgl_fp8rl.compat.hook_targets import (
+    ATTENTION_BACKENDS,
+    DECODED_ATTENTION,
+    FLASHINFER_PLAN,
+    HARMLESS_UPDATES,
+    HOOK_TARGETS,
+    LOGITS_CAP,
+    NEWER_UPDATES,
+    SHARED_EXPERT_GATE,
+    STOCK_UPDATES,
+    TRITON_LAUNCH,
+    UPDATER,
+)
+from sgl_fp8rl.compat.symbols import SYMBOLS
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "ATTRIBUTES",
+    "DECODED_ATTENTION",
+    "FLASHINFER_PLAN",
+    "HOOK_TARGETS",
+    "LOGITS_CAP",
+    "METHODS",
+    "NEWER_ATTRIBUTES",
+    "SHARED_EXPERT_GATE",
+    "STOCK_UPDATES",
+    "SYMBOLS",
+    "TRITON_LAUNCH",
+    "UPDATER",
+]
+
+TESTED_VERSIONS = ("0.5.17", "0.5.23")
+"""Passed the tests that need no GPU."""
+GPU_TESTED_VERSIONS = ("0.5.17",)
+"""Passed ``tests/gpu``; the last one bounds the extra ``sglang`` in pyproject.toml."""
+INSTALL = f"pip install sglang=={GPU_TESTED_VERSIONS[-1]}"
+"""What to run where SGLang is missing."""
+
+
+class IncompatibleSGLangError(RuntimeError):
+    """The installed SGLang lacks something that sgl-fp8rl stands on."""
+
+
+def sglang_version() -> str:
+    """The installed SGLang's version.
+
+    Raises:
+        IncompatibleSGLangError: SGLang is not installed.
+    """
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise IncompatibleSGLangError(f"SGLang is not installed; run {INSTALL}") from None
+
+
+def _look_up(path: str) -> Any:
+    module_name, _, attribute = path.partition(":")
+    try:
+        return attrgetter(attribute)(importlib.import_module(module_name))
+    except (ImportError, AttributeError) as error:
+        raise IncompatibleSGLangError(
+            f"SGLang {sglang_version()} has no {path.replace(':', '.')} ({error}); "
+            f"sgl-fp8rl is tested with {' and '.join(TESTED_VERSIONS)}: install one of these"
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name in NEWER_UPDATES.values():
+        return _look_up(f"sglang.srt.managers.io_struct:{name}")
+    if name not in SYMBOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _look_up(SYMBOLS[name])
+
+
+def _target_path(target: str) -> str:
+    """``package.module.Class.method`` or ``package.module.function``, its module before a colon."""
+    parts = target.split(".")
+    first_class = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    return ".".join(parts[:first_class]) + ":" + ".".join(parts[first_class:])
+
+
+def check_symbols() -> list[tuple[str, bool]]:
+    """Look up each symbol and hook target: ``(path, found)`` pairs."""
+    checked = []
+    for path in SYMBOLS.values():
+        checked.append((path.replace(":", "."), _found(path)))
+    for target in (*HOOK_TARGETS.values(), *STOCK_UPDATES, *METHODS):
+        checked.append((target, _has(target)))
+    return checked
+
+
+def stock_updates() -> dict[str, str]:
+    """SGLang's own ways to change weights that this version has, as in ``STOCK_UPDATES``."""
+    return STOCK_UPDATES | {target: out for target, out in NEWER_UPDATES.items() if _has(target)}
+
+
+def unknown_updates() -> list[str]:
+    """Methods of SGLang's weight updater that this package does not know: they may change weights.
+
+    Raises:
+        IncompatibleSGLangError: SGLang has no such class.
+    """
+    updater = _look_up(_target_path(UPDATER))
+    known = {*HOOK_TARGETS.values(), *STOCK_UPDATES, *NEWER_UPDATES}
+    return sorted(
+        name
+        for name, _ in inspect.getmembers(updater, inspect.isfunction)
+        if not name.startswith("_")
+        and name not in HARMLESS_UPDATES
+        and f"{UPDATER}.{name}" not in known
+    )
+
+
+def _has(target: str) -> bool:
+    return _found(_target_path(target))
+
+
+def check_attributes() -> list[tuple[str, bool]]:
+    """Look for each attribute in its owner: ``(path, found)`` pairs. FlashInfer is imported."""
+    tables = [ATTRIBUTES]
+    if _release(sglang_version()) >= _release(TESTED_VERSIONS[-1]):
+        tables.append(NEWER_ATTRIBUTES)
+    checked = []
+    for owner, names in (entry for table in tables for entry in table.items()):
+        path = _target_path(owner)
+        known = _names_in(_look_up(path)) if _found(path) else set()
+        checked += [(f"{owner}.{name}", name in known) for name in names.split()]
+    return checked
+
+
+def _release(version: str) -> list[int]:
+    """``0.5.23rc1`` as numbers, to compare."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def _names_in(owner: Any) -> set[str]:
+    """What a class has, declares, or names in the code of its methods, or a function in its own;
+    layers register their parameters by strings."""
+    known, functions = set(dir(owner)), [owner]
+    for base in getattr(owner, "__mro__", ()):
+        known |= vars(base).keys() | inspect.get_annotations(base).keys()
+        functions += vars(base).values()
+    for function in filter(inspect.isfunction, functions):
+        code = inspect.unwrap(function).__code__
+        known |= {*code.co_names, *filter(lambda const: isinstance(const, str), code.co_consts)}
+    return known
+
+
+def check_hooks(targets: Collection[str] = ()) -> None:
+    """Check that every hook is in place: SGLang logs and forgets one that it cannot apply.
+
+    Args:
+        targets: default all of the plugin.
+
+    Raises:
+        IncompatibleSGLangError: a hook is not.
+    """
+    applied = _look_up(SYMBOLS["HookRegistry"])._patched
+    missing = sorted({*(targets or (*HOOK_TARGETS.values(), *stock_updates()))} - applied)
+    if missing:
+        raise IncompatibleSGLangError(
+            f"SGLang {sglang_version()} did not let sgl-fp8rl wrap {missing[0]}; its log says why"
+        )
+
+
+def _found(path: str) -> bool:
+    try:
+        _look_up(path)
+    except IncompatibleSGLangError:
+        return False
+    return True

@@ -1,0 +1,196 @@
+"""What our hooks read, call and set on SGLang's own objects, so that ``doctor`` sees it go."""
+
+_MANAGERS = "sglang.srt.managers"
+_LAYERS = "sglang.srt.layers"
+_ATTENTION = f"{_LAYERS}.attention"
+_CAPTURER = "sglang.srt.state_capturer.base"
+_FORWARD = "sglang.srt.model_executor"
+_MODELS = "sglang.srt.models"
+_WARMUP = f"{_LAYERS}.deep_gemm_wrapper.compile_utils"
+
+METHODS = (
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager._update_weight_version_if_provided",
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager.auto_create_handle_loop",
+    f"{_MANAGERS}.scheduler.Scheduler.is_fully_idle",
+    f"{_MANAGERS}.scheduler.Scheduler.flush_cache",
+    f"{_MANAGERS}.scheduler.Scheduler.abort_request",
+    f"{_MANAGERS}.scheduler.Scheduler.pause_generation",
+    f"{_MANAGERS}.scheduler.Scheduler.continue_generation",
+    "sglang.srt.plugins.hook_registry.HookRegistry._patched",
+    "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights",
+    "sglang.srt.model_loader.loader.DefaultModelLoader.Source",
+    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled",
+    f"{_WARMUP}.ENABLE_JIT_DEEPGEMM",
+    f"{_WARMUP}._BUILTIN_M_LIST",
+    f"{_WARMUP}._ENABLE_JIT_DEEPGEMM_PRECOMPILE",
+    f"{_WARMUP}._DO_COMPILE_ALL",
+    f"{_WARMUP}._IN_PRECOMPILE_STAGE",
+    f"{_WARMUP}._IS_FIRST_RANK_ON_NODE",
+)
+"""Called, read or set, not wrapped; the plugin does not register without them."""
+
+_DECODED = "attn head_dim num_heads num_kv_heads o_proj qkv_proj rotary_emb"
+ATTRIBUTES: dict[str, str] = {
+    # main process
+    "sglang.srt.entrypoints.engine.Engine": (
+        "async_generate loop send_to_rpc server_args server_args_class tokenizer_manager"
+    ),
+    f"{_MANAGERS}.tokenizer_manager.TokenizerManager": (
+        "is_pause is_pause_cond last_receive_tstamp server_args server_status tokenizer"
+    ),
+    f"{_MANAGERS}.tokenizer_manager.ServerStatus": "Starting",
+    "sglang.srt.plugins.hook_registry.HookRegistry": "apply_hooks register",
+    "sglang.srt.plugins.hook_registry.HookType": "AROUND",
+    "sglang.srt.server_args.PortArgs": "rpc_ipc_name",
+    "sglang.srt.server_args.ServerArgs": (
+        "admin_api_key api_key attention_backend chunked_prefill_size "
+        "cuda_graph_backend_prefill cuda_graph_config decode_attention_backend device "
+        "disable_cuda_graph enable_deterministic_inference enable_fused_moe_sum_all_reduce "
+        "enable_symm_mem kv_cache_dtype max_running_requests model_path "
+        "prefill_attention_backend quantization revision rl_on_policy_target sampling_backend "
+        "tp_size"
+    ),
+    "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
+    # requests and answers
+    f"{_MANAGERS}.io_struct.AbortReq": "abort_all finished_reason rid",
+    f"{_MANAGERS}.io_struct.CheckWeightsReqInput": "action",
+    f"{_MANAGERS}.io_struct.ContinueGenerationReqInput": "torch_empty_cache",
+    f"{_MANAGERS}.io_struct.GenerateReqInput": "rid sampling_params",
+    f"{_MANAGERS}.io_struct.PauseGenerationReqInput": "mode",
+    f"{_MANAGERS}.io_struct.ReleaseMemoryOccupationReqInput": "tags",
+    f"{_MANAGERS}.io_struct.ResumeMemoryOccupationReqInput": "tags",
+    f"{_MANAGERS}.io_struct.RpcReqInput": "method parameters",
+    f"{_MANAGERS}.io_struct.RpcReqOutput": "message success",
+    f"{_MANAGERS}.io_struct.TokenizedEmbeddingReqInput": "rid",
+    f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": "extra_key rid",
+    # scheduler
+    f"{_MANAGERS}.scheduler.Scheduler": (
+        "_engine_paused _pending_chunked_abort_req grammar_manager ipc_channels "
+        "max_queued_requests page_size server_args token_to_kv_pool_allocator tp_group "
+        "tp_worker waiting_queue"
+    ),
+    f"{_MANAGERS}.scheduler_components.ipc_channels.SchedulerIpcChannels": (
+        "recv_from_rpc send_to_tokenizer"
+    ),
+    f"{_MANAGERS}.scheduler_components.output_sender.SenderWrapper": "send_output",
+    f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
+        "is_fully_idle offload_tags tp_worker"
+    ),
+    f"{_MANAGERS}.tp_worker.TpModelWorker": "model_runner",
+    f"{_MANAGERS}.schedule_batch.Req": (
+        "finished input_embeds is_retracted origin_input_ids output_ids rid sampling_params"
+    ),
+    f"{_MANAGERS}.mm_utils.init_mm_embedding_cache": "embedding_cache",
+    "sglang.srt.constrained.grammar_manager.GrammarManager": "grammar_queue",
+    "sglang.srt.distributed.parallel_state.GroupCoordinator": (
+        "cpu_group device_group rank_in_group ranks world_size"
+    ),
+    "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator": "available_size",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer kv_cache_layout",
+    "sglang.srt.platforms.device_mixin.DeviceMixin": "_enum",
+    "sglang.srt.platforms.device_mixin.PlatformEnum": "OOT",
+    # loading
+    "sglang.srt.configs.load_config.LoadConfig": "load_format",
+    "sglang.srt.configs.load_config.LoadFormat": "AUTO DUMMY SAFETENSORS",
+    "sglang.srt.configs.model_config.AttentionArch": "MLA",
+    "sglang.srt.configs.model_config.ModelConfig": (
+        "attention_arch dtype get_total_num_kv_heads hf_config is_draft_model is_hybrid_swa "
+        "quantization"
+    ),
+    "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",
+    "sglang.srt.model_loader.loader.DefaultModelLoader.Source": "init_new model_or_path revision",
+    # forward pass
+    f"{_FORWARD}.cuda_graph_config.CudaGraphConfig": "prefill",
+    f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend",
+    f"{_FORWARD}.model_runner.ModelRunner": (
+        "decode_attention_backend_str gpu_id model model_config page_size "
+        "prefill_attention_backend_str token_to_kv_pool"
+    ),
+    f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
+    f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
+    # layers
+    f"{_LAYERS}.linear.LinearBase": "quant_method",
+    f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",
+    f"{_LAYERS}.linear.RowParallelLinear": "weight_loader",
+    f"{_LAYERS}.quantization.fp8.Fp8Config": "ignored_layers",
+    f"{_LAYERS}.quantization.fp8.Fp8LinearMethod": (
+        "process_weights_after_loading w8a8_block_fp8_linear weight_scale_inv"
+    ),
+    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod": (
+        "process_weights_after_loading runner w13_weight w13_weight_bias w13_weight_scale_inv "
+        "w2_weight w2_weight_scale_inv"
+    ),
+    f"{_LAYERS}.quantization.fp8_utils.Fp8GemmRunnerBackend": "is_auto",
+    f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod": "create_weights",
+    f"{_LAYERS}.layernorm.RMSNorm": (
+        "_forward_method cast_x_before_out_mul forward_cuda fp32_residual override_orig_dtype "
+        "variance_epsilon variance_size_override weight"
+    ),
+    f"{_LAYERS}.activation.SiluAndMul": "_forward_method forward_cuda",
+    f"{_LAYERS}.rotary_embedding.RotaryEmbedding": (
+        "cos_sin_cache forward forward_cuda head_size is_neox_style rotary_dim use_fallback_kernel"
+    ),
+    # experts
+    f"{_LAYERS}.moe.fused_moe_triton.FusedMoE": (
+        "hidden_size intermediate_size_per_partition layer_id moe_runner_config num_experts "
+        "num_fused_shared_experts quant_method use_flashinfer_trtllm_moe use_triton_kernels"
+    ),
+    f"{_LAYERS}.moe.moe_runner.base.MoeRunnerConfig": (
+        "activation apply_router_weight_on_input gemm1_alpha gemm1_clamp_limit inplace "
+        "is_gated no_combine num_experts num_local_experts routed_scaling_factor swiglu_limit "
+        "top_k"
+    ),
+    f"{_LAYERS}.moe.moe_runner.runner.MoeRunner": "fused_func runner_backend",
+    f"{_LAYERS}.moe.utils.MoeRunnerBackend": "is_triton",
+    f"{_LAYERS}.moe.token_dispatcher.standard.StandardDispatchOutput": "hidden_states topk_output",
+    f"{_CAPTURER}.BaseDeviceCache": "buffer",
+    f"{_CAPTURER}.BaseHostCache": "_log_allocation buffer name num_layers num_tokens topk_size",
+    f"{_CAPTURER}.BaseTopkCapturer": "device_cache num_layers topk_size",
+    f"{_CAPTURER}.TopkCaptureOutput": "topk",
+    # sampling
+    f"{_LAYERS}.logits_processor.LogitsProcessorOutput": (
+        "customized_info next_token_logits next_token_logprobs"
+    ),
+    f"{_LAYERS}.sampler.Sampler": (
+        "_preprocess_logits _sync_token_ids_across_tp enable_deterministic "
+        "rl_on_policy_target use_ascend_backend"
+    ),
+    "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo": (
+        "is_all_greedy need_min_p_sampling need_top_k_sampling need_top_p_sampling "
+        "return_sampling_masks sampling_seed temperatures"
+    ),
+    "sglang.srt.sampling.sampling_params.SamplingParams": "max_new_tokens",
+    # attention; FlashAttentionBackend cannot be imported without CUDA
+    f"{_LAYERS}.radix_attention.AttentionType": "DECODER ENCODER_ONLY",
+    f"{_LAYERS}.radix_attention.RadixAttention": (
+        "attn_type head_dim is_cross_attention k_scale layer_id logit_cap qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim v_scale"
+    ),
+    f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend": (
+        "forward_metadata token_to_kv_pool"
+    ),
+    f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend": "forward_metadata token_to_kv_pool",
+    f"{_ATTENTION}.flashinfer_backend.PrefillMetadata": "use_ragged",
+    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend": (
+        "_get_layer_page_table _reshape_paged_kv_cache forward_metadata is_xqa_impl page_size "
+        "token_to_kv_pool workspace_buffer"
+    ),
+    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMMHAMetadata": "cache_seqlens_int32",
+    f"{_MODELS}.llama.LlamaAttention": _DECODED,
+    f"{_MODELS}.qwen2.Qwen2Attention": _DECODED,
+    f"{_MODELS}.qwen3.Qwen3Attention": f"{_DECODED} k_norm q_norm",
+    f"{_MODELS}.qwen3_moe.Qwen3MoeAttention": f"{_DECODED} k_norm q_norm use_fused_qk_norm_rope",
+}
+"""By class, or function whose globals are meant: what we read and set on it, separated by spaces.
+Most comes to be as SGLang runs, so ``check_attributes`` looks at its code."""
+
+NEWER_ATTRIBUTES: dict[str, str] = {
+    f"{_MANAGERS}.scheduler.Scheduler": "record_weight_version_change",
+    f"{_LAYERS}.activation.SiluAndMul": "_resolve_forward_method",
+    f"{_LAYERS}.layernorm.RMSNorm": "_resolve_forward_method",
+    f"{_LAYERS}.moe.moe_runner.base.MoeRunnerConfig": "silu_mul_keep_fp32",
+    f"{_LAYERS}.sampler.sampling_from_probs_torch": "SGLANG_OPT_USE_GUMBEL_SAMPLE envs",
+    f"{_MODELS}.qwen3.Qwen3Attention": "use_fused_qk_norm_rope",
+}
+"""As ``ATTRIBUTES``, from the newest tested version on; hooks do without them in others."""
