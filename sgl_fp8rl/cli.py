@@ -156,7 +156,9 @@ def _tune(model: str, tp_size: int) -> int:
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("sgl-fp8rl tune: no Hopper GPU found; other GPUs run SGLang's kernels")
-    layers = [layer for layer in read_layers(model, tp_size) if _is_fp8(layer)]
+    from sgl_fp8rl.formats import BLOCK_FP8
+
+    layers = [la for la in read_layers(model, tp_size) if la["format"] == BLOCK_FP8.name]
 
     from sgl_fp8rl import compat
     from sgl_fp8rl.gemm import command
@@ -249,16 +251,14 @@ def render_layers(layers: list[dict[str, Any]]) -> str:
 
 
 def _summary(layers: list[dict[str, Any]]) -> str:
-    reasons = Counter(
-        layer["reason"] or "no reason given" for layer in layers if not _is_fp8(layer)
-    )
-    fp8 = sum(map(_is_fp8, layers))
+    from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
+
+    kept = [layer for layer in layers if layer["format"] == UNQUANTIZED.name]
+    reasons = Counter(layer["reason"] or "no reason given" for layer in kept)
     others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
-    return f"{fp8} of {len(layers)} in FP8" + (f"; not FP8: {others}" if others else "")
-
-
-def _is_fp8(layer: dict[str, Any]) -> bool:
-    return bool(layer["format"] == "fp8")
+    name = QUANTIZED.name.upper()
+    counts = f"{len(layers) - len(kept)} of {len(layers)} in {name}"
+    return counts + (f"; not {name}: {others}" if others else "")
 
 
 if __name__ == "__main__":

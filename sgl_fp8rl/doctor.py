@@ -239,9 +239,8 @@ def check_kv_cache() -> Iterator[Check]:
     both = chosen["attention_backend"]
     decode = chosen.get("decode_attention_backend", both)
     prefill = chosen.get("prefill_attention_backend", both)
-    yield Check(
-        "FP8 KV cache", "ok", f"prefill {prefill}, decode {decode}: {backends.REASONS[decode]}"
-    )
+    reason = backends.BACKENDS[decode].reason
+    yield Check("FP8 KV cache", "ok", f"prefill {prefill}, decode {decode}: {reason}")
 
 
 def _cpu_platform() -> Check:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.dummy_engine import dummy_engine
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats import FORMATS, QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter, read_tensors
@@ -72,7 +72,7 @@ def run(
             found = _from_checkpoint(Path(source), folder, ignored, tp_size or 1)
         manifest = Manifest(0, read_headers(weight_files(folder)))
         matrices = {name: spec for name, spec in manifest.weights() if len(spec.shape) > 1}
-        bf16 = [n for n, spec in matrices.items() if spec.dtype not in BLOCK_FP8.dtypes]
+        bf16 = [n for n, spec in matrices.items() if format_of(spec.dtype) is UNQUANTIZED]
         _copy_files(found.folder, folder)
         config = json.loads((found.folder / CONFIG).read_text())
         config["quantization_config"] = quantization_config(
@@ -83,7 +83,8 @@ def run(
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     policy = "".join(f", {name} {value}" for name, value in found.policy.items())
     return (
-        f"{output}: {len(matrices) - len(bf16)} FP8 and {len(bf16)} other matrices, "
+        f"{output}: {len(matrices) - len(bf16)} {QUANTIZED.name.upper()} and {len(bf16)} other "
+        f"matrices, "
         f"{manifest.nbytes / (1 << 30):.2f} GiB{policy}"
     )
 
@@ -98,13 +99,7 @@ def quantization_config(not_fp8: Iterable[str]) -> dict[str, Any]:
     for name in list(names):
         base, _, leaf = name.rpartition(".")
         names |= {f"{base}.{part}" for part in STACKED.get(leaf, ())}
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCK_FP8.block),
-        "modules_to_not_convert": sorted(names),
-    }
+    return {**QUANTIZED.checkpoint, "modules_to_not_convert": sorted(names)}
 
 
 @contextmanager
@@ -141,17 +136,17 @@ def _from_checkpoint(
     options = {} if ignored is None else {"fp8rl_ignored_layers": tuple(ignored)}
     with dummy_engine(str(folder), tp_size, **options) as engine:
         plan = connect(engine).control({"op": "export_plan", "manifest": manifest})
-    fp8 = frozenset(plan["formats"].get(BLOCK_FP8.name, ()))
-    if not fp8:
+    formats = {name: FORMATS[f] for f, names in plan["formats"].items() for name in names}
+    if not formats:
         raise ValueError(f"no layer of {folder} would be FP8; sgl-fp8rl layers lists the reasons")
     dtype = getattr(torch, plan["dtype"])
     writer = CheckpointWriter(output)
     for name, tensor in read_tensors(files):
-        if name not in fp8:
+        if name not in formats:
             writer.add({name: tensor})
             continue
         try:
-            encoded = BLOCK_FP8.encode(tensor.to(dtype))
+            encoded = formats[name].encode(tensor.to(dtype))
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         writer.add({name + suffix: part for suffix, part in encoded.items()})

@@ -18,6 +18,7 @@ from benchmarks.benchmark import Benchmark, Job, Report, Run
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.kv_cache.backends import FA3
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 MODEL = "qwen3-8b"
@@ -144,7 +145,8 @@ def attend_fa3(inputs: Inputs, layer: Any) -> kernels.Attend:
     run, q = fa3(inputs), inputs.q_BHGD.flatten(1)
     mine = layer.fp8rl_layer
     shape = inputs.load.batch, len(mine.v_scale_h)
-    descales = {"k_descale": mine.fa3_k_scale_h, "v_descale": mine.v_scale_h}
+    (k_descale_h,) = mine.factors[FA3]
+    descales = {"k_descale": k_descale_h, "v_descale": mine.v_scale_h}
 
     def attend(caches: kernels.Caches) -> torch.Tensor:
         def original(_: Any, q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:

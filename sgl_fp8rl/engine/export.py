@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
-from sgl_fp8rl.formats import BLOCK_FP8, format_of
+from sgl_fp8rl.formats import UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -119,7 +119,7 @@ def _why_not_into(folder: Any) -> str | None:
 
 def _not_fp8(weights: EngineWeights) -> list[str]:
     """The engine's names of the layers that it computes in BF16."""
-    return [layer.name for layer in list_layers(weights.model) if layer.format != BLOCK_FP8.name]
+    return [layer.name for layer in list_layers(weights.model) if layer.format == UNQUANTIZED.name]
 
 
 def _parts(table: RouteTable, name: str) -> Parts:

@@ -1,16 +1,13 @@
 """Our hooks in SGLang's registry: the plugin's, and those of the backends that SGLang chose."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, kv_attention
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
-from sgl_fp8rl.engine.kv_decode import fused_forward, mark
-from sgl_fp8rl.kv_cache import backends
 
-Hook = Callable[..., Any]
-"""Called with SGLang's own function first, then with its arguments."""
+Hook = kv_attention.Hook
 
 
 def register(target: str, hook: Hook) -> None:
@@ -19,23 +16,17 @@ def register(target: str, hook: Hook) -> None:
 
 
 def wrap_attention(prefill: str, decode: str, model: Any) -> None:
-    """Wrap what serves an FP8 KV cache in this process: the attention backends and, if XQA decodes,
-    the model's attention modules.
+    """Wrap what serves an FP8 KV cache in this process: the attention backends, and those of the
+    model's own modules that a backend names.
 
     Raises:
         IncompatibleSGLangError: SGLang lacks a function to wrap.
     """
-    decoding = kv_attention.xqa_decode if decode == backends.XQA else kv_attention.folded_decode
-    extend = kv_attention.folded_extend
-    if prefill == backends.FA3:
-        extend = kv_attention.fa3_extend
-        kv_attention.fa3_descales(model)
-    hooks: dict[str, Hook] = {
-        f"{compat.ATTENTION_BACKENDS[prefill]}.forward_extend": extend,
-        f"{compat.ATTENTION_BACKENDS[decode]}.forward_decode": decoding,
-    }
-    if decode == backends.XQA:
-        hooks |= dict.fromkeys(mark(model), fused_forward)
+    hooks: dict[str, Hook] = {}
+    for phase, backend in (("extend", prefill), ("decode", decode)):
+        around = kv_attention.HOOKS[backend]
+        hooks[f"{compat.ATTENTION_BACKENDS[backend]}.forward_{phase}"] = getattr(around, phase)
+        hooks |= around.attach(model)
     _wrap(hooks)
 
 

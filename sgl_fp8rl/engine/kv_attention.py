@@ -4,15 +4,18 @@ SGLang itself keeps scales as Python floats, which a captured graph freezes, and
 saturation. Shape suffixes: T tokens, H KV heads, G query heads of a KV head, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.engine.kv_calibrate import calibrate
+from sgl_fp8rl.engine.kv_decode import fused_forward, mark
+from sgl_fp8rl.kv_cache.backends import FA3, XQA
 from sgl_fp8rl.kv_cache.quant_error import observe
-from sgl_fp8rl.kv_cache.scales import LayerKV
+from sgl_fp8rl.kv_cache.scales import LayerKV, layer_kv
 from sgl_fp8rl.kv_cache.split_kv import sm_count
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
@@ -20,9 +23,8 @@ SEMAPHORE_BYTES = 8 << 20
 """Bytes at the start of the workspace that FlashInfer's call of XQA reserves for semaphores."""
 
 
-def layer_kv(layer: Any) -> LayerKV | None:
-    """Our part of an attention layer, or None if its KV cache is not ours."""
-    return getattr(layer, "fp8rl_layer", None)
+Hook = Callable[..., Any]
+"""Called with SGLang's own function first, then with its arguments."""
 
 
 def for_scaled_layers(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -127,13 +129,15 @@ def fa3_extend(
     return out  # type: ignore[no-any-return]
 
 
-def fa3_descales(model: torch.nn.Module) -> None:
+def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
     """Give each layer with an FP8 KV cache of ours the descales that SGLang passes to FA3: views
     of our buffers, one for each KV head, which an update writes in place.
     """
     for layer in model.modules():
         if (mine := layer_kv(layer)) is not None:
-            layer.k_scale, layer.v_scale = mine.fa3_k_scale_h, mine.v_scale_h
+            (k_descale_h,) = mine.factors[FA3]
+            layer.k_scale, layer.v_scale = k_descale_h, mine.v_scale_h
+    return {}
 
 
 @for_scaled_layers
@@ -183,6 +187,7 @@ def xqa_decode(
     out = torch.empty_like(q)
     workspace = backend.workspace_buffer.view(torch.uint8)
     window = layer.sliding_window_size
+    q_scale, kv_scale = mine.factors[XQA]
     xqa(
         q.unsqueeze(1),
         k_cache,
@@ -194,8 +199,8 @@ def xqa_decode(
         workspace[:SEMAPHORE_BYTES],
         layer.tp_k_head_num,
         backend.page_size,
-        q_scale=mine.xqa_q_scale,
-        kv_scale=mine.xqa_kv_scale,
+        q_scale=q_scale,
+        kv_scale=kv_scale,
         sm_count=sm_count(len(q) * layer.tp_k_head_num, get_device_sm_count(q.device)),
         sliding_win_size=window + 1 if window >= 0 else 0,
         kv_layout="HND",
@@ -260,3 +265,26 @@ def _times_heads(
     else:
         from sgl_fp8rl.ops.heads import scale_heads
     return scale_heads(x, factor_H, out)
+
+
+@dataclass(frozen=True)
+class BackendHooks:
+    """What is put around one of SGLang's attention backends."""
+
+    extend: Hook | None = None
+    """AROUND ``forward_extend``; None where it serves no prefill."""
+    decode: Hook | None = None
+    """AROUND ``forward_decode``."""
+    attach: Callable[[torch.nn.Module], Mapping[str, Hook]] = lambda model: {}
+    """Prepares the model for it; returns hooks on the model's own modules, by target."""
+
+
+HOOKS = {
+    "torch_native": BackendHooks(folded_extend, folded_decode),
+    "flashinfer": BackendHooks(folded_extend, folded_decode),
+    FA3: BackendHooks(extend=fa3_extend, attach=fa3_descales),
+    XQA: BackendHooks(
+        decode=xqa_decode, attach=lambda model: dict.fromkeys(mark(model), fused_forward)
+    ),
+}
+"""By SGLang's name of the backend, as in ``backends.BACKENDS``."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.engine.linear import METHODS
 from sgl_fp8rl.engine.quant_config import FP8RLConfig
 
 OUTSIDE = "outside of the language model's layers"
@@ -25,9 +25,9 @@ def keep_towers_bf16(
     if isinstance(quant_config, FP8RLConfig):
         inside = _in_language_layers(model)
         for module in model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             # a model that attends elsewhere, as transformers' own code does, is FP8 as a whole
-            if inside and module not in inside and isinstance(method, FP8RLLinearMethod):
+            if inside and module not in inside and type(method) in METHODS.values():
                 method.keep_bf16(module, OUTSIDE)
     return model
 

@@ -58,6 +58,10 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
 
 
+METHODS: dict[str, Any] = {BLOCK_FP8.name: FP8RLLinearMethod}
+"""By format: what computes in a linear layer, and keeps a layer in BF16 by ``keep_bf16``."""
+
+
 def keep_storage(post_process: Any, layer: Any, name: str) -> None:
     """Run SGLang's post-processing and refuse a backend that repacks or moves the weights.
 

@@ -18,6 +18,7 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.scheduler import skipped_by_all
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.manifest import Manifest
@@ -157,11 +158,16 @@ def postprocess(model: nn.Module) -> None:
 
 
 def log_layer_formats(model: nn.Module) -> None:
-    """Log which layers are FP8, and why each other one is not."""
+    """Log which layers are quantized, and why each other one is not."""
     layers = list_layers(model)
-    fp8 = [layer for layer in layers if layer.format == "fp8"]
-    reasons = Counter(layer.reason for layer in layers if layer.format != "fp8")
-    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    logger.info("fp8rl: %d of %d layers are FP8; BF16: %s", len(fp8), len(layers), why or "none")
+    kept = [layer for layer in layers if layer.format == UNQUANTIZED.name]
+    reasons = Counter(layer.reason for layer in kept)
+    logger.info(
+        "fp8rl: %d of %d layers are %s; BF16: %s",
+        len(layers) - len(kept),
+        len(layers),
+        QUANTIZED.name.upper(),
+        "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "none",
+    )
     for layer in layers:
         logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")

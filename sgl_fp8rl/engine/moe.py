@@ -7,6 +7,7 @@ from torch import nn
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.linear import keep_storage
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.gemm.expert_tiles import Tiles
 from sgl_fp8rl.gemm.experts import experts, fits, takes_codes
 from sgl_fp8rl.ops.activation import detach
@@ -38,6 +39,9 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         run = experts_reference if on_cpu else experts
         return compat.StandardCombineInput(hidden_states=run(layer, x, topk_weights, topk_ids))
 
+
+METHODS: dict[str, Any] = {BLOCK_FP8.name: FP8RLMoEMethod}
+"""By format: what computes in a layer of experts; without one, experts stay BF16."""
 
 _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu}
 

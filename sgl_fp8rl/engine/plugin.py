@@ -54,6 +54,7 @@ def _register() -> None:
         kv_calibrate,
         kv_setup,
         language_layers,
+        linear,
         loader,
         memory_release,
         output_stream,
@@ -70,7 +71,7 @@ def _register() -> None:
     compat.QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
     compat.BASE_QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
     # SGLang matches linear methods by class name; otherwise loaders do not know block scales.
-    compat.WEIGHT_LOADER_V2_SUPPORTED.append("FP8RLLinearMethod")
+    compat.WEIGHT_LOADER_V2_SUPPORTED.extend(m.__name__ for m in linear.METHODS.values())
     compat.Engine.fp8rl_control = control.control_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 

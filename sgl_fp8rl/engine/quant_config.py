@@ -1,4 +1,4 @@
-"""``--quantization fp8rl``: which layer gets FP8, and why each other one does not.
+"""``--quantization fp8rl``: which layer is quantized, and why each other one is not.
 
 SGLang's block-FP8 methods do the work; parameters are FP8 from their creation on, and BF16
 checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
@@ -13,9 +13,8 @@ from torch import nn
 from server_args import matches
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.linear import FP8RLLinearMethod
-from sgl_fp8rl.engine.moe import FP8RLMoEMethod
-from sgl_fp8rl.formats import BLOCK_FP8, UNQUANTIZED, format_of
+from sgl_fp8rl.engine import linear, moe
+from sgl_fp8rl.formats import BLOCK_FP8, QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.options import current_options
 
@@ -27,9 +26,9 @@ class LayerFormat:
     name: str
     """The layer's name inside the engine, such as ``model.layers.0.self_attn.qkv_proj``."""
     format: str
-    """``fp8`` or ``bf16``."""
+    """The name of its weight format, such as ``fp8`` or ``bf16``."""
     reason: str | None
-    """Why the layer is not FP8; None where it is."""
+    """Why the layer is not quantized; None where it is."""
     shape: tuple[int, ...]
     """Shape on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
     top_k: int | None = None
@@ -81,13 +80,13 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         if isinstance(layer, compat.LinearBase):
             reason = self._why_not(prefix)
             if reason is None:
-                return FP8RLLinearMethod(self, prefix)
+                return linear.METHODS[QUANTIZED.name](self, prefix)
             layer.fp8rl_reason = reason
             return compat.UnquantizedLinearMethod()
         if isinstance(layer, compat.FusedMoE):
-            reason = self._why_not(prefix) or _ragged_experts(layer)
+            reason = self._why_not(prefix) or _why_not_experts(layer)
             if reason is None:
-                return FP8RLMoEMethod(self, prefix)
+                return moe.METHODS[QUANTIZED.name](self, prefix)
             layer.fp8rl_reason = reason
             return compat.UnquantizedFusedMoEMethod(
                 layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
@@ -101,8 +100,10 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         return None
 
 
-def _ragged_experts(layer: Any) -> str | None:
-    reason = BLOCK_FP8.refusal([layer.intermediate_size_per_partition], layer.hidden_size)
+def _why_not_experts(layer: Any) -> str | None:
+    if QUANTIZED.name not in moe.METHODS:
+        return f"no layer of experts computes in {QUANTIZED.name}"
+    reason = QUANTIZED.refusal([layer.intermediate_size_per_partition], layer.hidden_size)
     return reason and f"expert {reason}"
 
 

@@ -1,7 +1,8 @@
 """The formats that an engine keeps weights in, one file each.
 
 To add one: its file, a line in ``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and
-the layer that computes with it in ``engine/``.
+the layer that computes with it in ``METHODS`` of ``engine/linear.py``, and of ``engine/moe.py`` if
+experts have it too.
 """
 
 import torch
@@ -15,6 +16,10 @@ UNQUANTIZED = Unquantized()
 FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
+HEADERS = {h: d for f in FORMATS.values() for h, d in zip(f.headers, f.dtypes, strict=True)}
+"""The same by the names in headers of safetensors files."""
+QUANTIZED: WeightFormat = BLOCK_FP8
+"""What an engine keeps the weights of its layers in, but for those that it leaves unquantized."""
 _BY_DTYPE: dict[torch.dtype, WeightFormat] = {d: f for f in FORMATS.values() for d in f.dtypes}
 SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
 

@@ -23,8 +23,15 @@ class BlockFP8(WeightFormat):
 
     name = "fp8"
     dtypes = (FP8_DTYPE,)
+    headers = ("F8_E4M3",)
     suffixes = (SCALES,)
     block = (BLOCK, BLOCK)
+    checkpoint = {  # noqa: RUF012  (never changed)
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
 
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         if len(shape) < 2:

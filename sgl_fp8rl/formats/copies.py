@@ -80,7 +80,9 @@ def describe_copy(
         yield first._replace(
             source=first.source + _dot(index, [d[1] for d in lead]) * source.dtype.itemsize,
             target=first.target + _dot(index, [d[2] for d in lead]) * target.dtype.itemsize,
-            scales=first.scales + 4 * _dot(index, scale_steps) if scales else 0,
+            scales=first.scales + _dot(index, scale_steps) * scales.placed.dtype.itemsize
+            if scales
+            else 0,
         )
 
 

@@ -19,6 +19,7 @@ class Unquantized(WeightFormat):
 
     name = "bf16"
     dtypes = WEIGHT_DTYPES
+    headers = ("BF16", "F16", "F32")
 
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         return {}

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,11 +38,16 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have."""
+    """Dtypes that codes can have. Those of companions are among those of all formats."""
+    headers: ClassVar[tuple[str, ...]]
+    """Names of ``dtypes`` in the headers of safetensors files."""
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the companions."""
+    """Suffixes of the companions: at most one, for which a copy descriptor has its fields."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
+    checkpoint: ClassVar[Mapping[str, Any]] = {}
+    """What readers of a checkpoint in the format look for in its ``quantization_config``, but for
+    the list of layers that are not in it."""
 
     @abstractmethod
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -5,10 +5,13 @@ decode. The user's own choice is kept or refused with an error, never replaced.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale, xqa_scales
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +36,56 @@ Capability = tuple[int, int] | None
 """Compute capability, such as (9, 0); None for a CPU."""
 
 
-REASONS = {
-    "torch_native": "the backend of the CPU platform; scales are folded into q and out",
-    "flashinfer": "its FA2 kernels attend to codes with scales folded into q and out",
-    FA3: "FP8 attention; q is cast under a factor that K's descale undoes",
-    XQA: "XQA decodes FP8 KV fastest on Hopper, and takes scales as device tensors",
+def _on_cpus(capability: Capability) -> bool:
+    return capability is None
+
+
+def _on_gpus(capability: Capability) -> bool:
+    return capability is not None
+
+
+def _on_hopper(capability: Capability) -> bool:
+    return capability is not None and capability[0] == HOPPER
+
+
+def _nowhere(_: Capability) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """How one of SGLang's attention backends serves an FP8 KV cache."""
+
+    reason: str
+    """Why it is selected."""
+    prefill: Callable[[Capability], bool] = _nowhere
+    """The devices where it applies KV scales in prefill."""
+    decode: Callable[[Capability], bool] = _nowhere
+    derive: Derive | None = None
+    """What its kernel takes beyond ``KernelScales``: ``KVScales`` keeps it in a buffer under the
+    backend's name, and ``LayerKV.factors`` has each layer's views."""
+
+
+BACKENDS = {
+    "torch_native": AttentionBackend(
+        "the backend of the CPU platform; scales are folded into q and out", _on_cpus, _on_cpus
+    ),
+    XQA: AttentionBackend(
+        "XQA decodes FP8 KV fastest on Hopper, and takes scales as device tensors",
+        decode=_on_hopper,
+        derive=xqa_scales,
+    ),
+    "flashinfer": AttentionBackend(
+        "its FA2 kernels attend to codes with scales folded into q and out", _on_gpus, _on_gpus
+    ),
+    FA3: AttentionBackend(
+        "FP8 attention; q is cast under a factor that K's descale undoes",
+        prefill=_on_hopper,
+        derive=fa3_k_descale,
+    ),
 }
-"""Why each backend is selected for an FP8 KV cache."""
+"""By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has
+their classes and ``engine/kv_attention.py`` their hooks."""
 
 
 def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | int]:
@@ -64,7 +110,7 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
     if prefill is None:
         settings["prefill_attention_backend"] = "flashinfer"
     if decode is None:
-        decode = XQA if capability[0] == HOPPER else "flashinfer"
+        decode = scaled_backends(capability)["decode"][0]
         settings["decode_attention_backend"] = decode
     page_size = given.get("page_size")
     if decode == XQA and page_size is None:
@@ -94,11 +140,10 @@ def check(prefill: str | None, decode: str | None, capability: Capability) -> No
 
 def scaled_backends(capability: Capability) -> dict[str, tuple[str, ...]]:
     """The backends that apply KV scales on a device, for each phase."""
-    if capability is None:
-        return {"prefill": ("torch_native",), "decode": ("torch_native",)}
-    if capability[0] == HOPPER:
-        return {"prefill": ("flashinfer", FA3), "decode": (XQA, "flashinfer")}
-    return {"prefill": ("flashinfer",), "decode": ("flashinfer",)}
+    return {
+        "prefill": tuple(name for name, backend in BACKENDS.items() if backend.prefill(capability)),
+        "decode": tuple(name for name, backend in BACKENDS.items() if backend.decode(capability)),
+    }
 
 
 def check_dtype(kv_cache_dtype: str | None) -> bool:
@@ -151,6 +196,6 @@ def capability() -> Capability:
 def log(prefill: str, decode: str, page_size: int) -> None:
     """Log which backends serve the FP8 KV cache, and why."""
     for phase, backend in (("prefill", prefill), ("decode", decode)):
-        logger.info("FP8 KV cache: %s by %s: %s", phase, backend, REASONS[backend])
+        logger.info("FP8 KV cache: %s by %s: %s", phase, backend, BACKENDS[backend].reason)
     if decode == XQA:
         logger.info("FP8 KV cache: pages of %d tokens: XQA reads whole pages", page_size)

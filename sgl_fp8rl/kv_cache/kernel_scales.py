@@ -1,8 +1,12 @@
 """The factors that attention kernels need, derived from the scales on the device for all layers.
 
+What one kernel takes alone is a function here that the row of its backend in ``backends.py`` names.
+It returns ``[n, L, ...]``: n tensors for each layer.
+
 Shape suffixes: L layers, 3 the rows K, V and Q, H the model's KV heads, h those of this rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,23 +14,42 @@ import torch
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
 K, V, Q = range(len(KV_SCALE_ROWS))
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
 class KernelScales:
-    """The factors for the KV heads of this rank (h) of each layer (L)."""
+    """The scales of this rank's heads, and what several kernels take."""
 
-    store_2Lh: torch.Tensor
-    """K and V scale: the store divides by them, and torch_native and FlashInfer FA2 need q and out
-    multiplied by them."""
-    xqa_2L: torch.Tensor
-    """``q_scale`` and ``kv_scale`` of ``flashinfer.xqa.xqa``, which multiplies q . k by both and by
-    1 / sqrt(head dim), and out by the second."""
-    q_factor_Lh: torch.Tensor
-    """The remaining factor of q before XQA, a power of two, so multiplication is exact. FA3 takes
-    codes of q times it."""
-    fa3_k_Lh: torch.Tensor
-    """``k_descale`` of FA3: K's scale over that factor. ``v_descale`` is V's scale."""
+    scales_L3h: torch.Tensor
+    """Contiguous, equal for all heads of a layer."""
+    softmax_L: torch.Tensor
+    top_L3: torch.Tensor
+    query_L: torch.Tensor
+    """What q is divided by before it is cast to E4M3, a power of two, so that the division is
+    exact. It is Q's scale if that exceeds 1: |q| up to 448 fits E4M3 unscaled."""
+
+    @classmethod
+    def of(cls, scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> "KernelScales":
+        """Derive from scales that are equal for all heads of a layer."""
+        scales_L3h = scales_L3h.contiguous()
+        top_L3 = scales_L3h.amax(-1)
+        query_L = power_of_two_above(top_L3[:, Q].clamp_min(1.0).contiguous())
+        return cls(scales_L3h, softmax_L, top_L3, query_L)
+
+    @property
+    def store_2Lh(self) -> torch.Tensor:
+        """K and V scale: the store divides by them, and torch_native and FlashInfer FA2 need q and
+        out multiplied by them."""
+        return torch.stack([self.scales_L3h[:, K], self.scales_L3h[:, V]])
+
+    @property
+    def q_factor_1Lh(self) -> torch.Tensor:
+        """The factor of q before a kernel that takes it in E4M3: the inverse of ``query_L``."""
+        return (1 / self.query_L.unsqueeze(-1)).repeat(1, self.scales_L3h.shape[-1]).unsqueeze(0)
+
+
+Derive = Callable[[KernelScales], torch.Tensor]
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
@@ -35,24 +58,15 @@ def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
     return ((x.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
-def derive(scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> KernelScales:
-    """Derive the factors from the scales of this rank's heads.
+def xqa_scales(given: KernelScales) -> torch.Tensor:
+    """``q_scale`` and ``kv_scale`` of ``flashinfer.xqa.xqa``, one of each for all heads of a layer:
+    it multiplies q . k by both and by 1 / sqrt(head dim), and out by the second."""
+    top_L3 = given.top_L3
+    q_scale_L = top_L3[:, K] / top_L3[:, V] * given.query_L * given.softmax_L
+    return torch.stack([q_scale_L.clamp_max(_LARGEST), top_L3[:, V]]).unsqueeze(-1)
 
-    XQA takes one K, V and Q scale for all heads, and casts q to E4M3 itself. q is divided by its
-    scale first if that exceeds 1, as a power of two: |q| up to 448 fits E4M3 unscaled.
 
-    Args:
-        scales_L3h: equal for all heads of a layer.
-    """
-    scales_L3h = scales_L3h.contiguous()
-    top_L3 = scales_L3h.amax(-1)
-    query_L = power_of_two_above(top_L3[:, Q].clamp_min(1.0).contiguous())
-    query_L1 = query_L.unsqueeze(-1)
-    largest = torch.finfo(torch.float32).max
-    q_scale_L = (top_L3[:, K] / top_L3[:, V] * query_L * softmax_L).clamp_max(largest)
-    return KernelScales(
-        torch.stack([scales_L3h[:, K], scales_L3h[:, V]]),
-        torch.stack([q_scale_L, top_L3[:, V]]),
-        (1 / query_L1).repeat(1, scales_L3h.shape[-1]),
-        (scales_L3h[:, K] * query_L1).clamp_max(largest),
-    )
+def fa3_k_descale(given: KernelScales) -> torch.Tensor:
+    """``k_descale`` of FA3: K's scale over the factor of q. ``v_descale`` is V's scale."""
+    k_descale_Lh = given.scales_L3h[:, K] * given.query_L.unsqueeze(-1)
+    return k_descale_Lh.clamp_max(_LARGEST).unsqueeze(0)

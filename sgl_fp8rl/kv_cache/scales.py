@@ -2,7 +2,8 @@
 
 A code is ``saturate(k / k_scale)``, so attention is ``softmax(scaling * k_scale * q . c_k) @ c_v *
 v_scale``; ``kernel_scales.py`` derives the factors of each kernel. All are registered buffers: the
-memory saver keeps buffers and drops Parameters.
+memory saver keeps buffers and drops Parameters. The rows of ``backends.BACKENDS`` say which kernels
+there are.
 """
 
 import functools
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.kv_cache.kernel_scales import derive
+from sgl_fp8rl.kv_cache.backends import BACKENDS
+from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
 from sgl_fp8rl.ops.kv import STATS
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
 
@@ -84,15 +86,12 @@ class KVScales(nn.Module):
         ones = torch.ones(shape, dtype=torch.float32, device=device)
         self._softmax_host = torch.tensor(softmax, dtype=torch.float32, device="cpu")
         softmax_L = self._softmax_host.to(device)
-        kernel_scales = derive(ones[..., heads.mine], softmax_L)
         self.scales: torch.Tensor
         self.statistics: torch.Tensor
         self.register_buffer("scales", ones)  # of the whole model, on each rank
         self.register_buffer("softmax", softmax_L)
-        self.register_buffer("store", kernel_scales.store_2Lh)
-        self.register_buffer("xqa", kernel_scales.xqa_2L)
-        self.register_buffer("q_factor", kernel_scales.q_factor_Lh)
-        self.register_buffer("fa3_k", kernel_scales.fa3_k_Lh)
+        for name, factors in self._derive(ones, softmax_L).items():
+            self.register_buffer(name, factors)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
         )
@@ -135,16 +134,20 @@ class KVScales(nn.Module):
         softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
         # E4M3 keeps its precision over 15 octaves: a head's own scale would gain nothing
         kept = scales_L3H.amax(-1, keepdim=True).expand_as(scales_L3H)
-        kernel_scales = derive(kept[:, :, self.heads.mine], softmax_L[layers])  # type: ignore[index]
+        derived = self._derive(kept, softmax_L[layers])  # type: ignore[index]
         self.scales[layers].copy_(kept)
-        self.store[:, layers].copy_(kernel_scales.store_2Lh)  # type: ignore[index]
-        self.xqa[:, layers].copy_(kernel_scales.xqa_2L)  # type: ignore[index]
-        self.q_factor[layers].copy_(kernel_scales.q_factor_Lh)  # type: ignore[index]
-        self.fa3_k[layers].copy_(kernel_scales.fa3_k_Lh)  # type: ignore[index]
+        for name, factors in derived.items():
+            self.get_buffer(name)[:, layers].copy_(factors)
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
         self.pending -= set(range(layers.start, layers.stop))
+
+    def _derive(self, kept_L3H: torch.Tensor, softmax_L: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the store and each attention kernel take of these scales, by the buffer's name."""
+        mine = KernelScales.of(kept_L3H[..., self.heads.mine], softmax_L)
+        derived = {"store": mine.store_2Lh, "q_factor": mine.q_factor_1Lh}
+        return derived | {name: derive(mine) for name, derive in _derivations()}
 
     def after_update(self, incoming_L3H: torch.Tensor | None) -> None:
         """Follow new weights: use the scales that came with them, else apply the scheme."""
@@ -183,10 +186,11 @@ class LayerKV:
     def __init__(self, scales: KVScales, layer_index: int) -> None:
         self.scales, self.layer_index = scales, layer_index
         (self.k_scale_h, self.v_scale_h) = scales.store[:, layer_index]  # type: ignore[index]
-        self.q_factor_h = scales.q_factor[layer_index]  # type: ignore[index]
-        self.fa3_k_scale_h = scales.fa3_k[layer_index]  # type: ignore[index]
-        self.xqa_q_scale = scales.xqa[0, layer_index : layer_index + 1]  # type: ignore[index]
-        self.xqa_kv_scale = scales.xqa[1, layer_index : layer_index + 1]  # type: ignore[index]
+        (self.q_factor_h,) = scales.q_factor[:, layer_index]  # type: ignore[index]
+        self.factors = {
+            name: scales.get_buffer(name)[:, layer_index].unbind() for name, _ in _derivations()
+        }
+        """By attention backend: what its row of ``BACKENDS`` derives."""
         self.statistics = scales.statistics[layer_index]
 
     @property
@@ -198,6 +202,15 @@ class LayerKV:
     def is_observed(self) -> bool:
         """Whether to measure the error of the current tokens."""
         return self.scales.measuring and self.scales.to_observe[self.layer_index] > 0
+
+
+def layer_kv(layer: Any) -> LayerKV | None:
+    """Our part of an attention layer, or None if its KV cache is not ours."""
+    return getattr(layer, "fp8rl_layer", None)
+
+
+def _derivations() -> list[tuple[str, Derive]]:
+    return [(name, row.derive) for name, row in BACKENDS.items() if row.derive is not None]
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:

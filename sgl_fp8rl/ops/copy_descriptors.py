@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
+from sgl_fp8rl.ops.reference import BLOCK
 
 ACCESS = 16
 """Bytes that a thread reads or writes at once."""
@@ -21,8 +21,8 @@ ACCESS = 16
 class CopyDescriptor(NamedTuple):
     """One box of ``rows`` x ``cols`` elements, and where it goes.
 
-    It is quantized where the target is FP8 and the source is not; a box is then whole blocks, but
-    for the ragged end of its tensor. Anything else is cast, or copied as it is.
+    It is quantized where it has scales; a box is then whole blocks, but for the ragged end of its
+    tensor. Anything else is cast, or copied as it is.
     """
 
     segment: int
@@ -32,7 +32,7 @@ class CopyDescriptor(NamedTuple):
     target: int
     """Byte address of the first element written."""
     scales: int
-    """Byte address of the first FP32 scale; 0 where nothing is quantized."""
+    """Byte address of the first scale; 0 where nothing is quantized."""
     rows: int
     cols: int
     source_stride: int
@@ -98,7 +98,7 @@ def group_descriptors(descriptors: Iterable[CopyDescriptor]) -> Iterator[CopyGro
     for (source, target, positive), kind in kinds.items():
         table = np.array([(0, 0, *descriptor[:9], descriptor.tag) for descriptor in kind], COLUMNS)
         sizes = source.itemsize, target.itemsize
-        if source == target or target != FP8_DTYPE:
+        if not table["scales"].any():
             table = _flatten(table, *sizes)
         table = table[(table["rows"] > 0) & (table["cols"] > 0)]
         full = _is_full(table, *sizes)

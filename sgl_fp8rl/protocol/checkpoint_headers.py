@@ -4,19 +4,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 
+from sgl_fp8rl.formats import HEADERS
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.manifest import ManifestError
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -46,7 +40,7 @@ def read_headers(files: Iterable[Path | str]) -> dict[str, TensorSpec]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (safe_open is not a dict)
                 header = opened.get_slice(name)
-                dtype = _DTYPES.get(header.get_dtype())
+                dtype = HEADERS.get(header.get_dtype())
                 if dtype is None:
                     raise ManifestError(
                         f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "

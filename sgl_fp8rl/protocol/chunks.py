@@ -5,6 +5,7 @@ and nothing of what lies where. Of a stream whose order is not known before, it 
 too, in the order in which they came.
 """
 
+import math
 from typing import NamedTuple
 
 from sgl_fp8rl.formats import FORMATS, split_name
@@ -13,8 +14,8 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 ALIGNMENT = 64
 """Bytes; every slice starts at a multiple of it, so that kernels read 16 bytes at a time."""
 
-ROW_STEP = max(format_.block[0] for format_ in FORMATS.values())
-"""Rows at whose multiples a matrix is cut: its format in the engine may have larger blocks than the
+ROW_STEP = math.lcm(*(format_.block[0] for format_ in FORMATS.values()))
+"""Rows at whose multiples a matrix is cut: its format in the engine may have other blocks than the
 one that it is sent in."""
 
 RowRange = tuple[int, int]

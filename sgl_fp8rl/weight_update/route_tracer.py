@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sgl_fp8rl.ops.reference import FP8_DTYPE
+from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops.regions import Region, as_region
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 
@@ -192,9 +192,9 @@ def _probes(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in pending:
         recorder.offered = name
-        # Matrices appear as FP8: a loader that refuses to cast BF16 down then accepts them, and
+        # Matrices appear as codes: a loader that refuses to cast BF16 down then accepts them, and
         # into BF16 storage they are copied all the same.
-        dtype = FP8_DTYPE if len(shape) > 1 else torch.bfloat16
+        dtype = QUANTIZED.dtypes[0] if len(shape) > 1 else torch.bfloat16
         yield name, Probe(torch.empty(shape, dtype=dtype, device="meta"), name, recorder)
 
 

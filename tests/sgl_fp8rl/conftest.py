@@ -1,10 +1,13 @@
-"""SGLang's own configuration, as an engine of some arguments would see it."""
+"""SGLang's own configuration, as an engine of some arguments would see it, and another format."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from sgl_fp8rl.formats.weight_format import WeightFormat
 
 Publish = Callable[..., None]
 
@@ -22,3 +25,11 @@ def publish() -> Iterator[Publish]:
 
         published()
         yield published
+
+
+@pytest.fixture
+def other_format(monkeypatch: pytest.MonkeyPatch) -> "WeightFormat":
+    """A weight format that the package does not have, added to its tables."""
+    from tests.sgl_fp8rl.formats.other_format import register
+
+    return register(monkeypatch)

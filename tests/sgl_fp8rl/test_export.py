@@ -16,6 +16,7 @@ from sgl_fp8rl import cli, export
 from sgl_fp8rl.engine import export as engine_export
 from sgl_fp8rl.engine.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.checkpoint_headers import INDEX
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
@@ -44,13 +45,15 @@ def checkpoint(folder: Path, **config: Any) -> Path:
 
 
 class FakeEngine:
-    """Would keep one matrix in FP8."""
+    """Would quantize one matrix."""
+
+    format = "fp8"
 
     def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
         assert message["op"] == "export_plan"
         assert message["manifest"]["tensors"].keys() == {MATRIX, HEAD, NORM}
         layers = ["lm_head", "model.layers.0.self_attn.qkv_proj"]
-        return {"formats": {"fp8": [MATRIX]}, "dtype": "bfloat16", "layers": layers}
+        return {"formats": {self.format: [MATRIX]}, "dtype": "bfloat16", "layers": layers}
 
 
 @pytest.fixture
@@ -86,10 +89,34 @@ def test_a_checkpoint(options: list[Any], tmp_path: Path) -> None:
     assert written == {shard.name, INDEX, "config.json", "tokenizer.json"}
     config = json.loads((output / "config.json").read_text())
     assert config["model_type"] == "tiny"
-    names = config["quantization_config"]["modules_to_not_convert"]
+    names = config["quantization_config"].pop("modules_to_not_convert")
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     # those of the checkpoint, of the engine, and the parts of the engine's stacked layers
     parts = {f"model.layers.0.self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj")}
     assert set(names) == {"lm_head", "model.layers.0.self_attn.qkv_proj"} | parts
+
+
+def test_a_checkpoint_in_another_format(
+    options: list[Any],
+    other_format: WeightFormat,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeEngine, "format", other_format.name)
+    monkeypatch.setattr(export, "QUANTIZED", other_format)
+    source = checkpoint(tmp_path / "in")
+    assert "1 INT8 and 1 other" in export.run(str(source), tmp_path / "out")
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    for suffix, part in other_format.encode(load_file(source / "a.safetensors")[MATRIX]).items():
+        assert torch.equal(found[MATRIX + suffix], part)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config.keys() == {"quant_method", "modules_to_not_convert"}
+    assert config["quant_method"] == "int8"
 
 
 def test_what_is_refused(

@@ -1,10 +1,16 @@
 """What is told of an engine's layers."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 from torch import nn
 
-from sgl_fp8rl.engine.quant_config import LayerFormat, list_layers
+from sgl_fp8rl import compat
+from sgl_fp8rl.engine import linear, moe, quant_config
+from sgl_fp8rl.engine.quant_config import FP8RLConfig, LayerFormat, list_layers
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from tests.experts_fakes import E, Experts, H, I, T
 
 
@@ -24,3 +30,29 @@ def test_experts_tell_how_many_a_token_takes() -> None:
             None,
         ),
     ]
+
+
+def test_a_format_is_served_by_its_line_in_the_tables(
+    other_format: WeightFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Method(SimpleNamespace):
+        def __init__(self, config: Any, prefix: str) -> None:
+            super().__init__(prefix=prefix)
+
+    monkeypatch.setattr(compat, "check_hooks", lambda: None)
+    config, a_linear = FP8RLConfig(), compat.LinearBase.__new__(compat.LinearBase)
+    experts = compat.FusedMoE.__new__(compat.FusedMoE)
+    sizes = {"intermediate_size_per_partition": 128, "hidden_size": 128}
+    vars(experts).update(sizes, use_triton_kernels=False, use_flashinfer_trtllm_moe=False)
+    assert isinstance(config.get_quant_method(a_linear, "a"), linear.FP8RLLinearMethod)
+    assert isinstance(config.get_quant_method(experts, "b"), moe.FP8RLMoEMethod)
+
+    monkeypatch.setattr(quant_config, "QUANTIZED", other_format)
+    monkeypatch.setitem(linear.METHODS, "int8", Method)
+    assert config.get_quant_method(a_linear, "a") == Method(None, "a")
+    method = config.get_quant_method(experts, "b")
+    assert isinstance(method, compat.UnquantizedFusedMoEMethod)
+    assert experts.fp8rl_reason == "no layer of experts computes in int8"
+    monkeypatch.setitem(moe.METHODS, "int8", Method)
+    assert config.get_quant_method(experts, "b") == Method(None, "b")

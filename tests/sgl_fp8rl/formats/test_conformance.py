@@ -1,24 +1,35 @@
-"""What every weight format must pass. ``tests/gpu/test_formats.py`` adds its kernel."""
+"""What every weight format must pass. ``tests/gpu/test_formats.py`` adds its kernel.
 
+One of the formats is of tests alone (``other_format.py``).
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from sgl_fp8rl.formats import FORMATS, UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region, view, whole
+from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
+from sgl_fp8rl.weight_update import route_tracer
+from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 from sgl_fp8rl.weight_update.torch_writer import write_tensor
+from tests.sgl_fp8rl.formats.other_format import OTHER, every_format
+from tests.sgl_fp8rl.weight_update.toy import Model
+
+pytestmark = pytest.mark.usefixtures("other_format")
 
 BF16 = torch.bfloat16
 SHAPES = [(256, 384), (300, 200), (3, 130, 64), (1, 1)]
 NEAR = 1 / 20
 """Largest error of a weight as a share of its largest value. Measured: block FP8 0.029, BF16 0."""
-
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 def weight(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -75,6 +86,8 @@ def test_whatever_is_not_finite_is_refused(fmt: WeightFormat) -> None:
             fmt.encode(spoiled)
     encoded = fmt.encode(weight(128, 128))
     for suffix, tensor in encoded.items():
+        if not tensor.is_floating_point():
+            continue
         tensor.view(-1)[-1] = float("nan")
         with pytest.raises(ValueError, match="NaN or Inf"):
             fmt.check_values(suffix, tensor)
@@ -107,10 +120,9 @@ def test_a_cut_inside_of_a_block_is_refused(fmt: WeightFormat) -> None:
                 fmt.check_cut(region, (256, 256))
 
 
-def stored(fmt: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype) -> RouteTable:
-    """An engine that keeps ``w`` in the format, and nothing written yet."""
-    code = dtype if fmt is UNQUANTIZED else fmt.dtypes[0]
-    specs = {"w": TensorSpec(code, shape)}
+def stored(fmt: WeightFormat, shape: tuple[int, ...]) -> RouteTable:
+    """An engine of BF16 that keeps ``w`` in the format, and nothing written yet."""
+    specs = {"w": TensorSpec(fmt.dtypes[0], shape)}
     specs |= {f"w{suffix}": spec for suffix, spec in fmt.companions(shape).items()}
     parameters = {name: torch.ones(spec.shape).to(spec.dtype) for name, spec in specs.items()}
     table = RouteTable(
@@ -139,7 +151,7 @@ def test_a_weight_arrives_encoded_or_not(
     fmt: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """What a trainer encodes and what the engine encodes are the same bytes, also over chunks."""
-    original, table = weight(*shape, dtype=dtype), stored(fmt, shape, BF16)
+    original, table = weight(*shape, dtype=dtype), stored(fmt, shape)
     expected = fmt.encode(original.to(BF16))
     for tensors in ({"w": original}, {f"w{s}": t for s, t in expected.items()}):
         for parameter in table.parameters.values():
@@ -166,7 +178,7 @@ def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) ->
 
 @every_format
 def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
-    table = stored(fmt, (256, 256), BF16)
+    table = stored(fmt, (256, 256))
     for suffix in fmt.suffixes:
         parameters: dict[str, Any] = {
             n: t for n, t in table.parameters.items() if n != f"w{suffix}"
@@ -180,3 +192,33 @@ def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) ->
     assert fmt.refusal([256, 128], 512) is None
     refused = fmt.refusal([1000, 128], 77)
     assert refused is None if fmt is UNQUANTIZED else "1000+128 x 77" in str(refused)
+
+
+# -- where a checkpoint is read
+
+
+@every_format
+def test_headers_tell_dtype_and_shape(fmt: WeightFormat, tmp_path: Path) -> None:
+    encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(64, 64)).items()}
+    save_file(encoded, tmp_path / "model.safetensors")
+    specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in encoded.items()}
+    assert read_headers([tmp_path / "model.safetensors"]) == specs
+    assert [*describe(encoded.items(), 0).tensors] == [*specs]
+
+
+def test_routes_into_the_other_format_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a loader that casts nothing: what it is offered has the dtype of the codes."""
+
+    def load(model: Model, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, offered in weights:
+            if offered.dtype != model.data(name).dtype:
+                raise ValueError(f"{name} is {offered.dtype}")
+            model.data(name).copy_(offered)
+
+    table = stored(OTHER, (64, 128))
+    model = Model(table.parameters, load)
+    with pytest.raises(RouteError, match=r"w is torch\.float8"):  # the control
+        record_routes(model, {"w": (64, 128)})
+    monkeypatch.setattr(route_tracer, "QUANTIZED", OTHER)
+    recorded = record_routes(model, {"w": (64, 128)})
+    assert recorded.routes == table.routes and recorded.by_format() == {"int8": ["w"]}

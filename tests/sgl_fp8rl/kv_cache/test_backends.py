@@ -173,7 +173,7 @@ def test_the_doctor_tells(
     monkeypatch.setattr(backends, "capability", lambda: capability)
     (check,) = doctor.check_kv_cache()
     assert check.status == "ok"
-    assert f"decode {decode}: {backends.REASONS[decode]}" in check.message
+    assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
 
 
 def test_on_hopper_flags_choose_xqa(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +281,40 @@ def test_what_serves_is_wrapped_once(
         hooks.wrap_attention(prefill, decode, nn.Module())
     wrapped = {".".join(t.split(".")[-2:]): hook for t, hook in registry.hooks.items()}
     assert wrapped == expected
+
+
+def test_every_backend_has_a_class_and_the_hooks_of_the_phases_that_it_serves() -> None:
+    assert backends.BACKENDS.keys() == kv_attention.HOOKS.keys() == compat.ATTENTION_BACKENDS.keys()
+    devices = (None, HOPPER, ADA, BLACKWELL)
+    for name, row in backends.BACKENDS.items():
+        around = kv_attention.HOOKS[name]
+        assert any(map(row.prefill, devices)) is (around.extend is not None)
+        assert any(map(row.decode, devices)) is (around.decode is not None)
+
+
+def test_another_backend_is_wrapped_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the hooks of the model's own modules; a model's preparation is not lost."""
+    registry, model = Registry().replace(monkeypatch), nn.Module()
+    prepared: list[Any] = []
+
+    def attach(module: nn.Module) -> dict[str, Any]:
+        prepared.append(module)
+        return {"a.Module.forward": around}
+
+    def around() -> None:
+        """A hook."""
+
+    row = kv_attention.BackendHooks(around, around, attach)
+    monkeypatch.setitem(kv_attention.HOOKS, "other", row)
+    monkeypatch.setitem(compat.ATTENTION_BACKENDS, "other", "b.Attention")
+    hooks.wrap_attention("other", "flashinfer", model)
+    assert prepared == [model]
+    flashinfer = f"{compat.ATTENTION_BACKENDS['flashinfer']}.forward_decode"
+    assert registry.hooks == {
+        "b.Attention.forward_extend": around,
+        "a.Module.forward": around,
+        flashinfer: kv_attention.folded_decode,
+    }
 
 
 def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,138 @@
+"""The copies that a kernel is given, of every format: those of the engine's writer and of the
+trainer's packer.
+
+The kernel is replaced by torch on the CPU: a format brings its own, which ``tests/gpu`` holds
+against the reference.
+"""
+
+import ctypes
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.formats import UNQUANTIZED, format_of
+from sgl_fp8rl.formats.weight_format import WeightFormat
+from sgl_fp8rl.ops import weight_quant_triton
+from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
+from sgl_fp8rl.protocol.chunks import cut_into_chunks
+from sgl_fp8rl.protocol.manifest import describe
+from sgl_fp8rl.weight_update import triton_writer
+from tests.sgl_fp8rl.formats.other_format import every_format
+from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
+from trainer_bridge.fsdp import sources
+from trainer_bridge.packer import QuantizePacker
+from trainer_bridge.transfer_plan import TransferPlan
+
+pytestmark = pytest.mark.usefixtures("other_format")
+
+
+class TorchLaunch:
+    """What a launch does with its copies, by the reference: it stands for a format's kernel."""
+
+    def __init__(self, descriptors: list[CopyDescriptor], dtype: torch.dtype) -> None:
+        self.descriptors, self.dtype = descriptors, dtype
+
+    def run(self, bases: Any, status: Any) -> None:
+        several = [bases] if isinstance(bases, int) else bases.tolist()
+        for given in self.descriptors:
+            source = boxed(
+                several[given.segment] + given.source,
+                (given.rows, given.cols, given.source_stride),
+                given.source_dtype,
+            )
+            where = given.target, (given.rows, given.cols, given.target_stride), given.target_dtype
+            if not given.scales:
+                boxed(*where).copy_(source)
+                continue
+            encoded = format_of(given.target_dtype).encode(source.to(self.dtype))
+            boxed(*where).copy_(encoded.pop(""))
+            (scales,) = encoded.values()
+            strided = (*scales.shape, given.scale_stride)
+            boxed(given.scales, strided, scales.dtype).copy_(scales)
+
+
+def boxed(address: int, box: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    rows, cols, stride = box
+    nbytes = ((rows - 1) * stride + cols) * dtype.itemsize
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+    return flat.as_strided((rows, cols), (stride, 1))
+
+
+def compile_in_torch(
+    descriptors: Iterable[CopyDescriptor], device: Any, dtype: torch.dtype
+) -> list[TorchLaunch]:
+    return [TorchLaunch(list(descriptors), dtype)]
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(384, 256), (300, 200), (3, 256, 128)])
+def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
+    fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    original, table = weight(*shape), stored(fmt, shape)
+    expected = fmt.encode(original)
+    for tensors in ({"w": original}, {f"w{s}": t for s, t in expected.items()}):
+        for parameter in table.parameters.values():
+            parameter.zero_()
+        manifest = describe(tensors.items(), 0, 1 << 17)
+        writer = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
+        bucket = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8)
+        for index, chunk in enumerate(cut_into_chunks(manifest)):
+            for piece in chunk:
+                rows = bits(tensors[piece.name][slice(*piece.rows)]).view(-1)
+                bucket[piece.offset : piece.offset + len(rows)] = rows
+            for launch in writer._launches[index]:
+                launch.run(bucket.data_ptr(), None)  # type: ignore[arg-type]
+        found = {name.removeprefix("w"): t for name, t in table.parameters.items()}
+        assert_same(found, expected)
+
+
+@every_format
+@pytest.mark.parametrize("shape", [(384, 256), (300, 200), (3, 256, 128)])
+def test_a_packer_lays_out_what_is_encoded(
+    fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
+    original = weight(*shape)
+    quantized = {} if fmt is UNQUANTIZED else {"w": fmt}
+    plan = TransferPlan(sources([("w", original)], None, BF16), [False], 1 << 17, quantized, [0])
+    specs, expected = plan.manifest.tensors, fmt.encode(original)
+    assert {n: s.dtype for n, s in specs.items()} == {f"w{s}": t.dtype for s, t in expected.items()}
+    bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
+    packer = QuantizePacker(plan, SimpleNamespace(content=bucket), BF16)  # type: ignore[arg-type]
+    found = {name: torch.zeros(spec.shape).to(spec.dtype) for name, spec in specs.items()}
+    for number, chunk in enumerate(plan.chunks):
+        packer.put(0, original, 0, number)
+        packer.complete(number)
+        for piece in chunk:
+            target = found[piece.name][slice(*piece.rows)]
+            content = bucket[piece.offset : piece.offset + target.nbytes]
+            target.copy_(content.view(target.dtype).view(target.shape))
+    assert_same({name.removeprefix("w"): t for name, t in found.items()}, expected)
+
+
+@every_format
+def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
+    fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel finds the scale of a tile by the tile's place in the box."""
+    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    original, table = weight(64, 48), stored(fmt, (64, 48))
+    encoded = {f"w{suffix}": t for suffix, t in fmt.encode(original).items()}
+    for tensors, is_quantized in (({"w": original}, fmt is not UNQUANTIZED), (encoded, False)):
+        manifest = describe(tensors.items(), 0)
+        writer = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
+        (launch,) = writer._launches[0]
+        (codes, *_) = group_descriptors(launch.descriptors)
+        assert set(codes.table["cols"]) == {48 if is_quantized else BLOCK}
+
+
+@every_format
+def test_a_copy_has_room_for_the_companion(fmt: WeightFormat) -> None:
+    """For one; a second needs its fields in ``CopyDescriptor``."""
+    assert len(fmt.suffixes) <= 1
