@@ -33,4 +33,4 @@ class HostMemory:
 
     def bytes_at(self, offset: int, size: int) -> memoryview:
         """A part of it, to be read or written."""
-        return memoryview(self.content[offset : offset + size].numpy())
+        return self.content[offset : offset + size].numpy().data

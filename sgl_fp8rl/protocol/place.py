@@ -41,4 +41,4 @@ def is_reachable(place: dict[str, Any]) -> bool:
         status = Path(place["folder"]).stat()
     except (OSError, ValueError):
         return False
-    return [status.st_dev, status.st_ino] == place["inode"]
+    return bool([status.st_dev, status.st_ino] == place["inode"])

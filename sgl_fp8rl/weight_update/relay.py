@@ -163,8 +163,8 @@ class Relay:
             raise ValueError(f"a bucket is {excerpt(size)} bytes; install one sgl-fp8rl")
         if not 0 < size <= self._memories.most_bytes:
             raise ValueError(
-                f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; install "
-                f"one sgl-fp8rl"
+                f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; "
+                f"install one sgl-fp8rl"
             )
         memory = self._memories.by_name[name] = HostMemory(size)
         return memory
