@@ -217,7 +217,9 @@ def test_health_sees_schedulers_that_hang(
     limit_s = -1.0 if hangs else 60.0
     monkeypatch.setattr(control_module, "ANSWER_TIMEOUT_S", limit_s)
     monkeypatch.setattr(
-        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=limit_s)
+        control_module,
+        "current_options",
+        lambda: SimpleNamespace(session_timeout_s=limit_s, bucket_bytes=1),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
@@ -247,7 +249,9 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     later = time.time() + (60.0 if speaks else 0.0)
     os.utime(socket_file, (later, later))
     monkeypatch.setattr(
-        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=-1.0)
+        control_module,
+        "current_options",
+        lambda: SimpleNamespace(session_timeout_s=-1.0, bucket_bytes=1),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
