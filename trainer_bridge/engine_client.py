@@ -169,6 +169,8 @@ class HTTPEngine:
 
     def __init__(self, address: str, key: str | None) -> None:
         self.address = normalized(address)
+        self.host = urlsplit(self.address).hostname
+        """By which this process reaches the engine's host."""
         self._key = key
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 import logging
 from typing import Any
 
+from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.layout import check_layout
 from trainer_bridge.sender import Sender
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, RankClients
+from trainer_bridge.transport.relay_client import RelayClient
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,11 @@ class EngineConnection:
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
         self._layout: dict[str, Any] | None = None
-        self._ranks: RankClients | None = None
+        self._ranks: RankClients | RelayClient | None = None
         self.through_host = False
         """Whether the engine cannot open the GPU's memory."""
+        self.is_far = False
+        """Whether it runs on another host, or in a container of its own."""
 
     def layout(self) -> dict[str, Any]:
         """The engine's layout, asked for once.
@@ -39,6 +43,7 @@ class EngineConnection:
         if self._layout is None:
             layout = self.client.control({"op": "layout"})
             check_layout(layout)
+            self.is_far = not is_reachable(layout["place"])
             self._layout = layout
         return self._layout
 
@@ -56,7 +61,7 @@ class EngineConnection:
         self.keep(None)
         self.use(None)
 
-    def keep(self, ranks: RankClients | None) -> None:
+    def keep(self, ranks: RankClients | RelayClient | None) -> None:
         """Stay connected to the ranks that committed: once this ends, they let go of the memory."""
         previous, self._ranks = self._ranks, ranks
         if previous is not None:

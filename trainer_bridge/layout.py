@@ -9,6 +9,7 @@ from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
@@ -28,6 +29,7 @@ def check_layout(layout: dict[str, Any]) -> None:
         "state": layout.get("state") in [state.value for state in State],
         "fp32": layout.get("fp32", ...) is None or are_names(layout.get("fp32")),
         "gpus": are_names(layout.get("gpus")),
+        "place": is_place(layout.get("place")),
         "formats": isinstance(formats, dict)
         and formats.keys() <= FORMATS.keys()
         and all(map(are_names, formats.values())),

@@ -11,6 +11,7 @@ from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError, InProcessEngine
 from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, RankClients
+from trainer_bridge.transport.relay_client import RelayClient
 
 STEP_TIMEOUT_S = 120.0
 """Seconds that one engine of several may take over a step. The others wait meanwhile, and give the
@@ -33,7 +34,7 @@ class Participant:
         self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
-        self.ranks: RankClients | None = None
+        self.ranks: RankClients | RelayClient | None = None
         """Its ranks, while its session is open."""
         self._ending: Thread | None = None
         """Waits for the end of a session that was left behind."""
@@ -51,6 +52,8 @@ class Participant:
         message = {"op": "begin", "fingerprint": manifest.fingerprint, **message}
         policy = Policy(message["run"], message["version"])
         message["retry"] = self.connection.decided == (policy, message["transaction"])
+        if self.connection.is_far:
+            message["relay"] = True
         try:
             begun = control(message)
             if "unknown" in begun:
@@ -65,7 +68,11 @@ class Participant:
             return
         timeout_s = SOCKET_TIMEOUT_S if message["engines"] == 1 else STEP_TIMEOUT_S
         try:
-            self.ranks = RankClients(begun.get("sockets"), begun.get("token"), timeout_s)
+            if self.connection.is_far:
+                host = getattr(self.connection.client, "host", None)
+                self.ranks = RelayClient(begun.get("relay"), begun.get("token"), host, timeout_s)
+            else:
+                self.ranks = RankClients(begun.get("sockets"), begun.get("token"), timeout_s)
         except EngineError:
             self._end()
             self.connection.forget()
@@ -117,7 +124,7 @@ class Participant:
             self._ending = None
             self.connection.forget()
 
-    def _leave(self, ranks: RankClients) -> None:
+    def _leave(self, ranks: RankClients | RelayClient) -> None:
         ranks.close()
         self._end()
         self.connection.forget()

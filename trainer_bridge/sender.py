@@ -17,7 +17,7 @@ from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped,
 from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
 from trainer_bridge.transport.host_memory import HostBucket
-from trainer_bridge.transport.rank_client import Ranks
+from trainer_bridge.transport.rank_client import Content, Ranks
 
 Bucket = DeviceBucket | HostBucket
 
@@ -201,6 +201,12 @@ class Sender:
                 packer = CopyPacker(plan, bucket.content)
             self._packer = plan, bucket, packer
         return self._packer[2]
+
+    def content(self, plan: TransferPlan, chunk: int) -> Content:
+        """What the bucket holds of a chunk, for ranks that do not share its memory."""
+        assert isinstance(self._bucket, HostBucket), "a GPU's bucket is shared on its host only"
+        offset, size = plan.extent(chunk)
+        return offset, self._bucket.bytes_at(offset, size)
 
     def board(self, ranks: int) -> LeadersBoard | None:
         """What other ranks fill the bucket by, where it lies in host memory."""

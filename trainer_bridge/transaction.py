@@ -212,7 +212,9 @@ class Transaction:
                 self._lose(member, error)
         together: list[tuple[list[Participant], dict[str, Any]]] = []
         for member in self._active:
-            layout = comparable(member.connection.layout(), member.connection.through_host)
+            layout = member.connection.layout()
+            connection = member.connection
+            layout = comparable(layout, connection.through_host or connection.is_far)
             for members, known in together:
                 if known == layout:
                     members.append(member)

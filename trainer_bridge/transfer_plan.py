@@ -151,6 +151,17 @@ class TransferPlan:
         names = {chunk_slice.name for chunk in self.chunks for chunk_slice in chunk}
         return len(self.order), sum(self.manifest.tensors[name].nbytes for name in names)
 
+    def extent(self, chunk: int) -> tuple[int, int]:
+        """Where a chunk lies in the bucket: offset and size in bytes."""
+        slices = [each for each in self.chunks[chunk] if each.offset >= 0]
+        if not slices:
+            return 0, 0
+        first, last = slices[0], slices[-1]
+        spec = self.manifest.tensors[last.name]
+        rows = spec.shape[0] if spec.shape else 1
+        size = spec.nbytes // max(rows, 1) * (last.rows[1] - last.rows[0])
+        return first.offset, last.offset + size - first.offset
+
     @cached_property
     def mapped_bytes(self) -> int:
         """Payload that the engine reads in place."""

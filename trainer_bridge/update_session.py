@@ -195,7 +195,10 @@ class UpdateSession:
         if self.device is not None:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
-        self._send({"op": "chunk", "index": chunk, **order})
+        message = {"op": "chunk", "index": chunk, **order}
+        for member in self._open_members():
+            assert member.ranks is not None
+            member.ranks.send_chunk(message, lambda: self.sender.content(self.plan, chunk))
         self._order = []
         self._in_flight += 1
 

@@ -27,9 +27,11 @@ from sgl_fp8rl.protocol.manifest import (
     ManifestError,
     check_in_flight,
 )
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import heard_at
+from sgl_fp8rl.weight_update.relay import Memories, Relay
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -71,6 +73,7 @@ class Control:
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
+        self._memories = Memories(self.options.bucket_bytes)
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 
     async def handle(self, message: Any) -> dict[str, Any]:
@@ -109,12 +112,21 @@ class Control:
             "sglang": compat.sglang_version(),
             "tp_size": self._server_args.tp_size,
             "bucket_bytes": self.options.bucket_bytes,
+            "place": here(),
             "logprobs": {"raw": _returns_raw_logprobs()},
             **described,
         }
 
     async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         """Open a session, or answer ``unknown`` where the whole manifest must be sent."""
+        relayed = message.pop("relay", False) is True
+        if relayed and self.options.listen != "any":
+            raise ControlError(
+                "an update from another host, or from another container, needs --fp8rl-listen any "
+                "and a key; start the engine with both, or run the trainer where it sees the "
+                "engine's temporary folder",
+                403,
+            )
         try:
             in_flight = check_in_flight(message.get("in_flight", ABORT))
         except ManifestError as error:
@@ -133,9 +145,28 @@ class Control:
             if not session:  # whatever it is, the engine must not stay paused
                 self._resume(was_paused)
         if session:
-            self._session = asyncio.create_task(self._watch(was_paused, begun["sockets"]))
+            sockets = begun["sockets"]
+            self._session = asyncio.create_task(self._watch(was_paused, sockets))
+            if relayed:
+                begun = {"relay": self._relay(sockets, token)}
             return {"token": token, **begun}
         return begun
+
+    def _relay(self, sockets: Sequence[str], token: str) -> dict[str, Any]:
+        """Where a trainer on another host finds the ranks.
+
+        Raises:
+            ControlError: the server's address cannot be listened at; the session ends unanswered.
+        """
+        host, silence_s = self._server_args.host, self.options.session_timeout_s
+        try:
+            relay = Relay(host, sockets, token, silence_s, self._memories)
+        except OSError as error:
+            raise ControlError(
+                f"the engine cannot listen at {host} for a trainer on another host ({error}); "
+                f"start it with --host, an address of its own"
+            ) from None
+        return {"host": host, "port": relay.port}
 
     async def _drain_and_begin(self, message: dict[str, Any], in_flight: str) -> dict[str, Any]:
         limit_s = FINISH_TIMEOUT_S if in_flight == FINISH else DRAIN_TIMEOUT_S

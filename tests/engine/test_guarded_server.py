@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import trainer_bridge
 from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.manifest import Manifest
 from tests.engine import models
 from tests.engine.conftest import Policies
@@ -18,7 +20,9 @@ from tests.engine.serving import (
     begin_message,
     by_hand,
     update,
+    version_of,
 )
+from trainer_bridge import participant
 from trainer_bridge.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
@@ -35,6 +39,7 @@ def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Ite
         policies("qwen3")[0],
         *("--load-format", "dummy"),
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "3"),
+        *("--fp8rl-listen", "any"),
         environment={"FP8RL_KEY": KEY},
         key=KEY,
     ) as server:
@@ -64,6 +69,27 @@ def test_key(guarded: Server, header: dict[str, str], message: str) -> None:
     status, reply = guarded.ask("/fp8rl", json.dumps({"op": message}).encode(), header)
     assert status == 401
     assert "the key is missing or wrong" in reply["error"]
+
+
+@pytest.mark.guarantee("all-or-none", fault="a trainer on another host, over TCP")
+def test_trainer_on_another_host(
+    guarded: Server, policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no socket and no memory of the engine's host: it takes itself for another one."""
+    (tmp_path / "boot_id").write_text("of another kernel")
+    monkeypatch.setattr(place, "BOOT", tmp_path / "boot_id")
+    monkeypatch.setattr(participant, "RankClients", None)
+    trainer_bridge.close(guarded)
+    for policy in policies("qwen3")[1:3]:
+        assert_serves(guarded, policy, update(guarded, policy))
+    bad = {name: tensor.clone() for name, tensor in models.named_tensors(policies("qwen3")[0])}
+    bad["model.layers.1.mlp.down_proj.weight"][-1, -1] = torch.nan
+    with pytest.raises(EngineError, match="down_proj"):
+        trainer_bridge.update(bad, guarded, version=version_of(guarded) + 1)
+    assert_quarantined(guarded, "NaN")
+    policy = policies("qwen3")[3]
+    assert_serves(guarded, policy, update(guarded, policy))
+    trainer_bridge.close(guarded)
 
 
 @pytest.mark.guarantee("quarantine", fault="a trainer that falls silent")

@@ -14,6 +14,7 @@ import torch
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import PROTOCOL, ManifestError, describe
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
 from trainer_bridge import engine_client
@@ -39,6 +40,7 @@ LAYOUT: dict[str, Any] = {
     "fp32": ["n"],
     "formats": {"fp8": ["w"]},
     "gpus": [],
+    "place": here(),
     "kv_cache": {"dtype": "fp8_e4m3", "scheme": "trainer", "layers": 2, "kv_heads": 1},
     "routed_experts": None,
     "version": 3,

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
@@ -173,6 +174,7 @@ class Broken:
                 "fp32": [],
                 "formats": {},
                 "gpus": [],
+                "place": here(),
             }
         raise self.fault
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from tests.trainer_bridge.test_fsdp import failure, run
 from trainer_bridge.connections import connection_to
@@ -35,6 +36,7 @@ class Engine:
             "fp32": [],
             "formats": {},
             "gpus": [],
+            "place": here(),
             **layout,
         }
         self.manifests: list[dict[str, Any]] = []

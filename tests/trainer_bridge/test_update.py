@@ -14,6 +14,7 @@ from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.session import EngineWeights
@@ -297,6 +298,7 @@ class Sockets:
                 "fp32": [],
                 "formats": {},
                 "gpus": [],
+                "place": here(),
             }
             return {**layout, "bucket_bytes": 512}
         if message["op"] == "begin":

@@ -1,19 +1,13 @@
 """A bucket in host memory: for engines on a CPU, for trainers without a GPU, and for those whose
 GPU memory the engine cannot open.
 
-It is anonymous memory whose descriptor is passed over each rank's socket: it has no name, so
-nothing is left behind when a process dies. It is sealed against shrinking, which would fault a
-rank that reads it.
+Its descriptor is passed over each rank's socket. A rank on another host gets its content instead.
 """
 
-import fcntl
-import mmap
 import os
 import secrets
-import weakref
 
-import torch
-
+from sgl_fp8rl.protocol.host_memory import HostMemory
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import Ranks
 
@@ -27,24 +21,23 @@ class HostBucket:
 
     def __init__(self, nbytes: int) -> None:
         self.name = secrets.token_hex(16)
-        self._fd = os.memfd_create("fp8rl-bucket", os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, nbytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.content = torch.frombuffer(mmap.mmap(self._fd, nbytes), dtype=torch.uint8)
+            self._memory = HostMemory(nbytes)
         except OSError as error:
-            os.close(self._fd)
             raise EngineError(f"no bucket of {nbytes} bytes could be shared ({error})") from error
-        self.close = weakref.finalize(self, os.close, self._fd)
-        """Let go of the memory; ranks that have it open keep it until they are given another."""
+        self.content, self.close = self._memory.content, self._memory.close
 
     @property
     def path(self) -> str:
         """Where another process of this host and user can open it."""
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
+        return f"/proc/{os.getpid()}/fd/{self._memory.fd}"
 
     def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:
             message = {"op": "bucket", "name": self.name, "bytes": self.content.numel()}
-            ranks.ask(message, (self._fd,))
+            ranks.ask(message, (self._memory.fd,))
+
+    def bytes_at(self, offset: int, size: int) -> memoryview:
+        """A part of the content, for ranks that do not share it."""
+        return self._memory.bytes_at(offset, size)

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -15,6 +15,10 @@ SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one chunk."""
 DETACH_TIMEOUT_S = 10.0
 """Seconds that an engine may take to let go of a trainer that leaves: until the end of a step."""
+
+
+Content = tuple[int, memoryview]
+"""What a chunk holds, and where it lies: bytes from the start of the bucket."""
 
 
 class UnreachableMemoryError(EngineError):
@@ -73,6 +77,10 @@ class RankClients:
                 framing.send(rank, message, fds)
             except OSError:
                 continue  # it ended the session; its last reply says why
+
+    def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
+        """Send a chunk, whose content they read where it lies."""
+        self.send(message)
 
     def wait(self) -> list[dict[str, Any]]:
         """The next reply of each."""

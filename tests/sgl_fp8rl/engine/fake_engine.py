@@ -7,9 +7,11 @@ import threading
 from typing import Any
 
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
+from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
+from sgl_fp8rl.weight_update.relay import Memories, Relay
 from sgl_fp8rl.weight_update.session import EngineWeights, Session
 from trainer_bridge.engine_client import EngineError
 
@@ -62,6 +64,9 @@ class FakeEngine:
     def __init__(self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20) -> None:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
+        self.place = here()
+        self.memories = Memories(bucket_bytes)
+        self.relays: list[Relay] = []
         self.has_tied_head = False
         self.ops: list[str] = []
         self.outcomes: list[Outcome] = []
@@ -78,6 +83,7 @@ class FakeEngine:
                 "version": self.ranks[0].policy.version,
                 "state": self.ranks[0].state.value,
                 "gpus": [],
+                "place": self.place,
                 **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
             }
         if message["op"] == "tensors":
@@ -142,7 +148,12 @@ class FakeEngine:
         ]
         self._watch = threading.Thread(target=self._end, args=(threads, transaction), daemon=True)
         self._watch.start()
-        return {"token": TOKEN, "sockets": [thread.path for thread in threads]}
+        sockets = [thread.path for thread in threads]
+        if not message.get("relay"):
+            return {"token": TOKEN, "sockets": sockets}
+        relay = Relay("127.0.0.1", sockets, TOKEN, self.silence_s, self.memories)
+        self.relays.append(relay)
+        return {"token": TOKEN, "relay": {"host": "127.0.0.1", "port": relay.port}}
 
     def _end(self, threads: list[RankThread], transaction: str) -> None:
         self.outcomes = [thread.outcome() for thread in threads]

@@ -99,6 +99,16 @@ def test_an_unknown_choice_is_refused_before_anything(monkeypatch: pytest.Monkey
     assert not engine.manager.is_pause
 
 
+@pytest.mark.guarantee("no-other-way", fault="an update over TCP that was not asked for")
+def test_an_update_from_another_host_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP any user could write: a rank's own socket takes the engine's user alone."""
+    engine = Engine(monkeypatch, BEGUN)
+    with pytest.raises(ControlError, match=r"--fp8rl-listen any and a key") as no:
+        engine.begin(relay=True)
+    assert no.value.status == 403 and engine.asked == [] and not engine.manager.is_pause
+    assert engine.begin(relay=1)["sockets"] == BEGUN["sockets"], "control: one of this host"
+
+
 def test_a_session_that_begins_at_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks wait for the trainer: given up here, they would wait for it in vain."""
     monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", -1.0)
@@ -207,7 +217,9 @@ def test_health_sees_schedulers_that_hang(
     limit_s = -1.0 if hangs else 60.0
     monkeypatch.setattr(control_module, "ANSWER_TIMEOUT_S", limit_s)
     monkeypatch.setattr(
-        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=limit_s)
+        control_module,
+        "current_options",
+        lambda: SimpleNamespace(session_timeout_s=limit_s, bucket_bytes=1),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
@@ -237,7 +249,9 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     later = time.time() + (60.0 if speaks else 0.0)
     os.utime(socket_file, (later, later))
     monkeypatch.setattr(
-        control_module, "current_options", lambda: SimpleNamespace(session_timeout_s=-1.0)
+        control_module,
+        "current_options",
+        lambda: SimpleNamespace(session_timeout_s=-1.0, bucket_bytes=1),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)

@@ -1,0 +1,44 @@
+"""Where a process runs, so that another one knows whether they can share memory and sockets.
+
+Not by host name or address: containers of one host share neither temporary folder nor memory, and
+two hosts may have the same name.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def here() -> dict[str, Any]:
+    """This process's place: the boot of its kernel, and its temporary folder."""
+    folder = Path(tempfile.gettempdir())
+    status = folder.stat()
+    return {
+        "boot": BOOT.read_text().strip(),
+        "folder": str(folder),
+        "inode": [status.st_dev, status.st_ino],
+    }
+
+
+def is_place(value: Any) -> bool:
+    """Whether a peer's message describes a place."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("boot"), str)
+        and isinstance(value.get("folder"), str)
+        and isinstance(value.get("inode"), list)
+        and [type(number) for number in value["inode"]] == [int, int]
+    )
+
+
+def is_reachable(place: dict[str, Any]) -> bool:
+    """Whether this process sees the other one's temporary folder, under the same kernel."""
+    if place["boot"] != BOOT.read_text().strip():
+        return False
+    try:
+        status = Path(place["folder"]).stat()
+    except (OSError, ValueError):
+        return False
+    return bool([status.st_dev, status.st_ino] == place["inode"])

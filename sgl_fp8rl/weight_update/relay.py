@@ -1,0 +1,184 @@
+"""A trainer on another host: what it says over TCP is said to every rank of this one.
+
+The bytes of a chunk follow its message. They land in memory that the ranks read as they read that
+of a trainer of their own host, once for all ranks: they need not know.
+"""
+
+import hmac
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from threading import Lock, Thread
+from typing import Any
+from weakref import WeakValueDictionary
+
+from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.rank_server import (
+    CONNECT_TIMEOUT_S,
+    HELLO_TIMEOUT_S,
+    LONGEST_HELLO,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Memories:
+    """The buckets that trainers fill over TCP, each for as long as a relay of it lives."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
+
+
+class Relay:
+    """Passes one session on, in two threads of this process.
+
+    Args:
+        host: the address to listen at.
+        sockets: of the ranks.
+        silence_s: seconds that the trainer may say nothing.
+
+    Raises:
+        OSError: this address cannot be listened at.
+    """
+
+    def __init__(
+        self, host: str, sockets: Sequence[str], token: str, silence_s: float, memories: Memories
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port: int = self._listener.getsockname()[1]
+        self._sockets, self._token, self._silence_s = list(sockets), token, silence_s
+        self._memories = memories
+        self._memory: HostMemory | None = None
+        self._ranks: list[socket.socket] = []
+        self._sending = Lock()
+        Thread(target=self._run, name="fp8rl-relay", daemon=True).start()
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._listener)
+            try:
+                peer = self._accept()
+                stack.enter_context(peer)
+                known = self._connect(stack)
+                out = stack.enter_context(peer.dup())  # its timeout is its own
+                out.settimeout(self._silence_s)
+                framing.send(out, {"ok": True, "known": known})
+            except (OSError, ValueError) as error:
+                logger.warning("a trainer on another host did not come: %s", str(error))
+                return
+            answers = Thread(target=self._pass_answers, args=(out,), daemon=True)
+            answers.start()
+            try:
+                self._pass_messages(peer)
+            except OSError as error:
+                logger.warning("the trainer on another host is gone: %s", str(error))
+            except ValueError as error:
+                self._answer(peer, [{"error": str(error)}])
+            for rank in self._ranks:
+                with suppress(OSError):
+                    rank.shutdown(socket.SHUT_WR)
+            answers.join()
+
+    def _accept(self) -> socket.socket:
+        """The trainer that holds the session's token; others are turned away.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            peer, _ = self._listener.accept()
+            try:
+                peer.settimeout(min(left, HELLO_TIMEOUT_S))
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                hello, _ = framing.receive(peer, LONGEST_HELLO)
+                token = hello.get("token")
+                if isinstance(token, str) and hmac.compare_digest(
+                    token.encode(), self._token.encode()
+                ):
+                    peer.settimeout(self._silence_s)
+                    return peer
+                framing.send(peer, {"error": "this port serves another session"})
+            except (framing.FramingError, ValueError, OSError) as error:
+                logger.warning("a peer of the relay was turned away: %s", str(error))
+            peer.close()
+        raise TimeoutError("no trainer came in time")
+
+    def _connect(self, stack: ExitStack) -> list[str]:
+        """Connect to every rank; the names of what all of them and this process have open."""
+        common = set(self._memories.by_name)
+        for path in self._sockets:
+            rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            rank.connect(path)
+            framing.send(rank, {"token": self._token})
+            reply, _ = framing.receive(rank)
+            common &= set(reply.get("known", ()))
+            self._ranks.append(rank)
+        for name in common:
+            self._memory = self._memories.by_name.get(name)
+        return sorted(common)
+
+    def _pass_messages(self, peer: socket.socket) -> None:
+        """What the trainer says, to every rank.
+
+        Raises:
+            OSError: it is gone, or silent.
+            ValueError: it describes memory that there is not.
+        """
+        while True:
+            message, _ = framing.receive(peer)
+            fds: tuple[int, ...] = ()
+            if message.get("op") == "bucket":
+                self._memory = self._made(message)
+                fds = (self._memory.fd,)
+            elif message.get("op") == "chunk":
+                self._fill(peer, message.pop("offset", None), message.pop("bytes", None))
+            for rank in self._ranks:
+                with suppress(OSError):  # it ended the session, and has said why
+                    framing.send(rank, message, fds)
+
+    def _pass_answers(self, out: socket.socket) -> None:
+        """What the ranks reply, to the trainer: one message for all of them."""
+        with suppress(OSError):  # a rank hangs up when the session is over, and so do we
+            while True:
+                replies = [framing.receive(rank)[0] for rank in self._ranks]
+                self._answer(out, replies)
+        with suppress(OSError):
+            out.shutdown(socket.SHUT_WR)
+
+    def _answer(self, peer: socket.socket, replies: list[dict[str, Any]]) -> None:
+        with self._sending, suppress(OSError):
+            framing.send(peer, {"replies": replies})
+
+    def _made(self, message: dict[str, Any]) -> HostMemory:
+        name, size = message.get("name"), message.get("bytes")
+        if not isinstance(name, str) or type(size) is not int:
+            raise ValueError(f"a bucket is {excerpt(size)} bytes; install one sgl-fp8rl")
+        if not 0 < size <= self._memories.most_bytes:
+            raise ValueError(
+                f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; "
+                f"install one sgl-fp8rl"
+            )
+        memory = self._memories.by_name[name] = HostMemory(size)
+        return memory
+
+    def _fill(self, peer: socket.socket, offset: Any, size: Any) -> None:
+        """Receive the bytes of a chunk."""
+        room = 0 if self._memory is None else self._memory.content.numel()
+        if [type(offset), type(size)] != [int, int] or not 0 <= offset <= offset + size <= room:
+            raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
+        assert self._memory is not None
+        view = self._memory.bytes_at(offset, size)
+        peer.settimeout(self._silence_s)
+        while view:
+            received = peer.recv_into(view)
+            if not received:
+                raise ConnectionError("the connection ended in the middle of a chunk")
+            view = view[received:]
