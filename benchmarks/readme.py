@@ -26,6 +26,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **demo.BLOCKS,
     **tables.BLOCKS,
     "update": ("update.json", engine_tables.update),
+    "again": ("again.json", engine_tables.again),
     "start": ("start.json", engine_tables.start),
     "kv": ("kv.json", kv.speed),
     "kv_accuracy": ("kv.json", kv.accuracy),

@@ -1,4 +1,4 @@
-"""Lays parameters into the bucket in the order of its chunks, however they come."""
+"""Fills the bucket in the order of its chunks, however parameters come."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ class Filler:
     """One walk over the chunks of a plan.
 
     Args:
-        end_chunk: called when all of a chunk was laid in that comes from here.
-        await_slot: called before a chunk is begun; False where nothing is laid in any more.
+        end_chunk: called when all of a chunk was put in that comes from here.
+        await_slot: called before a chunk is begun; False where nothing is put in any more.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Filler:
         self._held: dict[int, Part | None] = {}
 
     def put(self, index: int, part: Part | None) -> None:
-        """Lay a parameter in once it is its turn.
+        """Put a parameter in once it is its turn.
 
         Args:
             part: None where nothing of it comes from here.
@@ -52,7 +52,7 @@ class Filler:
                 del self._held[source]
 
     def finish(self) -> None:
-        """End the last chunk, and those that nothing is laid into."""
+        """End the last chunk, and those that nothing is put into."""
         self._end_before(len(self._plan.chunks))
 
     def _end_before(self, chunk: int) -> None:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Packer(Protocol):
-    """Lays parameters into a bucket, chunk by chunk."""
+    """Fills a bucket with parameters, chunk by chunk."""
 
     def begin(self) -> None:
         """Get ready for another update."""
 
     def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
-        """Lay a parameter's share of one chunk into the bucket.
+        """Put a parameter's share of one chunk into the bucket.
 
         Args:
             part: contiguous elements of the parameter, from ``start`` on.
@@ -36,7 +36,7 @@ class Packer(Protocol):
         """See to it that all that was put into a chunk is in the bucket, or on its way there."""
 
     def finish(self) -> None:
-        """Check all that was laid in.
+        """Check all that was put in.
 
         Raises:
             EngineError: NaN or Inf.

@@ -25,7 +25,7 @@ Bucket = DeviceBucket | HostBucket
 class Sender:
     """One trainer's side of the way to the engines of one layout.
 
-    Engines share the bucket, so weights are laid into it, and quantized, once for all of them.
+    Engines share the bucket, so weights are put into it, and quantized, once for all of them.
 
     Args:
         layout: what the engines say of themselves; they are equal in what is read of it here.

@@ -1,4 +1,4 @@
-"""Which rank of a trainer lays which part of a sharded parameter into the bucket.
+"""Which rank of a trainer writes which part of a sharded parameter into the bucket.
 
 A part is a range of elements of the flattened parameter: what FSDP2 leaves on a rank, whose shards
 are rows. Other placements are gathered.
@@ -16,7 +16,7 @@ from trainer_bridge.fsdp import Named
 Range = tuple[int, int]
 """(First, last + 1) of a part's elements; equal where a rank holds none."""
 Owners = list[dict[int, Range] | None]
-"""For each parameter the part that each rank lays in, or None where it is gathered."""
+"""For each parameter the part that each rank writes, or None where it is gathered."""
 
 
 def held_here(named: Named) -> list[Range | None]:
@@ -43,7 +43,7 @@ def _range(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Range |
 
 
 def assign(held: list[list[Range | None]], sizes: list[int]) -> Owners:
-    """Divide the work: each element is laid in by the first rank that holds it.
+    """Divide the work: each element is written by the first rank that holds it.
 
     Args:
         held: for each rank, ``held_here``.

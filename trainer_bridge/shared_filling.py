@@ -1,4 +1,4 @@
-"""Ranks of one host lay what they hold of a sharded model into one bucket; nothing is gathered."""
+"""Ranks of one host fill one bucket with what they hold of a sharded model; nothing is gathered."""
 
 import logging
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Follower:
             return
         _, error = attempt(action)
         if error is not None:
-            why = "rank %d could not lay in its part of the weights"
+            why = "rank %d could not write its shard of the weights"
             logger.error(why, self._rank, exc_info=error)
             self._is_over = True
             self._board.fail()
@@ -83,7 +83,7 @@ class SharedFilling:
         self._owners, self._rank, self.follower = owners, rank, follower
 
     def read(self, index: int, source: Source, tensor: torch.Tensor) -> Part | None:
-        """What this rank lays in of a parameter; a collective where it must be gathered."""
+        """What this rank writes of a parameter; a collective where it must be gathered."""
         owners = self._owners[index]
         if owners is None:
             whole = source.read(tensor)

@@ -104,11 +104,11 @@ class Transaction:
         )
 
     def put(self, session: int, index: int, part: torch.Tensor | None, start: int = 0) -> None:
-        """Lay a parameter, or the part of it that is here, into the bucket of a session."""
+        """Put a parameter, or the part of it that is here, into the bucket of a session."""
         self.sessions[session].put(index, part, start)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
-        """Lay the next tensor of a stream into the bucket of every session.
+        """Put the next tensor of a stream into the bucket of every session.
 
         Raises:
             ManifestError: it was not announced, or came before.

@@ -87,13 +87,13 @@ class UpdateSession:
         return self._wait()
 
     def put_kv_scales(self) -> None:
-        """Lay in the KV scales of this update, unless the engines read them in place."""
+        """Put in the KV scales of this update, unless the engines read them in place."""
         scales, self._kv_scales = self._kv_scales, None
         if scales is not None:
             self.put_named(KV_SCALES, scales)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
-        """Lay the next tensor of a stream into the bucket.
+        """Put the next tensor of a stream into the bucket.
 
         Raises:
             ManifestError: it was not announced, or came before.
@@ -135,7 +135,7 @@ class UpdateSession:
             )
 
     def put(self, index: int, part: torch.Tensor | None, start: int = 0) -> None:
-        """Lay a parameter into the bucket once it is its turn; full slots are sent on the way.
+        """Put a parameter into the bucket once it is its turn; full slots are sent on the way.
 
         Args:
             part: contiguous elements of it, from ``start`` on: all of them, unless other ranks lay
@@ -153,7 +153,7 @@ class UpdateSession:
             raise
 
     def fill_together(self, board: LeadersBoard) -> None:
-        """From now on other ranks of the trainer lay in what they hold."""
+        """From now on other ranks of the trainer put in what they hold."""
         self._board = board
         board.reset()
         board.allow(self.plan.manifest.slots)

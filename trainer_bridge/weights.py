@@ -44,7 +44,7 @@ class Weights(Protocol):
         layouts: list[dict[str, Any]],
         clock: Clock,
     ) -> None:
-        """Gather every tensor on all ranks, in one order; the leader lays them into the bucket."""
+        """Gather every tensor on all ranks, in one order; the leader puts them into the bucket."""
 
     def exhaust(self) -> None:
         """Take part in what is left of the collectives: other ranks wait for them."""
@@ -106,7 +106,7 @@ class WholeModel:
         layout: dict[str, Any],
         clock: Clock,
     ) -> None:
-        """Lay in what each rank holds."""
+        """Put in what each rank holds."""
         sources = sources_for(self.named, self._family, layout)
         for index, (source, (_, tensor)) in enumerate(zip(sources, self.named, strict=True)):
             part = shared.read(index, source, tensor)

@@ -101,6 +101,20 @@ def fastest(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if arms.get((row["model"], row["case"])) == row["arm"]]
 
 
+def again(results: Results) -> str:
+    """What was measured again at a later commit, a line each."""
+    spread = "{median:.2f} ms ({min:.2f} to {max:.2f})"
+    columns = [
+        Column("update", {"update_wall_ms": spread}),
+        Column("engine's kernels", {"update_gpu_ms": "{median:.2f} ms"}),
+        Column("extra memory", {"peak_extra_gib": "{median:.2f} GiB"}),
+        Column("decode step", {"decode_step_ms": spread}),
+        Column("prefill", {"prefill_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
+    ]
+    made = table(results["rows"], ["model", "arm", "case"], columns, "measured again")
+    return joined(made, f"{facts(results['environment'])}. Medians (least to most).")
+
+
 def long_tail(results: Results) -> str:
     """Each rollout as a whole."""
     rows = with_ratio(results["rows"], "rollout_s", is_reference)

@@ -23,7 +23,7 @@ def retract(scheduler: Any) -> bool:
         whether the cache was reset: no entry of it is left, and no request runs.
     """
     # SGLang flushes no cache while requests wait (0.5.17 ends itself where an update must), though
-    # none that waits, in the queue or for its grammar, holds a part of it. So they are laid aside.
+    # none that waits, in the queue or for its grammar, holds a part of it. So they are set aside.
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     grammars = scheduler.grammar_manager
     compiling, grammars.grammar_queue = grammars.grammar_queue, []

@@ -32,7 +32,7 @@ class ChunkSlice(NamedTuple):
 
 
 class Cutter:
-    """Lays tensors into chunks, one after the other.
+    """Places tensors in chunks, one after the other.
 
     Chunk ``i`` lies in slot ``i % slots`` of the bucket. Codes travel with their companions: rows
     of both are in one chunk, the companions right behind.
@@ -51,7 +51,7 @@ class Cutter:
         self._fill = 0
 
     def add(self, name: str) -> None:
-        """Lay a tensor that is due behind the others.
+        """Place a tensor that is due behind the others.
 
         Raises:
             ManifestError: one of its row blocks is larger than a slot of the bucket.

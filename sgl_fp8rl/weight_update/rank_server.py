@@ -148,7 +148,7 @@ def serve(
                 for fd in fds:
                     os.close(fd)
             if op == "commit":
-                session.weights.memory.belongs_to(peer)
+                session.weights.memory.set_owner(peer)
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
                 reason = message.get("reason")

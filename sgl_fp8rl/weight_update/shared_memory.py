@@ -28,7 +28,7 @@ class UnreachableMemoryError(SharedMemoryError):
 
 
 class Bucket:
-    """Shared bytes that chunks are laid into, slot by slot."""
+    """Shared bytes that hold chunks, slot by slot."""
 
     def __init__(self, name: str, content: torch.Tensor, mapping: Mapping | None = None) -> None:
         self.name = name
@@ -174,7 +174,7 @@ class SharedMemory:
             raise SharedMemoryError("a mapped chunk came before its segments; open them first")
         return self.segments
 
-    def belongs_to(self, trainer: socket.socket) -> None:
+    def set_owner(self, trainer: socket.socket) -> None:
         """Keep what is open until this trainer hangs up, and no other one."""
         self._forget_trainer()
         self._trainer = trainer.dup()

@@ -323,7 +323,7 @@ def test_what_a_trainer_shared_ends_with_it(mappings: list[FakeMapping]) -> None
     trainers = [socket.socketpair() for _ in range(2)]
     for (ours, theirs), name in zip(trainers, "ab", strict=True):
         shared.open_bucket({"name": name, "handle": handle_of(64).to_json()}, [])
-        shared.belongs_to(ours)
+        shared.set_owner(ours)
         ours.close()  # as the rank does after its reply
         assert theirs.getblocking()
     shared.close_if_orphaned()
@@ -343,7 +343,7 @@ def test_what_a_trainer_shared_ends_with_it(mappings: list[FakeMapping]) -> None
 def test_a_failed_update_lets_the_trainer_go(mappings: list[FakeMapping]) -> None:
     shared = SharedMemory(GPU)
     ours, theirs = socket.socketpair()
-    shared.belongs_to(ours)
+    shared.set_owner(ours)
     ours.close()
     shared.close()
     assert theirs.recv(1) == b""
