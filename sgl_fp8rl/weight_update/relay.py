@@ -61,10 +61,9 @@ class Relay:
 
     def _run(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._listener)
             try:
-                peer = self._accept()
-                stack.enter_context(peer)
+                with self._listener:
+                    peer = stack.enter_context(self._accept())
                 known = self._connect(stack)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
@@ -133,16 +132,19 @@ class Relay:
             ValueError: it describes memory that there is not.
         """
         while True:
-            message, _ = framing.receive(peer)
-            fds: tuple[int, ...] = ()
-            if message.get("op") == "bucket":
-                self._memory = self._made(message)
-                fds = (self._memory.fd,)
-            elif message.get("op") == "chunk":
-                self._fill(peer, message.pop("offset", None), message.pop("bytes", None))
-            for rank in self._ranks:
-                with suppress(OSError):  # it ended the session, and has said why
-                    framing.send(rank, message, fds)
+            self._pass_message(peer)
+
+    def _pass_message(self, peer: socket.socket) -> None:
+        message, _ = framing.receive(peer)
+        fds: tuple[int, ...] = ()
+        if message.get("op") == "bucket":
+            self._memory = self._made(message)
+            fds = (self._memory.fd,)
+        elif message.get("op") == "chunk":
+            self._fill(peer, message.pop("offset", None), message.pop("bytes", None))
+        for rank in self._ranks:
+            with suppress(OSError):  # it ended the session, and has said why
+                framing.send(rank, message, fds)
 
     def _pass_answers(self, out: socket.socket) -> None:
         """What the ranks reply, to the trainer: one message for all of them."""
@@ -171,10 +173,11 @@ class Relay:
 
     def _fill(self, peer: socket.socket, offset: Any, size: Any) -> None:
         """Receive the bytes of a chunk."""
-        room = 0 if self._memory is None else self._memory.content.numel()
+        if self._memory is None:
+            raise ValueError("a chunk came before its bucket; open the bucket first")
+        room = self._memory.content.numel()
         if [type(offset), type(size)] != [int, int] or not 0 <= offset <= offset + size <= room:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
-        assert self._memory is not None
         view = self._memory.bytes_at(offset, size)
         peer.settimeout(self._silence_s)
         while view:

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tests.fuzz import control, frames, http_replies, manifests, memory, replies, trainer
+from tests.fuzz import control, frames, http_replies, manifests, memory, relay, replies, trainer
 from tests.fuzz.decoder import Decoder
 
 
@@ -17,7 +17,7 @@ class Group(Protocol):
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
 GROUPS: tuple[Group, ...] = (
     *(control, manifests, frames, memory),
-    *(trainer, http_replies, replies),
+    *(trainer, http_replies, replies, relay),
 )
-SHARES = 16
+SHARES = 18
 """Decoders in all; each gets an equal part of the inputs."""

@@ -1,0 +1,61 @@
+"""What a relay reads of a trainer on another host, and what the trainer reads of it."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sgl_fp8rl.protocol.framing import FramingError
+from sgl_fp8rl.weight_update.relay import Memories, Relay
+from tests.fuzz.decoder import Decoder, to_frames
+from tests.fuzz.frames import arrived
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.relay_client import RelayClient
+
+ROOM = 512
+BUCKET = {"op": "bucket", "name": "bucket", "bytes": ROOM}
+CHUNK = {"op": "chunk", "index": 0, "offset": 0, "bytes": ROOM}
+SESSIONS = (
+    [BUCKET, CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}, {"op": "finish"}],
+    [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit"}],
+)
+REPLIES = (
+    [{"replies": [{"ok": True, "gpu_seconds": None}, {"ok": True}]}],
+    [{"replies": []}, {"replies": [{"ok": True}]}],
+)
+
+
+def with_content(messages: Any) -> bytes:
+    """The frames of a list of messages, with the bytes of its chunks behind theirs."""
+    data = b""
+    for message in messages if isinstance(messages, list) else [messages]:
+        size = message.get("bytes") if isinstance(message, dict) else None
+        is_chunk = type(size) is int and message.get("op") == "chunk"
+        data += to_frames([message]) + bytes(min(max(size, 0), ROOM) if is_chunk else 0)
+    return data
+
+
+def decode(data: bytes) -> None:
+    relay = object.__new__(Relay)  # without its threads
+    relay._memories, relay._memory = Memories(ROOM), None
+    relay._ranks, relay._silence_s = [], 10.0
+    with arrived(data) as sock:
+        while sock.recv(1, socket.MSG_PEEK):
+            relay._pass_message(sock)
+
+
+def decode_replies(data: bytes) -> None:
+    client = object.__new__(RelayClient)
+    with arrived(data) as sock:
+        client._socket = sock
+        while sock.recv(1, socket.MSG_PEEK):
+            client.wait()
+
+
+@contextmanager
+def decoders() -> Iterator[list[Decoder]]:
+    errors = FramingError, ValueError, ConnectionError
+    yield [
+        Decoder("relay", SESSIONS, decode, errors, with_content),
+        Decoder("relay replies", REPLIES, decode_replies, (EngineError,), to_frames, relays=True),
+    ]
