@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_fp8rl.protocol import place as place_module
 from sgl_fp8rl.protocol.place import here, is_place, is_reachable
 
 
@@ -22,6 +23,13 @@ def test_another_kernel_or_another_folder_is_far(
     assert not is_reachable({**place, "folder": "\0"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert is_reachable(here()), "control: with a TMPDIR of its own"
+
+
+def test_a_sandbox_that_hides_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_module, "BOOT", tmp_path / "missing")
+    assert is_place(here()) and is_reachable(here())
+    monkeypatch.undo()
+    assert not is_reachable({**here(), "boot": ""}), "control: seen from outside of it"
 
 
 @pytest.mark.parametrize("name", ["boot", "folder", "inode"])
