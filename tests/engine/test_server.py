@@ -378,22 +378,22 @@ def bucket_without_memory(trainer: ByHand) -> None:
 
 
 def bucket_in_two(trainer: ByHand) -> None:
-    fds = trainer.bucket._fd, trainer.bucket._fd
+    fds = trainer.bucket._memory.fd, trainer.bucket._memory.fd
     trainer.ranks.ask({"op": "bucket", "name": "two", "bytes": BUCKET_BYTES}, fds)
 
 
 def bucket_that_is_shorter(trainer: ByHand) -> None:
     message = {"op": "bucket", "name": "short", "bytes": BUCKET_BYTES + 1}
-    trainer.ranks.ask(message, (trainer.bucket._fd,))
+    trainer.ranks.ask(message, (trainer.bucket._memory.fd,))
 
 
 def bucket_without_a_name(trainer: ByHand) -> None:
-    trainer.ranks.ask({"op": "bucket", "bytes": BUCKET_BYTES}, (trainer.bucket._fd,))
+    trainer.ranks.ask({"op": "bucket", "bytes": BUCKET_BYTES}, (trainer.bucket._memory.fd,))
 
 
 def bucket_that_is_too_small(trainer: ByHand, index: int = 0) -> None:
     message = {"op": "bucket", "name": "small", "bytes": BUCKET_BYTES - 256}
-    trainer.ranks.ask(message, (trainer.bucket._fd,))
+    trainer.ranks.ask(message, (trainer.bucket._memory.fd,))
     trainer.ranks.ask({"op": "chunk", "index": index})
 
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.trainer_bridge.test_sender import BUCKET_BYTES, GPU, layout
 from trainer_bridge import connections
@@ -29,7 +28,7 @@ class Client:
 
     def __init__(self, state: str = "serving") -> None:
         self.asked = 0
-        self.layout = {**layout(), "state": state, "place": here()}
+        self.layout = {**layout(), "state": state}
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "layout"}

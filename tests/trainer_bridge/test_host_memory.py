@@ -98,8 +98,8 @@ def test_its_size_is_sealed(bucket: HostBucket) -> None:
     """A rank that reads past a new end would fault; the control is memory that is not sealed."""
     for size in (NBYTES // 2, 0, 2 * NBYTES):
         with pytest.raises(PermissionError):
-            os.ftruncate(bucket._fd, size)
-    assert os.fstat(bucket._fd).st_size == NBYTES
+            os.ftruncate(bucket._memory.fd, size)
+    assert os.fstat(bucket._memory.fd).st_size == NBYTES
     control = os.memfd_create("control")
     os.ftruncate(control, NBYTES)
     os.ftruncate(control, 0)

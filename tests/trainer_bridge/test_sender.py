@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge import layout as layout_module
 from trainer_bridge import sender as sender_module
@@ -42,6 +43,7 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "fp32": [],
         "formats": {},
         "gpus": list(gpus),
+        "place": here(),
         **more,
     }
 
