@@ -54,8 +54,8 @@ def count_embeddings() -> None:
     folder = Path(os.environ[CONTROL])
     if is_wanted(EMBEDDING):
         cache.set(1, EmbeddingResult(embedding=torch.ones(1, 1)))
-        (folder / EMBEDDING).unlink()
-    unread = folder / f"{EMBEDDINGS}.new"
+        (folder / EMBEDDING).unlink(missing_ok=True)  # another rank may have been first
+    unread = folder / f"{EMBEDDINGS}.{os.getpid()}"
     unread.write_text(str(len(cache)))
     unread.replace(folder / EMBEDDINGS)
 
