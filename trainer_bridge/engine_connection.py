@@ -9,8 +9,7 @@ from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.layout import check_layout
 from trainer_bridge.sender import Sender
-from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, RankClients
-from trainer_bridge.transport.relay_client import RelayClient
+from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +27,10 @@ class EngineConnection:
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
         self._layout: dict[str, Any] | None = None
-        self._ranks: RankClients | RelayClient | None = None
-        self.through_host = False
-        """Whether the engine cannot open the GPU's memory."""
+        self._ranks: EngineRanks | None = None
         self.is_far = False
-        """Whether it runs on another host, or in a container of its own."""
+        """Whether the engine runs on another host, or in a container of its own."""
+        self._cannot_open_gpu_memory = False
 
     def layout(self) -> dict[str, Any]:
         """The engine's layout, asked for once.
@@ -46,6 +44,11 @@ class EngineConnection:
             self.is_far = not is_reachable(layout["place"])
             self._layout = layout
         return self._layout
+
+    @property
+    def through_host(self) -> bool:
+        """Whether updates go through host memory, because the engine cannot open the GPU's."""
+        return self._cannot_open_gpu_memory or self.is_far
 
     def use(self, sender: Sender | None) -> None:
         """Go on with other plans and memory: every rank has let go of what there was."""
@@ -61,7 +64,7 @@ class EngineConnection:
         self.keep(None)
         self.use(None)
 
-    def keep(self, ranks: RankClients | RelayClient | None) -> None:
+    def keep(self, ranks: EngineRanks | None) -> None:
         """Stay connected to the ranks that committed: once this ends, they let go of the memory."""
         previous, self._ranks = self._ranks, ranks
         if previous is not None:
@@ -80,7 +83,7 @@ class EngineConnection:
 
     def use_host_memory(self, why: EngineError) -> None:
         """From now on: what the engine could not open once, it is not asked to open again."""
-        self.through_host = True
+        self._cannot_open_gpu_memory = True
         logger.warning("updates go through host memory, which is slower: %s", why)
 
     def committed(self, policy: Policy) -> None:

@@ -10,7 +10,7 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError, InProcessEngine
-from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, RankClients
+from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, EngineRanks, RankClients
 from trainer_bridge.transport.relay_client import RelayClient
 
 STEP_TIMEOUT_S = 120.0
@@ -26,7 +26,7 @@ class Participant:
         engine: as ``connection_to`` takes it.
 
     Raises:
-        EngineError: it is no engine.
+        EngineError: ``engine`` is of another kind.
     """
 
     def __init__(self, name: str, engine: Any) -> None:
@@ -34,7 +34,7 @@ class Participant:
         self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
-        self.ranks: RankClients | RelayClient | None = None
+        self.ranks: EngineRanks | None = None
         """Its ranks, while its session is open."""
         self._ending: Thread | None = None
         """Waits for the end of a session that was left behind."""
@@ -124,7 +124,7 @@ class Participant:
             self._ending = None
             self.connection.forget()
 
-    def _leave(self, ranks: RankClients | RelayClient) -> None:
+    def _leave(self, ranks: EngineRanks) -> None:
         ranks.close()
         self._end()
         self.connection.forget()
@@ -146,7 +146,7 @@ def participants_of(engines: Any) -> list[Participant]:
         engines: one engine, as ``connection_to`` takes it, or a sequence of them.
 
     Raises:
-        EngineError: there is none, one is none, or one comes twice.
+        EngineError: the list is empty, holds something else, or an engine twice.
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         return [Participant("the engine", engines)]

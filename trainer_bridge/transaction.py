@@ -212,9 +212,8 @@ class Transaction:
                 self._lose(member, error)
         together: list[tuple[list[Participant], dict[str, Any]]] = []
         for member in self._active:
-            layout = member.connection.layout()
             connection = member.connection
-            layout = comparable(layout, connection.through_host or connection.is_far)
+            layout = comparable(connection.layout(), connection.through_host)
             for members, known in together:
                 if known == layout:
                     members.append(member)

@@ -6,6 +6,7 @@ Every rank runs the same hook at the same step of its event loop, so ranks decid
 import hashlib
 import json
 import logging
+import socket
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.protocol.values import excerpt
-from sgl_fp8rl.weight_update.rank_server import RankSocket, committed, reply, serve
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
@@ -243,30 +244,12 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         return _answer({"error": str(error)})
     if not all(gather(weights.knows(fingerprint), group)):
         return _answer({"unknown": True})
-    retracts = message.get("in_flight") == RETRACT
-    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
-    idle = retracts or (scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
-    rank_socket, failure = None, None
-    if idle:
-        try:
-            rank_socket = RankSocket(dist.get_rank(group))
-        except OSError as error:
-            failure = (
-                f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
-            )
-    elif scheduler._engine_paused and (
-        message.get("in_flight") == FINISH or outlasts_abort(scheduler)
-    ):
-        failure = PAUSED
-    path = str(rank_socket.path) if rank_socket is not None else ""
-    ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
-    errors = [rank.error for rank in ranks if rank.error is not None]
-    if rank_socket is None or errors or not all(rank.idle for rank in ranks):
-        if rank_socket is not None:
-            rank_socket.close()
+    rank_socket, ranks = _listen(scheduler, message, group)
+    if rank_socket is None:
+        errors = [rank.error for rank in ranks if rank.error is not None]
         return _answer({"error": errors[0]} if errors else {"busy": True})
     try:
-        if retracts and not all(gather(retract(scheduler), group)):
+        if message.get("in_flight") == RETRACT and not all(gather(retract(scheduler), group)):
             return _answer({"busy": True})
         session = weights.begin(fingerprint, policy)
         if scheduler.ipc_channels.recv_from_rpc is not None:
@@ -278,7 +261,46 @@ def _begin(scheduler: Any, weights: EngineWeights, message: dict[str, Any]) -> A
         outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
     finally:
         rank_socket.close()
-    outcomes = gather(outcome, group)
+    return _end(scheduler, weights, policy, transaction, outcome, peer)
+
+
+def _listen(
+    scheduler: Any, message: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[RankSocket | None, list[_Ready]]:
+    """Open this rank's socket if every rank can begin, and say what each of them can."""
+    in_flight = message.get("in_flight")
+    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
+    idle = in_flight == RETRACT or (
+        scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    )
+    rank_socket, failure = None, None
+    if idle:
+        try:
+            rank_socket = RankSocket(dist.get_rank(group))
+        except OSError as error:
+            failure = (
+                f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
+            )
+    elif scheduler._engine_paused and (in_flight == FINISH or outlasts_abort(scheduler)):
+        failure = PAUSED
+    path = str(rank_socket.path) if rank_socket is not None else ""
+    ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
+    if rank_socket is not None and not all(rank.idle and rank.error is None for rank in ranks):
+        rank_socket.close()
+        rank_socket = None
+    return rank_socket, ranks
+
+
+def _end(
+    scheduler: Any,
+    weights: EngineWeights,
+    policy: Policy,
+    transaction: str,
+    outcome: Outcome,
+    peer: socket.socket | None,
+) -> Any:
+    """Commit, quarantine or go on, as the ranks decide together, and tell the trainer."""
+    outcomes = gather(outcome, scheduler.tp_group.cpu_group)
     failed = next((o for o in outcomes if not o.committed), None)
     if failed is None or committed(outcomes):
         weights.commit(transaction)

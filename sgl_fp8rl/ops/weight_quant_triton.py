@@ -107,7 +107,7 @@ class Launch:
             if self._compiled:
                 self._compiled[0][self.tiles, 1, 1](*arguments, *kind, _STRIPS)
             else:
-                kernel = _move_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **_OPTIONS)
+                kernel = _copy_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **_OPTIONS)
                 if kernel is not None:  # Triton's interpreter compiles nothing
                     self._compiled.append(kernel)
 
@@ -229,7 +229,7 @@ def _quantize_bf16(
 
 
 @triton.jit
-def _move_whole(
+def _copy_whole(
     source: tl.tensor,
     target: tl.tensor,
     source_stride: tl.tensor,
@@ -251,7 +251,7 @@ def _move_whole(
 
 
 @triton.jit
-def _move_ragged(
+def _copy_ragged(
     source: tl.tensor,
     target: tl.tensor,
     source_stride: tl.tensor,
@@ -289,7 +289,7 @@ def _move_ragged(
 
 # The base is an i64 whatever its value, so that 0 and a multiple of 16 compile nothing anew.
 @triton.jit(do_not_specialize=["base"])
-def _move_tiles(
+def _copy_tiles(
     tile_descriptor: tl.tensor,
     table: tl.tensor,
     bases: tl.tensor,
@@ -331,13 +331,13 @@ def _move_tiles(
         if QUANTIZE and SOURCE.is_bf16() and MODEL.is_bf16():
             top = _quantize_bf16(source, target, source_stride, target_stride, STRIPS)
         else:
-            top = _move_whole(
+            top = _copy_whole(
                 source, target, source_stride, target_stride, VALUE, QUANTIZE, POSITIVE
             )
     else:
         rows = tl.minimum(tl.load(descriptor + 6) - i * _SIDE, _SIDE).to(tl.int32)
         cols = tl.minimum(tl.load(descriptor + 7) - j * _SIDE, _SIDE).to(tl.int32)
-        top = _move_ragged(
+        top = _copy_ragged(
             source,
             target,
             source_stride,

@@ -30,7 +30,3 @@ class HostMemory:
             raise OSError(f"no memory of {nbytes} bytes: {error}") from error
         self.close = weakref.finalize(self, os.close, self.fd)
         """Let go of it; processes that have it open keep it."""
-
-    def bytes_at(self, offset: int, size: int) -> memoryview:
-        """A part of it, to be read or written."""
-        return self.content[offset : offset + size].numpy().data

@@ -4,6 +4,7 @@ One round trip a bucket and no scheduler message. The socket is 0600 in a 0700 f
 must be the same user. Whatever goes wrong ends the session; it never ends the server.
 """
 
+import hmac
 import logging
 import os
 import shutil
@@ -89,36 +90,55 @@ class RankSocket:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def accept(self, token: str, silence_s: float, known: list[str]) -> socket.socket:
-        """Wait for the trainer that holds the session's token; others are turned away.
+        """Wait for the trainer of the session.
 
         Args:
             known: names of the shared memory that is open already, reported to the trainer.
 
         Raises:
-            TimeoutError: it did not come.
+            OSError: it did not come, or left at once.
         """
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while True:
-            # one deadline for all: peers that are turned away must not hold the engine
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("no trainer came in time")
-            self._listener.settimeout(left)
-            peer, _ = self._listener.accept()
-            try:
-                peer.settimeout(min(left, HELLO_TIMEOUT_S))
-                if framing.peer_uid(peer) == os.getuid():  # nothing of another user is parsed
-                    hello, fds = framing.receive(peer, LONGEST_HELLO)
-                    for fd in fds:
-                        os.close(fd)
-                    if hello.get("token") == token:
-                        peer.settimeout(silence_s)
-                        framing.send(peer, {"ok": True, "known": known})
-                        return peer
-                framing.send(peer, {"error": "this socket serves another session"})
-            except (framing.FramingError, ValueError, OSError) as error:
-                logger.warning("a peer of the update socket was turned away: %s", error)
+        peer = accept(self._listener, token)
+        try:
+            peer.settimeout(silence_s)
+            framing.send(peer, {"ok": True, "known": known})
+        except OSError:
             peer.close()
+            raise
+        return peer
+
+
+def accept(listener: socket.socket, token: str) -> socket.socket:
+    """Wait for the trainer that holds a session's token; others are turned away.
+
+    Raises:
+        TimeoutError: it did not come.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    # one deadline for all: peers that are turned away must not hold the engine
+    while (left := deadline - time.monotonic()) > 0:
+        listener.settimeout(left)
+        peer, _ = listener.accept()
+        try:
+            peer.settimeout(min(left, HELLO_TIMEOUT_S))
+            if _holds(peer, token):
+                return peer
+            framing.send(peer, {"error": "this socket serves another session"})
+        except (framing.FramingError, ValueError, OSError) as error:
+            logger.warning("a peer of the update's socket was turned away: %s", error)
+        peer.close()
+    raise TimeoutError("no trainer came in time")
+
+
+def _holds(peer: socket.socket, token: str) -> bool:
+    """Whether a peer says this token; nothing of another user of this host is parsed."""
+    if peer.family == socket.AF_UNIX and framing.peer_uid(peer) != os.getuid():
+        return False
+    hello, fds = framing.receive(peer, LONGEST_HELLO)
+    for fd in fds:
+        os.close(fd)
+    said = hello.get("token")
+    return isinstance(said, str) and hmac.compare_digest(said.encode(), token.encode())
 
 
 def serve(

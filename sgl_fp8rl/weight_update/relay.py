@@ -4,10 +4,8 @@ The bytes of a chunk follow its message. They land in memory that the ranks read
 of a trainer of their own host, once for all ranks: they need not know.
 """
 
-import hmac
 import logging
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from threading import Lock, Thread
@@ -17,11 +15,7 @@ from weakref import WeakValueDictionary
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.values import excerpt
-from sgl_fp8rl.weight_update.rank_server import (
-    CONNECT_TIMEOUT_S,
-    HELLO_TIMEOUT_S,
-    LONGEST_HELLO,
-)
+from sgl_fp8rl.weight_update.rank_server import accept
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +57,9 @@ class Relay:
         with ExitStack() as stack:
             try:
                 with self._listener:
-                    peer = stack.enter_context(self._accept())
+                    peer = stack.enter_context(accept(self._listener, self._token))
+                peer.settimeout(self._silence_s)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 known = self._connect(stack)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
@@ -74,7 +70,8 @@ class Relay:
             answers = Thread(target=self._pass_answers, args=(out,), daemon=True)
             answers.start()
             try:
-                self._pass_messages(peer)
+                while True:
+                    self._pass_message(peer)
             except OSError as error:
                 logger.warning("the trainer on another host is gone: %s", str(error))
             except ValueError as error:
@@ -83,32 +80,6 @@ class Relay:
                 with suppress(OSError):
                     rank.shutdown(socket.SHUT_WR)
             answers.join()
-
-    def _accept(self) -> socket.socket:
-        """The trainer that holds the session's token; others are turned away.
-
-        Raises:
-            TimeoutError: it did not come.
-        """
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while (left := deadline - time.monotonic()) > 0:
-            self._listener.settimeout(left)
-            peer, _ = self._listener.accept()
-            try:
-                peer.settimeout(min(left, HELLO_TIMEOUT_S))
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                hello, _ = framing.receive(peer, LONGEST_HELLO)
-                token = hello.get("token")
-                if isinstance(token, str) and hmac.compare_digest(
-                    token.encode(), self._token.encode()
-                ):
-                    peer.settimeout(self._silence_s)
-                    return peer
-                framing.send(peer, {"error": "this port serves another session"})
-            except (framing.FramingError, ValueError, OSError) as error:
-                logger.warning("a peer of the relay was turned away: %s", str(error))
-            peer.close()
-        raise TimeoutError("no trainer came in time")
 
     def _connect(self, stack: ExitStack) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
@@ -124,17 +95,13 @@ class Relay:
             self._memory = self._memories.by_name.get(name)
         return sorted(common)
 
-    def _pass_messages(self, peer: socket.socket) -> None:
-        """What the trainer says, to every rank.
+    def _pass_message(self, peer: socket.socket) -> None:
+        """What the trainer says next, to every rank.
 
         Raises:
             OSError: it is gone, or silent.
             ValueError: it describes memory that there is not.
         """
-        while True:
-            self._pass_message(peer)
-
-    def _pass_message(self, peer: socket.socket) -> None:
         message, _ = framing.receive(peer)
         fds: tuple[int, ...] = ()
         if message.get("op") == "bucket":
@@ -178,7 +145,7 @@ class Relay:
         room = self._memory.content.numel()
         if [type(offset), type(size)] != [int, int] or not 0 <= offset <= offset + size <= room:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
-        view = self._memory.bytes_at(offset, size)
+        view = self._memory.content[offset : offset + size].numpy().data
         peer.settimeout(self._silence_s)
         while view:
             received = peer.recv_into(view)

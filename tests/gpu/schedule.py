@@ -1,8 +1,8 @@
 """Run all that needs GPUs, as much at once as they allow: ``python -m tests.gpu.schedule FOLDER``.
 
 First parts that share a GPU, then those marked ``alone``, one on each GPU, and the soak, then what
-sees all GPUs. Names of files behind the folder run only these. ``FOLDER`` gets a record, a log and
-measured values of each part (``record.py``).
+sees all GPUs (on one, it shares it). Names of files behind the folder run only these. ``FOLDER``
+gets a record, a log and measured values of each part (``record.py``).
 """
 
 import os
@@ -42,7 +42,7 @@ ALONE = (
     ("kv_cache",),
     ("updates",),
 )
-ON_ALL_GPUS = "two_ranks"
+ON_ALL_GPUS = ("two_ranks",)
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -115,12 +115,16 @@ def main() -> int:
         mine = [tuple(n for n in names if not wanted or n in wanted) for names in parts]
         return [job(folder, names, alone) for names in mine if names]
 
-    failed = run_all(chosen(TOGETHER, alone=False), SHARE)
+    gpus = torch.cuda.device_count()
+    together, on_all = chosen(TOGETHER, alone=False), chosen((ON_ALL_GPUS,), alone=False)
+    if gpus == 1:
+        together, on_all = [*on_all, *together], []
+    failed = run_all(together, SHARE)
+    failed += run_all(chosen(ALONE, alone=True), 1)
     soaks = [soak(folder)] if not wanted or "soak" in wanted else []
-    failed += run_all([*soaks, *chosen(ALONE, alone=True)], 1)
-    if not wanted or ON_ALL_GPUS in wanted:
-        _, run = job(folder, (ON_ALL_GPUS,), alone=False)
-        failed += run(",".join(map(str, range(torch.cuda.device_count())))) != 0
+    failed += run_all(soaks, 1)
+    for _, run in on_all:
+        failed += run(",".join(map(str, range(gpus)))) != 0
     return int(failed > 0)
 
 

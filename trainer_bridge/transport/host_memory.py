@@ -37,7 +37,3 @@ class HostBucket:
         if self.name not in ranks.known:
             message = {"op": "bucket", "name": self.name, "bytes": self.content.numel()}
             ranks.ask(message, (self._memory.fd,))
-
-    def bytes_at(self, offset: int, size: int) -> memoryview:
-        """A part of the content, for ranks that do not share it."""
-        return self._memory.bytes_at(offset, size)

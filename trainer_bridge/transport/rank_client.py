@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Protocol
@@ -36,14 +37,69 @@ class Ranks(Protocol):
         """Send a message to all and wait for their replies."""
 
 
-class RankClients:
-    """Connections to all ranks of one engine, for one session and until the next one commits.
+class EngineRanks(ABC):
+    """All ranks of one engine, connected for one session and until the next one commits.
+
+    Methods raise EngineError where a rank refused a step, or is gone.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        """Names of the shared memory that every rank has open."""
+        self._sockets: list[socket.socket] = []
+
+    @abstractmethod
+    def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
+        """Send a chunk.
+
+        Args:
+            content: what it holds, for ranks that do not share the bucket.
+        """
+
+    @abstractmethod
+    def wait(self) -> list[dict[str, Any]]:
+        """The next reply of each rank, in rank order."""
+
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        """Send a message to all."""
+        for each in self._sockets:
+            with suppress(OSError):  # it ended the session; its last reply says why
+                framing.send(each, message, fds)
+
+    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+        """Send a message to all and wait for their replies, in rank order."""
+        self.send(message, fds)
+        return self.wait()
+
+    def hang_up(self) -> None:
+        """Have every rank let go of this process's memory, without waiting for it."""
+        for each in self._sockets:
+            with suppress(OSError):  # it is gone, and so are its mappings
+                each.shutdown(socket.SHUT_WR)
+
+    def detach(self, timeout_s: float) -> None:
+        """Hang up, and wait until every rank has let go of this process's memory."""
+        self.hang_up()
+        deadline = time.monotonic() + timeout_s
+        for each in self._sockets:
+            with suppress(OSError):  # or it is busy with another trainer's update
+                while True:  # what it still says is not read
+                    each.settimeout(max(deadline - time.monotonic(), 1e-3))
+                    if not each.recv(1 << 16):
+                        break  # it hangs up when it has let go
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; a session that was not committed ends with it."""
+        for each in self._sockets:
+            each.close()
+
+
+class RankClients(EngineRanks):
+    """Each rank of an engine on this host, by a Unix socket of its own.
 
     Args:
         timeout_s: seconds that a rank may take over a step.
-
-    Raises:
-        EngineError: a rank refused a step, or is gone.
     """
 
     def __init__(self, paths: Any, token: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
@@ -52,7 +108,7 @@ class RankClients:
                 "the engine began an update without naming its sockets; install the same sgl-fp8rl "
                 "on both sides"
             )
-        self._sockets: list[socket.socket] = []
+        super().__init__()
         known: list[set[str]] = []
         try:
             for path in paths:
@@ -63,58 +119,51 @@ class RankClients:
             self.close()  # or ranks that did connect would wait for what never comes
             raise
         self.known = set.intersection(*known)
-        """Names of the shared memory that every rank has open."""
-
-    def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        """Send a message to all and wait for their replies, in rank order."""
-        self.send(message, fds)
-        return self.wait()
-
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        """Send a message to all."""
-        for rank in self._sockets:
-            try:
-                framing.send(rank, message, fds)
-            except OSError:
-                continue  # it ended the session; its last reply says why
 
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
-        """Send a chunk, whose content they read where it lies."""
         self.send(message)
 
     def wait(self) -> list[dict[str, Any]]:
-        """The next reply of each."""
-        replies = []
-        for rank in self._sockets:
-            try:
-                reply = _receive(rank)
-            except OSError as error:
-                raise EngineError(
-                    f"the engine ended the update ({error}); see its log for the reason"
-                ) from error
-            replies.append(reply)
-        return replies
+        return [next_reply(rank) for rank in self._sockets]
 
-    def hang_up(self) -> None:
-        """Have every rank let go of this process's memory, without waiting for it."""
-        for rank in self._sockets:
-            with suppress(OSError):  # it is gone, and so are its mappings
-                rank.shutdown(socket.SHUT_WR)
 
-    def detach(self, timeout_s: float) -> None:
-        """Hang up, and wait until every rank has let go of this process's memory."""
-        self.hang_up()
-        deadline = time.monotonic() + timeout_s
-        for rank in self._sockets:
-            rank.settimeout(max(deadline - time.monotonic(), 1e-3))
-            with suppress(OSError):  # or it is busy with another trainer's update
-                rank.recv(1)  # it hangs up when it has let go
-        self.close()
+def next_reply(sock: socket.socket) -> dict[str, Any]:
+    """The next reply at one of an engine's sockets during an update.
 
-    def close(self) -> None:
-        """Hang up; a session that was not committed ends with it."""
-        for rank in self._sockets:
-            rank.close()
+    Raises:
+        EngineError: it is an error, or there is none.
+    """
+    try:
+        return receive(sock)
+    except OSError as error:
+        raise EngineError(
+            f"the engine ended the update ({error}); see its log for the reason"
+        ) from error
+
+
+def receive(sock: socket.socket) -> dict[str, Any]:
+    """The next reply at one of an engine's sockets.
+
+    Raises:
+        EngineError: it is an error.
+        OSError: there is none.
+    """
+    reply, fds = framing.receive(sock)
+    for fd in fds:
+        os.close(fd)  # no reply brings any
+    check(reply)
+    return reply
+
+
+def check(reply: dict[str, Any]) -> None:
+    """Raise the error that a rank replied, if it is one.
+
+    Raises:
+        EngineError: it is.
+    """
+    if "error" in reply:
+        on_host = framing.RETRY_ON_HOST.items() <= reply.items()
+        raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))
 
 
 def _connect(path: str, token: str, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
@@ -123,7 +172,7 @@ def _connect(path: str, token: str, timeout_s: float) -> tuple[socket.socket, di
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})
-        reply = _receive(rank)
+        reply = receive(rank)
         if not are_names(reply.get("known", [])):
             raise EngineError(
                 "a rank of the engine does not say what memory it has open; install the same "
@@ -139,13 +188,3 @@ def _connect(path: str, token: str, timeout_s: float) -> tuple[socket.socket, di
             f"on one host, as the same user"
         ) from error
     return rank, reply
-
-
-def _receive(rank: socket.socket) -> dict[str, Any]:
-    reply, fds = framing.receive(rank)
-    for fd in fds:
-        os.close(fd)  # no reply brings any
-    if "error" in reply:
-        on_host = framing.RETRY_ON_HOST.items() <= reply.items()
-        raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))
-    return reply

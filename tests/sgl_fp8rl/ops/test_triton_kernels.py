@@ -122,7 +122,7 @@ def test_a_kernel_that_cannot_be_compiled_is_a_sentence(
     error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that a rank answers with, where any other exception would end its engine."""
-    monkeypatch.setattr(weight_quant_triton, "_move_tiles", Fails(error))
+    monkeypatch.setattr(weight_quant_triton, "_copy_tiles", Fails(error))
     memory = torch.zeros(64)
     descriptor = CopyDescriptor(
         0, 0, memory.data_ptr(), 0, 1, 8, 8, 8, 0, torch.float32, torch.float32, False, 0
