@@ -7,6 +7,7 @@ started is ended, by its process id.
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import signal
 import subprocess
@@ -47,8 +48,15 @@ STREAMS: dict[str, Callable[[Path], NamedTensors]] = {
 that can be walked once."""
 
 
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.engine.preloaded"])
+
+
 class EngineProcess:
     """An ``sgl.Engine`` and its trainer in one process, as an in-process RL loop has them.
+
+    Its processes are forked: SGLang is imported once for all engines of this pytest, not in each
+    process. A ``Server`` spawns its own as ever.
 
     Args:
         log: file for all that the engine prints.
@@ -60,7 +68,7 @@ class EngineProcess:
     """
 
     def __init__(self, log: Path, checkpoint: Path, tp_size: int = 1, **options: Any) -> None:
-        environment = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+        environment = os.environ | {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
         if tp_size > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
         options = (
@@ -78,9 +86,8 @@ class EngineProcess:
         self._port = Port()
         options["nccl_port"] = self._port.number
         self._log = log
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, other = spawn.Pipe()
-        self._process = spawn.Process(
+        self._connection, other = FORKED.Pipe()
+        self._process = FORKED.Process(
             target=_run_engine, args=(other, log, environment, options), name="engine under test"
         )
         self._process.start()
@@ -151,7 +158,11 @@ def _run_engine(
     with log.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    os.environ.clear()
     os.environ.update(environment)
+    # SGLang asks for "spawn", and its processes would import everything anew
+    contexts: dict[str, object] = vars(multiprocessing.context)["_concrete_contexts"]
+    contexts["spawn"] = multiprocessing.get_context("fork")
     import sglang
     from fastapi import HTTPException
 
