@@ -6,22 +6,20 @@ started is ended, by its process id.
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.context
 import os
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import trainer_bridge
 from sgl_fp8rl.ops.reference import quantize_weight
-from tests.engine import models
+from tests.engine import forked, models
 from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 from trainer_bridge.fsdp import NamedTensors
@@ -48,29 +46,30 @@ STREAMS: dict[str, Callable[[Path], NamedTensors]] = {
 that can be walked once."""
 
 
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.engine.preloaded"])
-
-
 class EngineProcess:
-    """An ``sgl.Engine`` and its trainer in one process, as an in-process RL loop has them.
-
-    Its processes are forked: SGLang is imported once for all engines of this pytest, not in each
-    process. A ``Server`` spawns its own as ever.
+    """An ``sgl.Engine`` and its trainer in one forked process, as an in-process RL loop has them.
 
     Args:
         log: file for all that the engine prints.
         tp_size: ranks, each bound to one core.
+        environment: more variables, which SGLang may read as it is imported.
         options: more arguments of ``sgl.Engine``.
 
     Raises:
         RuntimeError: the engine did not start.
     """
 
-    def __init__(self, log: Path, checkpoint: Path, tp_size: int = 1, **options: Any) -> None:
-        environment = os.environ | {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+    def __init__(
+        self,
+        log: Path,
+        checkpoint: Path,
+        tp_size: int = 1,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        variables = os.environ | (environment or {}) | {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
         if tp_size > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
         options = (
             SMALL
             | IDLE
@@ -86,11 +85,9 @@ class EngineProcess:
         self._port = Port()
         options["nccl_port"] = self._port.number
         self._log = log
-        self._connection, other = FORKED.Pipe()
-        self._process = FORKED.Process(
-            target=_run_engine, args=(other, log, environment, options), name="engine under test"
-        )
-        self._process.start()
+        self._connection, other = forked.pipe()
+        anew = environment is not None
+        self._process = forked.Forked(log, variables, _run_engine, other, options, anew=anew)
         other.close()
         try:
             self._answer(START_TIMEOUT_S)
@@ -125,7 +122,7 @@ class EngineProcess:
     def stop(self) -> None:
         """End the engine and all of its processes."""
         end_group(self._process.pid)
-        self._process.join()
+        self._process.wait()
         self._connection.close()
         self._port.close()
 
@@ -151,18 +148,7 @@ class EngineProcess:
         return result
 
 
-def _run_engine(
-    connection: Connection, log: Path, environment: dict[str, str], options: dict[str, Any]
-) -> None:
-    os.setsid()
-    with log.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    # SGLang asks for "spawn", and its processes would import everything anew
-    contexts: dict[str, object] = vars(multiprocessing.context)["_concrete_contexts"]
-    contexts["spawn"] = multiprocessing.get_context("fork")
+def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
     import sglang
     from fastapi import HTTPException
 
@@ -205,7 +191,7 @@ class Server(HTTPEngine):
 
     Args:
         log: file for all that it prints.
-        command: what starts a server, without arguments.
+        command: what starts a server, without arguments; ``FORKED`` has it forked.
         arguments: more arguments.
         environment: more environment variables.
         key: the control route's shared secret.
@@ -228,8 +214,7 @@ class Server(HTTPEngine):
         super().__init__(f"http://127.0.0.1:{port}", key)
         small = [word for n, v in SMALL.items() for word in (f"--{n.replace('_', '-')}", str(v))]
         idle = [f"--{name.replace('_', '-')}" for name in IDLE]
-        line = [
-            *command,
+        flags = [
             *("--model-path", str(checkpoint), "--quantization", "fp8rl"),
             *("--host", "127.0.0.1", "--port", port, "--nccl-port", nccl_port),
             "--skip-tokenizer-init",
@@ -238,15 +223,12 @@ class Server(HTTPEngine):
             *arguments,
         ]
         self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                line,
-                cwd=ROOT,
-                env=os.environ | (environment or {}),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        variables = os.environ | (environment or {})
+        self.process = (
+            spawned(log, [*command, *flags], variables)
+            if command
+            else forked.Forked(log, variables, forked.serve, flags)
+        )
         try:
             self._await_start()
         except BaseException:
@@ -319,8 +301,17 @@ class Server(HTTPEngine):
         self.stop()
 
 
+FORKED: list[str] = []
 LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
 SGLANG_SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
+
+
+def spawned(log: Path, line: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process that leads a group of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            line, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def _json_or_text(body: bytes) -> Any:

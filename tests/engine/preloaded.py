@@ -1,8 +1,4 @@
-"""What an engine's processes import, for the server that forks them (``harness.EngineProcess``).
-
-SGLang spawns an engine's processes, and each imports it anew: 60 CPU seconds for an engine that
-then runs for a few. The plugin is not loaded here: it is where an engine starts.
-"""
+"""What the processes of an engine import before they are forked (``forked.py``)."""
 
 import sglang.srt.entrypoints.engine
 import sglang.srt.entrypoints.http_server

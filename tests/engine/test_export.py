@@ -20,7 +20,7 @@ from sgl_fp8rl import export
 from tests import oracle
 from tests.engine import models, stock_fp8
 from tests.engine.conftest import Policies
-from tests.engine.harness import LAUNCH_SERVER, START_TIMEOUT_S, EngineProcess, Server
+from tests.engine.harness import FORKED, START_TIMEOUT_S, EngineProcess, Server
 from tests.engine.serving import ASK
 from trainer_bridge.engine_client import EngineError
 
@@ -98,7 +98,7 @@ def test_stock_sglang_answers_as_the_engine(
 ) -> None:
     start, policy = policies(family)[:2]
     served, quantized = tmp_path / "served", tmp_path / "quantized"
-    with Server(tmp_path / "server.log", LAUNCH_SERVER, start, "--load-format", "dummy") as server:
+    with Server(tmp_path / "server.log", FORKED, start, "--load-format", "dummy") as server:
         with pytest.raises(EngineError, match="quarantined"):
             export.run(server.address, served)
         assert not list(tmp_path.glob("*served*"))

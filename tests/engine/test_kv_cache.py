@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import trainer_bridge
 from tests.engine import models
-from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.harness import FORKED, EngineProcess, Server
 from trainer_bridge.engine_client import EngineError
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -316,7 +316,7 @@ def test_each_rank_keeps_its_heads_and_probes_do_not_calibrate(
     cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with Server(
         tmp_path / "server.log",
-        LAUNCH_SERVER,
+        FORKED,
         checkpoint,
         *arguments,
         *chunk,

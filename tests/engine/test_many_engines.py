@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import trainer_bridge
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import BUCKET_BYTES, LAUNCH_SERVER, ROOT, Server, end_group
+from tests.engine.harness import BUCKET_BYTES, FORKED, ROOT, Server, end_group
 from tests.engine.serving import (
     GREEDY,
     PROMPT,
@@ -61,7 +61,7 @@ def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                Server(folder / f"{i}.log", LAUNCH_SERVER, checkpoint, environment=ENVIRONMENT)
+                Server(folder / f"{i}.log", FORKED, checkpoint, environment=ENVIRONMENT)
             )
             for i in range(2)
         ]
@@ -188,9 +188,7 @@ def test_a_server_that_dies_and_one_that_takes_its_place(
     result = send(started, policies("qwen3")[4], 8, run, require=1)
     assert list(result.failed) == [dying.address]
     assert_serves(survivor, policies("qwen3")[4], 8)
-    with Server(
-        tmp_path / "log", LAUNCH_SERVER, policies("qwen3")[0], environment=ENVIRONMENT
-    ) as late:
+    with Server(tmp_path / "log", FORKED, policies("qwen3")[0], environment=ENVIRONMENT) as late:
         result = send([survivor, late], policies("qwen3")[4], 8, run)
         assert (result.failed, result.bytes > 0) == ({}, True)
         for server in (survivor, late):

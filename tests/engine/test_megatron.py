@@ -11,7 +11,7 @@ import torch.distributed as dist
 import trainer_bridge
 from tests.engine import expected
 from tests.engine.conftest import Policies
-from tests.engine.harness import LAUNCH_SERVER, Server
+from tests.engine.harness import FORKED, Server
 from tests.engine.test_updates import sha256
 from tests.trainer_bridge import ranks
 from trainer_bridge.engine_client import connect
@@ -58,9 +58,7 @@ def test_shards_of_every_layout_leave_the_checkpoints_bytes(
     layouts = LAYOUTS[family]
     later = later[: len(layouts)]
     log = tmp_path / "server.log"
-    with Server(
-        log, LAUNCH_SERVER, start, environment={"FP8RL_BUCKET_BYTES": f"{1 << 19}"}
-    ) as server:
+    with Server(log, FORKED, start, environment={"FP8RL_BUCKET_BYTES": f"{1 << 19}"}) as server:
         worker = partial(train, address=server.address, policies=later, layouts=layouts)
         ranks.run(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, JOIN_S)
     for version, (policy, layout) in enumerate(zip(later, layouts, strict=True)):

@@ -14,7 +14,7 @@ import torch
 
 import trainer_bridge
 from tests.engine import models
-from tests.engine.harness import LAUNCH_SERVER, EngineProcess, Server
+from tests.engine.harness import FORKED, EngineProcess, Server
 from trainer_bridge import Rollout, record_routing, replay_routing, routing_disagreement
 
 pytestmark = pytest.mark.engine
@@ -100,13 +100,13 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         checkpoint, dtype=torch.bfloat16, attn_implementation="eager"
     )
     log = folder / "log"
-    with pytest.MonkeyPatch.context() as environment:
-        if arm == "bf16-retracted":
-            environment.setenv("SGLANG_TEST_RETRACT", "1")
-        engine = (
-            Server(log, LAUNCH_SERVER, checkpoint, "--enable-return-routed-experts")
-            if arm == "fp8-server"
-            else EngineProcess(log, checkpoint, enable_return_routed_experts=True, **ARMS[arm])
+    engine: Server | EngineProcess
+    if arm == "fp8-server":
+        engine = Server(log, FORKED, checkpoint, "--enable-return-routed-experts")
+    else:
+        retracts = {"SGLANG_TEST_RETRACT": "1"} if arm == "bf16-retracted" else None
+        engine = EngineProcess(
+            log, checkpoint, environment=retracts, enable_return_routed_experts=True, **ARMS[arm]
         )
     with engine:
         first, again = (

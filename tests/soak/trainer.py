@@ -14,9 +14,7 @@ from tests.soak.wire import Wire
 
 DEATH_TIMEOUT_S = 120.0
 """A child on a GPU makes a CUDA context first."""
-# a child is forked from a process that has imported torch, and has used no device
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload([__name__])
 
 
 class Trainer:
@@ -50,6 +48,8 @@ def killed_at(byte: int, device: str, address: str, policy: int, version: int, h
     Raises:
         RuntimeError: it ended otherwise.
     """
+    # a child is forked from a process that has imported torch, and has used no device
+    _forkserver.set_forkserver_preload([__name__])
     here, there = _forkserver.Pipe(duplex=False)
     arguments: tuple[Any, ...] = there, device, address, policy, version, how, byte
     child = _forkserver.Process(target=_update, args=arguments, name="trainer to be killed")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import expected, models
-from tests.engine.harness import CALL_TIMEOUT_S, LAUNCH_SERVER, Server
+from tests.engine.harness import CALL_TIMEOUT_S, FORKED, Server
 from tests.engine.serving import assert_serves
 from tests.engine.test_updates import sha256
 from tests.integrations.slime import frameworks
@@ -58,7 +58,7 @@ def train(rank: int, folder: Path, *, address: str, later: list[Path]) -> None:
 def test_an_external_engine_has_the_bytes_of_each_policy(tmp_path: Path) -> None:
     start = models.make_checkpoint("qwen3_moe", tmp_path / "start")
     later = [models.perturb(start, tmp_path / f"policy {n}", n) for n in range(1, len(LAYOUTS) + 1)]
-    with Server(tmp_path / "server.log", LAUNCH_SERVER, start) as server:
+    with Server(tmp_path / "server.log", FORKED, start) as server:
         for route in ("server_info", "get_server_info"):
             with urlopen(f"{server.address}/{route}", timeout=CALL_TIMEOUT_S) as reply:
                 told = json.load(reply)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.engine import expected, models
-from tests.engine.harness import LAUNCH_SERVER, Server
+from tests.engine.harness import FORKED, Server
 from tests.engine.test_updates import sha256
 from tests.integrations.slime import frameworks
 from tests.trainer_bridge import ranks
@@ -110,7 +110,7 @@ def options(address: str, policy: Path, config: Any) -> Namespace:
 def test_slimes_iterator_leaves_the_bytes_of_each_policy(tmp_path: Path) -> None:
     start = models.make_checkpoint("qwen3_moe", tmp_path / "start")
     later = [models.perturb(start, tmp_path / f"policy {n}", n) for n in range(1, len(LAYOUTS) + 1)]
-    with Server(tmp_path / "server.log", LAUNCH_SERVER, start) as server:
+    with Server(tmp_path / "server.log", FORKED, start) as server:
         worker = partial(train, address=server.address, later=later)
         ranks.run(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, JOIN_S)
     for version, (policy, layout) in enumerate(zip(later, LAYOUTS, strict=True), 1):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from sgl_fp8rl.integrations import trl as adapter
 from sgl_fp8rl.integrations.peft import MergedView
 from tests.engine import expected, models
-from tests.engine.harness import LAUNCH_SERVER, ROOT, START_TIMEOUT_S, Server, end_group, tail
+from tests.engine.harness import FORKED, ROOT, START_TIMEOUT_S, Server, end_group, tail
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import Make
 from tests.integrations.trl.tiny import (
@@ -42,7 +42,7 @@ RANKS_TIMEOUT_S = 400
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with Server(log, LAUNCH_SERVER, checkpoint) as running:
+    with Server(log, FORKED, checkpoint) as running:
         yield running
 
 
