@@ -28,7 +28,7 @@ PROMISES = {
     "released": "Release and resume",
     "runs": "Runs and versions",
     "rollouts": "Rollouts",
-    "no-other-way": "No other way",
+    "no-bypass": "No bypass",
     "several-engines": "Several engines",
     "memory": "Memory ends with its owner",
     "soak": "All of them together",

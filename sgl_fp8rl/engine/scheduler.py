@@ -313,7 +313,7 @@ def _end(
         voted_for = transaction if all(o.voted for o in outcomes) else ""
         weights.quarantine(
             f"the update to version {policy.version} failed: {failed.reason}; a complete update "
-            f"to a newer version heals the engine",
+            f"to this version or a newer one heals the engine",
             voted_for,
         )
         refuse_waiting(scheduler, *refusal(weights))

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.guarantee("no-other-way", fault="a framework that builds ServerArgs itself")
+@pytest.mark.guarantee("no-bypass", fault="a framework that builds ServerArgs itself")
 @pytest.mark.parametrize(
     ("layout", "named"),
     [

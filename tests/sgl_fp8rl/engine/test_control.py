@@ -99,7 +99,7 @@ def test_an_unknown_choice_is_refused_before_anything(monkeypatch: pytest.Monkey
     assert not engine.manager.is_pause
 
 
-@pytest.mark.guarantee("no-other-way", fault="an update over TCP that was not asked for")
+@pytest.mark.guarantee("no-bypass", fault="an update over TCP that was not asked for")
 def test_an_update_from_another_host_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TCP any user could write: a rank's own socket takes the engine's user alone."""
     engine = Engine(monkeypatch, BEGUN)

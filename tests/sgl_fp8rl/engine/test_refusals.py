@@ -33,9 +33,7 @@ def original(updater: Any, request: Any) -> Any:
     return DONE
 
 
-@pytest.mark.guarantee(
-    "no-other-way", fault="a method of SGLang's weight updater that is not known"
-)
+@pytest.mark.guarantee("no-bypass", fault="a method of SGLang's weight updater that is not known")
 def test_each_way_to_change_weights_is_known() -> None:
     assert compat.unknown_updates() == []
 
@@ -46,7 +44,7 @@ def test_a_new_way_to_change_weights_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert compat.unknown_updates() == ["swap_weights"]
 
 
-@pytest.mark.guarantee("no-other-way", fault="SGLang's own weight updates")
+@pytest.mark.guarantee("no-bypass", fault="SGLang's own weight updates")
 def test_stock_updates_are_refused() -> None:
     answers = compat.stock_updates()
     assert compat.STOCK_UPDATES.items() <= answers.items()
