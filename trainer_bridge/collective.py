@@ -41,10 +41,11 @@ class Leader:
         """Place of this process among them."""
         self._leads = self.rank == 0
         self._error: Exception | None = None
-        self._store: Any = _get_default_store() if ranks else None
+        self._is_told = False
+        self._store: Any = None if self.is_alone else _get_default_store()
         self._shares = self._collects = 0
         self._followers = len(ranks) - 1
-        if ranks:
+        if not self.is_alone:
             world = dist.group.WORLD
             assert world is not None
             # counted by call, so that a rank that failed alone is in step again at the next one
@@ -95,6 +96,14 @@ class Leader:
             if refusal is not None:
                 raise ManifestError(refusal)
 
+    def tell(self, error: BaseException) -> None:
+        """Pass an error on that came outside of ``attempt``: others raise it at their ``share``."""
+        if self._leads and self._store is not None and not self._is_told:
+            self._is_told = True
+            if not isinstance(error, Exception):
+                error = RuntimeError(f"the first rank was ended by {type(error).__name__}")
+            self._store.set(f"{self._name}/{self._shares}", _pickled(None, error))
+
     def share(self, value: T) -> T:
         """The leader's value, on every rank.
 
@@ -105,7 +114,7 @@ class Leader:
         if self._store is not None:
             key = f"{self._name}/{self._shares}"
             if self._leads:
-                self._store.set(key, pickle.dumps((value, self._error)))
+                self._store.set(key, _pickled(value, self._error))
             else:
                 _wait(lambda: self._store.check([key]), "the first rank sent nothing")
                 value, self._error = pickle.loads(self._store.get(key))
@@ -116,11 +125,21 @@ class Leader:
             self._shares += 1
         error, self._error = self._error, None
         if error is not None:
+            self._is_told = True
             try:
                 raise error
             finally:
                 del error  # its traceback refers to here: a cycle would keep the update's bucket
         return value
+
+
+def _pickled(value: Any, error: Exception | None) -> bytes:
+    try:
+        return pickle.dumps((value, error))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        if error is None:
+            raise
+        return pickle.dumps((value, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -51,6 +51,12 @@ class Filler:
             if self._turn > self._plan.last_turns[source]:
                 del self._held[source]
 
+    def own(self, index: int) -> None:
+        """Copy a parameter whose turn has not come: its memory may be written again."""
+        held = self._held.get(index)
+        if held is not None:
+            self._held[index] = held[0].clone(), held[1]
+
     def finish(self) -> None:
         """End the last chunk, and those that nothing is put into."""
         self._end_before(len(self._plan.chunks))

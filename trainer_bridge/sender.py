@@ -82,9 +82,13 @@ class Sender:
             kept = self._kv_scales = torch.empty(scales.shape, device=device)
         return kept.copy_(scales.detach())
 
-    def remember_stream(self, plan: TransferPlan) -> None:
-        """Plan the next stream as this one came."""
-        names = (plan.sources[index].cuts[0][0] for index in plan.order)
+    def remember_stream(self, plan: TransferPlan, order: Iterable[int]) -> None:
+        """Plan the next stream as this one came.
+
+        Args:
+            order: the sources, as they came.
+        """
+        names = (plan.sources[index].cuts[0][0] for index in order)
         self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
         self._stream_plans.clear()
 

@@ -23,9 +23,6 @@ from trainer_bridge.transport.board import Board, open_board
 
 logger = logging.getLogger(__name__)
 
-BOARDS_KEPT = 4
-"""Boards of the rank that leads that another one has open: one for each list of engines."""
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -175,6 +172,6 @@ def _follow(
     return Follower(board, plan, rank)
 
 
-@lru_cache(BOARDS_KEPT)
+@lru_cache(1)  # more would keep the memory of buckets that the first rank has let go
 def _board(address: tuple[str, str, str], rank: int) -> Board:
     return open_board(address, rank)

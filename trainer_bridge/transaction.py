@@ -88,7 +88,7 @@ class Transaction:
         try:
             while not self._begin(message):
                 continue
-        except Exception as error:  # whatever it is, the engines must be told
+        except BaseException as error:  # whatever it is, the engines must be told
             self.close(error)
             raise
         if self.begun().committed_before:

@@ -160,6 +160,7 @@ def _update(
         sent, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
+        leader.tell(error)
         if transaction is not None:
             transaction.close(error)
         raise

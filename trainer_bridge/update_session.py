@@ -1,5 +1,6 @@
 """The sending side of one update to the engines of one layout: chunks, and the vote."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +58,8 @@ class UpdateSession:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
         self._kv_scales, self._lose = kv_scales, lose
         self._board: LeadersBoard | None = None
-        self._came: set[int] = set()
+        self._came: dict[int, None] = {}
+        """What a stream has brought, in its order."""
         self._order: list[str] = []
         """Tensors of a stream that the engines are told of with the next chunk."""
         self._read = self._in_flight = 0
@@ -115,10 +117,11 @@ class UpdateSession:
         source = plan.sources[index]
         # as the packer will read it
         whole = as_announced(name, tensor, TensorSpec(source.held_as, tuple(source.shape)))
-        self._came.add(index)
+        self._came[index] = None
         if plan.streamed:
             self._order += plan.add(index)
         self.put(index, whole)
+        self._filler.own(index)
 
     def end_stream(self) -> None:
         """Check that the stream was complete.
@@ -127,7 +130,7 @@ class UpdateSession:
             ManifestError: a tensor of the last stream is missing; the engine checks the first.
         """
         self.put_kv_scales()
-        missing = sorted(set(range(len(self.plan.sources))) - self._came)
+        missing = sorted(set(range(len(self.plan.sources))) - self._came.keys())
         if missing and self._open_members() and not self.plan.streamed:
             raise ManifestError(
                 f"the stream ended without {len(missing)} tensors that the last one brought, "
@@ -178,9 +181,10 @@ class UpdateSession:
         return slowest_gpu(self.ask({"op": "finish"}))
 
     def committed(self) -> None:
-        """Plan the next stream as this one came."""
-        if self.plan.streamed and self._came:
-            self.sender.remember_stream(self.plan)
+        """Plan the next stream as this one came, unless it came as planned."""
+        came = list(self._came)
+        if came and (self.plan.streamed or came != sorted(came)):
+            self.sender.remember_stream(self.plan, came)
 
     def close(self) -> None:
         """End, once; memory that no engine has open is freed."""
@@ -229,10 +233,11 @@ class UpdateSession:
 
     def _wait(self) -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = []
+        began = time.monotonic()
         for member in self._open_members():
             assert member.ranks is not None
             try:
-                replies += member.ranks.wait()
+                replies += member.ranks.wait(began)
             except UnreachableMemoryError:
                 raise
             except EngineError as error:

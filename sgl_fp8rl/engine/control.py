@@ -5,19 +5,16 @@ pauses generation around a session and speaks to the schedulers over SGLang's ow
 """
 
 import asyncio
-import hmac
-import ipaddress
 import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import zmq
 
-from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD
@@ -47,9 +44,11 @@ WAIT_POLL_S = 0.05
 """Between two attempts to begin where no request is aborted; each may retract all of them."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
-PATH = "/fp8rl"
-FORWARDING_HEADERS = ("x-forwarded-for", "forwarded")
-"""A proxy names in them for whom it asks."""
+IN_PROCESS_TIMEOUT_S = 600.0
+"""How long a caller in this process waits for an answer; over HTTP the caller decides."""
+
+
+IsGone = Callable[[], Awaitable[bool]]
 
 
 class ControlError(RuntimeError):
@@ -76,8 +75,12 @@ class Control:
         self._memories = Memories(self.options.bucket_bytes)
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 
-    async def handle(self, message: Any) -> dict[str, Any]:
+    async def handle(self, message: Any, is_gone: IsGone | None = None) -> dict[str, Any]:
         """Answer one message.
+
+        Args:
+            is_gone: whether its caller waits no more; an update that no request makes way for yet
+                is given up then.
 
         Raises:
             ControlError: the message is refused; nothing changed.
@@ -93,7 +96,7 @@ class Control:
             if self._session is not None:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
-                return await self._begin(message)
+                return await self._begin(message, is_gone)
             if op in ("layers", "tensors", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
             if op in ("export_plan", "export"):
@@ -117,7 +120,7 @@ class Control:
             **described,
         }
 
-    async def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+    async def _begin(self, message: dict[str, Any], is_gone: IsGone | None) -> dict[str, Any]:
         """Open a session, or answer ``unknown`` where the whole manifest must be sent."""
         relayed = message.pop("relay", False) is True
         if relayed and self.options.listen != "any":
@@ -131,50 +134,58 @@ class Control:
             in_flight = check_in_flight(message.get("in_flight", ABORT))
         except ManifestError as error:
             raise ControlError(str(error)) from None
+        relay = self._relay() if relayed else None
         # held to the session's end: new requests wait for it, as do a user's pause and continue
         await self._manager.is_pause_cond.acquire()
         was_paused, self._manager.is_pause = self._manager.is_pause, True
         session = False
         try:
             token = secrets.token_hex(16)
-            begun = await self._drain_and_begin({**message, "token": token}, in_flight)
+            message = {**message, "token": token}
+            begun = await self._drain_and_begin(message, in_flight, is_gone)
             session = "sockets" in begun
             if begun.get("committed"):  # perhaps only now
                 self._manager._update_weight_version_if_provided(str(message["version"]))
         finally:
             if not session:  # whatever it is, the engine must not stay paused
                 self._resume(was_paused)
+                if relay is not None:
+                    relay.close()
         if session:
             sockets = begun["sockets"]
             self._session = asyncio.create_task(self._watch(was_paused, sockets))
-            if relayed:
-                begun = {"relay": self._relay(sockets, token)}
+            if relay is not None:
+                relay.start(sockets, token)
+                begun = {"relay": {"host": self._server_args.host, "port": relay.port}}
             return {"token": token, **begun}
         return begun
 
-    def _relay(self, sockets: Sequence[str], token: str) -> dict[str, Any]:
-        """Where a trainer on another host finds the ranks.
+    def _relay(self) -> Relay:
+        """Listens for a trainer on another host.
 
         Raises:
-            ControlError: the server's address cannot be listened at; the session ends unanswered.
+            ControlError: the server's address cannot be listened at; nothing began.
         """
-        host, silence_s = self._server_args.host, self.options.session_timeout_s
+        host = self._server_args.host
         try:
-            relay = Relay(host, sockets, token, silence_s, self._memories)
+            return Relay(host, self.options.session_timeout_s, self._memories)
         except OSError as error:
             raise ControlError(
                 f"the engine cannot listen at {host} for a trainer on another host ({error}); "
                 f"start it with --host, an address of its own"
             ) from None
-        return {"host": host, "port": relay.port}
 
-    async def _drain_and_begin(self, message: dict[str, Any], in_flight: str) -> dict[str, Any]:
+    async def _drain_and_begin(
+        self, message: dict[str, Any], in_flight: str, is_gone: IsGone | None
+    ) -> dict[str, Any]:
         limit_s = FINISH_TIMEOUT_S if in_flight == FINISH else DRAIN_TIMEOUT_S
         poll_s = POLL_S if in_flight == ABORT else WAIT_POLL_S
         deadline = asyncio.get_running_loop().time() + limit_s
         begun = await self._ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
         while begun.get("busy"):
+            if is_gone is not None and await is_gone():
+                raise ControlError("the trainer is gone; its update has not begun", 409)
             if in_flight == ABORT:
                 # SGLang's own pause sleeps for a second between its looks, and its own
                 # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the
@@ -278,25 +289,6 @@ def _returns_raw_logprobs() -> bool:
     return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 
 
-def add_route(
-    original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kw: Any
-) -> Any:
-    """AROUND ``_setup_and_run_http_server``: serve ``POST /fp8rl`` beside SGLang's own routes."""
-    if server_args.quantization == NAME:
-        port_args = kw["port_args"] if "port_args" in kw else args[1]
-        tokenizer_manager.fp8rl_is_server = True  # it has a warm-up (internal_requests.py)
-        serve(server_args, tokenizer_manager, port_args)
-    return original(server_args, tokenizer_manager, *args, **kw)
-
-
-def serve(server_args: Any, tokenizer_manager: Any, port_args: Any) -> Control:
-    """Make the control channel of a server, and its route on SGLang's application."""
-    rpc = compat.get_zmq_socket(zmq.Context(1), zmq.DEALER, port_args.rpc_ipc_name, True)
-    control = Control(tokenizer_manager, rpc, server_args)
-    compat.http_app.add_api_route(PATH, _handler(control), methods=["POST"])
-    return control
-
-
 def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     """``Engine.fp8rl_control``: the same messages for an engine in this process.
 
@@ -309,65 +301,16 @@ def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
             raise ControlError("this engine does not run with quantization='fp8rl'")
         control = Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
         engine._fp8rl_control = control
-    return engine.loop.run_until_complete(control.handle(message))  # type: ignore[no-any-return]
+    return engine.loop.run_until_complete(_bounded(control, message))  # type: ignore[no-any-return]
 
 
-def _handler(control: Control) -> Any:
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
-
-    async def fp8rl(request: Request) -> JSONResponse:
-        try:
-            _authorize(control.options, request)
-            # shielded: a client that hangs up must not leave a reply of the schedulers unread
-            reply = await asyncio.shield(control.handle(await _json(request)))
-        except ControlError as error:
-            return JSONResponse({"error": str(error)}, status_code=error.status)
-        return JSONResponse(reply)
-
-    # annotations of this module are objects, not strings: FastAPI sees the request parameter
-    return compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)(fp8rl)
-
-
-async def _json(request: Any) -> Any:
+async def _bounded(control: Control, message: dict[str, Any]) -> dict[str, Any]:
     try:
-        return json.loads(await request.body())
-    except (ValueError, RecursionError):
-        raise ControlError("the body is not JSON; send a control message") from None
-
-
-def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
-    if options.listen == "loopback" and not _is_from_this_host(request):
+        # shielded: the schedulers' reply must be read, by whichever call runs the loop next
+        return await asyncio.wait_for(asyncio.shield(control.handle(message)), IN_PROCESS_TIMEOUT_S)
+    except asyncio.TimeoutError:
         raise ControlError(
-            "control messages are taken from this host only, and not through a proxy; start with "
-            "--fp8rl-listen any and a key to take them from others",
-            403,
-        )
-    given = request.headers.get("authorization", "")
-    if options.key is not None and not hmac.compare_digest(
-        given.encode(), f"Bearer {options.key}".encode()
-    ):
-        raise ControlError("the key is missing or wrong; set FP8RL_KEY to the server's key", 401)
-
-
-def _is_from_this_host(request: Any) -> bool:
-    """Whether the peer has a loopback address, or the very address that it connected to.
-
-    Frameworks bind servers to the host's own address. ``scope["server"]`` is the connection's
-    ``getsockname``, never a wildcard, and Linux drops packets from outside that claim an address of
-    this host. A forwarding header takes the kernel's word away: uvicorn then writes its content
-    into ``client``.
-    """
-    if any(name in request.headers for name in FORWARDING_HEADERS):
-        return False
-    peer, here = (_address(request.scope.get(end)) for end in ("client", "server"))
-    return peer is not None and (peer.is_loopback or peer == here)
-
-
-def _address(end: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address of ``(host, port)``; None where it has none, as at a Unix socket."""
-    try:
-        address = ipaddress.ip_address(end[0])
-    except (TypeError, ValueError):
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
+            f"the engine's schedulers gave no answer within {IN_PROCESS_TIMEOUT_S:.0f} s; see its "
+            f"log",
+            504,
+        ) from None

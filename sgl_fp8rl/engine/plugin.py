@@ -47,6 +47,7 @@ def _register() -> None:
 
     from sgl_fp8rl.engine import (
         control,
+        control_route,
         cpu_platform,
         guards,
         hooks,
@@ -105,7 +106,7 @@ def _register() -> None:
         "check_weights": guards.refuse_reset,
         "attach_kv_storage": guards.refuse_kv_storage,
         "start_scheduler": check_scheduler_args,
-        "run_http_server": control.add_route,
+        "run_http_server": control_route.add_route,
     }
     for name, hook in around.items():
         hooks.register(compat.HOOK_TARGETS[name], hook)

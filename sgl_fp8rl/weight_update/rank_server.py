@@ -31,7 +31,7 @@ HELLO_TIMEOUT_S = 10.0
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
 LONGEST_REASON = 1000
-"""Characters of a trainer's reason to abort that are kept: each request is refused with it."""
+"""Characters of the reason of a failure that are kept: each request is refused with it."""
 
 
 @dataclass
@@ -163,7 +163,10 @@ def serve(
             op = message.get("op")
             try:
                 if op not in ("commit", "abort"):
-                    framing.send(peer, {"ok": True, **_handle(op, message, fds, session)})
+                    done = {"ok": True, **_handle(op, message, fds, session)}
+                    # a trainer that has hung up may have said why: that is read next
+                    with suppress(ConnectionError):
+                        framing.send(peer, done)
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -172,7 +175,7 @@ def serve(
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
                 reason = message.get("reason")
-                reason = reason[:LONGEST_REASON] if isinstance(reason, str) else "aborted"
+                reason = _clean(reason) if isinstance(reason, str) else "aborted"
                 fenced = message.get("fence") is True
                 return Outcome(False, reason, session.dirty or fenced), peer
     except TimeoutError:
@@ -182,16 +185,22 @@ def serve(
     except Exception as error:  # whatever it is, it ends the update and not the server
         reason = f"a step of the update failed with {type(error).__name__}: {error}"
         if isinstance(error, SessionError | CudaMemoryError | ValueError):
-            reason = str(error)
+            reason = _clean(str(error))
         logger.exception("update to %s failed", session.policy)
         retry = framing.RETRY_ON_HOST if isinstance(error, UnreachableMemoryError) else {}
         # now, not after the ranks agreed: the others wait until the trainer knows
         reply(peer, {"error": reason, **retry})
         # the trainer cannot say any more whether others go on; it tries again where memory fails
         return Outcome(False, reason, session.dirty or (is_one_of > 1 and not retry)), None
-    if peer is not None:
-        peer.close()
+    if peer is None:  # nobody came: nothing was sent to this rank
+        return Outcome(False, reason, session.dirty), None
+    peer.close()
     return Outcome(False, reason, session.dirty or is_one_of > 1, session.finished), None
+
+
+def _clean(reason: str) -> str:
+    """A reason of a length, and of characters, that can be repeated in every refusal."""
+    return reason[:LONGEST_REASON].encode(errors="replace").decode()
 
 
 def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from threading import Lock, Thread
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,6 +21,10 @@ from sgl_fp8rl.weight_update.rank_server import accept
 logger = logging.getLogger(__name__)
 
 
+PROBES = 3
+"""How often a trainer that does not answer is asked for a sign of life."""
+
+
 class Memories:
     """The buckets that trainers fill over TCP, each for as long as a relay of it lives."""
 
@@ -29,38 +34,47 @@ class Memories:
 
 
 class Relay:
-    """Passes one session on, in two threads of this process.
+    """Passes one session on, and keeps the memory of its trainer open until the next one.
 
     Args:
         host: the address to listen at.
-        sockets: of the ranks.
-        silence_s: seconds that the trainer may say nothing.
+        silence_s: seconds that the trainer may say nothing during an update.
 
     Raises:
         OSError: this address cannot be listened at.
     """
 
-    def __init__(
-        self, host: str, sockets: Sequence[str], token: str, silence_s: float, memories: Memories
-    ) -> None:
+    def __init__(self, host: str, silence_s: float, memories: Memories) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        self._sockets, self._token, self._silence_s = list(sockets), token, silence_s
-        self._memories = memories
+        self._silence_s, self._memories = silence_s, memories
         self._memory: HostMemory | None = None
         self._ranks: list[socket.socket] = []
         self._sending = Lock()
-        Thread(target=self._run, name="fp8rl-relay", daemon=True).start()
 
-    def _run(self) -> None:
+    def start(self, sockets: Sequence[str], token: str) -> None:
+        """Wait for the trainer, in two threads of this process.
+
+        Args:
+            sockets: of the ranks, whose session has begun.
+        """
+        run = partial(self._run, list(sockets), token)
+        Thread(target=run, name="fp8rl-relay", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more: there is no session."""
+        self._listener.close()
+
+    def _run(self, sockets: list[str], token: str) -> None:
         with ExitStack() as stack:
             try:
                 with self._listener:
-                    peer = stack.enter_context(accept(self._listener, self._token))
+                    peer = stack.enter_context(accept(self._listener, token))
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                known = self._connect(stack)
+                _notice_its_death(peer, self._silence_s)
+                known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
                 framing.send(out, {"ok": True, "known": known})
@@ -73,7 +87,8 @@ class Relay:
                 while True:
                     self._pass_message(peer)
             except OSError as error:
-                logger.warning("the trainer on another host is gone: %s", str(error))
+                if peer.gettimeout() is not None:  # in the middle of an update
+                    logger.warning("the trainer on another host is gone: %s", str(error))
             except ValueError as error:
                 self._answer(peer, [{"error": str(error)}])
             for rank in self._ranks:
@@ -81,13 +96,13 @@ class Relay:
                     rank.shutdown(socket.SHUT_WR)
             answers.join()
 
-    def _connect(self, stack: ExitStack) -> list[str]:
+    def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
         common = set(self._memories.by_name)
-        for path in self._sockets:
+        for path in sockets:
             rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             rank.connect(path)
-            framing.send(rank, {"token": self._token})
+            framing.send(rank, {"token": token})
             reply, _ = framing.receive(rank)
             common &= set(reply.get("known", ()))
             self._ranks.append(rank)
@@ -103,6 +118,8 @@ class Relay:
             ValueError: it describes memory that there is not.
         """
         message, _ = framing.receive(peer)
+        # between updates it has nothing to say
+        peer.settimeout(None if message.get("op") == "commit" else self._silence_s)
         fds: tuple[int, ...] = ()
         if message.get("op") == "bucket":
             self._memory = self._made(message)
@@ -146,9 +163,20 @@ class Relay:
         if [type(offset), type(size)] != [int, int] or not 0 <= offset <= offset + size <= room:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
         view = self._memory.content[offset : offset + size].numpy().data
-        peer.settimeout(self._silence_s)
         while view:
             received = peer.recv_into(view)
             if not received:
                 raise ConnectionError("the connection ended in the middle of a chunk")
             view = view[received:]
+
+
+def _notice_its_death(peer: socket.socket, silence_s: float) -> None:
+    """Have the kernel end a connection whose other host is gone, also between updates."""
+    seconds = max(round(silence_s / PROBES), 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, seconds),
+        (socket.TCP_KEEPINTVL, seconds),
+        (socket.TCP_KEEPCNT, PROBES),
+    ):
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -12,8 +12,7 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control as control_module
-from sgl_fp8rl.engine import export, ranks
+from sgl_fp8rl.engine import control_route, export, ranks
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control, ControlError
@@ -97,7 +96,7 @@ async def handle(weights: EngineWeights, data: bytes) -> None:
         return data
 
     try:
-        message = await control_module._json(SimpleNamespace(body=body))
+        message = await control_route._json(SimpleNamespace(body=body))
         reply = await control.handle(message)
         assert isinstance(reply, dict)
         if "sockets" in reply:

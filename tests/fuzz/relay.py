@@ -47,7 +47,7 @@ def decode(data: bytes) -> None:
 def decode_replies(data: bytes) -> None:
     client = object.__new__(RelayClient)
     with arrived(data) as sock:
-        client._sockets = [sock]
+        client._sockets, client._timeout_s = [sock], 10.0
         while sock.recv(1, socket.MSG_PEEK):
             client.wait()
 

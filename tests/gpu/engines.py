@@ -39,6 +39,10 @@ FLAGS: dict[str, Any] = {
     "decode_log_interval": 1,
     "log_level": "info",
 }
+TP = 2
+TP_FLAGS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
+"""All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
+shared with others may not allow."""
 PADDED = (3, 7, 13)
 """Batch sizes that are not captured: they run in the next larger graph."""
 PROMPT_TOKENS = 32

@@ -42,7 +42,7 @@ ALONE = (
     ("kv_cache",),
     ("updates",),
 )
-ON_ALL_GPUS = ("two_ranks",)
+ON_ALL_GPUS = (("two_ranks",), ("two_ranks_oracle",))
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -116,7 +116,7 @@ def main() -> int:
         return [job(folder, names, alone) for names in mine if names]
 
     gpus = torch.cuda.device_count()
-    together, on_all = chosen(TOGETHER, alone=False), chosen((ON_ALL_GPUS,), alone=False)
+    together, on_all = chosen(TOGETHER, alone=False), chosen(ON_ALL_GPUS, alone=False)
     if gpus == 1:
         together, on_all = [*on_all, *together], []
     failed = run_all(together, SHARE)

@@ -1,7 +1,7 @@
 """Logprobs of engines beside an oracle outside of the plugin, at the batches that are measured.
 
 The oracle is transformers in FP32 with FP8 linears (``tests/logprob_oracle.py``). The control is
-the same with gate and up of one layer exchanged. ``test_two_ranks.py`` has TP 2.
+the same with gate and up of one layer exchanged. ``test_two_ranks_oracle.py`` has TP 2.
 """
 
 from collections.abc import Callable

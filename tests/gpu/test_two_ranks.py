@@ -1,16 +1,16 @@
 """Tensor and expert parallel over two ranks, each on a GPU of its own where there are two."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engine.harness import Server
-from tests.gpu.beside_oracle import FP8_KV, assert_near, config_of, samples, start
 from tests.gpu.engines import (
+    TP,
+    TP_FLAGS,
     Answers,
     digests_of,
     sha256,
@@ -29,20 +29,12 @@ from tests.gpu.policies import (
     shared_folder,
     write_checkpoint,
 )
-from tests.gpu.sizes import HERE
 from tests.gpu.trainers import Trainer
 from trainer_bridge.update import UpdateResult
 
 pytestmark = pytest.mark.gpu
 
-TP = 2
 SIZES = [1, 3, 8]
-OF_ORACLE = {DENSE.name: 0.22, MOE.name: 0.27}
-"""Of the mean |difference| of logprobs from the oracle, in nats. Healthy on two H200s: at most
-0.164 and 0.206; the control at least 1.68 and 1.00."""
-# All-reduces by NCCL alone: SGLang's own kernels may use NVLink multicast, which a host that is
-# shared with others may not allow.
-FLAGS = {"disable_custom_all_reduce": True, "enforce_disable_flashinfer_allreduce_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ CASES = [
 @pytest.fixture(scope="module", params=CASES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     shape: Shape = request.param[0]
-    flags = {**FLAGS, "tp_size": TP, "ep_size": request.param[1]}
+    flags = {**TP_FLAGS, "tp_size": TP, "ep_size": request.param[1]}
     logs = tmp_path_factory.mktemp("logs")
     last = 5
     with shared_folder() as folder:
@@ -139,16 +131,3 @@ def test_what_stays_in_place_is_read_in_place(run: Run) -> None:
     """By the rank on another GPU too, where there are two."""
     mapped = {name for name, result in run.results.items() if result.mapped_bytes > 0}
     assert mapped == {"mapped", "elsewhere, mapped"}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("shape", [HERE.dense, HERE.moe], ids=lambda shape: shape.name)
-def test_an_fp8_kv_cache_on_two_ranks_beside_an_oracle(
-    shape: Shape, tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    """At the batches that are measured, each rank with half of the heads."""
-    config = config_of(shape, tmp_path / "config")
-    policy = draw(shape, 0, HERE.device)
-    with start(tmp_path / "server.log", config, **FP8_KV, **FLAGS, tp_size=TP) as server:
-        sampled = samples(server, shape, policy, shape.name)
-    assert_near(config, policy, sampled, OF_ORACLE, record_property)

@@ -3,13 +3,16 @@
 import gc
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -135,7 +138,42 @@ def outside_of_the_group(rank: int) -> None:
             ranks_of(named, some)
 
 
+def the_first_rank_alone_cannot_read(rank: int) -> None:
+    """The others hear of it, whatever it is."""
+    if rank > 1:
+        dist.new_group([0, 1])
+        return
+    group = dist.new_group([0, 1])
+
+    class LocalError(Exception):  # pickle cannot find it
+        pass
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, pair in enumerate(toy.checkpoint().items()):
+            if rank == 0 and number == 5:
+                raise LocalError("out of memory")
+            yield pair
+
+    expected = LocalError if rank == 0 else RuntimeError
+    with pytest.raises(expected, match="out of memory"):
+        update(stream(), fake_engine() if rank == 0 else None, version=0, group=group)
+
+
+def one_rank_leaves_nothing_in_the_store(rank: int) -> None:
+    groups = [dist.new_group([member]) for member in range(WORLD)]
+    dist.barrier()
+    store, engine = _get_default_store(), fake_engine()
+    counts = []
+    for version in range(3):
+        if rank == 0:  # the others' keys would be counted
+            update(toy.checkpoint(version), engine, version=version, group=groups[0])
+            counts.append(store.num_keys())
+    assert len(set(counts)) == (1 if rank == 0 else 0)
+
+
 CASES = [
+    the_first_rank_alone_cannot_read,
+    one_rank_leaves_nothing_in_the_store,
     on_some_ranks,
     on_a_mesh_of_two_dimensions,
     in_ddp,

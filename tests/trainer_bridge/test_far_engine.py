@@ -80,6 +80,18 @@ def test_an_update_over_tcp_leaves_the_oracles_bytes(
     hang_up(engine)
 
 
+def test_a_trainer_may_be_silent_between_updates() -> None:
+    """Its steps take longer than any pause within an update may; the bucket is not made anew."""
+    engine = far_engine()
+    engine.silence_s = 0.5
+    update(toy.checkpoint(0), engine, version=0)
+    (bucket,) = engine.memories.by_name
+    time.sleep(3 * engine.silence_s)
+    update(toy.checkpoint(1), engine, version=1)
+    assert list(engine.memories.by_name) == [bucket]
+    assert holds(engine, toy.checkpoint(1))
+
+
 def test_an_engine_here_and_one_far_away_commit_together() -> None:
     near = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)])
     far = far_engine(2)

@@ -1,14 +1,19 @@
 """The sockets between trainer and ranks: failures that end at once, and nobody left waiting."""
 
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sgl_fp8rl.protocol import framing
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -145,6 +150,51 @@ def test_the_last_word_of_a_rank_that_is_gone_is_heard(ranks: list[Rank]) -> Non
 
 def test_a_rank_that_does_not_answer(ranks: list[Rank]) -> None:
     connected = RankClients([rank.path for rank in ranks], TOKEN, timeout_s=0.3)
-    with pytest.raises(EngineError, match=r"timed out.* log"):
+    with pytest.raises(EngineError, match=r"longer than .* s over a step.* log"):
         connected.wait()
     connected.close()
+
+
+def test_engines_that_hang_are_waited_for_together(ranks: list[Rank]) -> None:
+    """Two of three used up the time of a step; the third has answered, or hangs as well."""
+    hangs = threading.Event()
+    ready, hanging = (RankClients([rank.path], TOKEN, timeout_s=30) for rank in ranks)
+    ranks[1].answer = lambda message: {"ok": hangs.wait(30)}
+    for each in (ready, hanging):
+        each.send({"op": "finish"})
+    began = time.monotonic()
+    assert [reply["ok"] for reply in ready.wait(began - 60)] == [True]
+    with pytest.raises(EngineError, match="longer than 30 s"):
+        hanging.wait(began - 60)
+    assert time.monotonic() - began < 15
+    hangs.set()
+    ready.close()
+    hanging.close()
+
+
+def test_a_stalled_connection_is_waited_for_once() -> None:
+    """To another host: neither what is sent nor what is awaited comes through."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        opened: list[socket.socket] = []
+
+        def stall() -> None:
+            peer, _ = listener.accept()
+            framing.receive(peer)
+            framing.send(peer, {"ok": True, "known": []})
+            opened.append(peer)
+
+        thread = threading.Thread(target=stall, daemon=True)
+        thread.start()
+        where = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
+        relay = RelayClient(where, TOKEN, None, timeout_s=2.0)
+        thread.join(10)
+        began = time.monotonic()
+        relay.send_chunk({"op": "chunk", "index": 0}, lambda: (0, memoryview(bytes(64 << 20))))
+        stalled_s = time.monotonic() - began
+        assert stalled_s >= 2.0
+        with pytest.raises(EngineError):
+            relay.wait()
+        relay.send({"op": "abort", "reason": "x" * (1 << 20)})
+        assert time.monotonic() - began < stalled_s + 1.0
+        relay.close()
+        opened[0].close()

@@ -95,21 +95,47 @@ def test_a_tensor_is_let_go_before_the_next_one() -> None:
         assert stream.most_held <= 1
 
 
-def test_the_iterator_may_reuse_its_memory() -> None:
-    """As the receiving buffers of a collective do."""
+def reusing(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+    """As the receiving buffers of a collective: one memory for all tensors of a dtype."""
+    largest = max(tensor.numel() for _, tensor in pairs)
+    memory = {t.dtype: torch.empty(largest, dtype=t.dtype) for _, t in pairs}
+    for name, tensor in pairs:
+        view = memory[tensor.dtype][: tensor.numel()].view(tensor.shape)
+        yield name, view.copy_(tensor)
+        memory[tensor.dtype].view(torch.uint8).fill_(0x7F)  # NaN
+
+
+@pytest.mark.guarantee("all-or-none", fault="an iterator that reuses its memory, in any order")
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2, 3)])
+def test_the_iterator_may_reuse_its_memory(seeds: tuple[int, ...]) -> None:
     engine = engine_of(1, SMALL)
-    memory = torch.empty(max(t.numel() for t in toy.checkpoint().values()), dtype=toy.BF16)
+    for version, seed in enumerate(seeds):
+        tensors = toy.checkpoint(version)
+        update(reusing(shuffled(tensors, seed)), engine, version=version)
+        assert holds(engine, tensors)
 
-    def stream(tensors: toy.Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in shuffled(tensors, 1):
-            view = memory[: tensor.numel()].view(tensor.shape)
-            yield name, view.copy_(tensor)
-            memory.fill_(float("nan"))
 
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
+def test_scales_may_come_last_in_memory_that_is_reused(bucket_bytes: int) -> None:
+    engine = engine_of(1, bucket_bytes)
     for version in range(2):
         tensors = toy.checkpoint(version)
-        update(stream(tensors), engine, version=version)
+        streamed = toy.quantized(tensors)
+        pairs = sorted(streamed.items(), key=lambda pair: pair[0].endswith("_scale_inv"))
+        announce = [(name, t.dtype, t.shape) for name, t in pairs]
+        update(reusing(pairs), engine, version=version, announce=announce)
         assert holds(engine, tensors)
+
+
+def test_a_stream_is_planned_as_the_last_one_came() -> None:
+    """What comes in another order is copied meanwhile, so that must not happen each time."""
+    engine = engine_of(1, SMALL)
+    for version, seed in enumerate((1, 2, 2)):
+        update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
+    sender = connection_to(engine).sender
+    assert sender is not None
+    plan = sender.stream_plan(connection_to(engine).client, None, None, None)
+    assert list(plan.views) == [name for name, _ in shuffled(toy.checkpoint(), 2)]
 
 
 def test_the_order_may_change_from_one_update_to_the_next() -> None:

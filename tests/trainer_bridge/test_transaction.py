@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.update import RUN, update
+from trainer_bridge.update_session import UpdateSession
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -181,6 +183,25 @@ def test_the_others_go_on_where_they_may(stream: bool) -> None:
     assert State.SERVING not in states(*engines)
 
 
+@pytest.mark.guarantee("all-or-none", fault="Ctrl-C while engines begin")
+def test_engines_are_told_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = engine_of(1), engine_of(1)
+    update(toy.checkpoint(0), engines, version=0)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateSession, "open", interrupted)  # all have begun
+        with pytest.raises(KeyboardInterrupt):
+            update(toy.checkpoint(1), engines, version=1)
+    began = time.monotonic()
+    for engine in engines:
+        engine.control({"op": "end"})
+        assert serves(engine, 0, toy.checkpoint(0))
+    assert time.monotonic() - began < 10, "they waited for a trainer that is gone"
+
+
 def test_too_few_are_left() -> None:
     engines = [failing_engine(), failing_engine(), engine_of(1)]
     with pytest.raises(EngineError, match="engine 1: "):
@@ -206,7 +227,7 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
     timer.start()
     result = update(tensors, [slow, engine], version=0, require=1)
     timer.join()
-    assert "timed out" in result.failed["engine 0"]
+    assert "took longer" in result.failed["engine 0"]
     assert serves(engine, 0, tensors)
     assert states(slow) == [State.QUARANTINED]
 

@@ -14,6 +14,8 @@ from trainer_bridge.engine_client import EngineError, sentence_of
 
 SOCKET_TIMEOUT_S = 600.0
 """Seconds that a rank may take over one chunk."""
+LEAST_WAIT_S = 1.0
+"""Seconds for a reply of an engine while others used up the time of the step."""
 DETACH_TIMEOUT_S = 10.0
 """Seconds that an engine may take to let go of a trainer that leaves: until the end of a step."""
 
@@ -24,6 +26,10 @@ Content = tuple[int, memoryview]
 
 class UnreachableMemoryError(EngineError):
     """The engine cannot open this process's GPU memory; nothing was written."""
+
+
+class SlowEngineError(EngineError):
+    """A rank took too long over a step."""
 
 
 class Ranks(Protocol):
@@ -43,9 +49,10 @@ class EngineRanks(ABC):
     Methods raise EngineError where a rank refused a step, or is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.known: set[str] = set()
         """Names of the shared memory that every rank has open."""
+        self._timeout_s = timeout_s
         self._sockets: list[socket.socket] = []
 
     @abstractmethod
@@ -57,8 +64,28 @@ class EngineRanks(ABC):
         """
 
     @abstractmethod
-    def wait(self) -> list[dict[str, Any]]:
-        """The next reply of each rank, in rank order."""
+    def wait(self, began: float | None = None) -> list[dict[str, Any]]:
+        """The next reply of each rank, in rank order.
+
+        Args:
+            began: when the step began (``time.monotonic``), by default now: engines that hang are
+                waited for together, not one after the other.
+        """
+
+    def _next_reply(self, sock: socket.socket, began: float | None) -> dict[str, Any]:
+        late = 0.0 if began is None else time.monotonic() - began
+        try:
+            sock.settimeout(max(self._timeout_s - late, min(self._timeout_s, LEAST_WAIT_S)))
+            return receive(sock)
+        except TimeoutError as error:
+            raise SlowEngineError(
+                f"the engine took longer than {self._timeout_s:.0f} s over a step of the update; "
+                f"see its log"
+            ) from error
+        except OSError as error:
+            raise EngineError(
+                f"the engine ended the update ({error}); see its log for the reason"
+            ) from error
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         """Send a message to all."""
@@ -108,7 +135,7 @@ class RankClients(EngineRanks):
                 "the engine began an update without naming its sockets; install the same sgl-fp8rl "
                 "on both sides"
             )
-        super().__init__()
+        super().__init__(timeout_s)
         known: list[set[str]] = []
         try:
             for path in paths:
@@ -123,22 +150,8 @@ class RankClients(EngineRanks):
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
         self.send(message)
 
-    def wait(self) -> list[dict[str, Any]]:
-        return [next_reply(rank) for rank in self._sockets]
-
-
-def next_reply(sock: socket.socket) -> dict[str, Any]:
-    """The next reply at one of an engine's sockets during an update.
-
-    Raises:
-        EngineError: it is an error, or there is none.
-    """
-    try:
-        return receive(sock)
-    except OSError as error:
-        raise EngineError(
-            f"the engine ended the update ({error}); see its log for the reason"
-        ) from error
+    def wait(self, began: float | None = None) -> list[dict[str, Any]]:
+        return [self._next_reply(rank, began) for rank in self._sockets]
 
 
 def receive(sock: socket.socket) -> dict[str, Any]:

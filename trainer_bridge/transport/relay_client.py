@@ -11,8 +11,8 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import (
     Content,
     EngineRanks,
+    SlowEngineError,
     check,
-    next_reply,
     receive,
 )
 
@@ -27,7 +27,7 @@ class RelayClient(EngineRanks):
     """
 
     def __init__(self, where: Any, token: Any, host: str | None, timeout_s: float) -> None:
-        super().__init__()
+        super().__init__(timeout_s)
         sound = isinstance(where, dict) and type(where.get("port")) is int
         if not sound or not isinstance(where.get("host"), str) or not isinstance(token, str):
             raise EngineError(
@@ -61,17 +61,31 @@ class RelayClient(EngineRanks):
         super().send(message)  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
-        offset, data = content()
-        with suppress(OSError):  # as for any message
-            for relay in self._sockets:
-                framing.send(relay, {**message, "offset": offset, "bytes": len(data)})
-                relay.sendall(data)
+        (relay,), (offset, data) = self._sockets, content()
+        relay.settimeout(self._timeout_s)
+        try:
+            framing.send(relay, {**message, "offset": offset, "bytes": len(data)})
+            relay.sendall(data)
+        except TimeoutError:
+            self._give_up()
+        except OSError:
+            pass  # it ended the session; its last reply says why
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         (relay,) = self._sockets
-        replies = next_reply(relay).get("replies")
+        try:
+            replies = self._next_reply(relay, began).get("replies")
+        except SlowEngineError:
+            self._give_up()
+            raise
         if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
             raise EngineError("the engine's relay passed no replies on; install one sgl-fp8rl")
         for reply in replies:
             check(reply)
         return replies
+
+    def _give_up(self) -> None:
+        """After a timeout: what is still to be said would wait for as long again."""
+        for relay in self._sockets:
+            with suppress(OSError):
+                relay.shutdown(socket.SHUT_RDWR)

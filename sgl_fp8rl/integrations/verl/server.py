@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from verl.workers.rollout.sglang_rollout import async_sglang_server as stock
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control
+from sgl_fp8rl.engine import control, control_route
 from sgl_fp8rl.engine.guards import VERSION_KEY
 from sgl_fp8rl.engine.plugin import parse_engine_kwargs
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over
@@ -45,7 +45,7 @@ class Server(stock.SGLangHttpServer):  # type: ignore[misc]
             await super().launch_server(*args, **keywords)
         manager = self.tokenizer_manager
         # verl calls the third value of SGLang's _launch_subprocesses, its ports, scheduler_info
-        self._control = control.serve(manager.server_args, manager, self.scheduler_info)
+        self._control = control_route.serve(manager.server_args, manager, self.scheduler_info)
         self.tokenizer_manager = _Recording(manager)
 
     async def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -151,7 +151,8 @@ class FakeEngine:
         sockets = [thread.path for thread in threads]
         if not message.get("relay"):
             return {"token": TOKEN, "sockets": sockets}
-        relay = Relay("127.0.0.1", sockets, TOKEN, self.silence_s, self.memories)
+        relay = Relay("127.0.0.1", self.silence_s, self.memories)
+        relay.start(sockets, TOKEN)
         self.relays.append(relay)
         return {"token": TOKEN, "relay": {"host": "127.0.0.1", "port": relay.port}}
 

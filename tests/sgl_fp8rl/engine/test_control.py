@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
+from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
 from sgl_fp8rl.engine.control import Control, ControlError
@@ -32,7 +33,9 @@ BEGUN: dict[str, Any] = {"sockets": ["a.sock"]}
 class Engine:
     """A control channel whose schedulers answer ``begin`` as told, the last answer for ever."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *answers: dict[str, Any]) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *answers: dict[str, Any], host: str = "127.0.0.1"
+    ) -> None:
         self.asked: list[dict[str, Any]] = []
         self.sent: list[Any] = []
         self.versions: list[str] = []
@@ -44,7 +47,8 @@ class Engine:
             _update_weight_version_if_provided=self.versions.append,
         )
         rpc: Any = None
-        self.control = Control(self.manager, rpc, SimpleNamespace(tp_size=1))
+        arguments = SimpleNamespace(tp_size=1, host=host)
+        self.control = Control(self.manager, rpc, arguments)
         self._answers = list(answers)
         patch.setattr(self.control, "_ask", self._ask)
         patch.setattr(self.control, "_receive", self._receive)
@@ -62,8 +66,8 @@ class Engine:
 
         async def session() -> dict[str, Any]:
             begun = await self.control.handle(message)
-            assert self.manager.is_pause is ("sockets" in begun)
-            if "sockets" in begun:
+            assert self.manager.is_pause is ("token" in begun)
+            if "token" in begun:
                 assert await self.control.handle({"op": "end"}) == {"ended": True, "version": 3}
             return begun
 
@@ -107,6 +111,37 @@ def test_an_update_from_another_host_must_be_allowed(monkeypatch: pytest.MonkeyP
         engine.begin(relay=True)
     assert no.value.status == 403 and engine.asked == [] and not engine.manager.is_pause
     assert engine.begin(relay=1)["sockets"] == BEGUN["sockets"], "control: one of this host"
+
+
+def test_an_update_whose_trainer_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would abort requests, or hold new ones, for as long as others run, for nobody."""
+    engine = Engine(monkeypatch, BUSY)
+    asked: list[None] = []
+
+    async def is_gone() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    begin = {"op": "begin", "version": 0, "fingerprint": "f"}
+    with pytest.raises(ControlError, match=r"gone") as no:
+        asyncio.run(engine.control.handle(begin, is_gone))
+    assert no.value.status == 409 and not engine.manager.is_pause
+    assert len(engine.sent) == 2, "none is aborted after it"
+
+
+def test_a_port_that_cannot_be_opened_is_told_before_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that had begun would wait for a trainer that cannot come."""
+    monkeypatch.setattr(
+        control_module, "current_options", lambda: Fp8RLServerArgs(listen="any", key="secret")
+    )
+    engine = Engine(monkeypatch, BEGUN, host="192.0.2.1")
+    with pytest.raises(ControlError, match=r"cannot listen at 192.0.2.1.*--host"):
+        engine.begin(relay=True)
+    assert engine.asked == [] and not engine.manager.is_pause
+    engine = Engine(monkeypatch, BEGUN, host="127.0.0.1")
+    assert engine.begin(relay=True)["relay"]["port"] > 0, "control"
 
 
 def test_a_session_that_begins_at_the_deadline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +300,25 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
 
     asyncio.run(session())
     assert (manager.last_receive_tstamp > 0.0) is speaks
+
+
+def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def handle(message: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    monkeypatch.setattr(control_module, "IN_PROCESS_TIMEOUT_S", 0.05)
+    loop = asyncio.new_event_loop()
+    engine = SimpleNamespace(loop=loop, _fp8rl_control=SimpleNamespace(handle=handle))
+    with pytest.raises(ControlError, match="no answer") as raised:
+        control_module.control_engine(engine, {"op": "end"})
+    assert raised.value.status == 504
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
 
 
 def test_the_trainer_still_listens_when_a_long_wait_is_given_up() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import attached, control, guards
+from sgl_fp8rl.engine import attached, control_route, guards
+from sgl_fp8rl.engine.control import IsGone
 from sgl_fp8rl.weight_update.session import EngineWeights
 
 DONE = object()
@@ -94,17 +95,17 @@ def status(
     class Control:
         options = given_options
 
-        async def handle(self, message: Any) -> dict[str, Any]:
+        async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
             assert message == {"op": "layout"}
             return {"version": 3}
 
     app = FastAPI()
-    app.add_api_route(control.PATH, control._handler(Control()), methods=["POST"])  # type: ignore[arg-type]
+    app.add_api_route(control_route.PATH, control_route._handler(Control()), methods=["POST"])  # type: ignore[arg-type]
     if api_key or admin_api_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     header = {} if given is None else {"Authorization": f"Bearer {given}"}
     client = TestClient(app, client=(host, 50000))
-    reply = client.post(control.PATH, content=json.dumps({"op": "layout"}), headers=header)
+    reply = client.post(control_route.PATH, content=json.dumps({"op": "layout"}), headers=header)
     assert (reply.status_code == 200) == (reply.json() == {"version": 3})
     return reply.status_code
 

@@ -36,7 +36,7 @@ AT = {"w": 0, "n": 65536}
 class Trainer:
     """One session of one rank, and a raw connection to it."""
 
-    def __init__(self, silence_s: float = 20.0) -> None:
+    def __init__(self, silence_s: float = 20.0, is_one_of: int = 1) -> None:
         storage = {**toy.fp8_storage("w", 256, 128), "n": torch.zeros(64, dtype=toy.BF16)}
 
         def load(model: toy.Model, weights: toy.Weights) -> None:
@@ -49,7 +49,7 @@ class Trainer:
         manifest = describe(self.tensors.items(), 0, BUCKET // 2)
         self.weights.accept(manifest)
         self.session = self.weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
-        self.rank = RankThread(self.session, silence_s=silence_s)
+        self.rank = RankThread(self.session, silence_s=silence_s, is_one_of=is_one_of)
         self.sock = self.connect()
 
     def connect(self) -> socket.socket:
@@ -236,15 +236,34 @@ def test_another_user_is_turned_away_before_it_is_read(monkeypatch: pytest.Monke
     assert b"another session" in heard[0]
 
 
-def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.guarantee("all-or-none", fault="a begin of several engines whose sender never comes")
+@pytest.mark.parametrize("is_one_of", [1, 2])
+def test_no_trainer_at_all(monkeypatch: pytest.MonkeyPatch, is_one_of: int) -> None:
     monkeypatch.setattr(rank_server_module, "CONNECT_TIMEOUT_S", 0.05)
     trainer = Trainer.__new__(Trainer)
     monkeypatch.setattr(Trainer, "connect", lambda self: socket.socket())
-    Trainer.__init__(trainer)
+    Trainer.__init__(trainer, is_one_of=is_one_of)
     outcome = trainer.rank.outcome()
     assert (outcome.committed, outcome.dirty) == (False, False)
     assert "no trainer" in outcome.reason
     trainer.close()
+
+
+@pytest.mark.guarantee("quarantine", fault="an abort while the rank is busy with a step")
+def test_an_abort_is_heard_though_the_trainer_has_hung_up(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = threading.Event()
+    monkeypatch.setattr(
+        trainer.weights.memory, "open_bucket", lambda message, fds: gone.wait(20) and None
+    )
+    framing.send(trainer.sock, {"op": "bucket", "name": "b", "bytes": BUCKET})
+    framing.send(trainer.sock, {"op": "abort", "reason": "out of memory \udcff"})
+    trainer.close()
+    gone.set()
+    outcome = trainer.rank.outcome()
+    assert outcome.reason == "out of memory ?", "and it can be sent on as JSON"
+    assert not outcome.dirty
 
 
 Act = Callable[[Trainer], Any]

@@ -1,8 +1,10 @@
 """From whom the control route takes messages: peers of this host, by the kernel's word."""
 
+import asyncio
 import contextlib
 import http.client
 import json
+import queue
 import socket
 import threading
 import time
@@ -16,8 +18,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl.engine import control
-from sgl_fp8rl.engine.control import PATH, ControlError
+from sgl_fp8rl.engine import control_route
+from sgl_fp8rl.engine.control import ControlError, IsGone
+from sgl_fp8rl.engine.control_route import PATH
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 60.0
@@ -42,10 +45,12 @@ def request(client: Any, server: Any, **headers: str) -> Request:
     ],
 )
 def test_peers_of_this_host(client: Any, server: Any) -> None:
-    control._authorize(Fp8RLServerArgs(), request(client, server))
+    control_route._authorize(Fp8RLServerArgs(), request(client, server))
     for header in ("x-forwarded-for", "forwarded"):
         with pytest.raises(ControlError) as refused:
-            control._authorize(Fp8RLServerArgs(), request(client, server, **{header: LOOPBACK}))
+            control_route._authorize(
+                Fp8RLServerArgs(), request(client, server, **{header: LOOPBACK})
+            )
         assert refused.value.status == 403
 
 
@@ -66,16 +71,16 @@ def test_peers_of_this_host(client: Any, server: Any) -> None:
 )
 def test_other_peers(client: Any, server: Any) -> None:
     with pytest.raises(ControlError) as refused:
-        control._authorize(Fp8RLServerArgs(), request(client, server))
+        control_route._authorize(Fp8RLServerArgs(), request(client, server))
     assert refused.value.status == 403
     anyone = Fp8RLServerArgs(listen="any", key="secret")
-    control._authorize(anyone, request(client, server, authorization="Bearer secret"))
+    control_route._authorize(anyone, request(client, server, authorization="Bearer secret"))
 
 
 def test_an_address_of_this_host_needs_the_key_too() -> None:
     options = Fp8RLServerArgs(key="secret")
     with pytest.raises(ControlError) as refused:
-        control._authorize(options, request(("10.0.0.4", 1), NODE, authorization="Bearer x"))
+        control_route._authorize(options, request(("10.0.0.4", 1), NODE, authorization="Bearer x"))
     assert refused.value.status == 401
 
 
@@ -87,16 +92,28 @@ class Answers:
 
     options = Fp8RLServerArgs()
 
-    async def handle(self, message: Any) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self.was_gone: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    async def handle(self, message: Any, is_gone: IsGone) -> dict[str, Any]:
+        if message["op"] == "begin":
+            self.was_gone.put(await is_gone())
+            while not await is_gone():
+                await asyncio.sleep(0.01)
+            self.was_gone.put(True)
         return {"op": message["op"]}
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def answers() -> Any:
+    return Answers()
+
+
+@pytest.fixture(scope="module")
+def port(answers: Any) -> Iterator[int]:
     """A server on every address of this host that believes every proxy."""
     app = FastAPI()
-    answers: Any = Answers()
-    app.add_api_route(PATH, control._handler(answers), methods=["POST"])
+    app.add_api_route(PATH, control_route._handler(answers), methods=["POST"])
     listening = socket.create_server(("0.0.0.0", 0))
     config = uvicorn.Config(app, forwarded_allow_ips="*", log_level="error")
     server = uvicorn.Server(config)
@@ -136,6 +153,16 @@ def post(port: int, to: str, source: str | None = None, **headers: str) -> tuple
 def test_a_server_answers_this_host_at_each_address(port: int, address: str) -> None:
     for to in (LOOPBACK, address):
         assert post(port, to) == (200, {"op": "status"})
+
+
+def test_a_message_learns_that_its_caller_hung_up(port: int, answers: Any) -> None:
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=60)
+    connection.request("POST", PATH, json.dumps({"op": "begin"}))
+    assert answers.was_gone.get(timeout=20) is False
+    time.sleep(0.2)
+    assert answers.was_gone.empty(), "it still waits"
+    connection.close()
+    assert answers.was_gone.get(timeout=20) is True
 
 
 def test_a_server_refuses_a_peer_with_another_address(port: int, address: str) -> None:
