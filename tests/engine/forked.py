@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # the first process of this pytest decides for all; killed trainers of the soak are forked too
 IMPORTED = ["tests.engine.preloaded", "tests.soak.trainer"]
@@ -28,7 +30,8 @@ class Forked:
         log: file for all that it prints.
         environment: all of its variables.
         run: what it does, with these arguments.
-        anew: import SGLang anew, as its own processes do, for variables that it reads meanwhile.
+        anew: import SGLang anew, as its own processes do, for variables that it reads meanwhile;
+            always so where there is a GPU.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class Forked:
         anew: bool = False,
     ) -> None:
         CONTEXT.set_forkserver_preload(IMPORTED)
+        # importing SGLang uses a GPU where there is one, and CUDA does not outlive a fork
+        anew = anew or torch.cuda.is_available()
         context = multiprocessing.get_context("spawn") if anew else CONTEXT
         everything = log, dict(environment), run, arguments, anew
         self._process = context.Process(target=_become, args=everything, name="under test")
