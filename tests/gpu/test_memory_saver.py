@@ -12,7 +12,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from tests.engine.harness import Server
+from tests.engine.harness import Server, tail
 from tests.gpu.engines import (
     Answers,
     Digest,
@@ -118,7 +118,7 @@ def resume(server: Server, *tags: str) -> None:
 
 def _ask(server: Server, path: str, tags: tuple[str, ...]) -> None:
     status, reply = server.ask(path, json.dumps({"tags": tags}).encode())
-    assert status == 200, reply
+    assert status == 200, f"{reply}\n{tail(server.log)}"
 
 
 def fill(nbytes: int) -> None:
