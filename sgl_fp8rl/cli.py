@@ -12,6 +12,7 @@ from typing import Any
 from sgl_fp8rl import compat, doctor
 from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.options import current_options
+from sgl_fp8rl.plan import command as plan
 from sgl_fp8rl.tables import align
 
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _precision(arguments)
     if arguments.command == "export":
         return _export(arguments)
+    if arguments.command == "plan":
+        return plan.run(arguments)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
 
 
@@ -82,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
 
+    plan.add_arguments(
+        commands.add_parser("plan", help="predict a rollout: which flags, and how long")
+    )
     export = commands.add_parser(
         "export", help="write a block-FP8 checkpoint that SGLang reads without this plugin"
     )

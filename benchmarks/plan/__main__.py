@@ -1,0 +1,194 @@
+"""The figures of ``sgl-fp8rl plan``, and how far they are off: ``python -m benchmarks.plan``.
+
+Predicts rows that were left out of the fit (each load in turn, each arm in turn, the MoE model from
+the dense one) and rollouts that nothing was fitted to. ``--write`` stores the figures and the
+tables of docs/plan.md.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks import long_tail
+from benchmarks.engines.keywords import FULL
+from benchmarks.engines.models import MODELS, config
+from benchmarks.plan.fit import (
+    ARMS,
+    CHUNK,
+    RESULTS,
+    Row,
+    error,
+    fit,
+    left_out,
+    predict,
+    ranked_first,
+    rows,
+)
+from sgl_fp8rl.plan import schedule, shape, speed, update_time
+from sgl_fp8rl.plan.workload import Request
+
+FIGURES = Path(speed.__file__).with_name("nvidia-h200.json")
+PAGE = RESULTS.parents[1] / "docs" / "plan.md"
+BEGIN, END = "<!-- begin: python -m benchmarks.plan --write -->", "<!-- end -->"
+
+
+def memory_figures() -> dict[str, float]:
+    """Bytes free before an engine starts, and what it takes for itself, of measured capacities."""
+    idle, own = [], []
+    for (name, model), found in sorted(_capacities().items()):
+        arm, of = ARMS[name], shape.of(config(MODELS[model]))
+        token = of.kv_token_bytes(arm.fp8_kv)
+        held = of.weight_bytes(arm.fp8)
+        idle.append((found["kv_tokens_floor"] * token + held) / FULL["mem_fraction_static"])
+        own.append((found["kv_tokens_floor"] - found["kv_tokens"]) * token)
+    return {"idle_bytes": fmean(idle), "engine_bytes": fmean(own)}
+
+
+def _capacities() -> dict[tuple[str, str], dict[str, float]]:
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in json.loads((RESULTS / "rollout.json").read_text())["rows"]:
+        if row["case"] == "capacity" and row["arm"] in ARMS:
+            found.setdefault((row["arm"], row["model"]), {})[row["metric"]] = row["median"]
+    return found
+
+
+def update_figures() -> dict[str, dict[str, float]]:
+    """The line through the updates of both models, over the time of a copy of their bytes."""
+    measured = {
+        (row["model"], row["case"]): row["median"]
+        for row in json.loads((RESULTS / "update.json").read_text())["rows"]
+        if row["arm"] == "fp8rl" and row["metric"] == "update_wall_ms"
+    }
+    found = {}
+    for way in update_time.WAYS:
+        points = [
+            (
+                update_time.moved_bytes(shape.of(config(of)), way) / speed.H200_BYTES_MS,
+                measured[model, f"from BF16, {way}"],
+            )
+            for model, of in MODELS.items()
+        ]
+        floors, walls = zip(*points, strict=True)
+        share, fixed = np.polyfit(floors, walls, 1)
+        found[way] = {"fixed_ms": float(fixed), "share": float(share)}
+    return found
+
+
+def rollouts(coefficients: dict[str, float]) -> list[tuple[str, str, float, float]]:
+    """Arm, figure, prediction and measurement of the long tail, to which nothing was fitted."""
+    lengths = long_tail.output_lengths(512)
+    requests = [Request(long_tail.PROMPT, length) for length in lengths]
+    seen: dict[str, dict[str, float]] = {}
+    for row in json.loads((RESULTS / "long_tail.json").read_text())["rows"]:
+        seen.setdefault(row["arm"], {})[row["metric"]] = row["median"]
+    found = []
+    for name, measured in seen.items():
+        engine = schedule.Engine(
+            ARMS[name],
+            shape.of(config(MODELS["qwen3-8b"])),
+            speed.Speed(coefficients),
+            int(measured["kv_tokens"]),
+            CHUNK,
+        )
+        outcome = schedule.simulate(engine, requests, max(lengths))
+        for metric, predicted in (
+            ("rollout_s", outcome.seconds),
+            ("running_requests", outcome.mean_running),
+            ("retractions", float(outcome.retractions)),
+        ):
+            found.append((name, metric, predicted, measured[metric]))
+    return found
+
+
+def derive() -> dict[str, Any]:
+    """All figures, and how far predictions are off."""
+    measured = rows()
+    decode = [row for row in measured if row.metric == "decode_step_ms"]
+    prefill = [row for row in measured if row.metric == "prefill_s"]
+    coefficients = fit(decode) | fit(prefill)
+    errors = {}
+    for what, those in (("decode", decode), ("prefill", prefill)):
+        for left, key in (("a load", _load), ("an arm", _arm)):
+            errors[f"{what}, {left} left out"] = _summary(left_out(those, key))
+    moe = [row for row in decode if row.model.endswith("a3b")]
+    dense = fit(row for row in decode if row not in moe)
+    errors["decode, the MoE from the dense model"] = _summary(
+        [(row, predict(dense, row)) for row in moe]
+    )
+    times = [each for each in rollouts(coefficients) if each[1] == "rollout_s"]
+    errors["rollouts"] = _of([abs(ms / seen - 1.0) for _, _, ms, seen in times])
+    environment = json.loads((RESULTS / "rollout.json").read_text())["environment"]
+    return {
+        "source": f"{environment['device']}, SGLang {environment['sglang']}, "
+        f"{environment['date']}, {environment['commit']}",
+        "coefficients_ms": coefficients,
+        "memory": memory_figures(),
+        "update": update_figures(),
+        "errors": errors,
+    }
+
+
+def _load(row: Row) -> tuple[str, str]:
+    return row.model, row.case
+
+
+def _arm(row: Row) -> str:
+    return row.arm
+
+
+def _summary(predicted: list[tuple[Row, float]]) -> dict[str, float]:
+    found = _of([abs(error(row, ms)) for row, ms in predicted])
+    ours = [abs(error(row, ms)) for row, ms in predicted if row.arm.startswith("fp8rl")]
+    first, loads = ranked_first(predicted)
+    return found | {"worst of ours": max(ours), "best arm first": first, "loads": loads}
+
+
+def _of(errors: list[float]) -> dict[str, float]:
+    return {"rows": len(errors), "mean": fmean(errors), "worst": max(errors)}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The tables of docs/plan.md."""
+    lines = ["| what was predicted | rows | mean error | worst | worst of ours | best arm first |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, of in figures["errors"].items():
+        ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
+        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
+        first = "-" if name.startswith("prefill") else first
+        lines.append(
+            f"| {name} | {of['rows']} | {of['mean']:.1%} | {of['worst']:.1%} | {ours} | {first} |"
+        )
+    lines += ["", "| rollout of 512 samples | figure | predicted | measured |", "|---|---|---|---|"]
+    lines += [
+        f"| {arm} | {metric} | {predicted:.1f} | {seen:.1f} |"
+        for arm, metric, predicted, seen in rollouts(figures["coefficients_ms"])
+    ]
+    return "\n".join([*lines, "", f"Of {figures['source']}."])
+
+
+def rounded(value: Any) -> Any:
+    """To six digits, so that another machine writes the same file."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    figures = rounded(derive())
+    print(table(figures))
+    if arguments.write:
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(figures)}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

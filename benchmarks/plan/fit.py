@@ -1,0 +1,131 @@
+"""Fit the costs of a step and of a prefill to measured rows, and predict those left out."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+from benchmarks.engines.models import MODELS, config
+from benchmarks.rollout import LOADS
+from sgl_fp8rl.plan import shape, speed
+
+RESULTS = Path(__file__).parents[1] / "results"
+CHUNK = 16384
+"""Tokens of a prefill batch in the benchmarks."""
+PROMPT_BATCHES = 4
+"""Batches that the prompts of a load come in."""
+PRIORS = {
+    "read ": 1.0,  # at the bandwidth of a copy
+    # 989 and 1979 TFLOP/s, of NVIDIA's data sheet of the H200 SXM
+    "compute bf16": 1.0 / 0.989,
+    "compute fp8": 1.0 / 1.979,
+}
+PRIOR_WEIGHT = 0.5
+"""Of a prior, where a measured row has 1."""
+ARMS = {arm.name: arm for arm in speed.ARMS}
+OTHERWISE = {"fp8 ours": "fp8 stock", "fp8 stock": "fp8 ours"}
+"""Whose KV coefficients stand in for those of an arm that was left out."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured time and what it is a sum of."""
+
+    arm: str
+    model: str
+    case: str
+    metric: str
+    ms: float
+    quantities: dict[str, float]
+
+
+def rows(results: Path = RESULTS / "rollout.json") -> list[Row]:
+    """Decode steps and prefills of every arm that ``plan`` knows."""
+    found = []
+    for row in json.loads(results.read_text())["rows"]:
+        arm = ARMS.get(row["arm"])
+        if arm is None or row["metric"] not in ("decode_step_ms", "prefill_s"):
+            continue
+        model = shape.of(config(MODELS[row["model"]]))
+        load = next(load for load in LOADS[row["model"]] if load.name == row["case"])
+        if row["metric"] == "decode_step_ms":
+            tokens = load.batch * load.mean_length
+            ms, parts = row["median"], speed.decode_quantities(arm, model, load.batch, tokens)
+        else:
+            part = load.batch // PROMPT_BATCHES * load.length
+            batches = PROMPT_BATCHES * -(-part // CHUNK)
+            lengths = [load.length] * load.batch
+            ms = 1e3 * row["median"]
+            parts = speed.prefill_quantities(arm, model, lengths, batches)
+        found.append(Row(row["arm"], row["model"], row["case"], row["metric"], ms, parts))
+    return found
+
+
+def fit(known: Iterable[Row]) -> dict[str, float]:
+    """Coefficients of at least 0 with the least sum of squared relative errors.
+
+    A prior counts as a row of weight ``PRIOR_WEIGHT``: few loads tell reads from compute.
+    """
+    known = list(known)
+    names = sorted({name for row in known for name in row.quantities})
+    matrix = [[row.quantities.get(name, 0.0) / row.ms for name in names] for row in known]
+    wanted = [1.0] * len(known)
+    for index, name in enumerate(names):
+        for what, prior in PRIORS.items():
+            if name.startswith(what):
+                matrix.append([0.0] * len(names))
+                matrix[-1][index] = PRIOR_WEIGHT / prior
+                wanted.append(PRIOR_WEIGHT)
+    solution, _ = nnls(np.array(matrix), np.array(wanted))
+    return dict(zip(names, map(float, solution), strict=True))
+
+
+def predict(coefficients: dict[str, float], row: Row) -> float:
+    """The time of a row, from coefficients of others.
+
+    Raises:
+        KeyError: none of them has what this one needs.
+    """
+    return sum(_find(coefficients, name) * count for name, count in row.quantities.items())
+
+
+def _find(coefficients: dict[str, float], name: str) -> float:
+    if name not in coefficients:
+        what, _, whose = name.partition(" fp8 ")
+        if what.endswith(("KV", "attention")) and whose:
+            name = f"{what} {OTHERWISE[f'fp8 {whose}']}"
+    return coefficients[name]
+
+
+def left_out(all_rows: list[Row], key: Callable[[Row], Any]) -> list[tuple[Row, float]]:
+    """Each row with its prediction from rows of other keys, where they have what it needs."""
+    found = []
+    for value in sorted({key(row) for row in all_rows}):
+        coefficients = fit(row for row in all_rows if key(row) != value)
+        for row in all_rows:
+            if key(row) == value:
+                try:
+                    found.append((row, predict(coefficients, row)))
+                except KeyError:
+                    continue
+    return found
+
+
+def error(row: Row, predicted: float) -> float:
+    """Share of the measured time."""
+    return predicted / row.ms - 1.0
+
+
+def ranked_first(predicted: list[tuple[Row, float]]) -> tuple[int, int]:
+    """In how many loads the fastest arm is predicted to be fastest, and of how many."""
+    loads = sorted({(row.model, row.case) for row, _ in predicted})
+    hits = 0
+    for load in loads:
+        those = [(row, ms) for row, ms in predicted if (row.model, row.case) == load]
+        best = min(those, key=lambda pair: pair[0].ms)[0].arm
+        hits += min(those, key=lambda pair: pair[1])[0].arm == best
+    return hits, len(loads)

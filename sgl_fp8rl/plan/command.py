@@ -1,0 +1,91 @@
+"""The arguments of ``sgl-fp8rl plan``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from sgl_fp8rl.plan import memory, prediction, report, shape, workload
+
+
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Those of ``sgl-fp8rl plan``."""
+    plan.add_argument("model", help="folder of the model, or its config.json")
+    plan.add_argument("--gpu", choices=["h200", "h100"], default="h200", help="default h200")
+    plan.add_argument("--gpus", type=int, default=1, help="GPUs that serve (default 1)")
+    plan.add_argument("--tp", type=int, help="GPUs of an engine (default: as few as hold it)")
+    plan.add_argument("--samples", type=int, default=512, help="of a rollout (default 512)")
+    plan.add_argument("--prompt-tokens", type=int, default=1024, help="default 1024")
+    plan.add_argument(
+        "--response-tokens", type=int, default=4000, help="median of the answers (default 4000)"
+    )
+    plan.add_argument(
+        "--sigma", type=float, default=0.8, help="of their lognormal lengths (default 0.8)"
+    )
+    plan.add_argument(
+        "--max-response-tokens", type=int, default=20000, help="max_new_tokens (default 20000)"
+    )
+    plan.add_argument(
+        "--lengths",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='samples of a run: lines {"prompt_tokens": N, "response_tokens": N}',
+    )
+    plan.add_argument(
+        "--reserved-gib", type=float, default=0.0, help="what a trainer keeps on each GPU"
+    )
+    plan.add_argument(
+        "--mem-fraction-static", type=float, default=0.88, help="of SGLang (default 0.88)"
+    )
+    plan.add_argument(
+        "--chunked-prefill-size", type=int, default=8192, help="of SGLang (default 8192)"
+    )
+    plan.add_argument("--train-s", type=float, help="seconds of a training step, if known")
+    plan.add_argument("--json", action="store_true", help="print all figures as JSON")
+    plan.add_argument(
+        "--check", metavar="RUN.json", type=Path, help="compare with the figures of a run"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the prediction and return the exit code."""
+    try:
+        positive = ("gpus", "samples", "prompt_tokens", "response_tokens", "max_response_tokens")
+        for name in (*positive, "chunked_prefill_size"):
+            if getattr(arguments, name) < 1:
+                raise workload.WorkloadError(f"--{name.replace('_', '-')} must be at least 1")
+        if not 0 < arguments.mem_fraction_static < 1 or arguments.sigma < 0:
+            raise workload.WorkloadError(
+                "--mem-fraction-static is between 0 and 1, --sigma at least 0"
+            )
+        model = shape.read(arguments.model)
+        asked = (
+            workload.logged(arguments.lengths)
+            if arguments.lengths
+            else workload.lognormal(
+                arguments.samples,
+                arguments.prompt_tokens,
+                arguments.response_tokens,
+                arguments.sigma,
+                arguments.max_response_tokens,
+            )
+        )
+        cluster = prediction.Cluster(
+            memory.gpus()[arguments.gpu],
+            arguments.gpus,
+            arguments.tp,
+            arguments.reserved_gib * memory.GIB,
+            arguments.mem_fraction_static,
+            arguments.chunked_prefill_size,
+        )
+        found = prediction.predictions(model, asked, cluster)
+        if not found:
+            sys.exit("sgl-fp8rl plan: the model does not fit into these GPUs; give it more --gpus")
+        if arguments.check:
+            print(report.check(arguments.check, found))
+        elif arguments.json:
+            print(report.as_json(found))
+        else:
+            print(report.render(model, asked, cluster, found, arguments.train_s))
+    except (shape.UnknownModelError, workload.WorkloadError) as error:
+        sys.exit(f"sgl-fp8rl plan: {error}")
+    return 0

@@ -1,0 +1,49 @@
+"""How many tokens an engine's KV cache holds."""
+
+from dataclasses import dataclass
+
+from sgl_fp8rl.plan.measured import figures
+from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.speed import Arm
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU."""
+
+    name: str
+    idle_bytes: float
+    """Free before anything runs."""
+    engine_bytes: float
+    """What an engine takes for itself: context, kernels, workspaces."""
+    scale: float
+    """Time of a step over that on an H200."""
+    source: str
+
+
+def gpus() -> dict[str, Gpu]:
+    """Those that ``plan`` knows, by name."""
+    memory = figures()["memory"]
+    own = memory["engine_bytes"]
+    h200 = Gpu("h200", memory["idle_bytes"], own, 1.0, f"measured: {figures()['source']}")
+    by_sheet = "not measured: an H200's times by the data sheets' bandwidth, 4.8 and 3.35 TB/s"
+    return {"h200": h200, "h100": Gpu("h100", 80e9, own, 4.8 / 3.35, by_sheet)}
+
+
+def kv_tokens(
+    gpu: Gpu, shape: Shape, arm: Arm, tp: int, reserved_bytes: float, fraction: float
+) -> int:
+    """Tokens of the KV cache of an engine; at most 0 where not even the weights fit.
+
+    Args:
+        tp: GPUs of the engine.
+        reserved_bytes: what others hold on each GPU, such as a trainer beside it.
+        fraction: the engine's ``mem_fraction_static``.
+    """
+    static = fraction * (gpu.idle_bytes - reserved_bytes) - gpu.engine_bytes
+    held = shape.weight_bytes(arm.fp8) / tp
+    heads = -(-shape.kv_heads // tp) * tp  # a head that ranks share is held by each of them
+    token = shape.kv_token_bytes(arm.fp8_kv) * heads / shape.kv_heads / tp
+    return int((static - held) / token)

@@ -1,0 +1,159 @@
+"""A prediction as the console prints it, and beside a run."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sgl_fp8rl.plan import prediction, update_time
+from sgl_fp8rl.plan.measured import figures
+from sgl_fp8rl.plan.prediction import Cluster, Prediction
+from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.workload import Workload, WorkloadError
+from sgl_fp8rl.tables import align
+
+HEADER = (
+    "way",
+    "GPUs",
+    "KV tokens",
+    "running",
+    "step ms",
+    "rollout s",
+    "tail s",
+    "retracted",
+    "tokens/s",
+)
+CHECKED: dict[str, Callable[[Prediction], float]] = {
+    "rollout_s": lambda each: each.outcome.seconds,
+    "rollout_tokens_s": lambda each: each.tokens_s,
+    "running_requests": lambda each: each.outcome.mean_running,
+    "retractions": lambda each: float(each.outcome.retractions),
+    "kv_tokens": lambda each: float(each.kv_tokens),
+}
+"""Figures of a run that are compared with the prediction, by the names of the benchmarks."""
+
+
+def render(
+    shape: Shape,
+    workload: Workload,
+    cluster: Cluster,
+    found: Sequence[Prediction],
+    train_s: float | None,
+) -> str:
+    """The table, the flags of the best way, and what is not known.
+
+    Args:
+        found: at least one.
+    """
+    best = found[0]
+    rows = [HEADER, *(_row(each) for each in found)]
+    lines = [align(rows), "", _flags(best, cluster), ""]
+    lines += _reasons(found)
+    lines += [_step(shape, best, train_s), ""]
+    lines += [f"Figures: {cluster.gpu.source}.", _error()]
+    lines += [f"Not measured: {what}." for what in prediction.unmeasured(workload, best)]
+    return "\n".join(lines)
+
+
+def as_json(found: Sequence[Prediction]) -> str:
+    """All of it."""
+    return json.dumps([asdict(each) for each in found], indent=1)
+
+
+def check(path: Path, found: Sequence[Prediction]) -> str:
+    """A run's figures beside the predicted ones.
+
+    Args:
+        path: ``{"rows": [{"arm": ..., "metric": ..., "median": ...}]}``, as a benchmark writes it.
+
+    Raises:
+        WorkloadError: it has none that could be compared.
+    """
+    by_arm = {each.arm.name: each for each in found}
+    rows: list[tuple[str, ...]] = [("way", "figure", "predicted", "measured", "off by")]
+    for row in _measured_rows(path):
+        each, metric = by_arm.get(row.get("arm", "")), row.get("metric")
+        if each is None or metric not in CHECKED:
+            continue
+        predicted, seen = CHECKED[metric](each), float(row["median"])
+        off = f"{predicted / seen - 1:+.1%}" if seen else "-"
+        rows.append((each.arm.name, metric, f"{predicted:.1f}", f"{seen:.1f}", off))
+    if len(rows) == 1:
+        raise WorkloadError(f"{path} has no figure to compare: {', '.join(CHECKED)} of an arm")
+    return align(rows, left=(0, 1))
+
+
+def _measured_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return [row for row in rows if isinstance(row["median"], (int, float))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WorkloadError(
+            f"{path} is not a result file ({type(error).__name__}); see docs/plan.md"
+        ) from None
+
+
+def _row(each: Prediction) -> tuple[str, ...]:
+    outcome = each.outcome
+    return (
+        each.arm.name,
+        f"{each.engines} x {each.tp}",
+        str(each.kv_tokens),
+        f"{outcome.mean_running:.0f}",
+        f"{outcome.step_ms:.1f}",
+        f"{outcome.seconds:.0f}",
+        f"{outcome.tail_s:.0f}",
+        str(outcome.retractions),
+        f"{each.tokens_s:.0f}",
+    )
+
+
+def _flags(best: Prediction, cluster: Cluster) -> str:
+    running = best.outcome.peak_running
+    flags = [
+        best.arm.flags,
+        f"--tp-size {best.tp}" if best.tp > 1 else "",
+        f"--mem-fraction-static {cluster.fraction}",
+        f"--chunked-prefill-size {cluster.chunk}",
+        f"--cuda-graph-max-bs-decode {running}",
+    ]
+    engines = f"{best.engines} engines, each" if best.engines > 1 else "one engine"
+    return f"{best.arm.name}: {engines} with\n  {' '.join(flag for flag in flags if flag)}"
+
+
+def _reasons(found: Sequence[Prediction]) -> list[str]:
+    """What FP8 weights and an FP8 KV cache give for this rollout."""
+    seconds = {each.arm.name: each.outcome.seconds for each in found}
+    reasons = []
+    for what, without, having in (
+        ("FP8 weights and our kernels", "stock-bf16", "fp8rl"),
+        ("An FP8 KV cache", "fp8rl", "fp8rl-kv8"),
+        ("Ours", "stock-block-fp8-kv8-xqa", "fp8rl-kv8"),
+    ):
+        if without in seconds and having in seconds:
+            ratio = seconds[without] / seconds[having]
+            reasons.append(f"{what}: {ratio:.2f} times as fast as {without}.")
+    return reasons
+
+
+def _step(shape: Shape, best: Prediction, train_s: float | None) -> str:
+    updates = [f"{update_time.update_ms(shape, way):.0f} ms {way}" for way in update_time.WAYS]
+    update = f"An update on the same GPU: {' or '.join(updates)}"
+    if best.tp > 1 or best.arm.stack == "stock":
+        update = "The time of an update is not known here"
+    if train_s is None:
+        return f"{update}."
+    step = best.outcome.seconds + train_s + update_time.update_ms(shape, "bucket") / 1e3
+    share = best.outcome.seconds / step
+    return f"{update}. An RL step: {step:.0f} s, of which the rollout {share:.0%}."
+
+
+def _error() -> str:
+    errors = figures()["errors"]
+    return (
+        f"Error where it was tried: a decode step that was left out of the fit is "
+        f"{errors['decode, a load left out']['mean']:.0%} off in the mean and "
+        f"{errors['decode, a load left out']['worst']:.0%} at worst; whole rollouts "
+        f"{errors['rollouts']['worst']:.0%} at worst."
+    )

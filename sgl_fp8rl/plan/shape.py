@@ -1,0 +1,149 @@
+"""The shape of a model, from its ``config.json``: what each rank holds and reads.
+
+Suffixes of names: none; all sizes are of the whole model unless a tensor parallel size is given.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK = 128
+"""Rows and columns of weights that share an FP8 scale."""
+BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
+
+
+class UnknownModelError(ValueError):
+    """A model that ``plan`` has no formula for."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of equal layers, dense where ``experts`` is 0."""
+
+    hidden: int
+    intermediate: int
+    """Of the dense MLP, or of one expert."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    tied: bool = False
+    """Whether embeddings and head are one matrix."""
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of a layer's projections."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * queries + 2 * keys)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Elements of the dense MLP, or of one expert."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the head."""
+        return self.vocab * self.hidden
+
+    def experts_read(self, tokens: int) -> float:
+        """Experts of a layer that so many tokens use, if each takes its experts evenly."""
+        if not self.experts:
+            return 1.0
+        return self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens)
+
+    def weight_bytes(self, fp8: bool) -> float:
+        """All weights as an engine holds them; norms are left out."""
+        layer = self.attention_weights + self.mlp_weights * max(self.experts, 1)
+        rest = self.head_weights * (1 if self.tied else 2) + self._router
+        return self.layers * layer * _element_bytes(fp8) + rest * BF16_BYTES
+
+    def read_bytes(self, fp8: bool, tokens: int) -> float:
+        """Weights that a step over so many tokens reads: of the embeddings it takes single rows."""
+        layer = self.attention_weights + self.mlp_weights * self.experts_read(tokens)
+        rest = self.head_weights + self._router
+        return self.layers * layer * _element_bytes(fp8) + rest * BF16_BYTES
+
+    def token_flops(self) -> float:
+        """Floating-point operations of a layer stack's matrices for one token."""
+        active = max(self.experts_per_token, 1)
+        return 2.0 * self.layers * (self.attention_weights + self.mlp_weights * active)
+
+    def attention_flops(self, length: int) -> float:
+        """Floating-point operations of causal attention over a prompt."""
+        return 2.0 * self.layers * self.heads * self.head_dim * float(length) ** 2
+
+    def kv_token_bytes(self, fp8: bool) -> int:
+        """K and V of one token in all layers."""
+        size = FP8_BYTES if fp8 else BF16_BYTES
+        return size * 2 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def _router(self) -> int:
+        return self.layers * self.hidden * self.experts
+
+
+def _element_bytes(fp8: bool) -> float:
+    return FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES
+
+
+def read(model: str) -> Shape:
+    """The shape of a model in a folder, or of a ``config.json``.
+
+    Raises:
+        UnknownModelError: it cannot be read, or is of a family without a formula.
+    """
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+        return of(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UnknownModelError):
+            raise
+        raise UnknownModelError(
+            f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
+            f"folder that has one"
+        ) from None
+
+
+def of(config: Any) -> Shape:
+    """The shape that a ``config.json`` describes.
+
+    Raises:
+        KeyError: it lacks a size.
+        UnknownModelError: there is no formula for its family.
+    """
+    if not isinstance(config, dict):
+        raise TypeError("it holds no object")
+    family = config.get("model_type")
+    if family not in FAMILIES or config.get("quantization_config"):
+        what = f"model_type {family!r}" if family not in FAMILIES else "a quantized checkpoint"
+        raise UnknownModelError(f"plan has no formula for {what}; it knows {', '.join(FAMILIES)}")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnknownModelError("plan has no formula for layers with and without experts")
+    heads = config["num_attention_heads"]
+    experts = config.get("num_experts") or config.get("num_local_experts", 0)
+    shape = Shape(
+        hidden=config["hidden_size"],
+        intermediate=config["moe_intermediate_size" if experts else "intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        experts=experts,
+        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+    sizes = (shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.vocab)
+    if any(type(size) is not int or not 0 < size < math.inf for size in sizes):
+        raise UnknownModelError(f"the model's sizes are {sizes}; all must be positive integers")
+    return shape

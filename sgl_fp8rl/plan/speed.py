@@ -1,0 +1,114 @@
+"""Time of a decode step, of a prefill and of an update: sums of measured costs.
+
+A step reads its weights and its KV cache, computes, and has overhead in each layer. Each cost is a
+coefficient times a quantity that the shape gives; ``benchmarks/plan.py`` fits the coefficients to
+measured rows, and the file says to which, and how well it predicts rows that it was not fitted to.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sgl_fp8rl.plan.measured import figures
+from sgl_fp8rl.plan.shape import Shape
+
+H200_BYTES_MS = 4.27e9
+"""Bytes that a copy on an H200 reads and writes in a millisecond: the unit of the quantities."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to serve. Its names are those of the benchmarks."""
+
+    name: str
+    stack: str
+    """Whose kernels run around the GEMMs: "stock" or "ours"."""
+    fp8: bool
+    fp8_kv: bool
+    flags: str
+
+    @property
+    def weights(self) -> str:
+        return f"{'fp8' if self.fp8 else 'bf16'} {self.stack}"
+
+    @property
+    def kv(self) -> str:
+        """How attention reads the KV cache in decode: what FlashInfer reads is the same in both."""
+        return f"fp8 {self.stack}" if self.fp8_kv else "bf16"
+
+
+KV8 = "--kv-cache-dtype fp8_e4m3"
+XQA = "--attention-backend flashinfer --decode-attention-backend trtllm_mha --page-size 64"
+ARMS = (
+    Arm("stock-bf16", "stock", False, False, ""),
+    Arm("stock-bf16-kv8-xqa", "stock", False, True, f"{KV8} {XQA}"),
+    Arm("stock-block-fp8", "stock", True, False, "--quantization fp8"),
+    Arm("stock-block-fp8-kv8-xqa", "stock", True, True, f"--quantization fp8 {KV8} {XQA}"),
+    Arm("fp8rl", "ours", True, False, "--quantization fp8rl"),
+    Arm("fp8rl-kv8", "ours", True, True, f"--quantization fp8rl {KV8}"),
+)
+
+Quantities = dict[str, float]
+
+
+def decode_quantities(
+    arm: Arm, shape: Shape, batch: int, kv_tokens: float, tp: int = 1
+) -> Quantities:
+    """What a decode step costs, by coefficient.
+
+    Args:
+        kv_tokens: of all sequences together.
+    """
+    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv)
+    return {
+        f"layer {arm.stack}": float(shape.layers),
+        f"read weights {arm.weights}": shape.read_bytes(arm.fp8, batch) / H200_BYTES_MS / tp,
+        f"compute {arm.weights}": shape.token_flops() * batch / 1e12 / tp,
+        f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / tp,
+        f"attention {arm.kv}": float(batch * shape.layers),
+    }
+
+
+def prefill_quantities(
+    arm: Arm, shape: Shape, lengths: Sequence[int], batches: int, tp: int = 1
+) -> Quantities:
+    """What a prefill costs, by coefficient.
+
+    Args:
+        lengths: of the prompts.
+        batches: forward passes that they take.
+    """
+    attention = sum(shape.attention_flops(length) for length in lengths)
+    return {
+        f"prefill batch {arm.stack}": float(batches),
+        f"prefill compute {arm.weights}": shape.token_flops() * sum(lengths) / 1e12 / tp,
+        f"prefill attention {'fp8' if arm.fp8_kv else 'bf16'}": attention / 1e12 / tp,
+    }
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Times on one kind of GPU."""
+
+    coefficients: Mapping[str, float]
+    """In ms, of one of each quantity."""
+    scale: float = 1.0
+    """Time on this GPU over time on the measured one."""
+
+    def decode_ms(self, arm: Arm, shape: Shape, batch: int, kv_tokens: float, tp: int = 1) -> float:
+        """One step of a batch."""
+        return self._sum(decode_quantities(arm, shape, batch, kv_tokens, tp))
+
+    def prefill_ms(
+        self, arm: Arm, shape: Shape, lengths: Sequence[int], batches: int, tp: int = 1
+    ) -> float:
+        """All of these prompts."""
+        return self._sum(prefill_quantities(arm, shape, lengths, batches, tp))
+
+    def _sum(self, quantities: Quantities) -> float:
+        each = self.coefficients
+        return self.scale * sum(each[name] * count for name, count in quantities.items())
+
+
+def speed_of(scale: float) -> Speed:
+    """Of a GPU on which a step takes ``scale`` times as long as on an H200."""
+    return Speed(figures()["coefficients_ms"], scale)

@@ -1,0 +1,77 @@
+"""What a rollout is asked for: prompts, and how long their answers get."""
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SEED = 0
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample of a rollout, in tokens."""
+
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All samples of one rollout.
+
+    Args:
+        limit: the ``max_new_tokens`` of each, by which SGLang decides how many it starts.
+    """
+
+    requests: Sequence[Request]
+    limit: int
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(request.response for request in self.requests)
+
+
+def lognormal(count: int, prompt: int, median: int, sigma: float, limit: int) -> Workload:
+    """Answers of lognormal lengths, cut at ``limit``."""
+    rng = random.Random(SEED)
+    drawn = (round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count))
+    requests = [Request(prompt, min(limit, max(1, length))) for length in drawn]
+    return Workload(requests, limit)
+
+
+def logged(path: Path, limit: int | None = None) -> Workload:
+    """The samples of a run: lines of ``{"prompt_tokens": int, "response_tokens": int}``.
+
+    Raises:
+        WorkloadError: a line says something else.
+    """
+    requests = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found: Any = json.loads(line)
+            tokens = [found["prompt_tokens"], found["response_tokens"]]
+        except (ValueError, KeyError, TypeError):
+            tokens = []
+        if len(tokens) != 2 or any(type(each) is not int or each < 1 for each in tokens):
+            raise WorkloadError(
+                f'line {number} of {path} is not {{"prompt_tokens": N, "response_tokens": N}}'
+            )
+        requests.append(Request(*tokens))
+    if not requests:
+        raise WorkloadError(f"{path} has no samples")
+    longest = max(request.response for request in requests)
+    return Workload(requests, max(limit or 0, longest))

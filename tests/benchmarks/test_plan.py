@@ -1,0 +1,46 @@
+"""The figures that ``sgl-fp8rl plan`` ships are those of the result files."""
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from benchmarks.plan import __main__ as plan
+from benchmarks.plan.fit import Row, fit, left_out, predict
+
+ROLLOUT_ERROR = 0.06
+"""Of a whole rollout's time, to which nothing was fitted: 5.7% and 2.6%."""
+
+
+@pytest.fixture(scope="module")
+def derived() -> dict[str, Any]:
+    return plan.derive()
+
+
+def test_the_package_has_the_figures_of_the_results(derived: dict[str, Any]) -> None:
+    stored = json.loads(plan.FIGURES.read_text())
+    assert stored["source"] == derived["source"]
+    for what in ("coefficients_ms", "memory"):
+        assert stored[what] == pytest.approx(derived[what], rel=1e-3)
+    for what in ("update", "errors"):
+        assert stored[what].keys() == derived[what].keys()
+        for name, each in derived[what].items():
+            assert stored[what][name] == pytest.approx(each, rel=1e-3), name
+    assert plan.table(stored) in plan.PAGE.read_text()
+
+
+def test_rollouts_are_predicted(derived: dict[str, Any]) -> None:
+    assert derived["errors"]["rollouts"]["worst"] < ROLLOUT_ERROR
+
+
+def test_a_row_that_is_left_out_does_not_predict_itself() -> None:
+    """The control of the errors: a row that agrees with no other is far off."""
+    rows = [
+        Row("fp8rl", "m", case, "decode_step_ms", ms, {"layer ours": 10.0})
+        for case, ms in (("a", 10.0), ("b", 10.0), ("c", 10.0), ("d", 100.0))
+    ]
+    predicted = {row.case: ms for row, ms in left_out(rows, lambda row: row.case)}
+    assert predicted["d"] == pytest.approx(10.0)
+    assert predict(fit(rows), rows[3]) > 1.02 * predicted["d"]

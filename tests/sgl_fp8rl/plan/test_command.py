@@ -1,0 +1,134 @@
+"""``sgl-fp8rl plan`` from its arguments to what it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.engines import models
+from sgl_fp8rl import cli
+from sgl_fp8rl.plan import memory, prediction, shape, speed
+from sgl_fp8rl.plan.workload import Request, Workload, lognormal
+
+QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
+MOE = shape.of(models.config(models.MODELS["qwen3-30b-a3b"]))
+H200 = memory.gpus()["h200"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("qwen3-8b")
+    models.save_config(models.MODELS["qwen3-8b"], folder)
+    return str(folder)
+
+
+def plan(*arguments: str) -> None:
+    assert cli.main(["plan", *arguments]) == 0
+
+
+def names(found: list[prediction.Prediction]) -> list[str]:
+    return [each.arm.name for each in found]
+
+
+def test_the_fastest_way_comes_first(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan(model, "--samples", "64", "--json")
+    found = json.loads(capsys.readouterr().out)
+    seconds = [each["outcome"]["seconds"] for each in found]
+    assert seconds == sorted(seconds) and len(found) == len(speed.ARMS)
+    assert found[0]["arm"]["name"] == "fp8rl-kv8"
+    plan(model, "--samples", "64", "--train-s", "30", "--gpus", "2")
+    printed = capsys.readouterr().out
+    for said in ("--quantization fp8rl --kv-cache-dtype fp8_e4m3", "An RL step: ", "NVIDIA H200"):
+        assert said in printed
+    assert "2 engines" in printed and "Not measured" not in printed
+
+
+def test_flags_are_those_of_sglang() -> None:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = {name for action in parser._actions for name in action.option_strings}
+    ours = "--mem-fraction-static --chunked-prefill-size --cuda-graph-max-bs-decode --tp-size"
+    flags = " ".join([ours, *(arm.flags for arm in speed.ARMS)]).split()
+    assert {flag for flag in flags if flag.startswith("--")} <= known
+
+
+def test_a_model_is_spread_over_as_few_gpus_as_hold_it() -> None:
+    small = memory.Gpu("half", H200.idle_bytes / 2, H200.engine_bytes, 1.0, "a test")
+    asked = Workload([Request(1000, 1000)] * 8, 1000)
+    found = prediction.predictions(
+        MOE, asked, prediction.Cluster(small, gpus=4, reserved_bytes=5e9)
+    )
+    sizes = {each.arm.name: (each.engines, each.tp) for each in found}
+    assert sizes["fp8rl-kv8"] == (4, 1) and sizes["stock-bf16"] == (2, 2)
+    assert any("lower bounds" in what for what in prediction.unmeasured(asked, found[-1]))
+    assert prediction.predictions(MOE, asked, prediction.Cluster(small, gpus=1)) != []
+    nothing = prediction.Cluster(small, gpus=1, reserved_bytes=60e9)
+    assert prediction.predictions(MOE, asked, nothing) == []
+
+
+def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
+    arm = speed.ARMS[-1]
+    free = [memory.kv_tokens(H200, QWEN, arm, 1, reserved, 0.8) for reserved in (0.0, 40e9)]
+    assert free[0] - free[1] == pytest.approx(0.8 * 40e9 / QWEN.kv_token_bytes(True), rel=1e-3)
+
+
+def test_what_lies_outside_of_the_measurements_is_said() -> None:
+    asked = Workload([Request(30000, 8000)] * 2, 8000)
+    (best, *_) = prediction.predictions(QWEN, asked, prediction.Cluster(H200))
+    assert any("30000" in what for what in prediction.unmeasured(asked, best))
+    many = lognormal(2000, 100, 200, 0.5, 1000)
+    (best, *_) = prediction.predictions(QWEN, many, prediction.Cluster(H200))
+    assert any("512" in what for what in prediction.unmeasured(many, best))
+
+
+def test_lengths_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_text('{"prompt_tokens": 100, "response_tokens": 50}\n\n' * 3)
+    plan(model, "--lengths", str(log), "--json")
+    (best, *_) = json.loads(capsys.readouterr().out)
+    assert best["outcome"]["peak_running"] == 3
+    for bad in ("", "{}\n", '{"prompt_tokens": 0, "response_tokens": 5}', "[1]\n", "null"):
+        log.write_text(bad)
+        with pytest.raises(SystemExit, match=r"sgl-fp8rl plan: .*(line 1 of|has no samples)"):
+            plan(model, "--lengths", str(log))
+
+
+def test_a_run_beside_its_prediction(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(model, "--samples", "64", "--json")
+    (best, *_) = json.loads(capsys.readouterr().out)
+    run = tmp_path / "run.json"
+    rows = [
+        {"arm": "fp8rl-kv8", "metric": "rollout_s", "median": 2 * best["outcome"]["seconds"]},
+        {"arm": "fp8rl-kv8", "metric": "retractions", "median": 0},
+        {"arm": "another", "metric": "rollout_s", "median": 1.0},
+    ]
+    run.write_text(json.dumps({"rows": rows}))
+    plan(model, "--samples", "64", "--check", str(run))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[1].endswith("-50.0%") and lines[2].endswith("-")
+    for bad in ("{", "{}", '{"rows": []}', '{"rows": [{"median": "x"}]}'):
+        run.write_text(bad)
+        with pytest.raises(SystemExit, match=r"sgl-fp8rl plan: .*(not a result|no figure)"):
+            plan(model, "--samples", "64", "--check", str(run))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--gpus", "0"], "--gpus must be at least 1"),
+        (["--samples", "-1"], "--samples must be at least 1"),
+        (["--mem-fraction-static", "1.5"], "between 0 and 1"),
+        (["--sigma", "-1"], "--sigma"),
+        (["--reserved-gib", "139"], "does not fit"),
+        (["--tp", "4"], "does not fit"),
+    ],
+)
+def test_bad_arguments(model: str, arguments: list[str], why: str) -> None:
+    with pytest.raises(SystemExit, match=why):
+        plan(model, *arguments)

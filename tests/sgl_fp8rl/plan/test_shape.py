@@ -1,0 +1,83 @@
+"""Sizes of a model, beside those of the models that transformers builds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.engines import models, traffic
+from sgl_fp8rl.plan import shape
+from sgl_fp8rl.plan.shape import UnknownModelError
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+NORMS = 2e-4
+"""Of the bytes that a step reads, at most: the formulas leave them out."""
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", shape.FAMILIES)
+def test_weights_are_those_of_transformers(family: str, tied: bool) -> None:
+    more = MOE if family.endswith("moe") else {}
+    config = AutoConfig.for_model(family, **(SMALL | more | {"tie_word_embeddings": tied}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    found = shape.of(config.to_dict())
+    assert found.weight_bytes(fp8=False) == 2 * matrices
+    assert found.kv_token_bytes(fp8=False) == 2 * 2 * 3 * 2 * 64
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_bytes_are_those_of_the_benchmarks(name: str, tokens: int) -> None:
+    of = models.MODELS[name]
+    found, parameters = shape.of(models.config(of)), list(models.parameters(of))
+    for form in ("bf16", "fp8"):
+        fp8 = form == "fp8"
+        held = traffic.payload_bytes(parameters, form)
+        assert found.weight_bytes(fp8) == pytest.approx(held, rel=NORMS)
+        read = traffic.step_weight_bytes(parameters, form, of.experts_read(tokens))
+        assert found.read_bytes(fp8, tokens) == pytest.approx(read, rel=NORMS)
+        cache = "fp8_e4m3" if fp8 else "auto"
+        assert found.kv_token_bytes(fp8) == traffic.kv_token_bytes(of, cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_type": "deepseek_v3"}, "no formula for model_type 'deepseek_v3'"),
+        ({"model_type": None}, "no formula for model_type None"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "a quantized checkpoint"),
+        ({"mlp_only_layers": [1]}, "with and without experts"),
+        ({"num_hidden_layers": 0}, "must be positive integers"),
+        ({"hidden_size": "256"}, "must be positive integers"),
+        ({"num_attention_heads": None}, "TypeError|positive"),
+    ],
+)
+def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "qwen3"} | change))
+    with pytest.raises(UnknownModelError, match=why):
+        shape.read(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model_type": "llama"}', "\udcff"])
+def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UnknownModelError, match=r"is not the config.json of a model"):
+        shape.read(str(path))
+    with pytest.raises(UnknownModelError, match=r"absent"):
+        shape.read(str(tmp_path / "absent"))
