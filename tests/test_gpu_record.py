@@ -66,12 +66,12 @@ def test_what_failed_is_not_recorded(second: dict[str, Any], fault: str) -> None
 
 
 def test_every_file_is_scheduled() -> None:
-    together, alone = (
+    together, alone, on_all = (
         {f"test_{name}.py" for names in parts for name in names}
-        for parts in (schedule.TOGETHER, schedule.ALONE)
+        for parts in (schedule.TOGETHER, schedule.ALONE, schedule.ON_ALL_GPUS)
     )
     texts = {path.name: path.read_text() for path in HERE.glob("test_*.py")}
-    assert together | alone | {f"test_{name}.py" for name in schedule.ON_ALL_GPUS} == texts.keys()
+    assert together | alone | on_all == texts.keys()
     assert alone == {name for name, text in texts.items() if "mark.alone" in text}
     # a part without tests fails
     whole = {

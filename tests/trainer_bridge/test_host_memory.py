@@ -2,7 +2,9 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,13 +38,25 @@ def session(bucket: HostBucket, ranks: list[Rank]) -> None:
     connected.close()
 
 
-def held() -> tuple[int, int]:
-    """How many descriptors and maps of buckets this process has."""
-    gc.collect()
-    open_now = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    descriptors = [str(entry.readlink()) for entry in open_now]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("fp8rl-bucket" in d for d in descriptors), sum("fp8rl-bucket" in m for m in maps)
+class Held:
+    """Descriptors and maps that this process has of buckets, each by its inode.
+
+    By inode, since threads of other tests may still let go of theirs.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.descriptors: Counter[int] = Counter()
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since it was listed
+                if "fp8rl-bucket" in str(entry.readlink()):
+                    self.descriptors[entry.stat().st_ino] += 1
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        self.maps = Counter(int(line.split()[4]) for line in lines if "fp8rl-bucket" in line)
+
+    def since(self, before: "Held") -> tuple[int, int]:
+        """How many descriptors and maps are new."""
+        return (self.descriptors - before.descriptors).total(), (self.maps - before.maps).total()
 
 
 def test_every_rank_reads_what_is_filled_in(tmp_path: Path, bucket: HostBucket) -> None:
@@ -108,15 +122,15 @@ def test_its_size_is_sealed(bucket: HostBucket) -> None:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_it_is_freed_with_its_owner(closes: bool) -> None:
-    before = held()
+    before = Held()
     bucket = HostBucket(NBYTES)
-    assert held() == (before[0] + 2, before[1] + 1)  # Python's mmap has a descriptor of its own
+    assert Held().since(before) == (2, 1)  # Python's mmap has a descriptor of its own
     if closes:
         bucket.close()
         bucket.close()
-        assert held() == (before[0] + 1, before[1] + 1)  # its content may still be read
+        assert Held().since(before) == (1, 1)  # its content may still be read
     del bucket
-    assert held() == before
+    assert Held().since(before) == (0, 0)
 
 
 def test_a_rank_reads_on_when_the_owner_is_gone(tmp_path: Path) -> None:
@@ -143,7 +157,7 @@ def test_a_rank_that_refuses_it(tmp_path: Path, bucket: HostBucket, answer: Answ
 
 
 def test_memory_that_no_machine_has() -> None:
-    before = held()
+    before = Held()
     with pytest.raises(EngineError, match=str(1 << 62)):
         HostBucket(1 << 62)
-    assert held() == before
+    assert Held().since(before) == (0, 0)
