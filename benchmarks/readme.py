@@ -11,12 +11,23 @@ from benchmarks.environment import ROOT
 from benchmarks.parity import picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
-from benchmarks.tables import correction, headline, kv, learning, pictures, trl, verl, verl_parity
+from benchmarks.tables import (
+    beside_stock,
+    correction,
+    headline,
+    kv,
+    learning,
+    memory,
+    pictures,
+    trl,
+    verl,
+    verl_parity,
+)
 from benchmarks.tables import engines as engine_tables
 from benchmarks.tables import kernels as kernel_tables
 
 TABLES = ROOT / "sgl_fp8rl" / "gemm" / "tables"
-PERFORMANCE = ROOT / "docs" / "performance.md"
+PLAN = ROOT / "sgl_fp8rl" / "plan"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 """A block may stand on any of them, once."""
 BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -38,7 +49,9 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "headline_decode": ("rollout.json", headline.decode),
     "headline_rollout": ("long_tail.json", headline.rollout),
     "headline_update": ("update.json", headline.update),
-    "decode": ("rollout.json", engine_tables.decode),
+    "decode": ("rollout.json", beside_stock.decode),
+    "best_stock": ("rollout.json", beside_stock.both),
+    "memory_80gb": (PLAN / "nvidia-h200.json", memory.capacities),
     "rollout": ("rollout.json", engine_tables.rollout),
     "long_tail": ("long_tail.json", engine_tables.long_tail),
     "decode_profile": ("decode_profile.json", engine_tables.decode_profile),
@@ -73,7 +86,7 @@ def main() -> None:
         page.write_text(BLOCK.sub(filled, page.read_text()))
     measured = RESULTS / "rollout.json"
     if measured.exists():
-        pictures.draw(read(measured), PERFORMANCE.parent / engine_tables.PICTURE)
+        pictures.draw(read(measured), pictures.PICTURE)
     measured = RESULTS / "parity.jsonl"
     if measured.exists():
         picture.draw(read(measured), picture.PICTURE)

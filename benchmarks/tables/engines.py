@@ -5,7 +5,6 @@ from typing import Any
 
 from benchmarks.tables.markdown import (
     Column,
-    Form,
     Row,
     facts,
     failures,
@@ -19,7 +18,6 @@ from benchmarks.tables.markdown import (
 Results = Mapping[str, Any]
 
 REFERENCE = "stock-bf16"
-PICTURE = "performance.png"
 CLASSES = 12
 """Classes of a profile that get a line of their own."""
 TOTALS = ("step", "busy", "idle")
@@ -45,7 +43,7 @@ def rollout(results: Results) -> str:
     rows = with_ratio(results["rows"], "prefill_s", is_reference, "prefill faster")
     rows = with_ratio(rows, "decode_step_ms", is_reference)
     rows = with_share(rows, "decode_floor_ms", "decode_step_ms", "of floor")
-    parts = [f"![Decode speed of each arm over stock BF16]({PICTURE})"]
+    parts = []
     decode = {"decode_step_ms": "{median:.2f} ms", "faster": "{median:.2f}x"}
     decode |= {"of floor": "{median:.0%} of floor"}
     prefill = {"prefill_s": "{median:.3g} s", "prefill faster": "{median:.2f}x"}
@@ -73,32 +71,6 @@ def copies(rows: Sequence[Row]) -> str:
     """Bandwidth of a copy where the arms ran."""
     found = [row["median"] for row in rows if row["metric"] == "copy_tb_s"]
     return f"Bandwidth of a copy: {min(found):.2f} to {max(found):.2f} TB/s." if found else ""
-
-
-def decode(results: Results) -> str:
-    """One line a load: stock BF16, the best of stock's other arms, and the best of ours."""
-    rows = with_ratio(results["rows"], "decode_step_ms", is_reference)
-    stock = [row for row in rows if row["arm"].startswith("stock") and not is_reference(row)]
-    ours = [row for row in rows if row["arm"].startswith("fp8rl")]
-    sides = {REFERENCE: filter(is_reference, rows), "stock": fastest(stock), "ours": fastest(ours)}
-    step: dict[str, Form] = {"decode_step_ms": "{median:.2f} ms ({arm})"}
-    columns = [
-        Column(REFERENCE, {"decode_step_ms": "{median:.2f} ms"}, {"side": REFERENCE}),
-        Column("best other stock arm", step, {"side": "stock"}),
-        Column("ours", step | {"faster": "{median:.2f}x"}, {"side": "ours"}),
-    ]
-    best = [row | {"side": side} for side, found in sides.items() for row in found]
-    made = table(best, ["model", "case"], columns, "decode step, sequences x prompt")
-    return joined(made, f"{facts(results['environment'])}: medians.")
-
-
-def fastest(rows: Sequence[Row]) -> list[Row]:
-    """For each model and case, the rows of the arm whose decode step is the shortest."""
-    steps = sorted(
-        (row for row in rows if row["metric"] == "decode_step_ms"), key=lambda row: -row["median"]
-    )
-    arms = {(row["model"], row["case"]): row["arm"] for row in steps}  # the last is the shortest
-    return [row for row in rows if arms.get((row["model"], row["case"])) == row["arm"]]
 
 
 def again(results: Results) -> str:

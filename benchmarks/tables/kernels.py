@@ -1,4 +1,4 @@
-"""The measured blocks of docs/performance.md about single kernels and GEMMs."""
+"""The measured blocks of docs/performance_evidence.md about single kernels and GEMMs."""
 
 from collections.abc import Mapping
 from typing import Any

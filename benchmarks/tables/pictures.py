@@ -4,13 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import ROOT
 from benchmarks.tables.engines import REFERENCE, loads_of, models_of
 
+PICTURE = ROOT / "docs" / "performance.png"
 COLOURS = {"stock": "tab:blue", "fp8rl": "tab:orange"}
+DECODE, PREFILL, FLOOR = "decode_step_ms", "prefill_s", "decode_floor_ms"
+
+Medians = Mapping[tuple[str, str, str], float]
+"""By arm, model and load, and metric."""
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Decode speed over stock BF16, a group of bars a load, with the floor of each arm above."""
+    """Speed of decode and of prefill over stock BF16, a group of bars a load.
+
+    Above the bars of decode, the floor of each arm.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -20,32 +29,18 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     found = {
         (row["arm"], f"{row['model']}\n{row['case']}", row["metric"]): row["median"] for row in rows
     }
-    arms = list(dict.fromkeys(arm for arm, _, metric in found if metric == "decode_step_ms"))
     cases = [
         f"{model}\n{load}"
         for model in models_of(rows)
         for load in loads_of([row for row in rows if row["model"] == model])
-        if (REFERENCE, f"{model}\n{load}", "decode_step_ms") in found
+        if (REFERENCE, f"{model}\n{load}", DECODE) in found
     ]
-    figure, axis = pyplot.subplots(figsize=(11, 5), layout="constrained")
-    width = 0.8 / max(1, len(arms))
-    shades = {kind: iter((0.35, 0.5, 0.65, 0.8, 0.9, 1.0)) for kind in COLOURS}
-    for number, arm in enumerate(arms):
-        kind = "stock" if arm.startswith("stock") else "fp8rl"
-        there = [i for i, case in enumerate(cases) if (arm, case, "decode_step_ms") in found]
-        at = [i + (number - (len(arms) - 1) / 2) * width for i in there]
-        base = [found[REFERENCE, cases[i], "decode_step_ms"] for i in there]
-        step = [found[arm, cases[i], "decode_step_ms"] for i in there]
-        floor = [found[arm, cases[i], "decode_floor_ms"] for i in there]
-        speeds = [b / s for b, s in zip(base, step, strict=True)]
-        axis.bar(at, speeds, width, color=COLOURS[kind], alpha=next(shades[kind]), label=arm)
-        limits = [b / f for b, f in zip(base, floor, strict=True)]
-        axis.scatter(at, limits, marker="_", color="black", s=80, linewidths=1)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_xticks(range(len(cases)), cases)
-    axis.set_ylabel("decode speed over stock BF16")
-    axis.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize=8, ncols=4)
+    figure, (above, below) = pyplot.subplots(2, figsize=(11, 8), layout="constrained")
+    _compare(above, found, cases, DECODE, FLOOR)
+    above.set_ylabel("decode, times as fast as stock BF16")
+    _compare(below, found, cases, PREFILL, None)
+    below.set_ylabel("prefill, times as fast as stock BF16")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(
         f"{e['device']}, SGLang {e['sglang']}, commit {e['commit']}; dashes: floor of the arm's "
         f"bytes at the bandwidth of a copy",
@@ -53,3 +48,28 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     )
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def _compare(
+    axis: Any, found: Medians, cases: list[str], metric: str, floor_metric: str | None
+) -> None:
+    arms = list(dict.fromkeys(arm for arm, _, of in found if of == DECODE))
+    width = 0.8 / max(1, len(arms))
+    shades = {kind: iter((0.35, 0.5, 0.65, 0.8, 0.9, 1.0)) for kind in COLOURS}
+    for number, arm in enumerate(arms):
+        kind = "stock" if arm.startswith("stock") else "fp8rl"
+        there = [i for i, case in enumerate(cases) if (arm, case, metric) in found]
+        at = [i + (number - (len(arms) - 1) / 2) * width for i in there]
+
+        def speeds(of: str, arm: str = arm, there: list[int] = there) -> list[float]:
+            places = [cases[i] for i in there]
+            return [found[REFERENCE, case, metric] / found[arm, case, of] for case in places]
+
+        axis.bar(
+            at, speeds(metric), width, color=COLOURS[kind], alpha=next(shades[kind]), label=arm
+        )
+        if floor_metric is not None:
+            axis.scatter(at, speeds(floor_metric), marker="_", color="black", s=80, linewidths=1)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(cases)), cases)
+    axis.grid(axis="y", alpha=0.3)

@@ -6,8 +6,8 @@ float8_e4m3fn [M, K] with FP32 scales [M, K/128] in DeepGEMM's layout (strides `
 FlashInfer's GEMM also takes BF16, but then quantizes by another formula: its codes would differ
 from those of a fused producer, and it would not save a launch.
 
-A stream-K kernel in Triton was removed: on an H200 (docs/performance.md) DeepGEMM was faster from 4
-rows on, and FlashInfer below that.
+A stream-K kernel in Triton was removed: on an H200 (docs/performance_evidence.md) DeepGEMM was
+faster from 4 rows on, and FlashInfer below that.
 
 Shape suffixes as in ``ops.reference``.
 """

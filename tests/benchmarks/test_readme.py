@@ -16,7 +16,8 @@ from tests.trainer_bridge.moe_models import tiny
 README = readme.ROOT / "README.md"
 LINES = 150
 LOOP_LINES = 25
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
+LINKING = (*readme.PAGES, readme.ROOT / "benchmarks" / "README.md")
 
 
 def test_each_block_stands_on_one_page() -> None:
@@ -36,11 +37,20 @@ def test_blocks_hold_what_their_result_files_give(page: Path) -> None:
     assert text.count("<!-- measured:") == len(names_of(page))
 
 
-@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
-def test_links_lead_to_files(page: Path) -> None:
-    for target, _ in LINK.findall(page.read_text()):
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name} links to {target}"
+            if anchor and there.suffix == ".md":
+                assert anchor[1:] in anchors_of(there), f"{page.name} links to {target}{anchor}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_page_is_in_the_index() -> None:
