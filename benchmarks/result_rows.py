@@ -5,7 +5,7 @@ A row has ``arm``, ``model``, ``case``, ``metric``, ``unit``, ``median``, ``min`
 """
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -40,11 +40,14 @@ NATS = {
 
 
 def rows_of(reports: Sequence[Report]) -> list[Row]:
-    """Rows of one job."""
+    """Rows of one job; what it reports more than once, of several runs, has the values of all."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for report in reports:
+        for metric, values in report["values"].items():
+            found[report["arm"], report["model"], report["case"], metric] += values
     return [
-        {key: report[key] for key in ("arm", "model", "case")} | _summary(metric, values)
-        for report in reports
-        for metric, values in report["values"].items()
+        {"arm": arm, "model": model, "case": case} | _summary(metric, values)
+        for (arm, model, case, metric), values in found.items()
     ]
 
 

@@ -16,10 +16,10 @@ from benchmarks.engines.keywords import (
     ENGINE,
     FLASHINFER,
     FULL,
+    KV8,
     OURS,
     OURS_KV8,
-    OURS_KV8_FA3,
-    STOCK_MIXED,
+    STOCK_DEFAULTS,
     STOCK_XQA,
     is_stock,
 )
@@ -50,33 +50,31 @@ class Arm:
 
 
 DENSE = ("qwen3-8b",)
+# where no attention backend is named, stock SGLang takes FA3, its own default on Hopper
 ARMS = (
-    Arm("stock-bf16", FLASHINFER),
-    # FA3 is SGLang's own default on Hopper; its library is not installed everywhere
-    Arm("stock-bf16-fa3", {"attention_backend": "fa3"}, ()),
-    Arm("stock-block-fp8-kv8-mixed", {**BLOCK_FP8, **STOCK_MIXED}, ()),
-    Arm("fp8rl-kv8-fa3", OURS_KV8_FA3, ()),
-    # what each piece gives by itself: our kernels without FP8, and SGLang's own settings
-    Arm("fp8rl-bf16", {**OURS, **FLASHINFER, "fp8rl_ignored_layers": ("re:.*",)}, ()),
-    Arm(
-        "stock-bf16-defaults",
-        {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None},
-        (),
-    ),
-    Arm("fp8rl-deterministic", {**OURS, **FLASHINFER, "enable_deterministic_inference": True}, ()),
+    Arm("stock-bf16", {}),
     Arm("stock-bf16-kv8-xqa", STOCK_XQA, DENSE),
-    Arm("stock-block-fp8", {**BLOCK_FP8, **FLASHINFER}, DENSE),
+    Arm("stock-block-fp8", BLOCK_FP8, DENSE),
+    Arm("stock-block-fp8-kv8", {**BLOCK_FP8, **KV8}, DENSE),
+    Arm("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
+    Arm("fp8rl", OURS),
+    Arm("fp8rl-kv8", OURS_KV8),
+    # what one piece gives, everything else being equal
+    Arm("stock-bf16-defaults", STOCK_DEFAULTS, ()),
+    Arm("stock-bf16-flashinfer", FLASHINFER, ()),
     Arm(
         "stock-block-fp8-flashinfer",
-        {**BLOCK_FP8, **FLASHINFER, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
-        DENSE,
+        {**BLOCK_FP8, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
+        (),
     ),
-    Arm("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
-    Arm("fp8rl", {**OURS, **FLASHINFER}),
-    Arm("fp8rl-kv8", OURS_KV8),
+    Arm("fp8rl-bf16", {**OURS, "fp8rl_ignored_layers": ("re:.*",)}, ()),
+    Arm("fp8rl-kv8-flashinfer", {**OURS_KV8, "prefill_attention_backend": "flashinfer"}, ()),
+    Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, ()),
 )
 REFERENCE = ARMS[0]
 """What ratios are to."""
+FLAGS = {"engine": ENGINE | FULL, "arms": {arm.name: arm.engine for arm in ARMS}}
+"""SGLang's keywords, in the result file beside what they gave: those of all arms, and of each."""
 
 NEW = 128
 """Tokens of a timed decode."""
@@ -141,5 +139,9 @@ def jobs(models: Sequence[str], arms: Sequence[Arm]) -> tuple[Job, ...]:
 
 
 BENCHMARK = Benchmark(
-    jobs=jobs(tuple(LOADS), ARMS), measure=measure, limit_s=1800.0, options=(LAYERS,)
+    jobs=jobs(tuple(LOADS), ARMS),
+    measure=measure,
+    limit_s=1800.0,
+    options=(LAYERS,),
+    facts=FLAGS,
 )

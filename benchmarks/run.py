@@ -3,7 +3,7 @@
 Each job runs in a process of its own, one after the other. One that crashes or does not end in time
 becomes a failure with the exception's line. Rows go to ``results/NAME.json`` after each job, and
 rows of other jobs stay there where machine, boot, versions and commit are the same: a run may be
-cut into calls. It may also be spread over several GPUs of one host, each call with a
+cut into calls. With ``--restarts N`` the jobs run in turn, N times: A, B, A, B. It may also be spread over several GPUs of one host, each call with a
 CUDA_VISIBLE_DEVICES and an --output of its own; ``--merge A.json B.json`` then makes one file.
 """
 
@@ -12,12 +12,13 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import processes, result_rows
-from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Option, load
+from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Option, Report, load
 from benchmarks.environment import ROOT, environment, gpus
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -42,6 +43,9 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="cases inside of a job"
     )
     parser.add_argument("--limit-s", type=float, default=benchmark.limit_s, help="of each job")
+    parser.add_argument(
+        "--restarts", type=int, default=1, help="runs of each job, in turn; a row has all values"
+    )
     parser.add_argument("--logs", type=Path, help="folder to keep each job's log in")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     parser.add_argument("--merge", nargs="+", type=Path, help="make one file of these; run nothing")
@@ -116,8 +120,9 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
         for key, value in values.items()
     }
     failed: set[str] = set()
+    reports: dict[str, list[Report]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as shared:
-        for job in selected(benchmark, options.only):
+        for job in selected(benchmark, options.only) * options.restarts:
             started = time.perf_counter()
             if missing := sorted(failed & set(job.needs)):
                 outcome = processes.Outcome(None, f"not started: {missing[0]} failed", "")
@@ -128,7 +133,8 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
             if options.logs is not None:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{job.name.replace('/', ', ')}.log").write_text(outcome.log)
-            new = result_rows.rows_of(outcome.report or [])
+            reports[job.name] += outcome.report or []
+            new = result_rows.rows_of(reports[job.name])
             results = result_rows.updated(results, job.name, new, outcome.failure)
             result_rows.write(options.output, results)
             for row in new:

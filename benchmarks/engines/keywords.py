@@ -28,17 +28,13 @@ SMALL: Keywords = {
 # what ENGINE sets, as SGLang itself does
 STOCK_DEFAULTS: Keywords = {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None}
 FLASHINFER: Keywords = {"attention_backend": "flashinfer"}
+KV8: Keywords = {"kv_cache_dtype": "fp8_e4m3"}
+# FA3 prefills and XQA decodes one cache: the fastest that stock SGLang can be told to do on Hopper
 STOCK_XQA: Keywords = {
-    **FLASHINFER,
-    "kv_cache_dtype": "fp8_e4m3",
+    **KV8,
+    "prefill_attention_backend": "fa3",
     "decode_attention_backend": "trtllm_mha",
     "page_size": 64,
-}
-# FA3 prefills and XQA decodes one cache, which stock SGLang can be told to do on Hopper
-STOCK_MIXED: Keywords = {
-    **STOCK_XQA,
-    "attention_backend": None,
-    "prefill_attention_backend": "fa3",
 }
 BLOCK_FP8: Keywords = {
     "quantization": "fp8",
@@ -55,8 +51,7 @@ BLOCK_FP8: Keywords = {
 }
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
-OURS_KV8: Keywords = {**OURS, "kv_cache_dtype": "fp8_e4m3"}
-OURS_KV8_FA3: Keywords = {**OURS_KV8, "prefill_attention_backend": "fa3"}
+OURS_KV8: Keywords = {**OURS, **KV8}
 
 
 def is_stock(keywords: Keywords) -> bool:

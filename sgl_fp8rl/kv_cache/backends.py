@@ -75,13 +75,14 @@ BACKENDS = {
         decode=_on_hopper,
         derive=xqa_scales,
     ),
-    "flashinfer": AttentionBackend(
-        "its FA2 kernels attend to codes with scales folded into q and out", _on_gpus, _on_gpus
-    ),
     FA3: AttentionBackend(
-        "FP8 attention; q is cast under a factor that K's descale undoes",
+        "its FP8 attention prefills long prompts fastest on Hopper, and takes scales as device "
+        "tensors",
         prefill=_on_hopper,
         derive=fa3_k_descale,
+    ),
+    "flashinfer": AttentionBackend(
+        "its FA2 kernels attend to codes with scales folded into q and out", _on_gpus, _on_gpus
     ),
 }
 """By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has
@@ -103,15 +104,15 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
     check(prefill, decode, capability)
     if capability is None:
         return {} if prefill and decode else {"attention_backend": "torch_native"}
+    fastest = {phase: names[0] for phase, names in scaled_backends(capability).items()}
     settings: dict[str, str | int] = {}
+    if prefill is None:
+        prefill = settings["prefill_attention_backend"] = fastest["prefill"]
+    if decode is None:
+        decode = settings["decode_attention_backend"] = fastest["decode"]
     if both is None:
         # SGLang reads this one in some places even if both others are set
-        settings["attention_backend"] = prefill or "flashinfer"
-    if prefill is None:
-        settings["prefill_attention_backend"] = "flashinfer"
-    if decode is None:
-        decode = scaled_backends(capability)["decode"][0]
-        settings["decode_attention_backend"] = decode
+        settings["attention_backend"] = prefill
     page_size = given.get("page_size")
     if decode == XQA and page_size is None:
         settings["page_size"] = XQA_PAGE_SIZE

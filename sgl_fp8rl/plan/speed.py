@@ -37,7 +37,7 @@ class Arm:
 
 
 KV8 = "--kv-cache-dtype fp8_e4m3"
-XQA = "--attention-backend flashinfer --decode-attention-backend trtllm_mha --page-size 64"
+XQA = "--prefill-attention-backend fa3 --decode-attention-backend trtllm_mha --page-size 64"
 ARMS = (
     Arm("stock-bf16", "stock", False, False, ""),
     Arm("stock-bf16-kv8-xqa", "stock", False, True, f"{KV8} {XQA}"),

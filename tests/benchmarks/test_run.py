@@ -77,6 +77,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_restarts_run_in_turn_and_share_a_row(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = results_of(output, "--only", "good", "stock", "--restarts", "3")
+    assert [(row["arm"], row["n"]) for row in found["rows"]] == [("good", 9), ("stock", 9)]
+    done = [line for line in capsys.readouterr().out.splitlines() if ": done" in line]
+    assert [line.partition(":")[0] for line in done] == ["m/good", "m/stock"] * 3
+
+
 def test_a_job_does_not_start_after_one_that_it_needs_failed(output: Path) -> None:
     found = results_of(output, "--only", "after")
     assert found["failures"]["m/after"] == "not started: m/crash failed"

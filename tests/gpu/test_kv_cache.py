@@ -1,7 +1,7 @@
 """Engines with an FP8 KV cache whose scales follow the policy, with CUDA graphs.
 
-No attention backend is named: the plugin chooses XQA decode, pages of 64 tokens and FlashInfer
-prefill on Hopper. ``test_kv_attention.py`` has the control, stock SGLang's frozen scales.
+No attention backend is named: the plugin chooses XQA decode, pages of 64 tokens and FA3 prefill on
+Hopper. ``test_kv_attention.py`` has the control, stock SGLang's frozen scales.
 """
 
 import json
@@ -140,7 +140,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_the_plugin_chose_xqa_and_said_why(world: World) -> None:
     log = world.server.log.read_text(errors="replace")
     assert "FP8 KV cache: decode by trtllm_mha: XQA decodes FP8 KV fastest on Hopper" in log
-    assert "FP8 KV cache: prefill by flashinfer" in log
+    assert "FP8 KV cache: prefill by fa3" in log
     assert "pages of 64 tokens" in log
 
 

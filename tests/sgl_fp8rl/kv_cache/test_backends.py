@@ -28,8 +28,8 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
             HOPPER,
             {},
             {
-                "attention_backend": "flashinfer",
-                "prefill_attention_backend": "flashinfer",
+                "attention_backend": FA3,
+                "prefill_attention_backend": FA3,
                 "decode_attention_backend": XQA,
                 "page_size": 64,
             },
@@ -39,7 +39,7 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
         (
             HOPPER,
             {"decode_attention_backend": "flashinfer"},
-            {"attention_backend": "flashinfer", "prefill_attention_backend": "flashinfer"},
+            {"attention_backend": FA3, "prefill_attention_backend": FA3},
         ),
         (
             HOPPER,
@@ -82,8 +82,8 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
     [
         (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{XQA} or flashinfer"),
         (ADA, {"prefill_attention_backend": FA3}, "fa3.*prefill.*use flashinfer"),
-        (HOPPER, {"attention_backend": "triton"}, "triton.*flashinfer"),
-        (HOPPER, {"attention_backend": XQA}, f"{XQA}.*prefill.*use flashinfer"),
+        (HOPPER, {"attention_backend": "triton"}, "triton.*fa3 or flashinfer"),
+        (HOPPER, {"attention_backend": XQA}, f"{XQA}.*prefill.*use fa3 or flashinfer"),
         (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{XQA} or flashinfer"),
         (BLACKWELL, {"decode_attention_backend": XQA}, f"{XQA}.*decode.*use flashinfer"),
         (ADA, {"decode_attention_backend": XQA}, f"{XQA}.*decode.*use flashinfer"),
