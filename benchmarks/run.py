@@ -3,8 +3,9 @@
 Each job runs in a process of its own, one after the other. One that crashes or does not end in time
 becomes a failure with the exception's line. Rows go to ``results/NAME.json`` after each job, and
 rows of other jobs stay there where machine, boot, versions and commit are the same: a run may be
-cut into calls. With ``--restarts N`` the jobs run in turn, N times: A, B, A, B. It may also be spread over several GPUs of one host, each call with a
-CUDA_VISIBLE_DEVICES and an --output of its own; ``--merge A.json B.json`` then makes one file.
+cut into calls. With ``--restarts N`` the jobs run in turn, N times: A, B, A, B. A run may also be
+spread over several GPUs of one host, each call with a CUDA_VISIBLE_DEVICES and an --output of its
+own; ``--merge A.json B.json`` then makes one file.
 """
 
 import argparse
