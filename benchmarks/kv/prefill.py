@@ -1,7 +1,8 @@
 """Attention of a prompt's last tokens over FP8 KV: error against float64, and time of a chunk.
 
 Prefill's kernels, and XQA, which decodes the same tokens one by one. Errors and times are of one
-layer. Shape suffixes as in ``attention_inputs``.
+layer; the job ``logprobs`` has errors of whole engines (``long_prompts``). Shape suffixes as in
+``attention_inputs``.
 """
 
 import math
@@ -16,12 +17,12 @@ import torch
 from benchmarks import measuring
 from benchmarks.benchmark import Benchmark, Job, Report, Run
 from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv import long_prompts
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.backends import FA3
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
-MODEL = "qwen3-8b"
 TOKENS = 128
 LOADS = tuple(
     Load(1, context, beyond, queries=TOKENS)
@@ -44,9 +45,11 @@ class Arm(NamedTuple):
     attend: kernels.Attend
 
 
-def measure(model: str, run: Run) -> list[Report]:
-    """The errors of every arm, then the times."""
-    return [{**report, "model": model} for report in (*_errors(), *_times())]
+def measure(part: str, run: Run) -> list[Report]:
+    """The errors of every arm, then the times; or the logprobs of engines."""
+    if part == "logprobs":
+        return long_prompts.reports(run.folder)
+    return [{**report, "model": long_prompts.MODEL} for report in (*_errors(), *_times())]
 
 
 def _errors() -> Iterator[Report]:
@@ -200,4 +203,6 @@ def attend_fa2(inputs: Inputs, layer: Any) -> kernels.Attend:
     return attend
 
 
-BENCHMARK = Benchmark((Job("attention", MODEL),), measure, limit_s=120.0)
+BENCHMARK = Benchmark(
+    (Job("attention", "attention"), Job("logprobs", "logprobs")), measure, limit_s=300.0
+)

@@ -47,8 +47,18 @@ def prefill(results: Results) -> str:
         Column(f"time {name}", took, {"case": f"1x{context}, last 16384"})
         for name, context in {"16k": 16384, "32k": 32768, "128k": 131072}.items()
     ]
-    made = table(rows, ["arm"], columns, "attention, scales")
-    return joined(made, failures(results), f"{facts(results['environment'])}. Medians.")
+    logprobs = [
+        Column(
+            planted, {"logprob_error": "{median:.3f}"}, {"case": f"last 100 of 30000, {planted}"}
+        )
+        for planted in ("no outliers", "K beyond 448", "Q beyond 448")
+    ]
+    return joined(
+        table(rows, ["arm"], columns, "attention, scales"),
+        table(rows, ["arm"], logprobs, "error of logprobs, 30,000 tokens"),
+        failures(results),
+        f"{facts(results['environment'])}. Medians.",
+    )
 
 
 def accuracy(results: Results) -> str:
