@@ -18,6 +18,7 @@ from benchmarks.engines.keywords import (
     FULL,
     KV8,
     OURS,
+    OURS_BF16,
     OURS_KV8,
     STOCK_DEFAULTS,
     STOCK_XQA,
@@ -67,7 +68,7 @@ ARMS = (
         {**BLOCK_FP8, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
         (),
     ),
-    Arm("fp8rl-bf16", {**OURS, "fp8rl_ignored_layers": ("re:.*",)}, ()),
+    Arm("fp8rl-bf16", OURS_BF16, ()),
     Arm("fp8rl-kv8-flashinfer", {**OURS_KV8, "prefill_attention_backend": "flashinfer"}, ()),
     Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, ()),
 )

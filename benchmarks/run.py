@@ -112,7 +112,8 @@ def run_job(
 
 def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
     """Run the selected jobs, and save after each."""
-    facts = environment(command(name, benchmark, options)) | dict(benchmark.facts)
+    stamped = environment(command(name, benchmark, options)) | dict(benchmark.facts)
+    facts = json.loads(json.dumps(stamped))  # as a file gives it back, with lists for tuples
     results = result_rows.earlier(options.output, name, facts)
     passed: dict[str, Any] = {"cases": options.cases}
     values = {option.name: getattr(options, option.name) for option in benchmark.options}

@@ -52,6 +52,9 @@ BLOCK_FP8: Keywords = {
 OURS: Keywords = {"quantization": "fp8rl", "fp8rl_bucket_bytes": 256 << 20}
 # no attention backend is named: the plugin chooses what serves an FP8 KV cache
 OURS_KV8: Keywords = {**OURS, **KV8}
+ALL_LAYERS = ("re:.*",)
+# our kernels without FP8
+OURS_BF16: Keywords = {**OURS, "fp8rl_ignored_layers": ALL_LAYERS}
 
 
 def is_stock(keywords: Keywords) -> bool:
@@ -61,4 +64,5 @@ def is_stock(keywords: Keywords) -> bool:
 
 def weight_format(keywords: Keywords) -> str:
     """How the engine holds its linears: "fp8" or "bf16"."""
-    return "fp8" if keywords.get("quantization") else "bf16"
+    ignored = keywords.get("fp8rl_ignored_layers") == ALL_LAYERS
+    return "fp8" if keywords.get("quantization") and not ignored else "bf16"

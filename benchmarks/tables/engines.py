@@ -18,6 +18,9 @@ from benchmarks.tables.markdown import (
 Results = Mapping[str, Any]
 
 REFERENCE = "stock-bf16"
+METRICS = ("decode_step_ms", "prefill_s")
+WIDE = 0.12
+"""Share of a median that its values may span without being named."""
 CLASSES = 12
 """Classes of a profile that get a line of their own."""
 TOTALS = ("step", "busy", "idle")
@@ -53,7 +56,25 @@ def rollout(results: Results) -> str:
         for head, metrics in (("decode step", decode), ("prefill", prefill)):
             columns = [Column(load, metrics, {"case": load}) for load in loads_of(mine)]
             parts.append(table(mine, ["arm"], columns, head))
-    return joined(*parts, failures(results), f"{facts(results['environment'])}. {copies(rows)}")
+    end = f"{facts(results['environment'])}. {_values(results['rows'])} {copies(rows)}"
+    return joined(*parts, failures(results), end)
+
+
+def _values(rows: Sequence[Row]) -> str:
+    """What cells are medians of, and which of them have a wide spread."""
+    timed = [row for row in rows if row["metric"] in METRICS]
+    wide = [row for row in timed if row["max"] - row["min"] > WIDE * row["median"]]
+    named = "; ".join(
+        f"{row['arm']}, {row['metric'].partition('_')[0]} {row['case']}, {row['min']:.3g} to "
+        f"{row['max']:.3g}"
+        for row in wide
+    )
+    counts = {metric: {r["n"] for r in timed if r["metric"] == metric} for metric in METRICS}
+    decodes, prefills = (" or ".join(map(str, sorted(counts[metric]))) for metric in METRICS)
+    return (
+        f"Medians of {decodes} decodes and {prefills} prefills, which span at most {WIDE:.0%} of "
+        f"the median" + (f", but for {named}." if named else ".")
+    )
 
 
 def models_of(rows: Sequence[Row]) -> list[str]:
