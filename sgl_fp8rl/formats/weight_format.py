@@ -38,7 +38,8 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have. Those of companions are among those of all formats."""
+    """Dtypes that codes can have, and those of no other format. Those of companions are among those
+    of all formats."""
     headers: ClassVar[tuple[str, ...]]
     """Names of ``dtypes`` in the headers of safetensors files."""
     suffixes: ClassVar[tuple[str, ...]] = ()
