@@ -43,7 +43,8 @@ class WeightFormat(ABC):
     headers: ClassVar[tuple[str, ...]]
     """Names of ``dtypes`` in the headers of safetensors files."""
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the companions: at most one, for which a copy descriptor has its fields."""
+    """Suffixes of the companions: one of a quantized format, for which a copy descriptor has its
+    fields, and none of ``UNQUANTIZED``."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
     checkpoint: ClassVar[Mapping[str, Any]] = {}
