@@ -12,11 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import Any
 
-from sgl_fp8rl.compat.attributes import ATTRIBUTES, METHODS, NEWER_ATTRIBUTES
+from sgl_fp8rl.compat import attention_backends, attributes, layer_methods, symbols
+from sgl_fp8rl.compat.attention_backends import ATTENTION_BACKENDS, FLASHINFER_PLAN
+from sgl_fp8rl.compat.attributes import METHODS, NEWER_ATTRIBUTES
 from sgl_fp8rl.compat.hook_targets import (
-    ATTENTION_BACKENDS,
     DECODED_ATTENTION,
-    FLASHINFER_PLAN,
     HARMLESS_UPDATES,
     HOOK_TARGETS,
     LOGITS_CAP,
@@ -26,7 +26,6 @@ from sgl_fp8rl.compat.hook_targets import (
     TRITON_LAUNCH,
     UPDATER,
 )
-from sgl_fp8rl.compat.symbols import SYMBOLS
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -44,6 +43,9 @@ __all__ = [
     "UPDATER",
 ]
 
+SYMBOLS = symbols.SYMBOLS | layer_methods.SYMBOLS
+ATTRIBUTES = (attributes.ATTRIBUTES, attention_backends.ATTRIBUTES, layer_methods.ATTRIBUTES)
+"""An owner may be in several."""
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
 """Passed the tests that need no GPU."""
 GPU_TESTED_VERSIONS = ("0.5.17",)
@@ -132,7 +134,7 @@ def _has(target: str) -> bool:
 
 def check_attributes() -> list[tuple[str, bool]]:
     """Look for each attribute in its owner: ``(path, found)`` pairs. FlashInfer is imported."""
-    tables = [ATTRIBUTES]
+    tables = [*ATTRIBUTES]
     if _release(sglang_version()) >= _release(TESTED_VERSIONS[-1]):
         tables.append(NEWER_ATTRIBUTES)
     checked = []

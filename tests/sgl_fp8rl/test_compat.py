@@ -65,7 +65,7 @@ def uses_of(trees: Mapping[str, ast.Module]) -> dict[str, Uses]:
 
 def named() -> set[str]:
     """All names in ``compat``."""
-    tables = (compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
+    tables = (*compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
     names = {name for table in tables for names in table.values() for name in names.split()}
     paths = [*compat.METHODS, *compat.HOOK_TARGETS.values()]
     return names.union(compat.SYMBOLS, (path.rpartition(".")[2] for path in paths))
@@ -220,7 +220,8 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     module = SimpleNamespace(Derived=Derived)
     monkeypatch.setattr(compat.importlib, "import_module", lambda _: module)
     names = "in_body method in_method in_string gone"
-    monkeypatch.setattr(compat, "ATTRIBUTES", {"sglang.a.Derived": names, "sglang.a.Gone": names})
+    table = {"sglang.a.Derived": names, "sglang.a.Gone": names}
+    monkeypatch.setattr(compat, "ATTRIBUTES", (table,))
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
     found = [path for path, is_found in compat.check_attributes() if is_found]
     assert found == [f"sglang.a.Derived.{name}" for name in names.split()[:-1]]
@@ -233,7 +234,7 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_attributes_of_newer_versions_are_looked_for_there(
     version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "ATTRIBUTES", {})
+    monkeypatch.setattr(compat, "ATTRIBUTES", ())
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {"sglang.version.__version__": "gone"})
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     looked_for = [("sglang.version.__version__.gone", False)]
