@@ -7,7 +7,7 @@ VENV := .venv/$(OLDEST)
 READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
 PIP := python -m pip --disable-pip-version-check
 
-# Pages of the API reference; sgl_fp8rl itself only re-exports from trainer_bridge and server_args.
+# Pages of the API reference.
 API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config trainer_bridge.metrics \
 	trainer_bridge.router_replay server_args sgl_fp8rl.options sgl_fp8rl.integrations.trl \
 	sgl_fp8rl.integrations.contract

@@ -7,16 +7,19 @@ symbol that an SGLang version moved or dropped ends in one error that names both
 import importlib
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from importlib.abc import InspectLoader
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
-from sgl_fp8rl.compat.attributes import ATTRIBUTES, METHODS, NEWER_ATTRIBUTES
+from sgl_fp8rl.compat import attention_backends, attributes, layer_methods, symbols
+from sgl_fp8rl.compat.attention_backends import ATTENTION_BACKENDS, FLASHINFER_PLAN, FROM_SOURCE
+from sgl_fp8rl.compat.attributes import METHODS, NEWER_ATTRIBUTES
 from sgl_fp8rl.compat.hook_targets import (
-    ATTENTION_BACKENDS,
     DECODED_ATTENTION,
-    FLASHINFER_PLAN,
     HARMLESS_UPDATES,
     HOOK_TARGETS,
     LOGITS_CAP,
@@ -26,7 +29,6 @@ from sgl_fp8rl.compat.hook_targets import (
     TRITON_LAUNCH,
     UPDATER,
 )
-from sgl_fp8rl.compat.symbols import SYMBOLS
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -44,6 +46,9 @@ __all__ = [
     "UPDATER",
 ]
 
+SYMBOLS = symbols.SYMBOLS | layer_methods.SYMBOLS
+ATTRIBUTES = (attributes.ATTRIBUTES, attention_backends.ATTRIBUTES, layer_methods.ATTRIBUTES)
+"""An owner may be in several."""
 TESTED_VERSIONS = ("0.5.17", "0.5.23")
 """Passed the tests that need no GPU."""
 GPU_TESTED_VERSIONS = ("0.5.17",)
@@ -132,13 +137,16 @@ def _has(target: str) -> bool:
 
 def check_attributes() -> list[tuple[str, bool]]:
     """Look for each attribute in its owner: ``(path, found)`` pairs. FlashInfer is imported."""
-    tables = [ATTRIBUTES]
+    tables = [*ATTRIBUTES]
     if _release(sglang_version()) >= _release(TESTED_VERSIONS[-1]):
         tables.append(NEWER_ATTRIBUTES)
     checked = []
     for owner, names in (entry for table in tables for entry in table.items()):
         path = _target_path(owner)
-        known = _names_in(_look_up(path)) if _found(path) else set()
+        if owner in FROM_SOURCE:
+            known = _names_in_source(path)
+        else:
+            known = _names_in(_look_up(path)) if _found(path) else set()
         checked += [(f"{owner}.{name}", name in known) for name in names.split()]
     return checked
 
@@ -159,6 +167,27 @@ def _names_in(owner: Any) -> set[str]:
         code = inspect.unwrap(function).__code__
         known |= {*code.co_names, *filter(lambda const: isinstance(const, str), code.co_consts)}
     return known
+
+
+def _names_in_source(path: str) -> set[str]:
+    """What the code of a class names, without running it; nothing if there is no such class."""
+    module, _, name = path.partition(":")
+    try:
+        spec = find_spec(module)
+    except ImportError:  # of a package that it is in
+        return set()
+    loader = spec.loader if spec else None
+    code = loader.get_code(module) if isinstance(loader, InspectLoader) else None
+    classes = [each for each in _nested(code) if each.co_name == name]
+    return {used for each in classes for part in (each, *_nested(each)) for used in part.co_names}
+
+
+def _nested(code: CodeType | None) -> Iterator[CodeType]:
+    """The classes and functions in some code, and those in them."""
+    for const in code.co_consts if code else ():
+        if isinstance(const, CodeType):
+            yield const
+            yield from _nested(const)
 
 
 def check_hooks(targets: Collection[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 _MANAGERS = "sglang.srt.managers"
 _LAYERS = "sglang.srt.layers"
-_ATTENTION = f"{_LAYERS}.attention"
 _CAPTURER = "sglang.srt.state_capturer.base"
 _FORWARD = "sglang.srt.model_executor"
 _MODELS = "sglang.srt.models"
@@ -109,20 +108,12 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
-    # layers
+    # layers; what computes in them is in layer_methods.py
     f"{_LAYERS}.linear.LinearBase": "quant_method",
     f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",
     f"{_LAYERS}.linear.RowParallelLinear": "weight_loader",
     f"{_LAYERS}.quantization.fp8.Fp8Config": "ignored_layers",
-    f"{_LAYERS}.quantization.fp8.Fp8LinearMethod": (
-        "process_weights_after_loading w8a8_block_fp8_linear weight_scale_inv"
-    ),
-    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod": (
-        "process_weights_after_loading runner w13_weight w13_weight_bias w13_weight_scale_inv "
-        "w2_weight w2_weight_scale_inv"
-    ),
     f"{_LAYERS}.quantization.fp8_utils.Fp8GemmRunnerBackend": "is_auto",
-    f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod": "create_weights",
     f"{_LAYERS}.layernorm.RMSNorm": (
         "_forward_method cast_x_before_out_mul forward_cuda fp32_residual override_orig_dtype "
         "variance_epsilon variance_size_override weight"
@@ -161,22 +152,8 @@ ATTRIBUTES: dict[str, str] = {
         "return_sampling_masks sampling_seed temperatures"
     ),
     "sglang.srt.sampling.sampling_params.SamplingParams": "max_new_tokens",
-    # attention; FlashAttentionBackend cannot be imported without CUDA
+    # attention; the backends are in attention_backends.py
     f"{_LAYERS}.radix_attention.AttentionType": "DECODER ENCODER_ONLY",
-    f"{_LAYERS}.radix_attention.RadixAttention": (
-        "attn_type head_dim is_cross_attention k_scale layer_id logit_cap qk_head_dim scaling "
-        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim v_scale"
-    ),
-    f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend": (
-        "forward_metadata token_to_kv_pool"
-    ),
-    f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend": "forward_metadata token_to_kv_pool",
-    f"{_ATTENTION}.flashinfer_backend.PrefillMetadata": "use_ragged",
-    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend": (
-        "_get_layer_page_table _reshape_paged_kv_cache forward_metadata is_xqa_impl page_size "
-        "token_to_kv_pool workspace_buffer"
-    ),
-    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMMHAMetadata": "cache_seqlens_int32",
     f"{_MODELS}.llama.LlamaAttention": _DECODED,
     f"{_MODELS}.qwen2.Qwen2Attention": _DECODED,
     f"{_MODELS}.qwen3.Qwen3Attention": f"{_DECODED} k_norm q_norm",

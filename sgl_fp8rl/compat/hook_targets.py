@@ -1,4 +1,5 @@
-"""SGLang's functions that our hooks wrap; its hook registry resolves these paths itself."""
+"""SGLang's functions that our hooks wrap, but for attention backends; its hook registry resolves
+these paths itself."""
 
 # The plugin's.
 HOOK_TARGETS = {
@@ -68,19 +69,6 @@ HOOK_TARGETS |= {
     "host_cache_of_experts": "sglang.srt.state_capturer.base.BaseHostCache.__init__",
     "capture_of_experts": "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
 }
-_ATTENTION = "sglang.srt.layers.attention"
-# Wrapped where they serve an FP8 KV cache: importing FlashInfer takes seconds.
-ATTENTION_BACKENDS = {
-    "torch_native": f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
-    "flashinfer": f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
-    "fa3": f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend",
-    "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
-}
-"""Class by SGLang's name of the backend."""
-FLASHINFER_PLAN = (
-    f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode.call_begin_forward"
-)
-"""Wrapped where FlashInfer decodes."""
 _KERNELS = "sglang.kernels.ops"
 # Wrapped on the CPU platform.
 SHARED_EXPERT_GATE = f"{_KERNELS}.elementwise.elementwise.fused_gate_sigmoid_mul_add"

@@ -15,10 +15,6 @@ SYMBOLS = {
     "LinearBase": "sglang.srt.layers.linear:LinearBase",
     "FusedMoE": "sglang.srt.layers.moe.fused_moe_triton:FusedMoE",
     "Fp8Config": "sglang.srt.layers.quantization.fp8:Fp8Config",
-    "Fp8LinearMethod": "sglang.srt.layers.quantization.fp8:Fp8LinearMethod",
-    "Fp8MoEMethod": "sglang.srt.layers.quantization.fp8:Fp8MoEMethod",
-    "UnquantizedLinearMethod": "sglang.srt.layers.quantization.unquant:UnquantizedLinearMethod",
-    "UnquantizedFusedMoEMethod": "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
     "StandardCombineInput": "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
     # compiling
     "deep_gemm_linear": "sglang.srt.layers.quantization.fp8_utils:"

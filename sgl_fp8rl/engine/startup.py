@@ -22,6 +22,7 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Shape, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.activation import quantize_tokens
+from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def gemm_layers(model: Any) -> Iterator[Any]:
         n, k = layer.weight.shape
         # SGLang's own conditions; it runs Triton otherwise
         if getattr(linear, "func", linear) is compat.deep_gemm_linear and (
-            n % 64 == 0 and k % 128 == 0
+            n % 64 == 0 and k % BLOCK == 0
         ):
             yield layer
 

@@ -1,9 +1,11 @@
 """The formats that an engine keeps weights in, one file each.
 
-To add one: its file, a line in ``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and
-the layer that computes with it in ``METHODS`` of ``engine/linear.py``, and of ``engine/moe.py`` if
-experts have it too.
+To add one: its file, whose codes have a dtype of their own, a line in ``FORMATS``, its kind of copy
+in ``ops/weight_quant_triton.py``, and the layer that computes with it in ``METHODS`` of
+``engine/linear.py``, and of ``engine/moe.py`` if experts have it too.
 """
+
+from collections.abc import Iterable
 
 import torch
 
@@ -20,8 +22,28 @@ HEADERS = {h: d for f in FORMATS.values() for h, d in zip(f.headers, f.dtypes, s
 """The same by the names in headers of safetensors files."""
 QUANTIZED: WeightFormat = BLOCK_FP8
 """What an engine keeps the weights of its layers in, but for those that it leaves unquantized."""
-_BY_DTYPE: dict[torch.dtype, WeightFormat] = {d: f for f in FORMATS.values() for d in f.dtypes}
 SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
+
+
+def by_dtype(formats: Iterable[WeightFormat]) -> dict[torch.dtype, WeightFormat]:
+    """The formats by the dtypes of their codes, which are all that tells a weight's format.
+
+    Raises:
+        ValueError: two formats have codes of the same dtype.
+    """
+    found: dict[torch.dtype, WeightFormat] = {}
+    for format_ in formats:
+        for dtype in format_.dtypes:
+            other = found.setdefault(dtype, format_)
+            if other is not format_:
+                raise ValueError(
+                    f"weight formats {other.name} and {format_.name} both have codes of {dtype}; "
+                    f"give each a dtype of its own"
+                )
+    return found
+
+
+_BY_DTYPE = by_dtype(FORMATS.values())
 
 
 def format_of(dtype: torch.dtype) -> WeightFormat:

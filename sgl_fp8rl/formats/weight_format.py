@@ -38,11 +38,13 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have. Those of companions are among those of all formats."""
+    """Dtypes that codes can have, and those of no other format. Those of companions are among those
+    of all formats."""
     headers: ClassVar[tuple[str, ...]]
     """Names of ``dtypes`` in the headers of safetensors files."""
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Suffixes of the companions: at most one, for which a copy descriptor has its fields."""
+    """Suffixes of the companions: one of a quantized format, for which a copy descriptor has its
+    fields, and none of ``UNQUANTIZED``."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
     checkpoint: ClassVar[Mapping[str, Any]] = {}

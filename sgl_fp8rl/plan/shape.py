@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BLOCK = 128
-"""Rows and columns of weights that share an FP8 scale."""
-BF16_BYTES, FP8_BYTES, SCALE_BYTES = 2, 1, 4
+from sgl_fp8rl.formats import BLOCK_FP8
+
+BF16_BYTES, FP8_BYTES = 2, 1
+SCALE_BYTES = sum(spec.nbytes for spec in BLOCK_FP8.companions(BLOCK_FP8.block).values())
+"""Of the scale that a block of FP8 weights shares."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
 
@@ -91,7 +93,7 @@ class Shape:
 
 
 def _element_bytes(fp8: bool) -> float:
-    return FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES
+    return FP8_BYTES + SCALE_BYTES / math.prod(BLOCK_FP8.block) if fp8 else BF16_BYTES
 
 
 def read(model: str) -> Shape:

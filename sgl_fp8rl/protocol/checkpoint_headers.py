@@ -33,7 +33,7 @@ def read_headers(files: Iterable[Path | str]) -> dict[str, TensorSpec]:
     """Dtype and shape of each tensor, in the order of the files.
 
     Raises:
-        ManifestError: a tensor is neither BF16, FP16, FP32 nor block FP8.
+        ManifestError: the dtype of a tensor is that of no format.
     """
     specs: dict[str, TensorSpec] = {}
     for file in files:
@@ -43,8 +43,8 @@ def read_headers(files: Iterable[Path | str]) -> dict[str, TensorSpec]:
                 dtype = HEADERS.get(header.get_dtype())
                 if dtype is None:
                     raise ManifestError(
-                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint in "
-                        f"BF16, FP16, FP32 or block FP8"
+                        f"{name} in {file} has dtype {header.get_dtype()}; load a checkpoint of "
+                        f"{', '.join(HEADERS)}"
                     )
                 specs[name] = TensorSpec(dtype, tuple(header.get_shape()))
     return specs

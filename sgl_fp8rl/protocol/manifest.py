@@ -148,9 +148,8 @@ def describe(
         if name in tensors:
             raise ManifestError(f"{name} comes twice; send each tensor once")
         if tensor.dtype not in _NAMES:
-            raise ManifestError(
-                f"{name} has dtype {tensor.dtype}; send BF16, FP16, FP32 or FP8 E4M3"
-            )
+            known = ", ".join(DTYPES)
+            raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {known}")
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))

@@ -1,21 +1,18 @@
-"""From a study's folder to the result file; the recorded verdict, and the pages that show it."""
+"""From a study's folder to the result file, and the recorded verdict."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import demo
 from benchmarks.parity import picture, summary, tables, verdict
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG
 from benchmarks.parity.settings import ALPHA, ENVIRONMENT, MARGIN
 from benchmarks.parity.summary import RESULTS
 
-ROOT = RESULTS.parents[2]
 STEPS = 30
 ALARM = {"metric": "mismatch_kl_k3", "value": 0.5, "threshold": 0.1, "message": "Look at it."}
 NOISE = {"fp8": (0.004, -0.006, 0.002), "fp8-uncorrected": (-0.1, -0.1, -0.1)}
@@ -169,17 +166,3 @@ def test_the_recorded_study_is_whole_and_equivalent_within_the_margin() -> None:
         assert stats.ttest_1samp(differences, MARGIN, alternative="less").pvalue < ALPHA
         assert stats.ttest_1samp(differences, -MARGIN, alternative="greater").pvalue < ALPHA
     assert {run["arm"] for run in runs if run["alarm_steps"]} == {"outliers-kv8-unit"}
-
-
-@pytest.mark.parametrize("block", [*tables.BLOCKS, *demo.BLOCKS])
-def test_pages_hold_what_the_result_files_give(block: str) -> None:
-    file, make = (tables.BLOCKS | demo.BLOCKS)[block]
-    pages = [ROOT / "README.md", ROOT / "docs" / "parity.md", ROOT / "docs" / "demo.md"]
-    found = [
-        text
-        for page in pages
-        for text in re.findall(
-            rf"<!-- measured: {block} -->\n(.*?)\n<!-- end -->", page.read_text(), re.DOTALL
-        )
-    ]
-    assert found == [make((RESULTS.parent / file).read_text())]

@@ -17,7 +17,11 @@ README = readme.ROOT / "README.md"
 LINES = 150
 LOOP_LINES = 25
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
-LINKING = (*readme.PAGES, readme.ROOT / "benchmarks" / "README.md")
+LINKING = [
+    page
+    for folder in (".", "benchmarks", "docs", "tests")
+    for page in sorted((readme.ROOT / folder).glob("*.md"))
+]
 
 
 def test_each_block_stands_on_one_page() -> None:
@@ -37,7 +41,7 @@ def test_blocks_hold_what_their_result_files_give(page: Path) -> None:
     assert text.count("<!-- measured:") == len(names_of(page))
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(readme.ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target, anchor in LINK.findall(page.read_text()):
         if "://" not in target:

@@ -5,6 +5,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def uses_of(trees: Mapping[str, ast.Module]) -> dict[str, Uses]:
 
 def named() -> set[str]:
     """All names in ``compat``."""
-    tables = (compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
+    tables = (*compat.ATTRIBUTES, compat.NEWER_ATTRIBUTES)
     names = {name for table in tables for names in table.values() for name in names.split()}
     paths = [*compat.METHODS, *compat.HOOK_TARGETS.values()]
     return names.union(compat.SYMBOLS, (path.rpartition(".")[2] for path in paths))
@@ -220,10 +221,34 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     module = SimpleNamespace(Derived=Derived)
     monkeypatch.setattr(compat.importlib, "import_module", lambda _: module)
     names = "in_body method in_method in_string gone"
-    monkeypatch.setattr(compat, "ATTRIBUTES", {"sglang.a.Derived": names, "sglang.a.Gone": names})
+    table = {"sglang.a.Derived": names, "sglang.a.Gone": names}
+    monkeypatch.setattr(compat, "ATTRIBUTES", (table,))
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
     found = [path for path, is_found in compat.check_attributes() if is_found]
     assert found == [f"sglang.a.Derived.{name}" for name in names.split()[:-1]]
+
+
+def test_a_class_that_cannot_be_imported_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_a_gpu.py").write_text(
+        "import no_such_library\n"
+        "class Other:\n"
+        "    def method(self): return self.gone\n"
+        "class Backend:\n"
+        "    def method(self, layer):\n"
+        "        return [layer.in_loop for _ in self.in_method]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = "method in_loop in_method gone"
+    owners = [f"{module}.Backend" for module in ("needs_a_gpu", "no_such_module", "no.such.module")]
+    owners.append("needs_a_gpu.Gone")
+    monkeypatch.setattr(compat, "ATTRIBUTES", (dict.fromkeys(owners, names),))
+    monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {})
+    assert not any(found for _, found in compat.check_attributes())  # the control
+    monkeypatch.setattr(compat, "FROM_SOURCE", owners)
+    found = [path for path, is_found in compat.check_attributes() if is_found]
+    assert found == [f"{owners[0]}.{name}" for name in names.split()[:-1]]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +258,7 @@ def test_an_attribute_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_attributes_of_newer_versions_are_looked_for_there(
     version: str, is_newer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "ATTRIBUTES", {})
+    monkeypatch.setattr(compat, "ATTRIBUTES", ())
     monkeypatch.setattr(compat, "NEWER_ATTRIBUTES", {"sglang.version.__version__": "gone"})
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
     looked_for = [("sglang.version.__version__.gone", False)]

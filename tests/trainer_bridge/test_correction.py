@@ -21,6 +21,7 @@ from tests.trainer_bridge.correction_oracle import (
 )
 from trainer_bridge import correct, mismatch_metrics
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs, policy_loss
+from trainer_bridge.correction import config as config_module
 from trainer_bridge.correction.config import LEVELS, REJECTIONS
 from trainer_bridge.metrics import mismatch as mismatch_module
 from trainer_bridge.rollout import Rollout
@@ -267,6 +268,24 @@ def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: s
 def test_a_config_that_means_nothing_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CorrectionConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "missing"),
+    [
+        ("REJECTIONS", {"rollout_rs": {"token_k4": 1.5}}, "k4"),
+        ("REJECTIONS", {"rollout_rs": {"seq_min_k2": 1.5}}, "seq_min"),
+        ("LEVELS", {"rollout_is": "median"}, "median"),
+    ],
+)
+def test_a_name_without_its_rule_is_an_error(
+    names: str, options: dict[str, Any], missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new name in the configuration alone must not select another rule."""
+    monkeypatch.setattr(config_module, names, [missing, *options.get("rollout_rs", ())])
+    config = CorrectionConfig(**options)
+    with pytest.raises(KeyError, match=missing):
+        correct_logprobs(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2).bool(), config)
 
 
 def test_configs_in_verls_writing() -> None:

@@ -4,6 +4,7 @@ Shapes: B sequences, T tokens of the longest response.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -20,8 +21,8 @@ def keep_tokens(reducer: Reducer, mismatch: Mismatch, config: CorrectionConfig) 
     for option, bounds in config.rejection_bounds.items():
         reach, _, k = option.rpartition("_")
         if k not in divergences_BT:
-            divergences_BT[k] = _divergence(mismatch, k)
-        statistic = _over_sequence(divergences_BT[k], mismatch, reach)
+            divergences_BT[k] = _DIVERGENCES[k](mismatch)
+        statistic = _STATISTICS[reach](divergences_BT[k], mismatch)
         allowed = _allowed(statistic, *bounds)
         _count(reducer, option, mismatch, allowed)
         absent = mismatch.absent_BT if reach == "token" else mismatch.absent_B[:, None]
@@ -58,24 +59,30 @@ def read_rejections(
     return read
 
 
-def _divergence(mismatch: Mismatch, k: str) -> torch.Tensor:
-    """Schulman's estimators of KL(rollout || trainer), of each token; 0 outside the mask."""
-    if k == "k1":
-        return -mismatch.bounded_BT
-    if k == "k2":
-        return mismatch.bounded_BT.square() / 2
-    return mismatch.excess_BT - mismatch.bounded_BT
+def _mean(divergence_BT: torch.Tensor, mismatch: Mismatch) -> torch.Tensor:
+    return divergence_BT.sum(1, keepdim=True) / mismatch.lengths_B[:, None].clamp(min=1)
 
 
-def _over_sequence(divergence_BT: torch.Tensor, mismatch: Mismatch, reach: str) -> torch.Tensor:
-    """[B, T] for tokens, else [B, 1]."""
-    if reach == "token":
-        return divergence_BT
-    if reach == "seq_max" and divergence_BT.shape[1]:  # amax refuses 0 columns, sum does not
-        # k2 and k3 are not negative, so the 0 outside the mask cannot raise the maximum.
-        return divergence_BT.amax(1, keepdim=True)
-    total_B1 = divergence_BT.sum(1, keepdim=True)
-    return total_B1 if reach == "seq_sum" else total_B1 / mismatch.lengths_B[:, None].clamp(min=1)
+def _maximum(divergence_BT: torch.Tensor, mismatch: Mismatch) -> torch.Tensor:
+    if not divergence_BT.shape[1]:  # amax refuses 0 columns, sum does not
+        return divergence_BT.sum(1, keepdim=True)
+    # k2 and k3 are not negative, so the 0 outside the mask cannot raise the maximum.
+    return divergence_BT.amax(1, keepdim=True)
+
+
+_DIVERGENCES: dict[str, Callable[[Mismatch], torch.Tensor]] = {
+    "k1": lambda mismatch: -mismatch.bounded_BT,
+    "k2": lambda mismatch: mismatch.bounded_BT.square() / 2,
+    "k3": lambda mismatch: mismatch.excess_BT - mismatch.bounded_BT,
+}
+"""Schulman's estimators of KL(rollout || trainer), of each token; 0 outside the mask."""
+_STATISTICS: dict[str, Callable[[torch.Tensor, Mismatch], torch.Tensor]] = {
+    "token": lambda divergence_BT, mismatch: divergence_BT,
+    "seq_sum": lambda divergence_BT, mismatch: divergence_BT.sum(1, keepdim=True),
+    "seq_mean": _mean,
+    "seq_max": _maximum,
+}
+"""What is within bounds or not: [B, T] of a token, else [B, 1]."""
 
 
 def _allowed(statistic: torch.Tensor, low: float, high: float) -> torch.Tensor:

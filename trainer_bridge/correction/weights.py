@@ -4,6 +4,8 @@ Truncation: Ionides 2008, doi:10.1198/106186008X320456. Masking by a band: IcePo
 Shapes: B sequences, T tokens of the longest response.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -67,5 +69,12 @@ def read_weights(
 def _ratio(mismatch: Mismatch, level: Level) -> torch.Tensor:
     if level == "token":
         return mismatch.ratio_BT
-    log_ratio_B = mismatch.sequence_sum_B if level == "sequence" else mismatch.sequence_mean_B
+    log_ratio_B = _OF_SEQUENCES[level](mismatch)
     return bounded(log_ratio_B).exp()[:, None].expand_as(mismatch.mask_BT)
+
+
+_OF_SEQUENCES: dict[Level, Callable[[Mismatch], torch.Tensor]] = {
+    "sequence": lambda mismatch: mismatch.sequence_sum_B,
+    "geometric": lambda mismatch: mismatch.sequence_mean_B,
+}
+"""Log ratio of a sequence, where all its tokens have one weight."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats import UNQUANTIZED, by_dtype, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
@@ -21,7 +21,7 @@ from sgl_fp8rl.weight_update import route_tracer
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 from sgl_fp8rl.weight_update.torch_writer import write_tensor
-from tests.sgl_fp8rl.formats.other_format import OTHER, every_format
+from tests.sgl_fp8rl.formats.other_format import OTHER, Int8, every_format
 from tests.sgl_fp8rl.weight_update.toy import Model
 
 pytestmark = pytest.mark.usefixtures("other_format")
@@ -192,6 +192,16 @@ def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) ->
     assert fmt.refusal([256, 128], 512) is None
     refused = fmt.refusal([1000, 128], 77)
     assert refused is None if fmt is UNQUANTIZED else "1000+128 x 77" in str(refused)
+
+
+def test_a_dtype_of_another_format_is_refused() -> None:
+    class Copycat(Int8):
+        name = "copycat"
+
+    for order in ([OTHER, Copycat()], [Copycat(), OTHER]):
+        both = " and ".join(each.name for each in order)
+        with pytest.raises(ValueError, match=rf"formats {both} both have codes of torch\.int8"):
+            by_dtype(order)
 
 
 # -- where a checkpoint is read

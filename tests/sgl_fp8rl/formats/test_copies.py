@@ -133,6 +133,6 @@ def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
 
 
 @every_format
-def test_a_copy_has_room_for_the_companion(fmt: WeightFormat) -> None:
-    """For one; a second needs its fields in ``CopyDescriptor``."""
-    assert len(fmt.suffixes) <= 1
+def test_a_quantized_format_has_one_companion(fmt: WeightFormat) -> None:
+    """What writes and what packs unpack one; a second needs its fields in ``CopyDescriptor``."""
+    assert len(fmt.suffixes) == (0 if fmt is UNQUANTIZED else 1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat, doctor
+from sgl_fp8rl.compat import attention_backends
 from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
@@ -285,11 +286,15 @@ def test_what_serves_is_wrapped_once(
 
 def test_every_backend_has_a_class_and_the_hooks_of_the_phases_that_it_serves() -> None:
     assert backends.BACKENDS.keys() == kv_attention.HOOKS.keys() == compat.ATTENTION_BACKENDS.keys()
+    named = attention_backends.ATTRIBUTES
     devices = (None, HOPPER, ADA, BLACKWELL)
     for name, row in backends.BACKENDS.items():
         around = kv_attention.HOOKS[name]
-        assert any(map(row.prefill, devices)) is (around.extend is not None)
-        assert any(map(row.decode, devices)) is (around.decode is not None)
+        used = named[compat.ATTENTION_BACKENDS[name]].split()
+        for phase, serves in (("extend", row.prefill), ("decode", row.decode)):
+            is_wrapped = any(map(serves, devices))
+            assert is_wrapped is (getattr(around, phase) is not None)
+            assert is_wrapped is (f"forward_{phase}" in used)  # so that doctor looks for it
 
 
 def test_another_backend_is_wrapped_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

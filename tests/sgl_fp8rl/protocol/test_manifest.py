@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_fp8rl.formats import DTYPES
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError, describe
 
@@ -197,7 +198,9 @@ def test_describe_refuses_a_name_that_comes_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool, torch.float8_e5m2])
 def test_describe_refuses_a_dtype_that_no_weight_has(dtype: torch.dtype) -> None:
-    with pytest.raises(ManifestError, match=f"w has dtype {dtype}"):
+    with pytest.raises(
+        ManifestError, match=f"w has dtype {dtype}; send one of {', '.join(DTYPES)}"
+    ):
         describe([("w", torch.zeros(2, dtype=dtype))], 0)
 
 

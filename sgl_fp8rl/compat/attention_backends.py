@@ -1,0 +1,40 @@
+"""SGLang's attention backends that an FP8 KV cache wraps, and what their hooks use."""
+
+_ATTENTION = "sglang.srt.layers.attention"
+
+# Wrapped where they serve an FP8 KV cache: importing FlashInfer takes seconds.
+ATTENTION_BACKENDS = {
+    "torch_native": f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend",
+    "flashinfer": f"{_ATTENTION}.flashinfer_backend.FlashInferAttnBackend",
+    "fa3": f"{_ATTENTION}.flashattention_backend.FlashAttentionBackend",
+    "trtllm_mha": f"{_ATTENTION}.trtllm_mha_backend.TRTLLMHAAttnBackend",
+}
+"""Class by SGLang's name of the backend."""
+FROM_SOURCE = frozenset({ATTENTION_BACKENDS["fa3"]})
+"""Classes that cannot be imported without a GPU: ``check_attributes`` reads their source."""
+_PLANNER = f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode"
+FLASHINFER_PLAN = f"{_PLANNER}.call_begin_forward"
+"""Wrapped where FlashInfer decodes."""
+
+ATTRIBUTES: dict[str, str] = {
+    "sglang.srt.layers.radix_attention.RadixAttention": (
+        "attn_type head_dim is_cross_attention k_scale layer_id logit_cap qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim v_scale"
+    ),
+    ATTENTION_BACKENDS["torch_native"]: (
+        "forward_decode forward_extend forward_metadata token_to_kv_pool"
+    ),
+    ATTENTION_BACKENDS["flashinfer"]: (
+        "forward_decode forward_extend forward_metadata token_to_kv_pool"
+    ),
+    f"{_ATTENTION}.flashinfer_backend.PrefillMetadata": "use_ragged",
+    _PLANNER: "call_begin_forward",
+    # the scales are those of the layer, which this class takes for descales
+    ATTENTION_BACKENDS["fa3"]: "forward_extend k_scale token_to_kv_pool v_scale",
+    ATTENTION_BACKENDS["trtllm_mha"]: (
+        "_get_layer_page_table _reshape_paged_kv_cache forward_decode forward_metadata "
+        "is_xqa_impl page_size token_to_kv_pool workspace_buffer"
+    ),
+    f"{_ATTENTION}.trtllm_mha_backend.TRTLLMMHAMetadata": "cache_seqlens_int32",
+}
+"""As in ``attributes.py``."""
