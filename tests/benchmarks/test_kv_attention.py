@@ -151,7 +151,7 @@ def test_the_error_of_xqa_is_checked_before_it_is_timed(
         "attend_xqa",
         lambda *args, **more: lambda caches: attend(*args, **more)(caches) * 2,
     )
-    with pytest.raises(RuntimeError, match="in our parts"):
+    with pytest.raises(RuntimeError, match="with our splits"):
         kernels_xqa.pair(LOAD).check()
 
 
