@@ -72,7 +72,7 @@ class Job:
     """One process."""
 
     name: str
-    """Parts with slashes between them, which ``--only`` matches."""
+    """Segments with slashes between them, which ``--only`` matches."""
     spec: Any
     """The benchmark's own description of what is measured, a dataclass."""
     stock: bool = False
@@ -86,7 +86,7 @@ class Job:
     """Whether its folder holds a checkpoint, and should be in /dev/shm."""
 
     def matches(self, pattern: str) -> bool:
-        """Whether the pattern is one of the name's parts, or matches the whole name."""
+        """Whether the pattern is one of the name's segments, or matches the whole name."""
         return pattern in self.name.split("/") or fnmatch(self.name, pattern)
 
 

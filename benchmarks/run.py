@@ -38,7 +38,7 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
             _flag(option), type=option.type, default=option.default, help=option.help
         )
     parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="jobs by a part of the name or by a pattern"
+        "--only", nargs="+", metavar="PATTERN", help="jobs by a segment of the name or by a pattern"
     )
     parser.add_argument(
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="cases inside of a job"

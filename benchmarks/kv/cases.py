@@ -34,7 +34,7 @@ class Case:
     """What one process measures."""
 
     name: str
-    part: str
+    kind: str
     """"attention", "engine", "logprobs" or "update"."""
     arm: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Case:
     @property
     def keywords(self) -> dict[str, Any]:
         """All keywords of ``sglang.Engine``."""
-        return ENGINE | (FULL if self.part == "engine" else SMALL) | self.engine
+        return ENGINE | (FULL if self.kind == "engine" else SMALL) | self.engine
 
 
 def _engine(arm: str, engine: dict[str, Any], by_default: bool = True) -> Case:
@@ -84,20 +84,20 @@ def measure(case: Case, run: Run) -> list[Report]:
     Raises:
         RuntimeError: the case did not do what its name says.
     """
-    if case.part == "attention":
+    if case.kind == "attention":
         bf16_mma = case.arm == "xqa-bf16-mma"
         return attention.reports(bf16_mma, measuring.copy_tb_s())
     shape = models.MODELS[MODEL]
-    if case.part == "logprobs":
+    if case.kind == "logprobs":
         shape = logprobs.cut(shape)
     elif run.options["layers"] is not None:
         shape = replace(shape, layers=run.options["layers"])
     models.save_config(shape, run.folder)
-    if case.part == "logprobs":
+    if case.kind == "logprobs":
         reference = case == REFERENCE
         work = logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
         return logprobs.measure(work, shape, run)
-    if case.part == "update":
+    if case.kind == "update":
         return serving.reports(
             case.arm, MODEL, updates.measure(case.keywords, shape, str(run.folder))
         )
@@ -110,9 +110,9 @@ BENCHMARK = Benchmark(
         Job(
             case.name,
             case,
-            stock=case.part == "engine" and is_stock(case.engine),
+            stock=case.kind == "engine" and is_stock(case.engine),
             by_default=case.by_default,
-            needs=(REFERENCE.name,) if case.part == "logprobs" and case != REFERENCE else (),
+            needs=(REFERENCE.name,) if case.kind == "logprobs" and case != REFERENCE else (),
         )
         for case in CASES
     ),

@@ -130,7 +130,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     return started
 
 
-@pytest.mark.parametrize("name", [c.name for c in kv.CASES if c.part == "engine"])
+@pytest.mark.parametrize("name", [c.name for c in kv.CASES if c.kind == "engine"])
 def test_speed(name: str, engines: list[FakeEngine], tmp_path: Path) -> None:
     capacity, short, long = measure(name, tmp_path)
     case = find(name)
@@ -178,7 +178,7 @@ def test_logprobs_become_errors(
     monkeypatch.setattr(
         kv_weights, "trainer_scales", lambda *a: given.append(a) or torch.ones(2, 3, 1)
     )
-    cases = [case for case in kv.CASES if case.part == "logprobs"]
+    cases = [case for case in kv.CASES if case.kind == "logprobs"]
     for number, case in enumerate(cases):
         reference = case == kv.REFERENCE
         monkeypatch.setattr(FakeEngine, "shift", 0.0 if reference else 0.5)
