@@ -25,11 +25,11 @@ class Packer(Protocol):
     def begin(self) -> None:
         """Get ready for another update."""
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
-        """Put a parameter's share of one chunk into the bucket.
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
+        """Put the elements of a parameter that one chunk carries into the bucket.
 
         Args:
-            part: contiguous elements of the parameter, from ``start`` on.
+            elements: contiguous ones of the parameter, from ``start`` on.
         """
 
     def complete(self, chunk: int) -> None:
@@ -56,8 +56,8 @@ class CopyPacker:
     def begin(self) -> None:
         """Nothing is kept."""
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
-        flat, dtype = part.view(-1), self._plan.sources[index].sent_as
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
+        flat, dtype = elements.view(-1), self._plan.sources[index].sent_as
         for run in self._plan.runs[index]:
             first = max(run.start, start)
             length = min(run.start + run.length, start + flat.numel()) - first
@@ -145,12 +145,12 @@ class QuantizePacker:
         self._status.reset()
         self._waiting.clear()
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
         assert start == 0, "a GPU quantizes whole parameters"
         if index in self._resident:
-            self._waiting.append(part.data_ptr())
+            self._waiting.append(elements.data_ptr())
         else:
-            self._run(self._alone(chunk, index), [part.data_ptr()])
+            self._run(self._alone(chunk, index), [elements.data_ptr()])
 
     def complete(self, chunk: int) -> None:
         if self._waiting:
