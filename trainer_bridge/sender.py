@@ -188,7 +188,7 @@ class Sender:
             message = self._segments_message(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
-        if not plan.streamed and not any(plan.runs):
+        if not plan.streamed and not any(plan.spans):
             # plans of several engines use the bucket, so no other engine has it open
             self._free_bucket()  # every rank let go of it before it answered
             return None
