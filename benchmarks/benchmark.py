@@ -28,7 +28,7 @@ BENCHMARKS = {
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 
-Report = dict[str, Any]
+Measurement = dict[str, Any]
 """``arm``, ``model``, ``case``, and ``values``: by metric, the values that were measured."""
 
 
@@ -95,7 +95,7 @@ class Benchmark:
     """Jobs and the function that measures one of them in its process."""
 
     jobs: tuple[Job, ...]
-    measure: Callable[[Any, Run], list[Report]]
+    measure: Callable[[Any, Run], list[Measurement]]
     """Given a job's spec. What it raises becomes the job's failure."""
     limit_s: float
     """Time limit of a job, where the command line names none."""

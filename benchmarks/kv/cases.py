@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import measuring
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
 from benchmarks.engines import models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
@@ -78,15 +78,15 @@ CASES = (
 )
 
 
-def measure(case: Case, run: Run) -> list[Report]:
-    """Measure the case. A scheme's logprobs are reported by the reference, which runs last.
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Measure the case. The reference, which runs last, returns every scheme's logprobs.
 
     Raises:
         RuntimeError: the case did not do what its name says.
     """
     if case.kind == "attention":
         bf16_mma = case.arm == "xqa-bf16-mma"
-        return attention.reports(bf16_mma, measuring.copy_tb_s())
+        return attention.measurements(bf16_mma, measuring.copy_tb_s())
     shape = models.MODELS[MODEL]
     if case.kind == "logprobs":
         shape = logprobs.cut(shape)
@@ -98,11 +98,11 @@ def measure(case: Case, run: Run) -> list[Report]:
         work = logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
         return logprobs.measure(work, shape, run)
     if case.kind == "update":
-        return serving.reports(
+        return serving.measurements(
             case.arm, MODEL, updates.measure(case.keywords, shape, str(run.folder))
         )
     values = serving.speed(case.keywords, shape, str(run.folder), LOADS)
-    return serving.reports(case.arm, MODEL, values)
+    return serving.measurements(case.arm, MODEL, values)
 
 
 BENCHMARK = Benchmark(

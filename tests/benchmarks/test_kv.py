@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report, Run
+from benchmarks.benchmark import Measurement, Run
 from benchmarks.engines import kv_weights, models, serving, stock_push, weights
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
@@ -27,7 +27,7 @@ def find(name: str) -> kv.Case:
     return case
 
 
-def measure(name: str, folder: Path) -> list[Report]:
+def measure(name: str, folder: Path) -> list[Measurement]:
     shared = folder / "shared"
     shared.mkdir(exist_ok=True)
     return kv.measure(find(name), Run(folder, shared, folder / "log", {"layers": None}))
@@ -186,7 +186,7 @@ def test_logprobs_become_errors(
         assert bool(found) is reference and engines[number].version == 1
     assert len(given) == 2  # one scheme, two sets of weights
     arms = [case.arm for case in cases for _ in kv_weights.PLANTED]
-    assert [report["arm"] for report in found] == arms
+    assert [measurement["arm"] for measurement in found] == arms
     errors = found[0]["values"]
     assert errors["logprob_error"] == pytest.approx([0.5] * kv_logprobs.SEQUENCES)
     # decode gave -2.5, and prefill over BF16 KV -1
