@@ -33,7 +33,7 @@ class Packer(Protocol):
         """
 
     def complete(self, chunk: int) -> None:
-        """See to it that all that was put into a chunk is in the bucket, or on its way there."""
+        """Make sure that all of a chunk is in the bucket, or queued to be written there."""
 
     def finish(self) -> None:
         """Check all that was put in.
@@ -67,10 +67,10 @@ class CopyPacker:
                 target.copy_(flat[first - start :][:length])
 
     def complete(self, chunk: int) -> None:
-        """It is there."""
+        """Nothing to do: ``put`` has copied it."""
 
     def finish(self) -> None:
-        """The engine looks."""
+        """Nothing to check here: the engine checks."""
 
 
 class QuantizePacker:

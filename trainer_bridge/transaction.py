@@ -96,7 +96,7 @@ class Transaction:
             self._end_sessions()
 
     def begun(self) -> Begun:
-        """What the other ranks are told."""
+        """The result for the other ranks."""
         return Begun(
             all(member.committed_before for member in self._active),
             [session.sender.layout for session in self.sessions],
