@@ -28,7 +28,7 @@ BENCHMARKS = {
 }
 """Module and attribute of each benchmark; the name is also that of its result file."""
 
-Report = dict[str, Any]
+Measurement = dict[str, Any]
 """``arm``, ``model``, ``case``, and ``values``: by metric, the values that were measured."""
 
 
@@ -72,7 +72,7 @@ class Job:
     """One process."""
 
     name: str
-    """Parts with slashes between them, which ``--only`` matches."""
+    """Segments with slashes between them, which ``--only`` matches."""
     spec: Any
     """The benchmark's own description of what is measured, a dataclass."""
     stock: bool = False
@@ -86,7 +86,7 @@ class Job:
     """Whether its folder holds a checkpoint, and should be in /dev/shm."""
 
     def matches(self, pattern: str) -> bool:
-        """Whether the pattern is one of the name's parts, or matches the whole name."""
+        """Whether the pattern is one of the name's segments, or matches the whole name."""
         return pattern in self.name.split("/") or fnmatch(self.name, pattern)
 
 
@@ -95,7 +95,7 @@ class Benchmark:
     """Jobs and the function that measures one of them in its process."""
 
     jobs: tuple[Job, ...]
-    measure: Callable[[Any, Run], list[Report]]
+    measure: Callable[[Any, Run], list[Measurement]]
     """Given a job's spec. What it raises becomes the job's failure."""
     limit_s: float
     """Time limit of a job, where the command line names none."""

@@ -1,4 +1,4 @@
-"""The process of one job: ``python -m benchmarks.child JOB`` writes the job's reports.
+"""The process of one job: ``python -m benchmarks.child JOB`` writes the job's measurements.
 
 SGLang's own processes import this module again, so it imports nothing heavy before ``main``.
 """
@@ -16,7 +16,7 @@ def main() -> None:
     (spec,) = (found.spec for found in benchmark.jobs if found.name == job["name"])
     paths = {name: Path(job[name]) for name in ("folder", "shared", "log")}
     run = Run(**paths, options=job["options"], cases=tuple(job["cases"]))
-    Path(job["report"]).write_text(json.dumps(benchmark.measure(spec, run)))
+    Path(job["output"]).write_text(json.dumps(benchmark.measure(spec, run)))
 
 
 if __name__ == "__main__":

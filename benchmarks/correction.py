@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from trainer_bridge.correction import PRESETS, CorrectionConfig, correct_logprobs
 from trainer_bridge.metrics import mismatch
 
@@ -101,12 +101,12 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, list[float]]:
     return {"correction_ms": found}
 
 
-def measure(arm: Arm, run: Run) -> list[Report]:
+def measure(arm: Arm, run: Run) -> list[Measurement]:
     """Time of each case, and launches of those without versions."""
     torch.set_num_threads(1)
     device = arm.device
-    reports: list[Report] = []
-    counted: list[tuple[Report, Callable[[], Any]]] = []
+    measurements: list[Measurement] = []
+    counted: list[tuple[Measurement, Callable[[], Any]]] = []
     for length, (name, config) in itertools.product(LENGTHS, CONFIGS.items()):
         trainer_BT, rollout_BT, mask_BT, versions_BT = batch(length, device)
         few = slice(max(1, mismatch.CPU_TOKENS // length) if device == "cpu" else None)
@@ -115,20 +115,20 @@ def measure(arm: Arm, run: Run) -> list[Report]:
         if config == PRESETS["decoupled_token_is"]:
             cases[f"{name}, {VERSIONS} versions"] = partial(alone, versions_BT=versions_BT)
         for case, function in cases.items():
-            report: Report = {
+            measurement: Measurement = {
                 "arm": arm.name,
                 "model": f"{TOKENS >> 20}M tokens",
                 "case": f"{TOKENS // length}x{length}, {case}",
                 "values": timed(function, run.options["repeats"]),
             }
-            reports.append(report)
+            measurements.append(measurement)
             if function is alone:
                 first = trainer_BT[few], rollout_BT[few], mask_BT[few]
-                counted.append((report, partial(correct_logprobs, *first, config)))
+                counted.append((measurement, partial(correct_logprobs, *first, config)))
     # a profiler, once it was there, slows down every launch of its process
-    for report, function in counted:
-        report["values"] |= launches(function, device)
-    return reports
+    for measurement, function in counted:
+        measurement["values"] |= launches(function, device)
+    return measurements
 
 
 OPTIONS = (Option("repeats", "of each case", default=30),)

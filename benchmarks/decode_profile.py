@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rollout, traces
-from benchmarks.benchmark import LAYERS, Benchmark, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Run
 from benchmarks.engines import models, serving
 
 ARMS = ("stock-bf16", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
@@ -24,7 +24,7 @@ EDGE = 2
 """Steps after them; as many go before them, when requests may still be joining."""
 
 
-def measure(arm: rollout.Arm, run: Run) -> list[Report]:
+def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """The mean time of each class of kernel, of decode and of prefill for each load."""
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
@@ -48,7 +48,7 @@ def measure(arm: rollout.Arm, run: Run) -> list[Report]:
         for phase, steps in phases.items():
             values[f"{load.name}, {phase}"] = traces.means(steps)
     engine.shutdown()
-    return serving.reports(arm.name, arm.model, values)
+    return serving.measurements(arm.name, arm.model, values)
 
 
 def trace(engine: Any, folder: Path, prompts: list[list[int]], new: int) -> list[traces.Kernel]:

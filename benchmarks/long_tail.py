@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from benchmarks import measuring, rollout
-from benchmarks.benchmark import LAYERS, Benchmark, Option, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
 
 PROMPT = 1024
@@ -29,7 +29,7 @@ BEGINS = "the rollout begins"
 """Printed into the process's log, where the scheduler's lines follow."""
 
 
-def measure(arm: rollout.Arm, run: Run) -> list[Report]:
+def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time, retractions and KV use of one rollout."""
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
@@ -69,7 +69,7 @@ def measure(arm: rollout.Arm, run: Run) -> list[Report]:
         "kv_demand": [peak_tokens(lengths) / (share * reference_tokens)],
         **usage(run.log.read_text(errors="replace")),
     }
-    return serving.reports(arm.name, arm.model, {f"rollout of {requests}": values})
+    return serving.measurements(arm.name, arm.model, {f"rollout of {requests}": values})
 
 
 def output_lengths(requests: int) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import measuring, rollout
-from benchmarks.benchmark import LAYERS, Benchmark, Option, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
 
 PROMPT, ANSWER, TOOL = 1024, 512, 2048
@@ -21,7 +21,7 @@ LONGEST = PROMPT + (TURNS - 1) * (ANSWER + TOOL)
 """Tokens of the last turn's prompt."""
 
 
-def measure(arm: rollout.Arm, run: Run) -> list[Report]:
+def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
     """Time of all conversations, and what of their prompts came from the prefix cache."""
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
@@ -48,7 +48,7 @@ def measure(arm: rollout.Arm, run: Run) -> list[Report]:
         values["cached_share"].append(sum(meta["cached_tokens"] for meta in metas) / prompts)
     values |= {"kv_tokens": [serving.kv_tokens(engine)], "copy_tb_s": [copy_tb_s]}
     engine.shutdown()
-    return serving.reports(arm.name, arm.model, {f"{count} conversations": values})
+    return serving.measurements(arm.name, arm.model, {f"{count} conversations": values})
 
 
 def conversations(seed: int, count: int, vocab: int) -> list[serving.Prompts]:

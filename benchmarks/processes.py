@@ -23,10 +23,10 @@ _EXCEPTION = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: with a report, or with a sentence that says why there is none."""
+    """How a process ended: with its output, or with a sentence that says why there is none."""
 
-    report: Any
-    """What the process wrote, or None."""
+    output: Any
+    """The JSON that the process wrote, or None."""
     failure: str | None
     log: str
     """Its standard output and error."""
@@ -34,7 +34,7 @@ class Outcome:
 
 def run(
     command: list[str],
-    report: Path,
+    output: Path,
     log: Path,
     limit_s: float,
     environ: Mapping[str, str],
@@ -42,11 +42,11 @@ def run(
 ) -> Outcome:
     """Run ``command`` until it ends or ``limit_s`` have passed, and end what it left behind.
 
-    Output goes to a file, not to a pipe: a scheduler that outlives its parent keeps a pipe open.
+    Its log is a file, not a pipe: a scheduler that outlives its parent keeps a pipe open.
 
     Args:
-        report: where the process writes its JSON.
-        log: where its output goes.
+        output: where the process writes its JSON.
+        log: where its standard output and error go.
     """
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -59,8 +59,8 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
     text = log.read_text(errors="replace")
-    if ended and status == 0 and report.exists():
-        return Outcome(json.loads(report.read_text()), None, text)
+    if ended and status == 0 and output.exists():
+        return Outcome(json.loads(output.read_text()), None, text)
     how = _how(status) if ended else f"did not end within {limit_s:.0f} s"
     return Outcome(None, f"{how}: {exception_in(text) or 'its log names no exception'}", text)
 
@@ -100,4 +100,4 @@ def _wait(pid: int, limit_s: float) -> bool:
 def _how(status: int) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
-    return f"exit status {status}" if status else "ended without a report"
+    return f"exit status {status}" if status else "ended without output"

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Measurement
 
 Row = dict[str, Any]
 Results = dict[str, Any]
@@ -39,12 +39,12 @@ NATS = {
 }
 
 
-def rows_of(reports: Sequence[Report]) -> list[Row]:
-    """Rows of one job; what it reports more than once, of several runs, has the values of all."""
+def rows_of(measurements: Sequence[Measurement]) -> list[Row]:
+    """Rows of one job; a case that was measured in several runs has the values of all."""
     found: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for report in reports:
-        for metric, values in report["values"].items():
-            found[report["arm"], report["model"], report["case"], metric] += values
+    for measurement in measurements:
+        for metric, values in measurement["values"].items():
+            found[measurement["arm"], measurement["model"], measurement["case"], metric] += values
     return [
         {"arm": arm, "model": model, "case": case} | _summary(metric, values)
         for (arm, model, case, metric), values in found.items()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
 from benchmarks.engines import models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
@@ -96,7 +96,7 @@ def find(name: str) -> Arm:
     return next(arm for arm in ARMS if arm.name == name)
 
 
-def measure(arm: Arm, run: Run) -> list[Report]:
+def measure(arm: Arm, run: Run) -> list[Measurement]:
     """KV capacity, and prefill and decode of each load.
 
     Raises:
@@ -109,7 +109,7 @@ def measure(arm: Arm, run: Run) -> list[Report]:
     keywords = arm.keywords(batches=[load.batch for load in loads])
     wanted = wanted_loads(arm.model, run)
     values = serving.speed(keywords, shape, str(run.folder), wanted)
-    return serving.reports(arm.name, arm.model, values)
+    return serving.measurements(arm.name, arm.model, values)
 
 
 def wanted_loads(model: str, run: Run) -> list[Load]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes, result_rows
-from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Option, Report, load
+from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Measurement, Option, load
 from benchmarks.environment import ROOT, environment, gpus
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -38,7 +38,7 @@ def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.
             _flag(option), type=option.type, default=option.default, help=option.help
         )
     parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="jobs by a part of the name or by a pattern"
+        "--only", nargs="+", metavar="PATTERN", help="jobs by a segment of the name or by a pattern"
     )
     parser.add_argument(
         "--cases", nargs="+", default=["*"], metavar="PATTERN", help="cases inside of a job"
@@ -96,15 +96,15 @@ def run_job(
     place = MEMORY if job.folder_in_memory and MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as name:
         folder = Path(name)
-        report, log, description = (folder / file for file in ("report.json", "log", "job.json"))
-        paths = {"folder": folder, "shared": shared, "log": log, "report": report}
+        output, log, description = (folder / file for file in ("output.json", "log", "job.json"))
+        paths = {"folder": folder, "shared": shared, "log": log, "output": output}
         given = {key: str(path) for key, path in paths.items()}
         description.write_text(
             json.dumps({"benchmark": reference, "name": job.name, **given, **passed})
         )
         words = [sys.executable, "-m", "benchmarks.child", str(description)]
         environ = processes.engine_environment(job.stock, job.environ)
-        outcome = processes.run(words, report, log, limit_s, environ, cwd=ROOT)
+        outcome = processes.run(words, output, log, limit_s, environ, cwd=ROOT)
     if outcome.failure is not None:
         print("\n".join(outcome.log.splitlines()[-processes.LOG_LINES :]), file=sys.stderr)
     return outcome
@@ -122,7 +122,7 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
         for key, value in values.items()
     }
     failed: set[str] = set()
-    reports: dict[str, list[Report]] = defaultdict(list)
+    measurements: dict[str, list[Measurement]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as shared:
         for job in selected(benchmark, options.only) * options.restarts:
             started = time.perf_counter()
@@ -135,8 +135,8 @@ def run(name: str, benchmark: Benchmark, options: argparse.Namespace) -> None:
             if options.logs is not None:
                 options.logs.mkdir(parents=True, exist_ok=True)
                 (options.logs / f"{job.name.replace('/', ', ')}.log").write_text(outcome.log)
-            reports[job.name] += outcome.report or []
-            new = result_rows.rows_of(reports[job.name])
+            measurements[job.name] += outcome.output or []
+            new = result_rows.rows_of(measurements[job.name])
             results = result_rows.updated(results, job.name, new, outcome.failure)
             result_rows.write(options.output, results)
             for row in new:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models
 from benchmarks.engines.keywords import BLOCK_FP8
 
@@ -79,8 +79,8 @@ CASES = (
 )
 
 
-def measure(case: Case, run: Run) -> list[Report]:
-    """Import SGLang, start the engine, serve, and report times and compiled kernels.
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Import SGLang, start the engine and serve; returns times and compiled kernels.
 
     Raises:
         RuntimeError: the engine did not answer a request in full, or the log has a warm-up of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, stock_push, traffic, weights
 
 DEVICE = "cuda"
@@ -99,8 +99,8 @@ CASES = (
 )
 
 
-def measure(case: Case, run: Run) -> list[Report]:
-    """Start the engine, update it again and again, and report.
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Start the engine, and update it again and again.
 
     Raises:
         RuntimeError: the case did not do what its name says.

@@ -135,11 +135,11 @@ def _from_checkpoint(
     manifest = Manifest(0, read_headers(files)).to_json()
     options = {} if ignored is None else {"fp8rl_ignored_layers": tuple(ignored)}
     with dummy_engine(str(folder), tp_size, **options) as engine:
-        plan = connect(engine).control({"op": "export_plan", "manifest": manifest})
-    formats = {name: FORMATS[f] for f, names in plan["formats"].items() for name in names}
+        layout = connect(engine).control({"op": "export_layout", "manifest": manifest})
+    formats = {name: FORMATS[f] for f, names in layout["formats"].items() for name in names}
     if not formats:
         raise ValueError(f"no layer of {folder} would be FP8; sgl-fp8rl layers lists the reasons")
-    dtype = getattr(torch, plan["dtype"])
+    dtype = getattr(torch, layout["dtype"])
     writer = CheckpointWriter(output)
     for name, tensor in read_tensors(files):
         if name not in formats:
@@ -151,7 +151,7 @@ def _from_checkpoint(
             raise ValueError(f"{name} {error}") from error
         writer.add({name + suffix: part for suffix, part in encoded.items()})
     writer.finish()
-    return Source(folder, plan["layers"])
+    return Source(folder, layout["layers"])
 
 
 def _from_engine(address: str, output: Path) -> Source:

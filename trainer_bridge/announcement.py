@@ -31,7 +31,7 @@ def announced(
 
     Raises:
         EngineError: the engine cannot be reached, or is of another version.
-        ManifestError: nothing says what comes, as with an engine of dummy weights; or the folder
+        ManifestError: the tensors are not known, as with an engine of dummy weights; or the folder
             holds no checkpoint.
     """
     reply = client.control({"op": "tensors"})

@@ -1,4 +1,4 @@
-"""The ranks of a trainer that update together: one leads, and what it learns reaches all."""
+"""The ranks of a trainer that update together: one leads, and shares its results with all."""
 
 import hashlib
 import pickle
@@ -169,7 +169,7 @@ def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _wait(is_there: Callable[[], bool], absence: str) -> None:
-    """By looking: a wait inside of the store would keep NCCL's watchdog from it."""
+    """Poll: a blocking wait in the store would keep NCCL's watchdog from using it."""
     began = time.monotonic()
     while not is_there():
         waited = time.monotonic() - began

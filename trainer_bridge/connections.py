@@ -45,12 +45,12 @@ def _made(client: EngineClient) -> EngineConnection:
 
 
 def close(engine: Any) -> None:
-    """Let go of an engine: it unmaps this process's GPU memory, which is then free to be reused.
+    """Disconnect from an engine: it unmaps this process's GPU memory, which can then be reused.
 
-    At the end of the process this happens by itself. A later ``update`` begins anew.
+    This happens automatically at exit. A later ``update`` connects again.
 
     Args:
-        engine: as for ``update``; one that was never updated is left alone.
+        engine: as for ``update``; nothing happens if it was never updated.
 
     Raises:
         EngineError: it is a string, but not an address.
@@ -69,7 +69,7 @@ def close(engine: Any) -> None:
 @atexit.register
 def _close_all() -> None:
     connections = list(_alive)
-    for connection in connections:  # all are told before one that is busy is waited for
+    for connection in connections:  # close all before waiting for one that is busy
         connection.hang_up()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for connection in connections:

@@ -95,8 +95,8 @@ def connect(engine: Any, key: str | None = None) -> EngineClient:
 
 
 def _http_exceptions() -> tuple[Any, ...]:
-    """What an engine of this process refuses a request with: it has loaded FastAPI, which a trainer
-    without one need not have."""
+    """The exception by which an engine of this process refuses a request. The engine has loaded
+    FastAPI, which a trainer without an engine may lack."""
     fastapi = sys.modules.get("fastapi")
     return () if fastapi is None else (fastapi.HTTPException,)
 

@@ -7,7 +7,7 @@ import torch
 from trainer_bridge.packer import Packer
 from trainer_bridge.transfer_plan import TransferPlan
 
-Part = tuple[torch.Tensor, int]
+ShardSlice = tuple[torch.Tensor, int]
 """Contiguous elements of a parameter, and the number of the first of them."""
 
 
@@ -15,7 +15,7 @@ class Filler:
     """One walk over the chunks of a plan.
 
     Args:
-        end_chunk: called when all of a chunk was put in that comes from here.
+        end_chunk: called when all that this rank puts into a chunk is in it.
         await_slot: called before a chunk is begun; False where nothing is put in any more.
     """
 
@@ -29,15 +29,15 @@ class Filler:
         self._plan, self.packer = plan, packer
         self._end_chunk, self._await_slot = end_chunk, await_slot
         self._chunk = self._turn = 0
-        self._held: dict[int, Part | None] = {}
+        self._held: dict[int, ShardSlice | None] = {}
 
-    def put(self, index: int, part: Part | None) -> None:
+    def put(self, index: int, shard_slice: ShardSlice | None) -> None:
         """Put a parameter in once it is its turn.
 
         Args:
-            part: None where nothing of it comes from here.
+            shard_slice: None where this rank writes none of it.
         """
-        self._held[index] = part
+        self._held[index] = shard_slice
         turns = self._plan.turns
         while self._turn < len(turns) and turns[self._turn][1] in self._held:
             chunk, source = turns[self._turn]

@@ -103,7 +103,7 @@ def _checkpointed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _companions_behind(named: Named) -> Named:
-    """Each weight's scales behind it, so that no weight waits for scales that come much later."""
+    """Each weight's scales directly after it, so that no weight waits for scales much later."""
     weights = {
         name + suffix: index
         for index, (name, tensor) in enumerate(named)

@@ -47,7 +47,7 @@ def check_layout(layout: dict[str, Any]) -> None:
 
 
 def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
-    """What of a layout a plan depends on: engines that agree in it are sent the same."""
+    """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
     read = ("dtype", "bucket_bytes", "fp32", "formats")
     return {
         **{name: layout[name] for name in read},

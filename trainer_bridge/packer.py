@@ -12,7 +12,7 @@ from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import strides_of, whole
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transfer_plan import Run, TransferPlan
+from trainer_bridge.transfer_plan import Span, TransferPlan
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ class Packer(Protocol):
     def begin(self) -> None:
         """Get ready for another update."""
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
-        """Put a parameter's share of one chunk into the bucket.
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
+        """Put the elements of a parameter that one chunk carries into the bucket.
 
         Args:
-            part: contiguous elements of the parameter, from ``start`` on.
+            elements: contiguous ones of the parameter, from ``start`` on.
         """
 
     def complete(self, chunk: int) -> None:
-        """See to it that all that was put into a chunk is in the bucket, or on its way there."""
+        """Make sure that all of a chunk is in the bucket, or queued to be written there."""
 
     def finish(self) -> None:
         """Check all that was put in.
@@ -56,21 +56,21 @@ class CopyPacker:
     def begin(self) -> None:
         """Nothing is kept."""
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
-        flat, dtype = part.view(-1), self._plan.sources[index].sent_as
-        for run in self._plan.runs[index]:
-            first = max(run.start, start)
-            length = min(run.start + run.length, start + flat.numel()) - first
-            if run.chunk == chunk and length > 0:
-                offset = run.offset + (first - run.start) * dtype.itemsize
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
+        flat, dtype = elements.view(-1), self._plan.sources[index].sent_as
+        for span in self._plan.spans[index]:
+            first = max(span.start, start)
+            length = min(span.start + span.length, start + flat.numel()) - first
+            if span.chunk == chunk and length > 0:
+                offset = span.offset + (first - span.start) * dtype.itemsize
                 target = self._content[offset : offset + length * dtype.itemsize].view(dtype)
                 target.copy_(flat[first - start :][:length])
 
     def complete(self, chunk: int) -> None:
-        """It is there."""
+        """Nothing to do: ``put`` has copied it."""
 
     def finish(self) -> None:
-        """The engine looks."""
+        """Nothing to check here: the engine checks."""
 
 
 class QuantizePacker:
@@ -100,40 +100,40 @@ class QuantizePacker:
         """Addresses of what is resident and waits."""
         address = bucket.content.data_ptr()
 
-        def descriptors(segment: int, index: int, run: Run) -> Iterator[CopyDescriptor]:
+        def descriptors(segment: int, index: int, span: Span) -> Iterator[CopyDescriptor]:
             source = plan.sources[index]
-            shape: tuple[int, ...] = (run.length,)
+            shape: tuple[int, ...] = (span.length,)
             scales, target = None, source.sent_as
-            if run.scales >= 0:
-                format_ = plan.manifest.format_of(run.name)
-                row = plan.manifest.tensors[run.name].shape[1:]
-                shape = (run.length // math.prod(row), *row)
-                target = plan.manifest.tensors[run.name].dtype
+            if span.scales >= 0:
+                format_ = plan.manifest.format_of(span.name)
+                row = plan.manifest.tensors[span.name].shape[1:]
+                shape = (span.length // math.prod(row), *row)
+                target = plan.manifest.tensors[span.name].dtype
                 (spec,) = format_.companions(shape).values()
-                placed = Placed(address + run.scales, spec.dtype, strides_of(spec.shape))
+                placed = Placed(address + span.scales, spec.dtype, strides_of(spec.shape))
                 scales = Scales(placed, whole(spec.shape))
             return describe_copy(
-                Placed(run.start * source.held_as.itemsize, source.held_as, strides_of(shape)),
+                Placed(span.start * source.held_as.itemsize, source.held_as, strides_of(shape)),
                 whole(shape),
-                Placed(address + run.offset, target, strides_of(shape)),
+                Placed(address + span.offset, target, strides_of(shape)),
                 whole(shape),
                 scales,
                 segment=segment,
-                tag=tags[run.name],
+                tag=tags[span.name],
             )
 
         def alone(chunk: int, index: int) -> "list[Launch]":
-            runs = [run for run in plan.runs[index] if run.chunk == chunk]
-            those = (each for run in runs for each in descriptors(0, index, run))
+            spans = [span for span in plan.spans[index] if span.chunk == chunk]
+            those = (each for span in spans for each in descriptors(0, index, span))
             return compile_descriptors(those, self._device, dtype)
 
         together: dict[int, list[CopyDescriptor]] = defaultdict(list)
         puts: dict[int, int] = defaultdict(int)
         for chunk, index in plan.turns:
             if index in plan.resident:
-                for run in plan.runs[index]:
-                    if run.chunk == chunk:
-                        together[chunk] += descriptors(puts[chunk], index, run)
+                for span in plan.spans[index]:
+                    if span.chunk == chunk:
+                        together[chunk] += descriptors(puts[chunk], index, span)
                 puts[chunk] += 1
         self._together: dict[int, list[Launch]] = {
             chunk: compile_descriptors(those, self._device, dtype)
@@ -145,12 +145,12 @@ class QuantizePacker:
         self._status.reset()
         self._waiting.clear()
 
-    def put(self, index: int, part: torch.Tensor, start: int, chunk: int) -> None:
+    def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
         assert start == 0, "a GPU quantizes whole parameters"
         if index in self._resident:
-            self._waiting.append(part.data_ptr())
+            self._waiting.append(elements.data_ptr())
         else:
-            self._run(self._alone(chunk, index), [part.data_ptr()])
+            self._run(self._alone(chunk, index), [elements.data_ptr()])
 
     def complete(self, chunk: int) -> None:
         if self._waiting:

@@ -43,7 +43,7 @@ class Participant:
         """Open a session.
 
         Args:
-            message: what is said to every engine of the update.
+            message: the same for every engine of the update.
 
         Raises:
             EngineError: the engine refused the update, and goes on with what it has.

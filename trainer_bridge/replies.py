@@ -90,9 +90,9 @@ def _are_runs(value: Any) -> bool:
 def check_policies(
     found: set[tuple[str, int]], expected: int | None, committed: Policy | None, where: str
 ) -> None:
-    """Check what serves, or sampled, against what the caller or this process's updates say.
+    """Check policies that serve or sampled against the caller's version and this process's updates.
 
-    The checkpoint belongs to no run; who expects it may have it back.
+    The checkpoint belongs to no run; a caller that expects its version is given it.
     """
     for run, version in sorted(found):
         policy = Policy(run, version) if run else f"version {version}"

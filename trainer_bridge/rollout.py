@@ -135,14 +135,14 @@ def rollout(
 
     Args:
         engine: an ``sgl.Engine``, an ``http://`` address, or an ``EngineClient``; or a list of
-            them, over which prompts are spread. Of several, those that cannot be reached or serve
+            them, over which prompts are spread. Engines of a list that cannot be reached or serve
             another policy are left out, with a warning.
         prompts: lists of token ids, or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
             fine; options that make the logprobs wrong are refused.
         expected_version: the policy version that every token must come from. By default tokens are
-            at least as new as the last update that this process made of this engine. They are of
-            that update's run in either case; any run and version will do where it made none.
+            at least as new as the last update that this process made of this engine. In either case
+            they must be of that update's run. If it made none, any run and version is accepted.
         routed_experts: whether to return the experts of every token, for ``replay_routing``; the
             engine must run with ``--enable-return-routed-experts``.
         timeout: seconds for all responses; what takes longer fails. None waits for the last.

@@ -28,7 +28,7 @@ class Sender:
     Engines share the bucket, so weights are put into it, and quantized, once for all of them.
 
     Args:
-        layout: what the engines say of themselves; they are equal in what is read of it here.
+        layout: as the engines report it; they agree in all of it that is read here.
     """
 
     def __init__(self, layout: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Sender:
 
         Raises:
             EngineError: the engine cannot be reached.
-            ManifestError: nothing says what comes.
+            ManifestError: the tensors of the stream are not known.
         """
         way = kv_scales is not None, device
         kept = self._stream_plans.get(way)
@@ -188,7 +188,7 @@ class Sender:
             message = self._segments_message(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
-        if not plan.streamed and not any(plan.runs):
+        if not plan.streamed and not any(plan.spans):
             # plans of several engines use the bucket, so no other engine has it open
             self._free_bucket()  # every rank let go of it before it answered
             return None

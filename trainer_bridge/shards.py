@@ -1,7 +1,7 @@
-"""Which rank of a trainer writes which part of a sharded parameter into the bucket.
+"""Which rank of a trainer writes which elements of a sharded parameter into the bucket.
 
-A part is a range of elements of the flattened parameter: what FSDP2 leaves on a rank, whose shards
-are rows. Other placements are gathered.
+FSDP2 shards by rows, so each rank holds one range of elements of the flattened parameter. Other
+placements are gathered.
 """
 
 from functools import lru_cache
@@ -14,13 +14,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer_bridge.fsdp import Named
 
 Range = tuple[int, int]
-"""(First, last + 1) of a part's elements; equal where a rank holds none."""
+"""(First, last + 1) of the elements that a rank holds; equal where it holds none."""
 Owners = list[dict[int, Range] | None]
-"""For each parameter the part that each rank writes, or None where it is gathered."""
+"""For each parameter the range that each rank writes, or None where it is gathered."""
 
 
 def held_here(named: Named) -> list[Range | None]:
-    """The part of each parameter that this rank holds; None where it is not sharded by rows."""
+    """The range of each parameter that this rank holds; None where it is not sharded by rows."""
     return [
         _range(tensor.shape, tensor.device_mesh, tensor.placements)
         if isinstance(tensor, DTensor)
@@ -50,12 +50,12 @@ def assign(held: list[list[Range | None]], sizes: list[int]) -> Owners:
         sizes: elements of each parameter.
     """
     owners: Owners = []
-    for size, parts in zip(sizes, zip(*held, strict=True), strict=True):
+    for size, ranges in zip(sizes, zip(*held, strict=True), strict=True):
         first: dict[Range, int] = {}
-        for rank, part in enumerate(parts):
-            if part is not None and part[0] < part[1]:
-                first.setdefault(part, rank)
+        for rank, each in enumerate(ranges):
+            if each is not None and each[0] < each[1]:
+                first.setdefault(each, rank)
         ends = [0, *(stop for _, stop in sorted(first))]
         covers = [start for start, _ in sorted(first)] == ends[:-1] and ends[-1] == size
-        owners.append({rank: part for part, rank in first.items()} if covers else None)
+        owners.append({rank: each for each, rank in first.items()} if covers else None)
     return owners

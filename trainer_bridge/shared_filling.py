@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.collective import Leader
-from trainer_bridge.filler import Filler, Part
+from trainer_bridge.filler import Filler, ShardSlice
 from trainer_bridge.fsdp import Named, Source
 from trainer_bridge.layout import sources_for
 from trainer_bridge.packer import CopyPacker
@@ -47,9 +47,9 @@ class Follower:
         self._filler = Filler(plan, lambda chunk: board.fill(chunk + 1), board.await_slot, packer)
         self._is_over = False
 
-    def put(self, index: int, part: Part | None) -> None:
+    def put(self, index: int, shard_slice: ShardSlice | None) -> None:
         """As of a ``Filler``; a failure is logged here, and raised where the update is led."""
-        self._try(lambda: self._filler.put(index, part))
+        self._try(lambda: self._filler.put(index, shard_slice))
 
     def finish(self) -> None:
         """Go to the end: the rank that leads has the KV scales."""
@@ -70,7 +70,7 @@ class Follower:
 
 
 class SharedFilling:
-    """How this rank takes part.
+    """What this rank does when ranks fill the bucket together.
 
     Args:
         follower: of a rank that does not lead.
@@ -79,17 +79,17 @@ class SharedFilling:
     def __init__(self, owners: Owners, rank: int, follower: Follower | None) -> None:
         self._owners, self._rank, self.follower = owners, rank, follower
 
-    def read(self, index: int, source: Source, tensor: torch.Tensor) -> Part | None:
+    def read(self, index: int, source: Source, tensor: torch.Tensor) -> ShardSlice | None:
         """What this rank writes of a parameter; a collective where it must be gathered."""
         owners = self._owners[index]
         if owners is None:
             whole = source.read(tensor)
             return (whole, 0) if self._rank == 0 else None
-        part: Range | None = owners.get(self._rank)
-        if part is None:
+        held: Range | None = owners.get(self._rank)
+        if held is None:
             return None
         assert isinstance(tensor, DTensor)
-        return tensor.detach().to_local().contiguous(), part[0]  # type: ignore[attr-defined]
+        return tensor.detach().to_local().contiguous(), held[0]  # type: ignore[attr-defined]
 
 
 def agree(

@@ -96,16 +96,16 @@ class Transaction:
             self._end_sessions()
 
     def begun(self) -> Begun:
-        """What the other ranks are told."""
+        """The result for the other ranks."""
         return Begun(
             all(member.committed_before for member in self._active),
             [session.sender.layout for session in self.sessions],
             self.failed,
         )
 
-    def put(self, session: int, index: int, part: torch.Tensor | None, start: int = 0) -> None:
-        """Put a parameter, or the part of it that is here, into the bucket of a session."""
-        self.sessions[session].put(index, part, start)
+    def put(self, session: int, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
+        """Put a parameter, or what this rank holds of it, into the bucket of a session."""
+        self.sessions[session].put(index, elements, start)
 
     def put_named(self, name: str, tensor: torch.Tensor) -> None:
         """Put the next tensor of a stream into the bucket of every session.

@@ -21,7 +21,7 @@ Signature = tuple[
 """Family and GPU; name, dtype, shape, whether sharded, resident and mapped, of each parameter."""
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Contiguous elements of a parameter that go to one place in the bucket."""
 
     chunk: int
@@ -84,7 +84,7 @@ class TransferPlan:
         self.manifest = describe(announced, 0, chunk_bytes, self.offsets, streamed, slots)
         self._cutter = Cutter(self.manifest) if streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(self.manifest)
-        self.runs: list[list[Run]] = [[] for _ in sources]
+        self.spans: list[list[Span]] = [[] for _ in sources]
         """What becomes of each source, in the order of the chunks."""
         self.turns: list[tuple[int, int]] = []
         """(Chunk, source) in the order in which the bucket is filled: scales that are a source of
@@ -137,7 +137,7 @@ class TransferPlan:
                 index, view = self.views[chunk_slice.name]
                 made_here = view.dtype not in self.manifest.format_of(chunk_slice.name).dtypes
                 scales = behind.offset if made_here and behind is not None else -1
-                self._add_run(number, chunk_slice, scales)
+                self._add_span(number, chunk_slice, scales)
                 if (number, index) not in self._taken:
                     self._taken.add((number, index))
                     self.last_turns[index] = len(self.turns)
@@ -167,19 +167,19 @@ class TransferPlan:
         """Payload that the engine reads in place."""
         return sum(self.manifest.tensors[name].nbytes for name in self.offsets)
 
-    def _add_run(self, chunk: int, chunk_slice: ChunkSlice, scales: int) -> None:
+    def _add_span(self, chunk: int, chunk_slice: ChunkSlice, scales: int) -> None:
         index, view = self.views[chunk_slice.name]
         row_numel = view.numel() // (view.shape[0] if view.dim() else 1)
         start = int(view.storage_offset()) + chunk_slice.rows[0] * row_numel
         length = (chunk_slice.rows[1] - chunk_slice.rows[0]) * row_numel
-        runs, size = self.runs[index], self.sources[index].sent_as.itemsize
-        if runs and scales < 0 and runs[-1].scales < 0:
-            last = runs[-1]
+        spans, size = self.spans[index], self.sources[index].sent_as.itemsize
+        if spans and scales < 0 and spans[-1].scales < 0:
+            last = spans[-1]
             follows = last.start + last.length == start and last.chunk == chunk
             if follows and last.offset + last.length * size == chunk_slice.offset:
-                runs[-1] = last._replace(length=last.length + length)
+                spans[-1] = last._replace(length=last.length + length)
                 return
-        runs.append(Run(chunk, chunk_slice.name, start, length, chunk_slice.offset, scales))
+        spans.append(Span(chunk, chunk_slice.name, start, length, chunk_slice.offset, scales))
 
 
 def _encoded(

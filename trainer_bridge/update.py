@@ -63,51 +63,51 @@ def update(
     """Stream weights into a running engine, or several, and commit them as policy ``version``.
 
     Requests that are running are aborted, finished or retracted, as ``in_flight`` says; new ones
-    wait for the end of the update. Parameters on a GPU that lie where they lay at the last update
-    are read in place; others pass through a bucket, quantized by the trainer's GPU where it has
-    one. If anything fails after the first write, the engine refuses to generate until a later
-    update is complete.
+    wait for the end of the update. Parameters on a GPU whose addresses have not changed since the
+    last update are read in place; others pass through a bucket, quantized by the trainer's GPU
+    where it has one. If anything fails after the first write, the engine refuses to generate until
+    a later update is complete.
 
     Args:
         model_or_named_tensors: a module whose parameters have HF names (plain, or FSDP2 on several
             ranks), or a mapping or list of (HF checkpoint name, tensor): BF16, FP16, FP32, or
             FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
-            have it, in which all ranks gather each tensor at once: it is walked once, to its end
-            also where the update fails, and no more than a bucket of it is held at a time.
+            provide, for which all ranks gather each tensor together: it is walked once, to its end
+            even if the update fails, and at most one bucket of it is held at a time.
         engine: an ``sgl.Engine`` or an ``http://`` address, or a list of them, which commit all or
             none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
             others pass None.
-        version: a whole number, greater than the last one of this run. To call again with the
-            version of a call that failed is safe: what was committed already stays so.
-        run: a name for this run of the trainer, by default one of this process. A new run begins
-            at any version, as a trainer does that is resumed from a checkpoint; from its first
-            update on the engine refuses the run before it. Of several ranks, the first one's is
-            used; the others pass the same or None.
-        in_flight: what happens to running requests. ``"abort"``: they come back with what they
-            have. ``"finish"``: the update begins at their end; it is refused where that takes
-            longer than 570 s. ``"retract"``: they wait with what they have
-            and go on under the new version, whose weights prefill prompt and tokens again; each
-            token keeps the logprob and the version that it was sampled with.
-        require: how many of several engines must have all that they need before any commits, by
+        version: a whole number, greater than the last one of this run. It is safe to call again
+            with the version of a failed call: engines that committed it stay committed.
+        run: a name for this run of the trainer, by default one of this process. A new run may
+            begin at any version, so that a trainer can resume from a checkpoint; from its first
+            update on, the engine refuses the run before it. The first rank's run is used; the other
+            ranks pass the same or None.
+        in_flight: what happens to running requests. ``"abort"``: they return the tokens that they
+            have. ``"finish"``: the update waits until they end, and is refused after 570 s.
+            ``"retract"``: they keep their tokens, wait, and go on under the new version, whose
+            weights prefill prompt and tokens again; each token keeps the logprob and the version
+            that it was sampled with.
+        require: how many of several engines must hold all new weights before any commits, by
             default each. One that fails is left out, does not generate until a later update heals
-            it, and is named in the result. Called again with the same version, ``update`` brings
-            it to the engines that lack it.
+            it, and is named in the result. ``update`` with the same version sends it to the
+            engines that lack it.
         kv_scales: for an FP8 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
-            of K, V and Q, as ``KVCalibrator.scales`` gives them. They begin with this version.
-            Of several ranks, the first one's are used.
+            of K, V and Q, as ``KVCalibrator.scales`` returns them. They take effect with this
+            version. The first rank's scales are used.
         group: the ranks that call together, by default those of the parameters' device mesh or
             of DDP. Ranks that walk an iterator without a group lead an update each.
-        announce: what the first iterator for this engine brings: the folder of an HF checkpoint,
-            or (name, dtype, shape) of each tensor. By default what the engine itself loaded; an
-            engine of dummy weights needs it.
+        announce: the tensors of the first iterator for this engine: the folder of an HF
+            checkpoint, or (name, dtype, shape) of each. By default those that the engine itself
+            loaded; an engine of dummy weights needs it.
 
     Returns:
         what happened, the same on every rank.
 
     Raises:
         EngineError: an engine refused the update (nothing was written), or it failed.
-        ManifestError: the tensors cannot make an update, such as a name that comes twice, or the
-            KV scales are not for this engine, or ranks ask for different updates.
+        ManifestError: the tensors are not a valid update, for instance if a name comes twice, or
+            the KV scales do not fit this engine, or ranks ask for different updates.
     """
     clock = Clock()
     if isinstance(model_or_named_tensors, Iterator):
@@ -173,7 +173,7 @@ def _agreed(leader: Leader, run: Any, version: Any, in_flight: Any) -> Policy:
     """The policy that all ranks ask for; checked before the engine is told of anything.
 
     Raises:
-        ManifestError: one of them asks for what cannot be, or for something else; on every rank.
+        ManifestError: a rank asks for an invalid policy, or for another one; on every rank.
     """
     asked: Any = leader.share(leader.attempt(_asked, RUN, run, version, in_flight))
     leader.confirm(_confirm, asked, run, version, in_flight)

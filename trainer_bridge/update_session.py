@@ -137,20 +137,20 @@ class UpdateSession:
                 f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
             )
 
-    def put(self, index: int, part: torch.Tensor | None, start: int = 0) -> None:
+    def put(self, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
         """Put a parameter into the bucket once it is its turn; full slots are sent on the way.
 
         Args:
-            part: contiguous elements of it, from ``start`` on: all of them, unless other ranks lay
-                in theirs. None where none is here.
+            elements: contiguous ones of the parameter, from ``start`` on: all of them, unless
+                other ranks write theirs. None where this rank writes none.
         """
         if not self._open_members():
             return
-        if self.device is not None and part is not None:
-            part = part.to(self.device)
-            part = part if is_aligned(part) else part.clone()
+        if self.device is not None and elements is not None:
+            elements = elements.to(self.device)
+            elements = elements if is_aligned(elements) else elements.clone()
         try:
-            self._filler.put(index, None if part is None else (part, start))
+            self._filler.put(index, None if elements is None else (elements, start))
         except BaseException:
             self._stop_ranks()
             raise

@@ -109,14 +109,14 @@ class WholeModel:
         """Put in what each rank holds."""
         sources = sources_for(self.named, self._family, layout)
         for index, (source, (_, tensor)) in enumerate(zip(sources, self.named, strict=True)):
-            part = shared.read(index, source, tensor)
+            shard_slice = shared.read(index, source, tensor)
             clock.lap("read")
             if shared.follower is not None:
-                shared.follower.put(index, part)
-            elif part is None:
+                shared.follower.put(index, shard_slice)
+            elif shard_slice is None:
                 leader.attempt(Transaction.put, transaction, 0, index, None)
             else:
-                leader.attempt(Transaction.put, transaction, 0, index, *part)
+                leader.attempt(Transaction.put, transaction, 0, index, *shard_slice)
             clock.lap("write")
         if shared.follower is not None:
             shared.follower.finish()

@@ -12,7 +12,7 @@ import torch
 from benchmarks.alarms import arms as alarm_arms
 from benchmarks.alarms import tasks as alarm_tasks
 from benchmarks.alarms.tasks import Policy, Task
-from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from benchmarks.environment import commit
 from benchmarks.tables.alarms import FIRED
 from trainer_bridge.metrics import check_alarms
@@ -31,14 +31,14 @@ SHOWN = (
 )
 
 
-def measure(task: Task, run: Run) -> list[Report]:
+def measure(task: Task, run: Run) -> list[Measurement]:
     """The metrics of each arm, and which alarms fired."""
     torch.set_num_threads(1)
     work = Path(run.options["work"]) / commit()
     work.mkdir(parents=True, exist_ok=True)
     policy = trained(task, work / f"{task.name}.pt")
     return [
-        report(task, state, arm.name, batches(policy, arm))
+        measurement(task, state, arm.name, batches(policy, arm))
         for state, arms in alarm_arms.STATES.items()
         for arm in arms
     ]
@@ -73,8 +73,8 @@ def batches(policy: Policy, arm: alarm_arms.Arm) -> list[dict[str, float]]:
     ]
 
 
-def report(task: Task, state: str, arm: str, found: list[dict[str, float]]) -> Report:
-    """One arm's report."""
+def measurement(task: Task, state: str, arm: str, found: list[dict[str, float]]) -> Measurement:
+    """Metrics of one arm, batch by batch, and how often each alarm fired."""
     values = {metric: [metrics[metric] for metrics in found] for metric in SHOWN}
     values["kl_of_entropy"] = [m["mismatch_kl_k3"] / m["rollout_nll"] for m in found]
     values["ratio_sigmas"] = [

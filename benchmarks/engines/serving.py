@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Measurement
 from benchmarks.engines import kv_weights, models, stock_push, traffic
 from benchmarks.engines.keywords import Keywords, is_stock, weight_format
 
@@ -200,7 +200,9 @@ def decode_floor_ms(keywords: Keywords, shape: models.Shape, load: Load, copy_tb
     return traffic.floor_ms(round(weights + load.batch * load.mean_length * token), copy_tb_s)
 
 
-def reports(arm: str, model: str, values: dict[str, dict[str, list[float]]]) -> list[Report]:
-    """A report of each case."""
+def measurements(
+    arm: str, model: str, values: dict[str, dict[str, list[float]]]
+) -> list[Measurement]:
+    """A measurement of each case."""
     common = {"arm": arm, "model": model}
     return [common | {"case": name, "values": found} for name, found in values.items()]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Benchmark, Job, Report, Run
+from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kernels import pair
 
 
@@ -43,7 +43,7 @@ GROUPS = (
 )
 
 
-def measure(group: KernelGroup, run: Run) -> list[Report]:
+def measure(group: KernelGroup, run: Run) -> list[Measurement]:
     """Check and time the pairs of a group.
 
     Raises:
@@ -51,7 +51,7 @@ def measure(group: KernelGroup, run: Run) -> list[Report]:
     """
     torch.manual_seed(0)
     pairs = getattr(importlib.import_module(f"benchmarks.kernels.{group.module}"), group.function)()
-    return pair.reports(pairs, measuring.copy_tb_s())
+    return pair.measurements(pairs, measuring.copy_tb_s())
 
 
 BENCHMARK = Benchmark(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Measurement
 from benchmarks.engines import models
 from benchmarks.measuring import Call
 
@@ -47,13 +47,13 @@ class Pair:
         return f"{self.kernel}: {self.size}"
 
 
-def reports(pairs: Iterable[Pair], copy_tb_s: float) -> list[Report]:
-    """Two reports a pair; the floor is with ours.
+def measurements(pairs: Iterable[Pair], copy_tb_s: float) -> list[Measurement]:
+    """Two measurements a pair; the floor is with ours.
 
     Raises:
         RuntimeError: a pair does not agree.
     """
-    made: list[Report] = []
+    made: list[Measurement] = []
     for pair in pairs:
         pair.check()
         ours = {

@@ -1,4 +1,4 @@
-"""XQA's decode attention over FP8 KV: cut into parts as FlashInfer cuts it, and as we do."""
+"""XQA's decode attention over FP8 KV: with FlashInfer's number of splits, and with ours."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -22,8 +22,8 @@ LOADS = (
     Load(256, 576),
 )
 ERROR = 1.1
-"""Ours over SGLang's, of the medians of relative L2 errors. On an H200 0.99 to 1.01 where both cut
-alike; another cut moves outputs by 0.02 of their norm at most, beside an error of 0.15."""
+"""Ours over SGLang's, of the medians of relative L2 errors. On an H200 0.99 to 1.01 where both have
+as many splits; another number moves outputs by 0.02 of their norm at most; the error is 0.15."""
 
 
 def pairs() -> Iterator[Pair]:
@@ -47,7 +47,9 @@ def pair(load: Load) -> Pair:
             median(errors(attend(caches), wanted)["kv_error"]) for attend in (ours, stock)
         )
         if not mine <= ERROR * other:  # a NaN neither
-            raise RuntimeError(f"XQA's error is {mine:.4f} in our parts, {other:.4f} in its own")
+            raise RuntimeError(
+                f"XQA's error is {mine:.4f} with our splits, {other:.4f} with FlashInfer's"
+            )
 
     return Pair(
         "XQA decode",

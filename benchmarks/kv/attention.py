@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Measurement
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
 from sgl_fp8rl.ops.reference import FP8_DTYPE
@@ -31,13 +31,13 @@ Attends = dict[tuple[str, str], tuple[kernels.Caches, Callable[[], kernels.Atten
 """By kernel and scheme: caches, and what makes the function that attends to them."""
 
 
-def reports(bf16_mma: bool, copy_tb_s: float) -> list[Report]:
-    """One report a load, kernel and scheme.
+def measurements(bf16_mma: bool, copy_tb_s: float) -> list[Measurement]:
+    """One measurement a load, kernel and scheme.
 
     Args:
         bf16_mma: XQA's BF16 MMA variant instead of everything else.
     """
-    made: list[Report] = []
+    made: list[Measurement] = []
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)

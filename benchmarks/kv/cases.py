@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks import measuring
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
 from benchmarks.engines import models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
@@ -34,7 +34,7 @@ class Case:
     """What one process measures."""
 
     name: str
-    part: str
+    kind: str
     """"attention", "engine", "logprobs" or "update"."""
     arm: str
     engine: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Case:
     @property
     def keywords(self) -> dict[str, Any]:
         """All keywords of ``sglang.Engine``."""
-        return ENGINE | (FULL if self.part == "engine" else SMALL) | self.engine
+        return ENGINE | (FULL if self.kind == "engine" else SMALL) | self.engine
 
 
 def _engine(arm: str, engine: dict[str, Any], by_default: bool = True) -> Case:
@@ -78,31 +78,31 @@ CASES = (
 )
 
 
-def measure(case: Case, run: Run) -> list[Report]:
-    """Measure the case. A scheme's logprobs are reported by the reference, which runs last.
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Measure the case. The reference, which runs last, returns every scheme's logprobs.
 
     Raises:
         RuntimeError: the case did not do what its name says.
     """
-    if case.part == "attention":
+    if case.kind == "attention":
         bf16_mma = case.arm == "xqa-bf16-mma"
-        return attention.reports(bf16_mma, measuring.copy_tb_s())
+        return attention.measurements(bf16_mma, measuring.copy_tb_s())
     shape = models.MODELS[MODEL]
-    if case.part == "logprobs":
+    if case.kind == "logprobs":
         shape = logprobs.cut(shape)
     elif run.options["layers"] is not None:
         shape = replace(shape, layers=run.options["layers"])
     models.save_config(shape, run.folder)
-    if case.part == "logprobs":
+    if case.kind == "logprobs":
         reference = case == REFERENCE
         work = logprobs.Work(case.arm, case.keywords, case.trainer_scales, reference)
         return logprobs.measure(work, shape, run)
-    if case.part == "update":
-        return serving.reports(
+    if case.kind == "update":
+        return serving.measurements(
             case.arm, MODEL, updates.measure(case.keywords, shape, str(run.folder))
         )
     values = serving.speed(case.keywords, shape, str(run.folder), LOADS)
-    return serving.reports(case.arm, MODEL, values)
+    return serving.measurements(case.arm, MODEL, values)
 
 
 BENCHMARK = Benchmark(
@@ -110,9 +110,9 @@ BENCHMARK = Benchmark(
         Job(
             case.name,
             case,
-            stock=case.part == "engine" and is_stock(case.engine),
+            stock=case.kind == "engine" and is_stock(case.engine),
             by_default=case.by_default,
-            needs=(REFERENCE.name,) if case.part == "logprobs" and case != REFERENCE else (),
+            needs=(REFERENCE.name,) if case.kind == "logprobs" and case != REFERENCE else (),
         )
         for case in CASES
     ),

@@ -1,7 +1,7 @@
 """Errors of logprobs under an FP8 KV cache, against prefill over a BF16 one.
 
 Each scheme of scales samples in a process of its own and leaves what it found in the shared folder.
-The reference, which runs last, scores all samples and reports.
+The reference, which runs last, scores all samples and returns the measurements.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.benchmark import Report, Run
+from benchmarks.benchmark import Measurement, Run
 from benchmarks.engines import kv_weights, models, serving
 from benchmarks.engines.keywords import Keywords
 
@@ -45,8 +45,8 @@ def cut(shape: models.Shape) -> models.Shape:
     return replace(shape, layers=CUT_LAYERS, vocab=CUT_VOCAB)
 
 
-def measure(work: Work, shape: models.Shape, run: Run) -> list[Report]:
-    """Reports of all engines if this is the reference, else none.
+def measure(work: Work, shape: models.Shape, run: Run) -> list[Measurement]:
+    """Measurements of all engines if this is the reference, else none.
 
     Raises:
         RuntimeError: an engine answered in part, or did not measure its KV scales.
@@ -56,7 +56,7 @@ def measure(work: Work, shape: models.Shape, run: Run) -> list[Report]:
         others = dict(json.loads(path.read_text()) for path in sorted(run.shared.glob("*.json")))
     found = logprobs(work, shape, str(run.folder), others)
     if work.is_reference:
-        return reports(found, others, work.arm)
+        return measurements(found, others, work.arm)
     order = len(list(run.shared.glob("*.json")))
     path = Path(run.shared) / f"{order:02d}.json"
     path.write_text(json.dumps([work.arm, found]))
@@ -104,13 +104,15 @@ def logprobs(work: Work, shape: models.Shape, folder: str, others: dict[str, Fou
     return found
 
 
-def reports(reference: Found, others: dict[str, Found], reference_arm: str) -> list[Report]:
+def measurements(
+    reference: Found, others: dict[str, Found], reference_arm: str
+) -> list[Measurement]:
     """Mean |difference| of each sequence's logprobs to those of prefill over BF16 KV.
 
     ``logprob_error`` of prefill on the same sequences, ``logprob_error_decode`` of decode on the
     sequences that were sampled. The reference has the second one only: its own decode's.
     """
-    made: list[Report] = []
+    made: list[Measurement] = []
     for arm, found in {**others, reference_arm: reference}.items():
         for planted, mine in found.items():
             wanted = reference[planted]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.benchmark import Report
+from benchmarks.benchmark import Measurement
 from benchmarks.engines import kv_weights, models, serving
 from benchmarks.engines.keywords import ENGINE, OURS, OURS_KV8, SMALL, Keywords
 from benchmarks.kv import logprobs
@@ -43,12 +43,12 @@ ARMS = (
 )
 
 
-def reports(folder: Path) -> list[Report]:
+def measurements(folder: Path) -> list[Measurement]:
     """``logprob_error`` of each arm on each set of weights: a prompt's mean |difference|, nats."""
     shape = logprobs.cut(models.MODELS[MODEL])
     models.save_config(shape, folder)
     wanted = _last_logprobs(REFERENCE, shape, folder)
-    made: list[Report] = []
+    made: list[Measurement] = []
     for arm in ARMS:
         found = _last_logprobs(arm, shape, folder)
         for planted, rows in found.items():

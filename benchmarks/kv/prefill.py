@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Benchmark, Job, Report, Run
+from benchmarks.benchmark import Benchmark, Job, Measurement, Run
 from benchmarks.kv import attention_kernels as kernels
 from benchmarks.kv import long_prompts
 from benchmarks.kv.attention_inputs import Inputs, Load, draw, errors, exact
@@ -45,14 +45,14 @@ class Arm(NamedTuple):
     attend: kernels.Attend
 
 
-def measure(part: str, run: Run) -> list[Report]:
+def measure(part: str, run: Run) -> list[Measurement]:
     """The errors of every arm, then the times; or the logprobs of engines."""
     if part == "logprobs":
-        return long_prompts.reports(run.folder)
-    return [{**report, "model": long_prompts.MODEL} for report in (*_errors(), *_times())]
+        return long_prompts.measurements(run.folder)
+    return [{**found, "model": long_prompts.MODEL} for found in (*_errors(), *_times())]
 
 
-def _errors() -> Iterator[Report]:
+def _errors() -> Iterator[Measurement]:
     for load in LOADS:
         inputs = draw(load, DEVICE)
         wanted = exact(inputs)
@@ -67,19 +67,19 @@ def _errors() -> Iterator[Report]:
                     if meant is None:
                         meant = exact(kernels.meant(inputs, layer, arm.caches))
                     values["code_error"] = errors(out, meant)["kv_error"]
-                yield _report(arm, load, values)
+                yield _measurement(arm, load, values)
         del inputs, wanted
         torch.cuda.empty_cache()
 
 
-def _times() -> Iterator[Report]:
+def _times() -> Iterator[Measurement]:
     for load in TIMED:
         for arm in _arms(draw(load, DEVICE), with_xqa=False):
             calls = [partial(arm.attend, arm.caches)] * CALLS
-            yield _report(arm, load, {"attention_us": measuring.queued_us(calls)})
+            yield _measurement(arm, load, {"attention_us": measuring.queued_us(calls)})
 
 
-def _report(arm: Arm, load: Load, values: dict[str, list[float]]) -> Report:
+def _measurement(arm: Arm, load: Load, values: dict[str, list[float]]) -> Measurement:
     return {"arm": arm.name, "case": load.name, "values": values}
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.benchmark import Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import serving
 from benchmarks.engines.keywords import ENGINE, FLASHINFER, OURS
 from benchmarks.engines.serving import Load
@@ -106,7 +106,7 @@ WORK = {
 }
 
 
-def measure(case: Case, run: Run) -> list[Report]:
+def measure(case: Case, run: Run) -> list[Measurement]:
     """Mismatch of rollouts and the time of a decode step; and what ``precision`` predicted.
 
     Raises:
@@ -142,7 +142,7 @@ def measure(case: Case, run: Run) -> list[Report]:
         rollout: found | {"bf16_layers": [float(bf16)]},
         f"decode {decode.name}": {"decode_step_ms": times},
     }
-    return [*serving.reports(case.name, name, values), *predictions(precision, name)]
+    return [*serving.measurements(case.name, name, values), *predictions(precision, name)]
 
 
 def ignored_layers(bf16: str, layers: int, listed: list[str]) -> tuple[str, ...]:
@@ -156,20 +156,20 @@ def ignored_layers(bf16: str, layers: int, listed: list[str]) -> tuple[str, ...]
     return {NONE: (), ALL: ("re:.",), ENDS: ends, LIST: tuple(listed)}[bf16]
 
 
-def predictions(precision: dict[str, Any] | None, model: str) -> list[Report]:
+def predictions(precision: dict[str, Any] | None, model: str) -> list[Measurement]:
     """What ``precision`` predicted of the engines that it knows, by arm."""
     if precision is None:
         return []
     mitigations = {mitigation["mitigation"]: mitigation for mitigation in precision["mitigations"]}
     case = f"precision of {precision['tokens']} tokens"
-    made: list[Report] = []
+    made: list[Measurement] = []
     for arm, name in PREDICTED.items():
         found = mitigations[name]
         values = {
             "precision_kl": [found["kl"]],
             "precision_step_bytes": [found["step_bytes"]],
         }
-        made += serving.reports(arm, model, {case: values})
+        made += serving.measurements(arm, model, {case: values})
     return made
 
 

@@ -1,4 +1,4 @@
-"""The BF16 trainer of the mitigations benchmark, its prompts, and the report of ``precision``.
+"""The BF16 trainer of the mitigations benchmark, its prompts, and the result of ``precision``.
 
 Shapes: B sequences, T tokens of the longest response, H hidden, V vocabulary.
 """
@@ -110,13 +110,13 @@ def response_logprobs(model: Any, rollout: Any) -> torch.Tensor:
 
 
 def predicted(model: Any, prompts: list[list[int]], count: int) -> dict[str, Any]:
-    """The report of ``precision`` for half the KL, on ``count`` tokens after the same prompts."""
+    """The result of ``precision`` for half the KL, on ``count`` tokens after the same prompts."""
     exact = copy.deepcopy(model).float()
     options = command.Options(model="", kv_cache=True, seed=SEED)
     texts = [Text(prompt, None) for prompt in prompts]
     texts = tokens.complete(exact, texts, count, SEED)
-    report = command.measure(exact, options, texts)
+    precision = command.measure(exact, options, texts)
     del exact
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    return report
+    return precision

@@ -46,7 +46,7 @@ class Learner:
         )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a part of the batch, in FP32."""
+        """Add the gradients of a micro-batch, in FP32."""
         loss.backward()
         for master, parameter in zip(self._masters, self._named.values(), strict=True):
             gradient = parameter.grad.float()
@@ -83,21 +83,23 @@ class Learner:
         torch._foreach_copy_(list(self._named.values()), self._masters)
 
 
-def parts_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
+def micro_batches_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
     """Indices of sequences that go through the model together, those of like length."""
     length = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-    part: list[int] = []
+    micro_batch: list[int] = []
     for index in sorted(range(len(length)), key=lambda i: length[i]):
-        if part and length[index] * (len(part) + 1) > TOKENS_PER_PASS:
-            yield part
-            part = []
-        part.append(index)
-    yield part
+        if micro_batch and length[index] * (len(micro_batch) + 1) > TOKENS_PER_PASS:
+            yield micro_batch
+            micro_batch = []
+        micro_batch.append(index)
+    yield micro_batch
 
 
-def logprobs_of(learner: Learner, batch: Rollout, part: list[int]) -> torch.Tensor:
-    """Logprobs [len(part), longest response of the part] by the trainer's weights."""
-    prompts, responses = ([rows[i] for i in part] for rows in (batch.prompt_tokens, batch.tokens))
+def logprobs_of(learner: Learner, batch: Rollout, micro_batch: list[int]) -> torch.Tensor:
+    """Logprobs [len(micro_batch), longest response] by the trainer's weights."""
+    prompts, responses = (
+        [rows[i] for i in micro_batch] for rows in (batch.prompt_tokens, batch.tokens)
+    )
     return response_logprobs(learner.model, prompts, responses, batch.temperature)
 
 
@@ -107,18 +109,18 @@ def learn(
     """One on-policy GRPO step on the whole batch; returns its correction, and the norm of the
     gradient before it was clipped."""
     device = learner.model.device
-    parts = list(parts_of(batch.prompt_tokens, batch.tokens))
+    micro_batches = list(micro_batches_of(batch.prompt_tokens, batch.tokens))
     trainer_BT = torch.zeros(batch.mask_BT.shape, device=device)
     with torch.no_grad():
-        for part in parts:
-            logprobs_BT = logprobs_of(learner, batch, part)
-            trainer_BT[part, : logprobs_BT.shape[1]] = logprobs_BT
+        for micro_batch in micro_batches:
+            logprobs_BT = logprobs_of(learner, batch, micro_batch)
+            trainer_BT[micro_batch, : logprobs_BT.shape[1]] = logprobs_BT
     correction = correct(batch, trainer_BT, preset)
     advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(device)
     factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
     count = correction.mask_BT.sum().clamp(min=1)
-    for part in parts:
-        logprobs_BT = logprobs_of(learner, batch, part)
-        factors = factors_BT[part, : logprobs_BT.shape[1]]
+    for micro_batch in micro_batches:
+        logprobs_BT = logprobs_of(learner, batch, micro_batch)
+        factors = factors_BT[micro_batch, : logprobs_BT.shape[1]]
         learner.backward((factors * logprobs_BT).sum() / count)
     return correction, learner.step()

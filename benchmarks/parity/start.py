@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.parity import models, sampling, tasks
 from benchmarks.parity.arms import ALL_BF16, ARMS, Arm
-from benchmarks.parity.learner import Learner, parts_of
+from benchmarks.parity.learner import Learner, micro_batches_of
 from benchmarks.parity.settings import Settings, Study, add_options, open_study
 from examples.grpo import arithmetic, tiny_model
 from examples.grpo.engine import running_engine
@@ -65,9 +65,9 @@ def train(model: str, size: str, settings: Settings, device: torch.device) -> Pr
         responses = [arithmetic.encode(text) for text in texts]
         tokens = sum(map(len, responses))
         total = torch.zeros((), device=device)
-        for part in parts_of(prompts, responses):
-            shown = [responses[index] for index in part]
-            logprobs_BT = response_logprobs(made, [prompts[i] for i in part], shown)
+        for micro_batch in micro_batches_of(prompts, responses):
+            shown = [responses[index] for index in micro_batch]
+            logprobs_BT = response_logprobs(made, [prompts[i] for i in micro_batch], shown)
             loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens
             share = sum(map(len, shown)) / tokens
             learner.backward(loss + AUX_LOSS * share * aux.pop() if aux else loss)

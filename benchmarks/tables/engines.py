@@ -10,6 +10,7 @@ from benchmarks.tables.markdown import (
     failures,
     grid,
     joined,
+    runs_of_each_arm,
     table,
     with_ratio,
     with_share,
@@ -127,7 +128,7 @@ def long_tail(results: Results) -> str:
     return joined(
         made,
         failures(results),
-        f"{facts(results['environment'])}. Runs an arm: {runs}. {copies(rows)}",
+        f"{facts(results['environment'])}. {runs_of_each_arm(runs)} {copies(rows)}",
     )
 
 

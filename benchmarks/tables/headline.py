@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.tables.engines import REFERENCE
-from benchmarks.tables.markdown import Row
+from benchmarks.tables.markdown import Row, runs_of_each_arm
 
 OURS = "fp8rl-kv8"
 MAPPED = "from BF16, mapped"
@@ -49,7 +49,7 @@ def rollout(results: Results) -> str:
         f"- A {case} requests with a long tail of lengths is "
         f"{reference['median'] / time['median']:.2f} times as fast as in BF16: BF16 retracts "
         f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; "
-        f"{_where(results)}). Runs an arm: {time['n']}."
+        f"{_where(results)}). {runs_of_each_arm(time['n'])}"
     )
 
 

@@ -95,6 +95,11 @@ def facts(environment: Mapping[str, Any]) -> str:
     return ", ".join([*words, environment["date"], f"commit {environment['commit']}"])
 
 
+def runs_of_each_arm(count: int) -> str:
+    """The sentence that says how many runs a table is made of."""
+    return "One run of each arm." if count == 1 else f"{count} runs of each arm."
+
+
 def failures(results: Mapping[str, Any], prefix: str = "") -> str:
     """A paragraph for each job that failed and whose name begins so."""
     lines = [f"{n} fails: {why}" for n, why in results["failures"].items() if n.startswith(prefix)]

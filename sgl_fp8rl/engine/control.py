@@ -99,7 +99,7 @@ class Control:
                 return await self._begin(message, is_gone)
             if op in ("layers", "tensors", "digest", "kv", "kv_observe", "kv_recalibrate"):
                 return await self._ask({"op": op})
-            if op in ("export_plan", "export"):
+            if op in ("export_layout", "export"):
                 return await self._ask(message)
         raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
 

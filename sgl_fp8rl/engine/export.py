@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import gather, planned, sources
+from sgl_fp8rl.engine.ranks import attempted, gather, sources
 from sgl_fp8rl.formats import UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
@@ -31,7 +31,7 @@ Parts = dict[str, list[tuple[Region, torch.dtype, torch.Tensor]]]
 Bytes, because torch does not pickle FP8."""
 
 
-def plan(
+def export_layout(
     weights: EngineWeights, message: dict[str, Any], group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """How an engine that has loaded nothing would keep the tensors of a manifest."""
@@ -42,7 +42,7 @@ def plan(
         manifest = Manifest.from_json(message.get("manifest"))
         return record_routes(weights.model, shapes_of(manifest))
 
-    table, error = planned(routes, "an export")
+    table, error = attempted(routes, "an export")
     errors = [e for e in gather(error, group) if e is not None]
     if errors:
         return {"error": errors[0]}

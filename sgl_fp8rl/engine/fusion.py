@@ -52,7 +52,7 @@ def fuse(model: nn.Module) -> int:
                 producer._forward_method = forward
                 logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
                 count += 1
-    logger.info("activations quantized by what produces them: %d", count)
+    logger.info("%d norms and SiLUs quantize the activations that they produce", count)
     return count
 
 

@@ -46,7 +46,7 @@ def refusal(weights: EngineWeights) -> tuple[str, int]:
 def look_around(original: Any, scheduler: Any, requests: Any) -> Any:
     """AROUND ``Scheduler.process_input_requests``, a step of every loop, idle or not.
 
-    What waits to be released is tried again. The memory of a trainer that has gone is let go,
+    A release that waits is tried again. The memory of a trainer that has exited is closed,
     between two updates and on the thread that makes them.
     """
     weights = scheduler_weights(scheduler)

@@ -72,7 +72,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         skipped = skipped_by_all(engine_weights, compat.get_tp_group().cpu_group)
         engine_weights.table.skipped = frozenset(skipped)
         if skipped:
-            logger.info("not kept by SGLang's loader: %s", ", ".join(sorted(skipped)))
+            logger.info("SGLang's loader does not keep %s", ", ".join(sorted(skipped)))
         engine_weights.accept(manifest)
         write_all(engine_weights, manifest, tensors)
         # its tables lie in memory that the memory saver may take away, and are not needed again

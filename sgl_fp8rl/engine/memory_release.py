@@ -1,4 +1,4 @@
-"""Release and resume of GPU memory by SGLang's memory saver: nothing runs on memory that is away.
+"""Release and resume of GPU memory by SGLang's memory saver: nothing runs while memory is released.
 
 SGLang ends itself where a release finds anything running, be it the step that the overlapped
 scheduler began before it saw the last token, and where a resume names what was not released.

@@ -1,4 +1,4 @@
-"""What the ranks of one engine say together."""
+"""An action tried on each rank of an engine, and values that its ranks exchange."""
 
 import logging
 from collections.abc import Callable
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def planned(action: Callable[[], T], what: str) -> tuple[T | None, str | None]:
-    """What a rank plans, or why it cannot, for the other ranks to hear.
+def attempted(action: Callable[[], T], what: str) -> tuple[T | None, str | None]:
+    """The result of an action on this rank, or the error that the other ranks are given.
 
     Args:
-        what: names it in the log, where the failure is not a refusal.
+        what: names the action in the log, where the error is not a refusal.
     """
     result, fault = attempt(action)
     if fault is None:
         return result, None
     if not isinstance(fault, ManifestError | RouteError):
-        logger.error("%s could not be planned", what, exc_info=fault)
+        logger.error("%s failed on this rank", what, exc_info=fault)
     return None, str(fault) or type(fault).__name__
 
 
@@ -39,7 +39,7 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:
-    """How the ranks together keep HF tensors: with expert parallelism each has other experts."""
+    """How the ranks keep HF tensors, merged: with expert parallelism each has other experts."""
     ranks = [names for names in gather(table.names if table else None, group) if names is not None]
     if not ranks:
         return {"fallback": [], "fp32": None, "formats": {}}

@@ -21,7 +21,7 @@ from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import gather, planned, sources
+from sgl_fp8rl.engine.ranks import attempted, gather, sources
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
@@ -68,8 +68,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer({"layers": [asdict(layer) for layer in list_layers(weights.model)]})
     if message["op"] == "digest":
         return _answer({"ranks": gather(_digest(weights.model), group)})
-    if message["op"] == "export_plan":
-        return _answer(export.plan(weights, message, group))
+    if message["op"] == "export_layout":
+        return _answer(export.export_layout(weights, message, group))
     if message["op"] == "export":
         return _answer(_export(scheduler, weights, message, group))
     if message["op"] == "kv":
@@ -192,11 +192,11 @@ def _prepare(
             return str(message.get("fingerprint"))
         return Manifest.from_json(message["manifest"])
 
-    manifest, error = planned(read, f"an update to {policy}")
+    manifest, error = attempted(read, f"an update to {policy}")
     if isinstance(manifest, str):
         return manifest
     if manifest is not None:
-        _, error = planned(partial(weights.accept, manifest), f"an update to {policy}")
+        _, error = attempted(partial(weights.accept, manifest), f"an update to {policy}")
     errors = [e for e in gather(error, group) if e is not None]
     if not errors and manifest is not None:
         errors = _unrouted(weights, group, manifest.streamed)

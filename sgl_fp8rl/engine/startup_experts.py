@@ -48,7 +48,11 @@ def compile_experts(model: Any) -> None:
         layer.quant_method.is_compiled = True
     for (_, top_k), layer in first.items():
         compile_grouped(layer, top_k, largest)
-    logger.info("experts of %d of %d layers run on codes of their norms", len(layers), len(every))
+    logger.info(
+        "experts of %d of %d layers take activations that their norms quantize",
+        len(layers),
+        len(every),
+    )
 
 
 def _shape(layer: Any) -> ExpertShape:

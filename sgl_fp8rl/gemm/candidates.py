@@ -92,21 +92,21 @@ def _deep_gemm(
 
 
 def split_bounds(n: int, splits: int) -> list[int]:
-    """The bounds of ``splits`` parts of N, as equal as blocks of 128 allow, from 0 to N.
+    """The bounds of so many splits of N, as equal as blocks of 128 allow, from 0 to N.
 
     Raises:
         ValueError: N has fewer blocks than that.
     """
     blocks = n // BLOCK
     if n % BLOCK or not 2 <= splits <= blocks:
-        raise ValueError(f"N = {n} cannot be split into {splits} parts of whole blocks of {BLOCK}")
+        raise ValueError(f"N = {n} cannot be cut into {splits} splits of whole blocks of {BLOCK}")
     return [split * blocks // splits * BLOCK for split in range(splits + 1)]
 
 
 def _bind_split_n(config: Config) -> Kernel:
-    splits = int(config["parts"])
-    if set(config) != {"parts"} or splits < 2:
-        raise ValueError(f"deep_gemm_split_n takes 2 parts or more, not {dict(config)}")
+    splits = int(config.get("splits", 0))
+    if set(config) != {"splits"} or splits < 2:
+        raise ValueError(f"deep_gemm_split_n takes 2 splits or more, not {dict(config)}")
 
     def kernel(
         codes_MK: torch.Tensor,
@@ -142,7 +142,7 @@ def _not_split_n(n: int, k: int, m: int) -> str | None:
 
 
 def _splits(n: int, _k: int, _m: int) -> list[Config]:
-    return [{"parts": splits} for splits in SPLITS if n // splits >= MIN_SPLIT]
+    return [{"splits": splits} for splits in SPLITS if n // splits >= MIN_SPLIT]
 
 
 # FlashInfer's block-scale GEMM for SM90, swap-AB below 32 rows

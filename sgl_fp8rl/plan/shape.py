@@ -124,7 +124,7 @@ def of(config: Any) -> Shape:
         UnknownModelError: there is no formula for its family.
     """
     if not isinstance(config, dict):
-        raise TypeError("it holds no object")
+        raise TypeError("it is not a JSON object")
     family = config.get("model_type")
     if family not in FAMILIES or config.get("quantization_config"):
         what = f"model_type {family!r}" if family not in FAMILIES else "a quantized checkpoint"

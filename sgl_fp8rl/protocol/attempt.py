@@ -1,4 +1,4 @@
-"""A step whose failure others wait to hear of: the ranks of an engine, or those of a trainer."""
+"""Tries a step and returns its error, which other ranks of an engine or a trainer wait for."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

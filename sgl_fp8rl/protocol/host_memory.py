@@ -27,6 +27,6 @@ class HostMemory:
             self.content = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
         except (OSError, ValueError) as error:
             os.close(self.fd)
-            raise OSError(f"no memory of {nbytes} bytes: {error}") from error
+            raise OSError(f"{nbytes} bytes could not be allocated: {error}") from error
         self.close = weakref.finalize(self, os.close, self.fd)
-        """Let go of it; processes that have it open keep it."""
+        """Release it here; processes that have it open keep it."""

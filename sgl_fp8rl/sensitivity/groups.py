@@ -118,7 +118,7 @@ def _engine_name(name: str, family: str) -> str | None:
         return None
     if leaf not in _STACKED and leaf not in _WHOLE:
         raise ValueError(
-            f"it is not known how the engine holds {name} of a {family} model; precision knows "
+            f"precision does not know how the engine stores {name} of a {family} model; it knows "
             f"attention of q, k, v, o and MLPs or experts of gate, up, down"
         )
     return f"{base}.{_STACKED.get(leaf, leaf)}"

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 HELLO_TIMEOUT_S = 10.0
-"""Seconds that a peer has to say who it is; the next one waits meanwhile."""
+"""Seconds that a peer has to send its token; the next one waits meanwhile."""
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
 LONGEST_REASON = 1000
@@ -39,25 +39,25 @@ class Outcome:
     """How the session ended on one rank."""
 
     committed: bool
-    """Whether the trainer said so, and all was written."""
+    """Whether the trainer sent the commit, and everything was written."""
     reason: str
     dirty: bool
-    """Whether the engine cannot go on with what it served."""
+    """Whether the engine can no longer serve the version before."""
     voted: bool = False
-    """Whether all was written when the trainer was lost: it may have committed elsewhere."""
+    """Whether everything was written when the trainer was lost: it may have committed elsewhere."""
 
 
 def committed(outcomes: Sequence[Outcome]) -> bool:
-    """Whether an update committed: one rank heard of it, and the others had all been written.
+    """Whether an update committed: one rank received the commit, and all others had voted.
 
-    A trainer says so when every rank has voted, so one that dies while it does cannot take it back.
+    A trainer sends it after every rank has voted, so it stands where the trainer dies meanwhile.
     """
     return any(o.committed for o in outcomes) and all(o.committed or o.voted for o in outcomes)
 
 
 def heard_at(path: str) -> float:
-    """When the trainer last said something on a rank's socket, as ``time.time``; 0 where it is
-    closed. Another process can ask: the main thread of the rank serves the trainer alone.
+    """When the trainer last sent a message to a rank's socket, as ``time.time``; 0 where it is
+    closed. Other processes can read it; the rank's main thread is busy with the trainer.
     """
     try:
         return Path(path).stat().st_mtime
@@ -81,7 +81,7 @@ class RankSocket:
             raise
 
     def heard(self) -> None:
-        """Note that the trainer has said something, for ``heard_at``."""
+        """Note that the trainer has sent a message, for ``heard_at``."""
         with suppress(OSError):  # something cleaned the temporary folder; /health fails later
             os.utime(self.path)
 
@@ -125,13 +125,13 @@ def accept(listener: socket.socket, token: str) -> socket.socket:
                 return peer
             framing.send(peer, {"error": "this socket serves another session"})
         except (framing.FramingError, ValueError, OSError) as error:
-            logger.warning("a peer of the update's socket was turned away: %s", error)
+            logger.warning("a peer was refused at the update's socket: %s", error)
         peer.close()
-    raise TimeoutError("no trainer came in time")
+    raise TimeoutError("no trainer connected in time")
 
 
 def _holds(peer: socket.socket, token: str) -> bool:
-    """Whether a peer says this token; nothing of another user of this host is parsed."""
+    """Whether a peer sends this token; nothing of another user of this host is parsed."""
     if peer.family == socket.AF_UNIX and framing.peer_uid(peer) != os.getuid():
         return False
     hello, fds = framing.receive(peer, LONGEST_HELLO)
@@ -147,8 +147,8 @@ def serve(
     """Serve one session until it is ready to commit, is aborted, or its trainer is gone.
 
     Args:
-        is_one_of: how many engines the trainer updates together. Where there are others, a rank
-            that is not told what became of them does not go back to the version before.
+        is_one_of: how many engines the trainer updates together. If there are others, a rank that
+            does not learn their outcome does not go back to the version before.
 
     Returns:
         the outcome on this rank, and the trainer's connection where it still waits for the reply
@@ -210,7 +210,7 @@ def reply(peer: socket.socket | None, message: dict[str, Any]) -> None:
     try:
         framing.send(peer, message)
     except OSError as error:
-        logger.warning("the trainer left before it heard %s (%s)", message, error)
+        logger.warning("the trainer disconnected before it received %s (%s)", message, error)
     finally:
         peer.close()
 

@@ -1,7 +1,7 @@
-"""A trainer on another host: what it says over TCP is said to every rank of this one.
+"""Forwards the messages of a trainer on another host, which come over TCP, to every rank.
 
-The bytes of a chunk follow its message. They land in memory that the ranks read as they read that
-of a trainer of their own host, once for all ranks: they need not know.
+The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
+they read the memory of a trainer on their own host.
 """
 
 import logging
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 PROBES = 3
-"""How often a trainer that does not answer is asked for a sign of life."""
+"""TCP keep-alive probes after which the connection to a silent host is closed."""
 
 
 class Memories:
-    """The buckets that trainers fill over TCP, each for as long as a relay of it lives."""
+    """The buckets that trainers fill over TCP, each as long as a relay uses it."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -34,11 +34,11 @@ class Memories:
 
 
 class Relay:
-    """Passes one session on, and keeps the memory of its trainer open until the next one.
+    """Forwards the messages of one session, and keeps its bucket open until the next session.
 
     Args:
         host: the address to listen at.
-        silence_s: seconds that the trainer may say nothing during an update.
+        silence_s: seconds that the trainer may send nothing during an update.
 
     Raises:
         OSError: this address cannot be listened at.
@@ -63,7 +63,7 @@ class Relay:
         Thread(target=run, name="fp8rl-relay", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more: there is no session."""
+        """Stop listening: there is no session."""
         self._listener.close()
 
     def _run(self, sockets: list[str], token: str) -> None:
@@ -79,7 +79,7 @@ class Relay:
                 out.settimeout(self._silence_s)
                 framing.send(out, {"ok": True, "known": known})
             except (OSError, ValueError) as error:
-                logger.warning("a trainer on another host did not come: %s", str(error))
+                logger.warning("no trainer on another host connected: %s", str(error))
                 return
             answers = Thread(target=self._pass_answers, args=(out,), daemon=True)
             answers.start()
@@ -111,11 +111,11 @@ class Relay:
         return sorted(common)
 
     def _pass_message(self, peer: socket.socket) -> None:
-        """What the trainer says next, to every rank.
+        """Forward the trainer's next message to every rank.
 
         Raises:
             OSError: it is gone, or silent.
-            ValueError: it describes memory that there is not.
+            ValueError: it describes memory that does not exist.
         """
         message, _ = framing.receive(peer)
         # between updates it has nothing to say
@@ -131,7 +131,7 @@ class Relay:
                 framing.send(rank, message, fds)
 
     def _pass_answers(self, out: socket.socket) -> None:
-        """What the ranks reply, to the trainer: one message for all of them."""
+        """Forward the ranks' replies to the trainer, in one message."""
         with suppress(OSError):  # a rank hangs up when the session is over, and so do we
             while True:
                 replies = [framing.receive(rank)[0] for rank in self._ranks]

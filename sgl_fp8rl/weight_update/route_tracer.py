@@ -182,7 +182,9 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
         recorder.constants,
     )
     if not recorder.routes:
-        raise RouteError(f"no route was seen for any of {len(shapes)} tensors; report this model")
+        raise RouteError(
+            f"no route was recorded for any of {len(shapes)} tensors; report this model"
+        )
     table.check()
     return table
 

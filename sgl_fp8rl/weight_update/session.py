@@ -271,7 +271,7 @@ class Session:
             SessionError: they are not tensors that are due, or belong to a chunk that was written.
         """
         if not are_names(names):
-            raise SessionError(f"a stream goes on with {excerpt(names)}; give names of tensors")
+            raise SessionError(f"a chunk announces {excerpt(names)}; send a list of tensor names")
         written = {index: len(self.writer.chunks[index]) for index in self._written}
         try:
             for name in names:

@@ -84,9 +84,9 @@ def test_a_policy_is_trained_once_for_a_commit(
     run = Run(tmp_path, tmp_path, tmp_path / "log", {"work": str(tmp_path)})
     for commit, times in (("first", 1), ("first", 1), ("second", 2)):
         monkeypatch.setattr(alarms, "commit", lambda commit=commit: commit)
-        reports = alarms.measure(TASKS["sums"], run)
-        assert [report["arm"] for report in reports] == list(alarm_arms.ARMS)
-        assert len(reports[0]["values"]["ess"]) == alarms.BATCHES and len(trained) == times
+        measurements = alarms.measure(TASKS["sums"], run)
+        assert [measurement["arm"] for measurement in measurements] == list(alarm_arms.ARMS)
+        assert len(measurements[0]["values"]["ess"]) == alarms.BATCHES and len(trained) == times
 
 
 def test_the_results_are_of_todays_thresholds() -> None:

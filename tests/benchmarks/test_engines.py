@@ -27,7 +27,7 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
     for job in long_tail.BENCHMARK.jobs:
         yield job.name, job.stock, job.spec.keywords(largest=512)
     for job in kv.BENCHMARK.jobs:
-        if job.spec.part not in ("attention", "prefill"):
+        if job.spec.kind not in ("attention", "prefill"):
             yield job.name, job.stock, job.spec.keywords
     for job in mitigations.BENCHMARK.jobs:
         for device in ("cuda", "cpu"):

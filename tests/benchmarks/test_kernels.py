@@ -81,8 +81,10 @@ def a_pair(kernel: str, size: str, stock_us: float, ours_us: float) -> kernels_p
     return kernels_pair.Pair(kernel, size, 8_000_000, lambda: None, *calls, clock)
 
 
-def test_a_pair_becomes_two_reports() -> None:
-    found = kernels_pair.reports([a_pair("SiLU", "1", 8.0, 4.0), a_pair("SiLU", "16", 6, 6)], 4.0)
+def test_a_pair_becomes_two_measurements() -> None:
+    found = kernels_pair.measurements(
+        [a_pair("SiLU", "1", 8.0, 4.0), a_pair("SiLU", "16", 6, 6)], 4.0
+    )
     assert [(r["arm"], r["case"]) for r in found] == [
         *(("stock", "SiLU: 1"), ("ours", "SiLU: 1")),
         *(("stock", "SiLU: 16"), ("ours", "SiLU: 16")),
@@ -97,7 +99,7 @@ def test_a_pair_that_does_not_agree_is_not_timed() -> None:
 
     pair = replace(a_pair("store", "1", 2, 1), check=differ, clock=lambda calls: pytest.fail())
     with pytest.raises(RuntimeError, match="V: 3 of 9"):
-        kernels_pair.reports([pair], 4.0)
+        kernels_pair.measurements([pair], 4.0)
 
 
 def test_calls_go_round_as_many_tensors_as_fit() -> None:
@@ -113,7 +115,7 @@ def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         module = importlib.import_module(f"benchmarks.kernels.{job.spec.module}")
         monkeypatch.setattr(module, job.spec.function, lambda: [a_pair("KV store", "1", 2, 1)])
         found = kernels.measure(job.spec, run)
-        assert [report["arm"] for report in found] == ["stock", "ours"] and job.stock
+        assert [measurement["arm"] for measurement in found] == ["stock", "ours"] and job.stock
 
 
 def test_the_pairs_of_heads_times_factors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import measuring
-from benchmarks.benchmark import Report, Run
+from benchmarks.benchmark import Measurement, Run
 from benchmarks.engines import kv_weights, models, serving, stock_push, weights
 from benchmarks.engines.keywords import is_stock
 from benchmarks.kv import cases as kv
@@ -28,7 +28,7 @@ def find(name: str) -> kv.Case:
     return case
 
 
-def measure(name: str, folder: Path) -> list[Report]:
+def measure(name: str, folder: Path) -> list[Measurement]:
     shared = folder / "shared"
     shared.mkdir(exist_ok=True)
     return kv.measure(find(name), Run(folder, shared, folder / "log", {"layers": None}))
@@ -135,7 +135,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     return started
 
 
-@pytest.mark.parametrize("name", [c.name for c in kv.CASES if c.part == "engine"])
+@pytest.mark.parametrize("name", [c.name for c in kv.CASES if c.kind == "engine"])
 def test_speed(name: str, engines: list[FakeEngine], tmp_path: Path) -> None:
     capacity, short, long = measure(name, tmp_path)
     case = find(name)
@@ -183,7 +183,7 @@ def test_logprobs_become_errors(
     monkeypatch.setattr(
         kv_weights, "trainer_scales", lambda *a: given.append(a) or torch.ones(2, 3, 1)
     )
-    cases = [case for case in kv.CASES if case.part == "logprobs"]
+    cases = [case for case in kv.CASES if case.kind == "logprobs"]
     for number, case in enumerate(cases):
         reference = case == kv.REFERENCE
         monkeypatch.setattr(FakeEngine, "shift", 0.0 if reference else 0.5)
@@ -191,7 +191,7 @@ def test_logprobs_become_errors(
         assert bool(found) is reference and engines[number].version == 1
     assert len(given) == 2  # one scheme, two sets of weights
     arms = [case.arm for case in cases for _ in kv_weights.PLANTED]
-    assert [report["arm"] for report in found] == arms
+    assert [measurement["arm"] for measurement in found] == arms
     errors = found[0]["values"]
     assert errors["logprob_error"] == pytest.approx([0.5] * kv_logprobs.SEQUENCES)
     # decode gave -2.5, and prefill over BF16 KV -1
@@ -203,7 +203,7 @@ def test_logprobs_of_long_prompts(
     engines: list[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeEngine, "measured", 1.25)
-    found = long_prompts.reports(tmp_path)
+    found = long_prompts.measurements(tmp_path)
     assert [e.keywords.get("prefill_attention_backend") for e in engines] == [
         None,
         None,

@@ -151,20 +151,20 @@ def test_the_error_of_xqa_is_checked_before_it_is_timed(
         "attend_xqa",
         lambda *args, **more: lambda caches: attend(*args, **more)(caches) * 2,
     )
-    with pytest.raises(RuntimeError, match="in our parts"):
+    with pytest.raises(RuntimeError, match="with our splits"):
         kernels_xqa.pair(LOAD).check()
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_kernel_and_scheme_has_a_report(
+def test_every_kernel_and_scheme_has_a_measurement(
     hopper: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_attention, "LOADS", (LOAD, BEYOND))
     monkeypatch.setattr(kv_attention, "DEVICE", "cpu")
     monkeypatch.setattr(kernels, "fa2", lambda inputs, dtype: a_run(inputs.load))
     monkeypatch.setattr(kv_attention, "times_us", lambda attend, caches: [2.0, 1.0, 3.0])
-    found = kv_attention.reports(False, 4.0)
-    assert [report["arm"] for report in found[:6]] == [
+    found = kv_attention.measurements(False, 4.0)
+    assert [measurement["arm"] for measurement in found[:6]] == [
         "stock-fa2-bf16",
         "stock-xqa, unit scales",
         *(f"{k}, {s} scales" for s in kernels.SCHEMES for k in ("fa2", "xqa")),
@@ -172,7 +172,7 @@ def test_every_kernel_and_scheme_has_a_report(
     assert found[0]["values"]["attention_floor_us"] == [LOAD.cache_bytes(2) / 4e6]
     assert found[1]["values"]["attention_floor_us"] == [LOAD.cache_bytes(1) / 4e6]
     assert all(("attention_us" in r["values"]) is (r["case"] == LOAD.name) for r in found)
-    other = kv_attention.reports(True, 4.0)
+    other = kv_attention.measurements(True, 4.0)
     assert [r["arm"] for r in other[:2]] == [f"xqa-bf16-mma, {s} scales" for s in kernels.SCHEMES]
 
 

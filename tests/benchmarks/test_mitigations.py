@@ -117,12 +117,12 @@ def test_the_load_fits_the_context(model: Any) -> None:
 def test_what_precision_says_becomes_rows(model: Any) -> None:
     work = mitigations.WORK["cpu"]
     prompts = mitigations_trainer.prompts_of(TINY, model, work.sequences, work.prompt)
-    report = mitigations_trainer.predicted(model, prompts, work.precision_tokens)
-    assert model.dtype == torch.bfloat16 and report["arithmetic"] == "float32"
-    assert report["tokens"] == pytest.approx(work.precision_tokens, abs=tokens.LEAST_RESPONSE)
-    assert 0 < len(report["ignored_layers"]) < 16 and report["kl"] <= report["budget_kl"]
-    found = mitigations.predictions(report, "m")
-    kls = {report["arm"]: report["values"]["precision_kl"][0] for report in found}
+    precision = mitigations_trainer.predicted(model, prompts, work.precision_tokens)
+    assert model.dtype == torch.bfloat16 and precision["arithmetic"] == "float32"
+    assert precision["tokens"] == pytest.approx(work.precision_tokens, abs=tokens.LEAST_RESPONSE)
+    assert 0 < len(precision["ignored_layers"]) < 16 and precision["kl"] <= precision["budget_kl"]
+    found = mitigations.predictions(precision, "m")
+    kls = {each["arm"]: each["values"]["precision_kl"][0] for each in found}
     assert set(kls) == set(mitigations.PREDICTED) <= {case.name for case in mitigations.CASES}
-    assert kls["fp8-ignore-list"] == report["kl"] < kls["fp8"] < kls["fp8-kv8"]
+    assert kls["fp8-ignore-list"] == precision["kl"] < kls["fp8"] < kls["fp8-kv8"]
     assert mitigations.predictions(None, "m") == []

@@ -60,7 +60,7 @@ def a_learner(seed: int = 0) -> Learner:
 
 
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "disabled"])
-def test_learning_in_parts_is_learning_from_the_whole_batch(
+def test_learning_in_micro_batches_is_learning_from_the_whole_batch(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems = tasks.draw_problems(3, "a")
@@ -70,9 +70,9 @@ def test_learning_in_parts_is_learning_from_the_whole_batch(
     norms = {}
     for limit in (600, 100_000):
         monkeypatch.setattr(learner, "TOKENS_PER_PASS", limit)
-        parts = list(learner.parts_of(batch.prompt_tokens, batch.tokens))
-        assert sorted(i for part in parts for i in part) == list(range(12))
-        assert (len(parts) > 2) == (limit == 600)
+        cut = list(learner.micro_batches_of(batch.prompt_tokens, batch.tokens))
+        assert sorted(i for micro_batch in cut for i in micro_batch) == list(range(12))
+        assert (len(cut) > 2) == (limit == 600)
         correction, norms[limit] = learner.learn(a_learner(), batch, rewards_PG, preset)
         assert correction.metrics["tokens"] == sum(map(len, batch.tokens))
     assert norms[600] == pytest.approx(norms[100_000], rel=NOISE)

@@ -12,8 +12,8 @@ ENVIRONMENT = {"device": "H200", "commit": "abc1234", "host": "01", "date": "202
 
 
 def rows(arm: str, *values: float) -> list[result_rows.Row]:
-    report = {"arm": arm, "model": "m", "case": "c", "values": {"step_ms": list(values)}}
-    return result_rows.rows_of([report])
+    measurement = {"arm": arm, "model": "m", "case": "c", "values": {"step_ms": list(values)}}
+    return result_rows.rows_of([measurement])
 
 
 def results(**more: Any) -> result_rows.Results:

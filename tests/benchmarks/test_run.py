@@ -47,7 +47,7 @@ def test_rows_and_environment_are_stamped(output: Path, capsys: pytest.CaptureFi
     [
         ("crash", "exit status 1: MemoryError: too much"),
         ("killed", "ended by SIGKILL: IndexError: out of range"),
-        ("early", "ended without a report: its log names no exception"),
+        ("early", "ended without output: its log names no exception"),
     ],
 )
 def test_a_job_that_fails_gives_the_exception_s_line(

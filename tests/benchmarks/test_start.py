@@ -117,8 +117,8 @@ def a_start(
     path = tmp_path / "log"
     path.write_text(log)
     run = Run(tmp_path, tmp_path, path, {"layers": 2, "graphs": 8})
-    (report,) = start.measure(case, run)
-    return report["values"]
+    (measurement,) = start.measure(case, run)
+    return measurement["values"]
 
 
 def test_kernels_are_counted_where_they_are_compiled(

@@ -139,13 +139,14 @@ def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(models.MODELS, "tiny", TINY_MOE)
     monkeypatch.setenv("TEST_CASE", case.name)
     run = Run(tmp_path, tmp_path, tmp_path / "log", {"layers": None, "updates": 3})
-    (report,) = update.measure(replace(case, model="tiny"), run)
+    (measurement,) = update.measure(replace(case, model="tiny"), run)
     assert bool(expandable) is (case.mapped is False and not case.streamed)
-    assert (report["arm"], report["model"], report["case"]) == (case.arm, "tiny", case.name)
-    assert len(report["values"]["update_wall_ms"]) == 3
-    assert ("update_gpu_ms" in report["values"]) is not case.stock
-    assert ("quantize_tb_s" in report["values"]) is (case.mapped is True)
-    json.dumps(report)
+    place = [measurement[key] for key in ("arm", "model", "case")]
+    assert place == [case.arm, "tiny", case.name]
+    assert len(measurement["values"]["update_wall_ms"]) == 3
+    assert ("update_gpu_ms" in measurement["values"]) is not case.stock
+    assert ("quantize_tb_s" in measurement["values"]) is (case.mapped is True)
+    json.dumps(measurement)
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

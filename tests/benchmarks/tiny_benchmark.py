@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.benchmark import LAYERS, Benchmark, Job, Option, Report, Run
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 
 CRASHED = """Scheduler hit an exception: Traceback
 IndexError: out of range
@@ -22,7 +22,7 @@ class Case:
     name: str
 
 
-def measure(case: Case, run: Run) -> list[Report]:
+def measure(case: Case, run: Run) -> list[Measurement]:
     print("measuring", case.name, flush=True)
     assert run.folder.is_dir() and "measuring" in run.log.read_text()
     match case.name:

@@ -43,7 +43,7 @@ SEEDS = (
         for op in ("layout", "status", "layers", "tensors", "digest", "kv", "kv_observe", "end")
     ),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),
-    {"op": "export_plan", "manifest": MANIFEST.to_json()},
+    {"op": "export_layout", "manifest": MANIFEST.to_json()},
     {"op": "export", "folder": "an empty folder"},
 )
 

@@ -67,7 +67,7 @@ def test_a_captured_graph_computes_as_an_eager_call() -> None:
     made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
     layer = torch.nn.Module()
     layer.weight, layer.weight_scale_inv = made.weights[0]
-    choices = Choices.of([Entry(64, "deep_gemm_split_n", {"parts": 2}, 1.0, 2.0)])
+    choices = Choices.of([Entry(64, "deep_gemm_split_n", {"splits": 2}, 1.0, 2.0)])
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     with compiling_only_what_runs():
         eager = dispatch.linear(choices, layer, x)

@@ -225,7 +225,7 @@ def test_codes_that_the_trainer_made_go_as_they_are() -> None:
     codes, scale = quantize_weight(torch.randn(300, 200))
     named = [("w", codes), ("w" + SCALE_SUFFIX, scale)]
     plan = plan_of(named, {"w"})
-    assert [run.scales for runs in plan.runs for run in runs] == [-1] * len(plan.turns)
+    assert [span.scales for spans in plan.spans for span in spans] == [-1] * len(plan.turns)
     found = replay(plan, named)
     assert torch.equal(found["w"].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(found["w" + SCALE_SUFFIX], scale)

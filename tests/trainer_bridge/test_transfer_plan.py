@@ -32,7 +32,7 @@ def plan_of(
 
 def runs_of(plan: TransferPlan) -> list[list[tuple[int, int, int, int]]]:
     """(Chunk, first element, elements, offset in bytes) of each copy, by source."""
-    return [[(r.chunk, r.start, r.length, r.offset) for r in runs] for runs in plan.runs]
+    return [[(s.chunk, s.start, s.length, s.offset) for s in spans] for spans in plan.spans]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -146,25 +146,25 @@ def test_turns_come_in_the_order_of_the_parts(trainer: tuple[Named, list[str]], 
     except ManifestError:
         reject()
     assert plan.turns == sorted(plan.turns, key=lambda turn: turn[0])
-    assert set(plan.turns) == {(r.chunk, i) for i, runs in enumerate(plan.runs) for r in runs}
+    assert set(plan.turns) == {(s.chunk, i) for i, spans in enumerate(plan.spans) for s in spans}
     assert len(plan.turns) == len(set(plan.turns))
     for index, last in plan.last_turns.items():
         assert [i for _, i in plan.turns[last:]].count(index) == 1
         assert plan.turns[last][1] == index
-    for source, runs in zip(plan.sources, plan.runs, strict=True):
-        for run, after in pairwise(runs):
-            end = run.offset + run.length * source.sent_as.itemsize
-            follows = (after.chunk, after.start) == (run.chunk, run.start + run.length)
+    for source, spans in zip(plan.sources, plan.spans, strict=True):
+        for span, after in pairwise(spans):
+            end = span.offset + span.length * source.sent_as.itemsize
+            follows = (after.chunk, after.start) == (span.chunk, span.start + span.length)
             assert not (follows and after.offset == end)
 
 
 def test_the_comparison_tells_a_run_that_is_off_by_one() -> None:
-    """The control: one run that starts an element later."""
+    """The control: one span that starts an element later."""
     named = [("w", values((300, 8)).to(BF16))]
     plan = plan_of(named, 4096)
     check(plan, named)
-    first = plan.runs[0][0]
-    plan.runs[0][0] = first._replace(start=1)
+    first = plan.spans[0][0]
+    plan.spans[0][0] = first._replace(start=1)
     with pytest.raises(AssertionError):
         check(plan, named)
 
@@ -173,7 +173,7 @@ def test_the_comparison_tells_a_run_that_is_off_by_one() -> None:
 
 
 def test_experts_that_follow_each_other_are_one_copy() -> None:
-    """Four experts' gate and up matrices, eight HF tensors: one run where one chunk holds them."""
+    """Four experts' gate and up matrices, eight HF tensors: one span where one chunk holds them."""
     named = [(FUSED, values((4, 32, 16)).to(BF16))]
     plan = plan_of(named, 4096)
     assert len(plan.manifest.tensors) == 8
@@ -298,7 +298,7 @@ def test_names_are_those_of_the_family() -> None:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized: bool) -> None:
-    """Chunks, runs and turns are those of the plan of the same tensors in the same order."""
+    """Chunks, spans and turns are those of the plan of the same tensors in the same order."""
     chosen = random.Random(seed)
     named: Named = [
         (f"{i}", torch.empty(chosen.randint(1, 700), 128 * chosen.randint(1, 3), dtype=BF16))
@@ -322,7 +322,7 @@ def test_a_stream_is_planned_as_if_its_order_had_been_known(seed: int, quantized
     assert stream.chunks == whole.chunks
     index = {place: [n for n, _ in named].index(name) for place, (name, _) in enumerate(order)}
     assert stream.turns == [(chunk, index[place]) for chunk, place in whole.turns]
-    assert [stream.runs[index[place]] for place in range(len(order))] == whole.runs
+    assert [stream.spans[index[place]] for place in range(len(order))] == whole.spans
     assert stream.last_turns == {index[place]: turn for place, turn in whole.last_turns.items()}
     assert stream.sent[1] == whole.sent[1]
     with pytest.raises(ManifestError, match="comes twice"):

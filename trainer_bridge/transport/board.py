@@ -1,6 +1,6 @@
-"""How far the ranks of a trainer are with the chunks of an update, in memory that they share.
+"""Counts the chunks that each rank of a trainer has filled, in memory that the ranks share.
 
-Each number has one writer. Ranks are numbered among those that update together; 0 leads.
+Each count has one writer. Ranks are numbered among those that update together; 0 leads.
 """
 
 import mmap
@@ -37,23 +37,23 @@ class Board:
         self.bucket, self._rank = bucket, rank
 
     def reset(self) -> None:
-        """Begin another update; the others have not begun, and are told of it later."""
+        """Begin another update, before the other ranks learn of it."""
         self._numbers[:] = 0
 
     def abort(self) -> None:
-        """Nothing that is still filled will be sent."""
+        """End the update: no chunk is sent any more."""
         self._numbers[_ABORTED] = 1
 
     def allow(self, chunks: int) -> None:
-        """Say for how many chunks there was a free slot so far."""
+        """Set how many chunks have had a free slot so far."""
         self._numbers[_FREE] = chunks
 
     def fill(self, chunks: int) -> None:
-        """Say how many chunks this rank has filled so far."""
+        """Set how many chunks this rank has filled so far."""
         self._numbers[_FILLED + self._rank] = chunks
 
     def fail(self) -> None:
-        """Say that this rank cannot go on."""
+        """Record that this rank cannot go on."""
         self.fill(FAILED)
 
     def await_slot(self, chunk: int) -> bool:
@@ -71,8 +71,8 @@ class Board:
         _wait(lambda: filled.min() > chunk or filled.min() == FAILED)
         if filled.min() == FAILED:
             raise EngineError(
-                f"rank {int(filled.argmin())} of the trainer could not lay its part of the weights "
-                f"into the bucket; see its log"
+                f"rank {int(filled.argmin())} of the trainer could not write its shard of the "
+                f"weights; see its log"
             )
 
 

@@ -37,7 +37,7 @@ class DeviceBucket:
         try:
             self._memory = DeviceMemory(nbytes, device.index)
         except CudaMemoryError as error:
-            raise EngineError(f"no bucket of {nbytes} bytes could be shared: {error}") from error
+            raise EngineError(f"a bucket of {nbytes} bytes could not be shared: {error}") from error
         self.close = weakref.finalize(self, self._memory.close)
         """Free the memory."""
         self.close.atexit = False  # not before the engine has let go; the driver frees it anyway

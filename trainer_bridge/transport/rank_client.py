@@ -1,4 +1,4 @@
-"""The private sockets of an engine's ranks: what is said to one is said to all."""
+"""The private sockets of an engine's ranks: each message goes to all of them."""
 
 import os
 import socket

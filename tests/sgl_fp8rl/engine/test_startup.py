@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("publish")
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
 FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
-SPLIT = [Entry(64, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)]
+SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
 
 class Rank:

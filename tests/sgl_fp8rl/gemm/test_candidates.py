@@ -62,31 +62,31 @@ def test_stock_is_one_call(
 
 
 @pytest.mark.parametrize(
-    ("parts", "columns"), [(2, [256, 384]), (3, [128, 256, 256]), (5, [128] * 5)]
+    ("splits", "columns"), [(2, [256, 384]), (3, [128, 256, 256]), (5, [128] * 5)]
 )
-def test_parts_write_into_one_result(
+def test_splits_write_into_one_result(
     operands: tuple[torch.Tensor, ...],
     monkeypatch: pytest.MonkeyPatch,
-    parts: int,
+    splits: int,
     columns: list[int],
 ) -> None:
     deep_gemm = DeepGemm(monkeypatch)
-    split = CANDIDATES["deep_gemm_split_n"].bind({"parts": parts})(*operands)
+    split = CANDIDATES["deep_gemm_split_n"].bind({"splits": splits})(*operands)
     assert split.is_contiguous()
     torch.testing.assert_close(split, fakes.exact(*operands))
     assert deep_gemm.columns == columns
 
 
 @given(st.integers(1, 200), st.integers(2, 8))
-def test_parts_are_whole_blocks_and_about_equal(blocks: int, parts: int) -> None:
+def test_splits_are_whole_blocks_and_about_equal(blocks: int, splits: int) -> None:
     n = blocks * 128
-    if parts > blocks:
-        with pytest.raises(ValueError, match=rf"\b{n}\b.*\b{parts}\b"):
-            split_bounds(n, parts)
+    if splits > blocks:
+        with pytest.raises(ValueError, match=rf"\b{n}\b.*\b{splits}\b"):
+            split_bounds(n, splits)
         return
-    bounds = split_bounds(n, parts)
+    bounds = split_bounds(n, splits)
     sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
-    assert (bounds[0], bounds[-1], len(sizes)) == (0, n, parts)
+    assert (bounds[0], bounds[-1], len(sizes)) == (0, n, splits)
     assert all(size % 128 == 0 and size > 0 for size in sizes)
     assert max(sizes) - min(sizes) <= 128
 
@@ -116,19 +116,19 @@ def test_what_a_candidate_runs(name: str, n: int, k: int, m: int, runs: bool) ->
     assert (CANDIDATES[name].why_not(n, k, m) is None) is runs
 
 
-def test_parts_are_not_tried_below_their_least_size() -> None:
+def test_splits_are_not_tried_below_their_least_size() -> None:
     configs = CANDIDATES["deep_gemm_split_n"].configs
-    assert configs(24576, 4096, 128) == [{"parts": 2}, {"parts": 3}, {"parts": 4}]
-    assert configs(2048, 4096, 128) == [{"parts": 2}]
+    assert configs(24576, 4096, 128) == [{"splits": 2}, {"splits": 3}, {"splits": 4}]
+    assert configs(2048, 4096, 128) == [{"splits": 2}]
 
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        (STOCK, {"parts": 2}),
-        ("flashinfer_sm90", {"parts": 2}),
-        ("deep_gemm_split_n", {"parts": 1}),
-        ("deep_gemm_split_n", {"parts": 2, "stages": 3}),
+        (STOCK, {"splits": 2}),
+        ("flashinfer_sm90", {"splits": 2}),
+        ("deep_gemm_split_n", {"splits": 1}),
+        ("deep_gemm_split_n", {"splits": 2, "stages": 3}),
     ],
 )
 def test_a_config_of_another_kernel_is_refused(name: str, config: dict[str, int]) -> None:

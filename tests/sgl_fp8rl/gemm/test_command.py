@@ -29,12 +29,12 @@ def cells(table: str) -> list[list[str]]:
 
 def test_the_table_that_is_printed() -> None:
     entries = [
-        Entry(64, "deep_gemm_split_n", {"parts": 2}, 20.0, 40.0),
+        Entry(64, "deep_gemm_split_n", {"splits": 2}, 20.0, 40.0),
         Entry(128, STOCK, {}, 50.0, 50.0),
     ]
     assert cells(command.render({(512, 1024): entries}, bytes_per_us=500_000.0)) == [
         ["N x K", "M up to", "us", "DeepGEMM us", "ratio", "floor us", "kernel"],
-        ["512 x 1024", "64", "20.0", "40.0", "2.00", "1.3", "deep_gemm_split_n parts=2"],
+        ["512 x 1024", "64", "20.0", "40.0", "2.00", "1.3", "deep_gemm_split_n splits=2"],
         ["512 x 1024", "128", "50.0", "50.0", "1.00", "1.6", STOCK],
     ]
 

@@ -20,7 +20,7 @@ from tests.sgl_fp8rl.gemm.fakes import Bench, stock_and
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
 FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
-SPLIT = [Entry(64, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)]
+SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
 
 class Start:
@@ -168,7 +168,7 @@ def test_a_kernel_that_fails_here_gives_way_to_the_stock_choice(
 def test_a_start_builds_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     built = False
     monkeypatch.setattr(quick_tune, "flashinfer_is_built", lambda: built)
-    chosen = {BIG: [*FAST, Entry(128, "deep_gemm_split_n", {"parts": 2}, 8.0, 12.0)], SMALL: SPLIT}
+    chosen = {BIG: [*FAST, Entry(128, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)], SMALL: SPLIT}
     found = quick_tune.only_built(chosen)
     assert found == {BIG: [Entry(64, STOCK, {}, 12.0, 12.0), chosen[BIG][1]], SMALL: SPLIT}
     built = True

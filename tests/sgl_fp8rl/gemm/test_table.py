@@ -18,7 +18,7 @@ MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0", "triton": "3.6.0"})
 TABLE: Table = {
     (24576, 4096): [
         Entry(64, STOCK, {}, 37.0, 37.0),
-        Entry(128, "deep_gemm_split_n", {"parts": 2}, 43.0, 93.0),
+        Entry(128, "deep_gemm_split_n", {"splits": 2}, 43.0, 93.0),
     ],
     (4096, 4096): [Entry(256, "flashinfer_sm90", {}, 9.0, 12.0)],
 }
@@ -73,6 +73,7 @@ CORRUPTIONS = {
     "a shape that is none": lambda c: c["shapes"].update({"24576": []}),
     "an unknown kernel": lambda c: entries_of(c)[0].update(kernel="cutlass"),
     "a config of another kernel": lambda c: entries_of(c)[1].update(kernel="triton"),
+    "a config of an older version": lambda c: entries_of(c)[1].update(config={"parts": 2}),
     "a field too many": lambda c: entries_of(c)[0].update(rows=1),
     "batch sizes that do not ascend": lambda c: entries_of(c).reverse(),
     "batch sizes that are text": lambda c: entries_of(c)[0].update(m="64"),

@@ -123,7 +123,7 @@ def test_a_scalar_is_recorded() -> None:
     ],
 )
 def test_a_loader_that_copies_nothing_is_refused(loader: Loader) -> None:
-    with pytest.raises(RouteError, match="no route was seen for any of 3 tensors"):
+    with pytest.raises(RouteError, match="no route was recorded for any of 3 tensors"):
         record_routes(Model(bf16_storage(), loader), SHAPES)
 
 
