@@ -40,7 +40,6 @@ LAYERS = (
     "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
-    "sgl_fp8rl.engine.deep_gemm",
     "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
