@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 _ATTRIBUTE = "_fp8rl_weights"
 

@@ -26,9 +26,9 @@ from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.checkpoint_files import read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
-from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
 

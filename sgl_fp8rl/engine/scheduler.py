@@ -20,7 +20,7 @@ from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 RPC_METHOD = "fp8rl"
 READS_MEMORY = ("digest", "export", "kv", "kv_observe", "kv_recalibrate")

@@ -17,8 +17,8 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
-from sgl_fp8rl.weight_update.session import EngineWeights
 
 PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "

@@ -18,8 +18,8 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control, ControlError
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome
-from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.memory import SHAPES, engine
 from tests.sgl_fp8rl.weight_update import toy

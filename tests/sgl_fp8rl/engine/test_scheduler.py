@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket
