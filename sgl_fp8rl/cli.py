@@ -167,6 +167,7 @@ def _tune(model: str, tp_size: int) -> int:
     layers = [la for la in read_layers(model, tp_size) if la["format"] == BLOCK_FP8.name]
 
     from sgl_fp8rl import compat
+    from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
     from sgl_fp8rl.gemm import command
     from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 
@@ -176,7 +177,8 @@ def _tune(model: str, tp_size: int) -> int:
     if not shapes and not experts:
         sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layers with a choice of kernels")
     try:
-        command.run(shapes, experts, current_options().tune_cache)
+        with compiling_only_what_runs():
+            command.run(shapes, experts, current_options().tune_cache)
     except (OSError, ValueError, torch.OutOfMemoryError, compat.IncompatibleSGLangError) as error:
         sys.exit(f"sgl-fp8rl tune: {error}")
     return 0

@@ -17,7 +17,7 @@ from torch import nn
 from sgl_fp8rl.ops import reference
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 Float64 = npt.NDArray[np.float64]
 

@@ -40,7 +40,6 @@ LAYERS = (
     "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
-    "sgl_fp8rl.engine.deep_gemm",
     "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
@@ -56,7 +55,7 @@ LAYERS = (
     "sgl_fp8rl.engine.export",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.scheduler",
+    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.update_steps",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",

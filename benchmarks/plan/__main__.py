@@ -1,8 +1,8 @@
 """The figures of ``sgl-fp8rl plan``, and how far they are off: ``python -m benchmarks.plan``.
 
 Predicts rows that were left out of the fit (each load in turn, each arm in turn, the MoE model from
-the dense one) and rollouts that nothing was fitted to. ``--write`` stores the figures and the
-tables of docs/plan.md.
+the dense one) and rollouts that nothing was fitted to. ``--write`` stores the figures, from which
+``python -m benchmarks.readme`` makes the tables of docs/plan.md.
 """
 
 import argparse
@@ -28,12 +28,11 @@ from benchmarks.plan.fit import (
     ranked_first,
     rows,
 )
+from benchmarks.tables.plan import accuracy
 from sgl_fp8rl.plan import schedule, shape, speed, update_time
 from sgl_fp8rl.plan.workload import Request
 
 FIGURES = Path(speed.__file__).with_name("nvidia-h200.json")
-PAGE = RESULTS.parents[1] / "docs" / "plan.md"
-BEGIN, END = "<!-- begin: python -m benchmarks.plan --write -->", "<!-- end -->"
 
 
 def memory_figures() -> dict[str, float]:
@@ -78,8 +77,8 @@ def update_figures() -> dict[str, dict[str, float]]:
     return found
 
 
-def rollouts(coefficients: dict[str, float]) -> list[tuple[str, str, float, float]]:
-    """Arm, figure, prediction and measurement of the long tail, to which nothing was fitted."""
+def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
+    """Figures of the long tail, to which nothing was fitted, predicted and measured."""
     lengths = long_tail.output_lengths(512)
     requests = [Request(long_tail.PROMPT, length) for length in lengths]
     seen: dict[str, dict[str, float]] = {}
@@ -100,7 +99,8 @@ def rollouts(coefficients: dict[str, float]) -> list[tuple[str, str, float, floa
             ("running_requests", outcome.mean_running),
             ("retractions", float(outcome.retractions)),
         ):
-            found.append((name, metric, predicted, measured[metric]))
+            both = {"predicted": predicted, "measured": measured[metric]}
+            found.append({"arm": name, "metric": metric, **both})
     return found
 
 
@@ -119,8 +119,9 @@ def derive() -> dict[str, Any]:
     errors["decode, the MoE from the dense model"] = _summary(
         [(row, predict(dense, row)) for row in moe]
     )
-    times = [each for each in rollouts(coefficients) if each[1] == "rollout_s"]
-    errors["rollouts"] = _of([abs(ms / seen - 1.0) for _, _, ms, seen in times])
+    tail = rollouts(coefficients)
+    times = [each for each in tail if each["metric"] == "rollout_s"]
+    errors["rollouts"] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
     environment = json.loads((RESULTS / "rollout.json").read_text())["environment"]
     return {
         "source": f"{environment['device']}, SGLang {environment['sglang']}, "
@@ -129,6 +130,7 @@ def derive() -> dict[str, Any]:
         "memory": memory_figures(),
         "update": update_figures(),
         "errors": errors,
+        "rollouts": tail,
     }
 
 
@@ -151,29 +153,12 @@ def _of(errors: list[float]) -> dict[str, float]:
     return {"rows": len(errors), "mean": fmean(errors), "worst": max(errors)}
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The tables of docs/plan.md."""
-    lines = ["| what was predicted | rows | mean error | worst | worst of ours | best arm first |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, of in figures["errors"].items():
-        ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
-        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
-        first = "-" if name.startswith("prefill") else first
-        lines.append(
-            f"| {name} | {of['rows']} | {of['mean']:.1%} | {of['worst']:.1%} | {ours} | {first} |"
-        )
-    lines += ["", "| rollout of 512 samples | figure | predicted | measured |", "|---|---|---|---|"]
-    lines += [
-        f"| {arm} | {metric} | {predicted:.1f} | {seen:.1f} |"
-        for arm, metric, predicted, seen in rollouts(figures["coefficients_ms"])
-    ]
-    return "\n".join([*lines, "", f"Of {figures['source']}."])
-
-
 def rounded(value: Any) -> Any:
     """To six digits, so that another machine writes the same file."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -182,12 +167,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     figures = rounded(derive())
-    print(table(figures))
+    print(accuracy(figures))
     if arguments.write:
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(figures)}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.trl_parity`` found."""
+"""What ``python -m benchmarks.frameworks.trl_parity`` found."""
 
 import json
 

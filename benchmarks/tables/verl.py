@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.verl_trainer`` found: the verdict and a table of its runs."""
+"""What ``python -m benchmarks.frameworks.verl_trainer`` found: verdict and table."""
 
 import json
 from statistics import fmean, median

@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks.verl_parity`` found."""
+"""What ``python -m benchmarks.frameworks.verl_parity`` found."""
 
 import json
 

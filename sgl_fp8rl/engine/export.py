@@ -22,9 +22,9 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import RouteTable, shapes_of
-from sgl_fp8rl.weight_update.session import EngineWeights
 
 Parts = dict[str, list[tuple[Region, torch.dtype, torch.Tensor]]]
 """What a rank holds of one HF tensor: by suffix, boxes of the tensor, their dtype and their bytes.

@@ -8,7 +8,7 @@ from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.internal_requests import isolate_prefix
 from sgl_fp8rl.engine.retraction import refuse
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 VERSION_KEY, RUN_KEY = "policy_version", "policy_run"
 """Where ``meta_info`` of a response carries the policy version of each output token, and its run.

@@ -18,7 +18,7 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.scheduler import skipped_by_all
+from sgl_fp8rl.engine.update_steps import skipped_by_all
 from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
@@ -26,9 +26,9 @@ from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.checkpoint_files import read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import shapes_of
-from sgl_fp8rl.weight_update.session import EngineWeights
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.retraction import refuse_waiting
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 
 async def release_when_idle(original: Any, manager: Any, *args: Any, **kw: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import cpu_kernels, cpu_platform, fusion
+from sgl_fp8rl.engine import cpu_kernels, cpu_platform, deep_gemm, fusion
 from sgl_fp8rl.engine.attached import options_of
 from sgl_fp8rl.engine.hooks import wrap_kernels
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
@@ -37,7 +37,8 @@ def prepare(original: Any, runner: Any) -> None:
         wrap_kernels()
     layers = list(gemm_layers(runner.model))
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
-    warmup.warm_up(shapes, runner)
+    if rows := warmup.warm_up(shapes, runner):
+        deep_gemm.set_batch_sizes(rows)
     assign_tile_configs(runner.model, runner.gpu_id)
     if not layers or (why := _why_stock(runner)):
         if layers:
@@ -105,4 +106,6 @@ def _why_stock(runner: Any) -> str | None:
 def _here(shapes: Sequence[Shape], runner: Any) -> Table:
     folder = options_of(runner.model).tune_cache
     may_measure = not compat.cuda_graph_fully_disabled()
-    return quick_tune.find(shapes, Machine.here(runner.gpu_id), folder, may_measure=may_measure)
+    machine = Machine.here(runner.gpu_id)
+    with deep_gemm.compiling_only_what_runs():
+        return quick_tune.find(shapes, machine, folder, may_measure=may_measure)

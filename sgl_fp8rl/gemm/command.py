@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.gemm import expert_tiles, expert_tune, table
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import Config
@@ -32,6 +31,8 @@ COPIED_BYTES = 1 << 30
 
 def run(shapes: Sequence[Shape], experts: Sequence[ExpertShape], folder: str) -> None:
     """Tune linear layers and experts, keep the result in the tune cache ``folder``, and print it.
+
+    The caller keeps SGLang from compiling DeepGEMM's kernels for every M.
 
     Raises:
         OSError: a table cannot be written.
@@ -61,7 +62,7 @@ def tune_linears(
     files.save(path, machine, files.own(machine, folder))  # fails now, not after measuring
     attempts_of = {shape: list_attempts(shape, rows_of(BUCKETS)) for shape in shapes}
     tuned: Table = {}
-    with compiling_only_what_runs(), _bar(sum(map(len, attempts_of.values()))) as bar:
+    with _bar(sum(map(len, attempts_of.values()))) as bar:
         for (n, k), attempts in attempts_of.items():
             bar.set_description(f"{n} x {k}")
             measured = measure(BenchInputs(n, k, "cuda", cuda_graph_us), attempts)

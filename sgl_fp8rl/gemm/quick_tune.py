@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
 from sgl_fp8rl.gemm import table
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, FLASHINFER, STOCK, flashinfer_is_built
@@ -42,6 +41,8 @@ def find(
 ) -> Table:
     """The entries of ``shapes``, from the existing tables or measured now.
 
+    The caller keeps SGLang from compiling DeepGEMM's kernels for every M.
+
     Args:
         folder: the tune cache.
         may_measure: False without CUDA graphs, where launches cost more than kernels.
@@ -55,9 +56,8 @@ def find(
         return found
     began = time.monotonic()
     try:
-        with compiling_only_what_runs():
-            checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
-            tuned, finished = quick_tune(missing)
+        checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
+        tuned, finished = quick_tune(missing)
     except torch.OutOfMemoryError as error:
         logger.warning("Kernels are not measured, out of memory: %s", error)
         return {shape: found[shape] for shape in found if shape not in unchecked}

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import deep_gemm
 from sgl_fp8rl.gemm.compile_pool import process_limit, run_shares
 from sgl_fp8rl.ops.reference import BLOCK, FP8_DTYPE
 
@@ -45,22 +44,26 @@ Shape = tuple[int, int]
 """N, K of a weight on this rank."""
 
 
-def warm_up(shapes: list[Shape], runner: Any) -> None:
-    """Shorten SGLang's pass over GEMMs of these shapes, once ``runner`` has its weights."""
+def warm_up(shapes: list[Shape], runner: Any) -> list[int] | None:
+    """Compile for GEMMs of these shapes, once ``runner`` has its weights.
+
+    Returns:
+        the batch sizes that suffice for SGLang's own pass, or None where it must keep its list.
+    """
     stock = compat.deep_gemm_warmup
     if not stock.ENABLE_JIT_DEEPGEMM or left_to_user(stock):
-        return
+        return None
     if torch.cuda.get_device_capability(runner.gpu_id)[0] != 9:
-        return  # other architectures select tiles by other rules
+        return None  # other architectures select tiles by other rules
     if compat.Fp8MoEMethod.is_deepgemm_moe_runner_backend_enabled():
-        return  # grouped GEMMs have more rows than a batch, and need SGLang's own list
+        return None  # grouped GEMMs have more rows than a batch, and need SGLang's own list
     if not shapes or runner.model_config.dtype != torch.bfloat16:
-        return  # another quantization, another GEMM backend, or FP16, which goes to Triton
+        return None  # another quantization, another GEMM backend, or FP16, which goes to Triton
     rows = batch_sizes(largest_batch(compat.get_schedule(), max(stock._BUILTIN_M_LIST)))
-    deep_gemm.set_batch_sizes(rows)
     if stock._IS_FIRST_RANK_ON_NODE:
         folder = Path(os.environ["DG_JIT_CACHE_DIR"])
         compile_ahead(shapes, rows, runner.gpu_id, folder)
+    return rows
 
 
 def left_to_user(stock: Any) -> bool:

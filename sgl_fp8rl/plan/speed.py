@@ -1,7 +1,7 @@
 """Time of a decode step, of a prefill and of an update: sums of measured costs.
 
 A step reads its weights and its KV cache, computes, and has overhead in each layer. Each cost is a
-coefficient times a quantity that the shape gives; ``benchmarks/plan.py`` fits the coefficients to
+coefficient times a quantity that the shape gives; ``benchmarks/plan`` fits the coefficients to
 measured rows, and the file says to which, and how well it predicts rows that it was not fitted to.
 """
 

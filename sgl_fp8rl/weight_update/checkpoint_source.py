@@ -6,7 +6,7 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 
 

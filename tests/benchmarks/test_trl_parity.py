@@ -1,4 +1,4 @@
-"""The verdict of ``benchmarks.trl_parity``: what was recorded, and runs that must fail."""
+"""The verdict of ``trl_parity`` in ``benchmarks.frameworks``, recorded and planted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The verdict of ``benchmarks.verl_parity``: what was recorded, and runs that must fail."""
+"""The verdict of ``verl_parity`` in ``benchmarks.frameworks``, recorded and planted."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import verl_parity
+from benchmarks.frameworks import verl_parity
 from benchmarks.run import RESULTS
 from benchmarks.tables.learning import draw
 from benchmarks.tables.verl_parity import judge, table

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import verl_log, verl_trainer
+from benchmarks.frameworks import verl_log, verl_trainer
 from benchmarks.tables.verl import judge, memory, table
 
 Rows = list[dict[str, Any]]

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import scheduler
+from sgl_fp8rl.engine import update_steps
 
 CONTROL = "FP8RL_TEST_CONTROL"
 KEEP_CACHE = "keep_cache"
@@ -33,8 +33,8 @@ EMBEDDING = "embedding"
 EMBEDDINGS = "embeddings"
 """How many embeddings the last step found."""
 COMMAND = [sys.executable, "-m", "tests.engine.controlled_server"]
-_retract = scheduler.retract
-_forget_embeddings = scheduler.forget_embeddings
+_retract = update_steps.retract
+_forget_embeddings = update_steps.forget_embeddings
 
 
 def is_wanted(name: str) -> bool:
@@ -74,8 +74,8 @@ def forget_embeddings() -> None:
 
 
 if CONTROL in os.environ:  # and not where a test reads the names above
-    scheduler.retract = retract
-    scheduler.forget_embeddings = forget_embeddings
+    update_steps.retract = retract
+    update_steps.forget_embeddings = forget_embeddings
     compat.HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.run_batch", slow_step, compat.HookType.AROUND
     )

@@ -12,14 +12,14 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control_route, export, ranks
+from sgl_fp8rl.engine import control_route, export, ranks, update_steps
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control, ControlError
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome
-from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.fuzz.decoder import Decoder, to_json
 from tests.fuzz.memory import SHAPES, engine
 from tests.sgl_fp8rl.weight_update import toy
@@ -119,11 +119,11 @@ def decoders() -> Iterator[list[Decoder]]:
     stub = SimpleNamespace(path="rank0.sock", close=lambda: None)
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
-        for user in (scheduler_module, ranks, export):
+        for user in (scheduler_module, update_steps, ranks, export):
             patch.setattr(user, "gather", lambda value, group: [value])
-        patch.setattr(scheduler_module, "RankSocket", lambda rank: stub)
-        patch.setattr(scheduler_module, "serve", lambda *_: outcome)
-        patch.setattr(scheduler_module.dist, "get_rank", lambda group: 0)
+        patch.setattr(update_steps, "RankSocket", lambda rank: stub)
+        patch.setattr(update_steps, "serve", lambda *_: outcome)
+        patch.setattr(update_steps.dist, "get_rank", lambda group: 0)
         patch.setitem(vars(compat), "RpcReqInput", SimpleNamespace)
         patch.setitem(vars(compat), "RpcReqOutput", answer)
         patch.setitem(vars(compat), "sock_send", send)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl import cli
+from sgl_fp8rl import cli, compat
 from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from sgl_fp8rl.kv_cache import kv_report
@@ -75,12 +75,19 @@ def test_layers_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not the BF16 ones, and not the experts that run SGLang's kernels; either kind may be all."""
+    stock = compat.deep_gemm_warmup  # imports SGLang, before there seems to be a GPU
+    monkeypatch.setattr(stock, "_DO_COMPILE_ALL", True)
     tuned: list[Any] = []
     monkeypatch.setenv("FP8RL_TUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(cli, "read_layers", lambda model, tp_size: LAYERS * tp_size)
-    monkeypatch.setattr(command, "run", lambda *given: tuned.append(given))
+
+    def run(*given: Any) -> None:
+        assert not stock._DO_COMPILE_ALL
+        tuned.append(given)
+
+    monkeypatch.setattr(command, "run", run)
     assert cli.main(["tune", "some/model", "--tp", "2"]) == 0
     linears, experts = [(256, 384)], [ExpertShape(4, 256, 128, 3)]
     assert tuned == [(linears, experts, str(tmp_path))]

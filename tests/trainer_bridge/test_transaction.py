@@ -14,7 +14,7 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of, holds

@@ -1,4 +1,4 @@
-"""examples/verl, its command in the docs, and the runs of ``benchmarks.verl_trainer``."""
+"""examples/verl, its command in the docs, and the runs of ``frameworks.verl_trainer``."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from benchmarks import verl_trainer
+from benchmarks.frameworks import verl_trainer
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
 
 EXAMPLE = verl_trainer.ROOT / "examples" / "verl"

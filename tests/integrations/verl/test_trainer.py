@@ -1,7 +1,8 @@
 """verl's whole trainer on this CPU: ``verl.trainer.main_ppo`` with the example's configuration.
 Names of metrics are verl's.
 
-``benchmarks.verl_cpu`` says what differs from a run on GPUs. A run that fails shows its log's end.
+``benchmarks.frameworks.verl_cpu`` says what differs from a run on GPUs. A run that fails shows its
+log's end.
 """
 
 import json
@@ -19,7 +20,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from benchmarks import verl_log, verl_parity
+from benchmarks.frameworks import verl_log, verl_parity
 
 LEARNING_RATE = 1e-2
 MOVED = 0.05

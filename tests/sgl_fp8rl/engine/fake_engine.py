@@ -10,9 +10,10 @@ from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.relay import Memories, Relay
-from sgl_fp8rl.weight_update.session import EngineWeights, Session
+from sgl_fp8rl.weight_update.session import Session
 from trainer_bridge.engine_client import EngineError
 
 TOKEN = "the session's token"

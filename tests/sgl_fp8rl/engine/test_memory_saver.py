@@ -13,7 +13,8 @@ from sgl_fp8rl.engine import guards, memory_release
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from sgl_fp8rl.weight_update.session import EngineWeights, State
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 ALL = ["kv_cache", "weights", "cuda_graph"]
 

@@ -17,7 +17,7 @@ from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import attached, control_route, guards
 from sgl_fp8rl.engine.control import IsGone
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 DONE = object()
 

@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.host_memory import HostBucket
@@ -49,7 +49,7 @@ class Group:
 
 
 class FakeScheduler:
-    """What ``_begin`` asks of SGLang's scheduler."""
+    """What an update asks of SGLang's scheduler."""
 
     def __init__(self, group: Group, rpc: "queue.Queue[Any] | None") -> None:
         self.tp_group = SimpleNamespace(cpu_group=group)
@@ -102,7 +102,9 @@ class Engine:
         """
         policy = check_policy(message["run"], message["version"])
         futures = self.on_ranks(
-            lambda rank: self.module._prepare(self.ranks[rank], policy, message, self.groups[rank])
+            lambda rank: self.module.update_steps._prepare(
+                self.ranks[rank], policy, message, self.groups[rank]
+            )
         )
         errors = [future.exception(TIMEOUT_S) for future in futures]
         assert len({str(error) for error in errors}) == 1
@@ -111,9 +113,12 @@ class Engine:
 
     def begin(self, message: dict[str, Any]) -> list[Future[Any]]:
         message = {"op": "begin", "token": TOKEN, **message}
-        return self.on_ranks(
-            lambda rank: self.module._begin(self.schedulers[rank], self.ranks[rank], message)
-        )
+
+        def begin(rank: int) -> Any:
+            asked = self.module.Asked(self.schedulers[rank], self.ranks[rank], message)
+            return self.module._answer(self.module._begin(asked))
+
+        return self.on_ranks(begin)
 
     def answer(self, message: dict[str, Any]) -> Any:
         """What the ranks reply to a ``begin`` that opens no session."""
@@ -131,18 +136,18 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The scheduler's hooks, with threads in the place of a process group."""
     import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
-    from sgl_fp8rl.engine import ranks, scheduler
+    from sgl_fp8rl.engine import ranks, scheduler, update_steps
 
-    for user in (scheduler, ranks):
+    for user in (scheduler, ranks, update_steps):
         monkeypatch.setattr(user, "gather", lambda value, group: group.gather(value))
-    monkeypatch.setattr(scheduler.dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(update_steps.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
 
     def retract(rank: FakeScheduler) -> bool:
         rank.retracted += 1
         return rank.retracts
 
-    monkeypatch.setattr(scheduler, "retract", retract)
+    monkeypatch.setattr(update_steps, "retract", retract)
     return scheduler
 
 
@@ -323,14 +328,14 @@ def test_a_rank_that_is_busy_keeps_all_waiting(engine: Engine, busy: str) -> Non
 def test_a_rank_without_a_socket_is_told(
     engine: Engine, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = module.RankSocket
+    original = module.update_steps.RankSocket
 
     def broken(rank: int) -> Any:
         if rank:
             raise OSError("no space")
         return original(rank)
 
-    monkeypatch.setattr(module, "RankSocket", broken)
+    monkeypatch.setattr(module.update_steps, "RankSocket", broken)
     answer = engine.answer(whole(manifest_of(toy.checkpoint())))
     assert "no space" in answer["error"] and "TMPDIR" in answer["error"]
     assert [weights.session for weights in engine.ranks] == [None, None]
@@ -351,7 +356,7 @@ def test_nothing_is_retracted_for_what_does_not_begin(
     def broken(rank: int) -> Any:
         raise OSError("no space")
 
-    monkeypatch.setattr(module, "RankSocket", broken)
+    monkeypatch.setattr(module.update_steps, "RankSocket", broken)
     assert "no space" in engine.answer(whole(manifest) | RETRACT)["error"]
     assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("publish")
 
 MACHINE = Machine("NVIDIA H200", 132, {"torch": "2.11.0"})
 BIG, SMALL = (512, 256), (256, 128)
+STOCK_SIZES = [*range(1, 16385)]
 FAST = [Entry(64, "flashinfer_sm90", {}, 9.0, 12.0)]
 SPLIT = [Entry(64, "deep_gemm_split_n", {"splits": 2}, 8.0, 12.0)]
 
@@ -51,7 +52,10 @@ class Rank:
         properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
         weights: Any = SimpleNamespace(options=Fp8RLServerArgs(tune_cache="the user's folder"))
         attach(self.runner.model, weights)
-        patch.setattr(warmup, "warm_up", lambda _shapes, _runner: None)
+        self.sizes: list[int] | None = None
+        patch.setattr(warmup, "warm_up", lambda _shapes, _runner: self.sizes)
+        for name, value in {"_BUILTIN_M_LIST": STOCK_SIZES, "_DO_COMPILE_ALL": True}.items():
+            patch.setattr(compat.deep_gemm_warmup, name, value)
         patch.setattr(startup, "gemm_layers", lambda _model: iter(self.layers))
         patch.setattr(compat, "get_tp_group", lambda: self.group, raising=False)
         patch.setattr(compat, "cuda_graph_fully_disabled", lambda: False, raising=False)
@@ -74,6 +78,7 @@ class Rank:
         return layer
 
     def _find(self, shapes: Any, machine: Machine, folder: str, may_measure: bool) -> Table:
+        assert not compat.deep_gemm_warmup._DO_COMPILE_ALL
         self.found.append((shapes, machine.gpu, machine.sms, folder, may_measure))
         return {BIG: SPLIT}
 
@@ -98,6 +103,16 @@ def test_each_layer_gets_the_choices_of_its_shape(monkeypatch: pytest.MonkeyPatc
     assert rank.found == [([SMALL, BIG], "NVIDIA H200", 132, "the user's folder", True)]
     assert rank.broadcast == []
     assert rank.compiled == [rank.layers[2], rank.layers[1]]  # one of each shape
+
+
+@pytest.mark.parametrize("sizes", [[16, 32, 64], None])
+def test_sglangs_pass_runs_our_sizes_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int] | None
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.sizes = sizes
+    rank.start()
+    assert (sizes or STOCK_SIZES) == compat.deep_gemm_warmup._BUILTIN_M_LIST
 
 
 def test_kernels_run_once_before_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import command, expert_tiles, expert_tune
 from sgl_fp8rl.gemm.candidates import STOCK
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape, Pair, Tiles
@@ -163,7 +162,6 @@ def test_shapes_are_tuned_kept_and_printed(
         return [Attempt(m, kind, {}) for m in (8, 16) for kind in bench.candidates.values()]
 
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
-    monkeypatch.setattr(compat.deep_gemm_warmup, "_DO_COMPILE_ALL", True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(command, "BUCKETS", (8, 16, 16384))
     monkeypatch.setattr(command, "list_attempts", list_attempts)

@@ -8,7 +8,6 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 import torch
 
-from sgl_fp8rl import compat
 from sgl_fp8rl.gemm import candidates, quick_tune, table
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
@@ -38,7 +37,6 @@ class Start:
         patch.setattr(quick_tune, "quick_tune", self._tune)
         patch.setattr(quick_tune, "accurate", self._check)
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
-        patch.setattr(compat.deep_gemm_warmup, "_DO_COMPILE_ALL", True)
 
     def _tune(self, shapes: list[Any]) -> tuple[Table, bool]:
         self.measured += shapes

@@ -70,7 +70,7 @@ def test_sizes_go_as_far_as_a_forward_pass(
 
 
 class Engine:
-    """SGLang's warm-up as it stands on a Hopper GPU, and what our hook did to it."""
+    """SGLang's warm-up as it stands on a Hopper GPU, and what our hook did for it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
@@ -91,9 +91,10 @@ class Engine:
         patch.setattr(warmup, "compile_ahead", lambda *args: self.compiled.append(args))
 
     def start(self, runner: Any = RUNNER) -> bool:
-        """Whether our sizes replaced SGLang's."""
-        warmup.warm_up(self.shapes, runner)
-        return bool(self.stock._BUILTIN_M_LIST != STOCK_SIZES)
+        """Whether our sizes are to replace SGLang's."""
+        self.sizes = warmup.warm_up(self.shapes, runner)
+        assert self.stock._BUILTIN_M_LIST == STOCK_SIZES
+        return self.sizes is not None
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> Engine:
 def test_the_first_rank_compiles_for_all(engine: Engine) -> None:
     assert engine.start()
     sizes = warmup.batch_sizes(8192)
-    assert sizes == engine.stock._BUILTIN_M_LIST
+    assert sizes == engine.sizes
     assert engine.compiled == [(SHAPES, sizes, 0, Path("cache-of-the-user"))]
     engine.compiled.clear()
     engine.stock._IS_FIRST_RANK_ON_NODE = False

@@ -12,7 +12,7 @@ from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.weight_update import toy
 

@@ -10,7 +10,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, describe
 from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
-from sgl_fp8rl.weight_update.session import EngineWeights
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, Model, Weights
 

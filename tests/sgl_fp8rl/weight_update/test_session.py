@@ -10,7 +10,8 @@ from sgl_fp8rl.protocol.chunks import ChunkSlice
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights, Session, SessionError
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.session import Session, SessionError
 from sgl_fp8rl.weight_update.shared_memory import Bucket, SharedMemoryError
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, Model, Weights, begin, ragged, update

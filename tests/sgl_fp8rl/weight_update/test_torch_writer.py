@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update.session import EngineWeights, Session, SessionError
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.session import Session, SessionError
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.toy import BF16, BIG, FP8, Model, Weights, begin, ragged, update

@@ -25,9 +25,9 @@ from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import session as session_module
-from sgl_fp8rl.weight_update import triton_writer
-from sgl_fp8rl.weight_update.session import EngineWeights, Session
+from sgl_fp8rl.weight_update import engine_weights, triton_writer
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError
 from sgl_fp8rl.weight_update.triton_writer import TritonWriter
 from tests import oracle
@@ -177,7 +177,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(session_module, "writer_for", TritonWriter)
+    monkeypatch.setattr(engine_weights, "writer_for", TritonWriter)
     return interpreter
 
 

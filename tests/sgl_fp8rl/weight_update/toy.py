@@ -15,8 +15,9 @@ from torch import nn
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
-from sgl_fp8rl.weight_update.session import EngineWeights, Session
+from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests import oracle
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from benchmarks.frameworks.verl_log import MEMORY_VARIABLE
 from benchmarks.measuring import LeastFree, free_bytes
-from benchmarks.verl_log import MEMORY_VARIABLE
 
 Update = Callable[..., Awaitable[None]]
 

@@ -1,5 +1,6 @@
-"""verl's own trainer on FP8 rollouts beside BF16: ``python -m benchmarks.verl_trainer --arm fp8rl``
+"""verl's own trainer on FP8 rollouts beside BF16.
 
+``python -m benchmarks.frameworks.verl_trainer --arm fp8rl --log FILE``.
 Written down before the run:
 
 - **Arms.** Stock ``verl.trainer.main_ppo`` 0.9.1, its synchronous hybrid trainer with FSDP2, its
@@ -20,20 +21,17 @@ Written down before the run:
   steps take as long as those of ``fp8rl`` or longer.
 """
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import verl_log
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import ROOT
+from benchmarks.frameworks import command, verl_log
 from benchmarks.processes import engine_environment, exception_in
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -56,6 +54,7 @@ NUMBERS = 509
 LEARNING_RATE = 1e-3
 PROMPTS, COMPLETIONS, TOKENS = 16, 16, 16
 BUCKET_MIB = 64
+PACKAGES = ("verl", "ray", "transformers", "tensordict")
 LOG_LINES = 15
 """Of a run that failed: so many are kept."""
 
@@ -132,7 +131,7 @@ def overrides(arm: str, gpus: int, steps: int, seed: int, folder: Path) -> list[
         f"reward.custom_reward_function.name={even.__name__}",
         "reward.num_workers=1",
         f"actor_rollout_ref.model.path={folder}/model",
-        "actor_rollout_ref.model.external_lib=benchmarks.verl_memory",
+        "actor_rollout_ref.model.external_lib=benchmarks.frameworks.verl_memory",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"{actor}.optim.lr={LEARNING_RATE}",
         f"{actor}.ppo_mini_batch_size={PROMPTS}",
@@ -194,14 +193,12 @@ def train(
         },
     )
     example = ROOT / "examples" / "verl"
-    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
-    command += [f"--config-path={example}", "--config-name=fp8rl", *arguments]
+    words = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    words += [f"--config-path={example}", "--config-name=fp8rl", *arguments]
     log = folder / verl_log.OUTPUT
     with log.open("wb") as out:
         try:
-            subprocess.run(
-                command, stdout=out, stderr=out, env=environ, timeout=limit_s, check=True
-            )
+            subprocess.run(words, stdout=out, stderr=out, env=environ, timeout=limit_s, check=True)
             return None
         except subprocess.TimeoutExpired:
             how = f"did not end within {limit_s:.0f} s"
@@ -212,40 +209,32 @@ def train(
     return f"{how}: {exception_in(text) or 'its log names no exception'}\n{end}"
 
 
-def versions() -> dict[str, str]:
-    """Of what the environment of a benchmark does not name."""
-    return {name: version(name) for name in ("verl", "ray", "transformers", "tensordict")}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks, and TP of the engine")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for the run")
-    parser.add_argument("--log", type=Path, required=True, help="JSONL file, which is replaced")
     parser.add_argument("--logs", type=Path, help="folder for verl's and Ray's logs")
     offload = "actor_rollout_ref.actor.fsdp_config.param_offload=True"
     parser.add_argument("more", nargs="*", help=f"more overrides of verl's, such as {offload}")
     options = parser.parse_args()
     run = {"arm": options.arm, "gpus": options.gpus, "seed": options.seed}
     flags = [f"--{name} {value}" for name, value in {**run, "steps": options.steps}.items()]
-    command = " ".join(["python -m benchmarks.verl_trainer", *flags, *options.more])
+    how = " ".join(["python -m benchmarks.frameworks.verl_trainer", *flags, *options.more])
     # a short path: Ray's sockets are in it
     folder = Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))
     try:
         prepare(folder, options.seed, PROMPTS * options.steps, SHAPE)
         arguments = overrides(**run, steps=options.steps, folder=folder) + options.more
         failure = train(options.arm != OURS, folder, arguments, options.limit, {})
-        facts = {
-            **environment(command),
-            **versions(),
-            "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE"),
-            "bucket_bytes": BUCKET_MIB << 20,
-        }
-        rows = [{"kind": "environment", **facts}, *verl_log.rows(folder, run, failure)]
-        options.log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        nvls = os.environ.get("NCCL_NVLS_ENABLE")
+        rows = [
+            command.environment_row(how, PACKAGES, nccl_nvls=nvls, bucket_bytes=BUCKET_MIB << 20),
+            *verl_log.rows(folder, run, failure),
+        ]
+        command.write(options.log, rows)
         print(verl_log.summary(rows))
     finally:
         if options.logs is not None:

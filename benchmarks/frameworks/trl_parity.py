@@ -1,6 +1,6 @@
-"""Does TRL learn on FP8 rollouts what it learns on BF16 rollouts? python -m benchmarks.trl_parity
+"""Does TRL learn on FP8 rollouts what it learns on BF16 rollouts?
 
-Written down before the run:
+``python -m benchmarks.frameworks.trl_parity``. Written down before the run:
 
 - **Arms.** Stock ``trl.GRPOTrainer`` with ``attach``, the same engine and code: ``fp8``, and
   ``bf16``, where the quantization ignores every layer. Five seeds, each with its start (the policy
@@ -14,10 +14,7 @@ Written down before the run:
   the policy version of its number.
 """
 
-import argparse
-import json
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.environment import ROOT, environment
-from benchmarks.tables.learning import draw
+from benchmarks.environment import ROOT
+from benchmarks.frameworks import command
+from benchmarks.frameworks.command import Row
 from benchmarks.tables.trl import PICTURE, table
 from examples.grpo.engine import KEYWORDS, running_engine
 from examples.trl import tiny_model
@@ -39,7 +37,7 @@ LOG = ROOT / "benchmarks" / "results" / "trl.jsonl"
 NAMES = {"reward": "reward"} | {
     f"fp8rl/{name}": name for name in ("policy_version", "mismatch_kl_k3", "ess", "alarms")
 }
-Row = dict[str, Any]
+PACKAGES = ("trl", "accelerate", "transformers")
 
 
 def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -83,31 +81,18 @@ def train(engine: Any, seed: int, folder: Path) -> list[Row]:
     return [{ours: row[theirs] for theirs, ours in NAMES.items()} for row in logged]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--log", type=Path, default=LOG)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    options = parser.parse_args()
-    lines: list[Row] = [
-        {"kind": "environment", **environment("python -m benchmarks.trl_parity"), **versions()}
-    ]
+def measure() -> list[Row]:
+    """All runs, after the environment."""
+    rows = [command.environment_row("python -m benchmarks.frameworks.trl_parity", PACKAGES)]
     with tempfile.TemporaryDirectory() as folder:
         served = tiny_model.save(Path(folder) / "served")
         for arm, ignored_layers in ARMS.items():
             with running_engine(served, ignored_layers, 0, KEYWORDS["cpu"]) as engine:
                 for seed in range(SEEDS):
                     for step, row in enumerate(train(engine, seed, Path(folder))):
-                        lines.append({"step": step, "arm": arm, "seed": seed, **row})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    options.log.write_text(text)
-    draw(text, options.picture)
-    print(table(text))
-
-
-def versions() -> dict[str, str]:
-    """Of what the engine's environment does not name."""
-    return {name: version(name) for name in ("trl", "accelerate", "transformers")}
+                        rows.append({"step": step, "arm": arm, "seed": seed, **row})
+    return rows
 
 
 if __name__ == "__main__":  # SGLang spawns its processes, which import this file again
-    main()
+    command.compare(__doc__, LOG, PICTURE, measure, table)

@@ -1,6 +1,7 @@
-"""Does verl learn on FP8 rollouts what it learns on BF16 rollouts? python -m benchmarks.verl_parity
+"""Does verl learn on FP8 rollouts what it learns on BF16 rollouts?
 
-On a CPU, as ``trl_parity``; ``verl_trainer`` asks it on GPUs. Written down before the run:
+``python -m benchmarks.frameworks.verl_parity``: on a CPU, as ``trl_parity``; ``verl_trainer`` asks
+it on GPUs. Written down before the run:
 
 - **Arms.** verl 0.9.1's own synchronous trainer, ``verl.trainer.main_ppo`` with FSDP2, configured
   by ``examples/verl/fp8rl.yaml``, on the platform of ``verl_cpu``. ``fp8`` is that file: FP8
@@ -17,18 +18,15 @@ On a CPU, as ``trl_parity``; ``verl_trainer`` asks it on GPUs. Written down befo
   policy.
 """
 
-import argparse
-import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks import verl_log, verl_trainer
-from benchmarks.environment import ROOT, environment
-from benchmarks.tables.learning import draw
+from benchmarks.environment import ROOT
+from benchmarks.frameworks import command, verl_log, verl_trainer
+from benchmarks.frameworks.command import Row
+from benchmarks.frameworks.verl_trainer import ROLLOUT
 from benchmarks.tables.verl_parity import PICTURE, table
-from benchmarks.verl_trainer import ROLLOUT
 
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -43,7 +41,7 @@ MICRO_BATCH = 16
 LIMIT_S = 500.0
 """Of a run, most of which is its start."""
 ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "benchmarks.verl_cpu",
+    "VERL_USE_EXTERNAL_MODULES": "benchmarks.frameworks.verl_cpu",
     "VERL_PLATFORM": "cpu",
     # verl's FSDP2 engine is registered for cuda and npu
     "VERL_ENGINE_DEVICE": "cuda",
@@ -54,7 +52,6 @@ ENVIRONMENT = {
 }
 """Of the process that starts verl; Ray hands it on to all others."""
 LOG = ROOT / "benchmarks" / "results" / "verl_parity.jsonl"
-Row = dict[str, Any]
 
 
 def overrides(arm: str, ranks: int, steps: int, seed: int, folder: Path) -> list[str]:
@@ -100,13 +97,10 @@ def run(arm: str, ranks: int, steps: int, seed: int, folder: Path, *more: str) -
     return verl_trainer.train(False, folder, arguments, LIMIT_S, variables)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--log", type=Path, default=LOG)
-    parser.add_argument("--picture", type=Path, default=PICTURE)
-    options = parser.parse_args()
-    facts = {**environment("python -m benchmarks.verl_parity"), **verl_trainer.versions()}
-    lines: list[Row] = [{"kind": "environment", **facts}]
+def measure() -> list[Row]:
+    """All runs, after the environment."""
+    how = "python -m benchmarks.frameworks.verl_parity"
+    found = [command.environment_row(how, verl_trainer.PACKAGES)]
     for seed in range(SEEDS):
         for arm in ARMS:
             folder = Path(tempfile.mkdtemp(prefix="verl", dir="/tmp"))
@@ -118,12 +112,9 @@ def main() -> None:
             print(verl_log.summary(rows), flush=True)
             if failure is not None:
                 raise SystemExit(f"{arm}, seed {seed}: {failure}")
-            lines += rows
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    options.log.write_text(text)
-    draw(text, options.picture)
-    print(table(text))
+            found += rows
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    command.compare(__doc__, LOG, PICTURE, measure, table)

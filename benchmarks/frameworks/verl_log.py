@@ -3,7 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+
+from benchmarks.frameworks.command import Row
 
 METRICS, MEMORY, OUTPUT = "metrics.jsonl", "memory.jsonl", "output.log"
 MEMORY_VARIABLE = "UPDATE_MEMORY_LOG"
@@ -27,7 +28,6 @@ NAMES = {
     "timing_s/update_weights": "update_weights_s",
 }
 """verl's names of metrics, and ours."""
-Row = dict[str, Any]
 
 
 def rows(folder: Path, run: Row, failure: str | None) -> list[Row]:

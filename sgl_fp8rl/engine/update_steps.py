@@ -1,0 +1,229 @@
+"""An update on one rank, from ``begin`` to commit or quarantine, as the ranks decide together."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from sgl_fp8rl.engine.attached import status_of
+from sgl_fp8rl.engine.embedding_cache import forget_embeddings
+from sgl_fp8rl.engine.guards import refusal
+from sgl_fp8rl.engine.ranks import attempted, gather
+from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.states import FINISH, RETRACT
+from sgl_fp8rl.protocol.values import excerpt
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
+
+PAUSED = (
+    "generation is paused, so requests in flight cannot end; continue_generation first, or "
+    "update with in_flight='retract'"
+)
+LONGEST_NAME = 64
+"""Characters of a transaction's name."""
+Reply = dict[str, Any]
+
+
+def run(
+    scheduler: Any, weights: EngineWeights, message: dict[str, Any], tell: Callable[[Reply], None]
+) -> Reply:
+    """Take an update from ``begin`` to its end, and return what is answered then.
+
+    Args:
+        tell: sends a reply before that, once the session is open.
+    """
+    group = scheduler.tp_group.cpu_group
+    try:
+        policy = check_policy(message.get("run"), message.get("version"))
+        transaction = _transaction(message)
+        if message.get("retry") and _has_committed(scheduler, weights, transaction, policy):
+            return {"committed": True}
+        fingerprint = _prepare(weights, policy, message, group)
+    except ManifestError as error:
+        return {"error": str(error)}
+    if not all(gather(weights.knows(fingerprint), group)):
+        return {"unknown": True}
+    rank_socket, ranks = _listen(scheduler, message, group)
+    if rank_socket is None:
+        errors = [rank.error for rank in ranks if rank.error is not None]
+        return {"error": errors[0]} if errors else {"busy": True}
+    try:
+        if message.get("in_flight") == RETRACT and not all(gather(retract(scheduler), group)):
+            return {"busy": True}
+        session = weights.begin(fingerprint, policy)
+        tell({"sockets": [rank.path for rank in ranks]})
+        silence_s = weights.options.session_timeout_s
+        engines = message.get("engines")
+        is_one_of = engines if type(engines) is int else 1
+        outcome, peer = serve(rank_socket, session, message["token"], silence_s, is_one_of)
+    finally:
+        rank_socket.close()
+    return _end(scheduler, weights, policy, transaction, outcome, peer)
+
+
+def _transaction(message: dict[str, Any]) -> str:
+    """The name that the trainer gives an update.
+
+    Raises:
+        ManifestError: it is none.
+    """
+    name = message.get("transaction")
+    if type(name) is not str or not 0 < len(name) <= LONGEST_NAME:
+        raise ManifestError(
+            f"the update's transaction is {excerpt(name)}; install the same sgl-fp8rl on both sides"
+        )
+    return name
+
+
+def _has_committed(
+    scheduler: Any, weights: EngineWeights, transaction: str, policy: Policy
+) -> bool:
+    """Whether this engine has what its trainer decided to commit, also where it was not told."""
+    if weights.committed_by(transaction, policy):
+        return True
+    if not all(gather(weights.is_in_doubt(transaction, policy), scheduler.tp_group.cpu_group)):
+        return False
+    weights.settle()
+    _after_commit(scheduler, policy)
+    return True
+
+
+def _prepare(
+    weights: EngineWeights, policy: Policy, message: dict[str, Any], group: dist.ProcessGroup
+) -> str:
+    """Check an update against this engine and return the fingerprint of its manifest.
+
+    Every rank takes the same way through here, since ranks know the same manifests.
+
+    Raises:
+        ManifestError: it must not begin, on this rank or on another.
+    """
+    recorded_before = weights.table is not None
+
+    def read() -> Manifest | str:
+        """The manifest, or the fingerprint of one that came before."""
+        weights.check_policy(policy)
+        if "manifest" not in message:
+            return str(message.get("fingerprint"))
+        return Manifest.from_json(message["manifest"])
+
+    manifest, error = attempted(read, f"an update to {policy}")
+    if isinstance(manifest, str):
+        return manifest
+    if manifest is not None:
+        _, error = attempted(partial(weights.accept, manifest), f"an update to {policy}")
+    errors = [e for e in gather(error, group) if e is not None]
+    if not errors and manifest is not None:
+        errors = _unrouted(weights, group, manifest.streamed)
+    if errors or manifest is None:
+        if manifest is not None:
+            weights.forget(manifest.fingerprint)
+        if not recorded_before:
+            weights.table = None  # recorded from this manifest, so it must not outlive it
+        raise ManifestError(errors[0])
+    return manifest.fingerprint
+
+
+def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) -> list[str]:
+    """Names that no rank keeps: known of a checkpoint, unknown in a first update."""
+    assert weights.table is not None
+    unrouted = skipped_by_all(weights, group) - weights.table.skipped
+    if streamed:  # its names are those of a checkpoint, and need not come
+        weights.table.skipped |= unrouted
+        return []
+    if not unrouted:
+        return []
+    return [
+        f"the engine keeps nothing of {sorted(unrouted)[0]}; use the names of the HF checkpoint, "
+        f"without the head of a tied model"
+    ]
+
+
+def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]:
+    """The HF tensors that have a route, or need the loader, on no rank."""
+    table = weights.table
+    assert table is not None
+    mine = {n for n, routes in table.routes.items() if not routes and n not in table.fallback}
+    return set.intersection(*gather(mine, group))
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What one rank says before a session begins."""
+
+    error: str | None = None
+    idle: bool = False
+    path: str = ""
+
+
+def _listen(
+    scheduler: Any, message: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[RankSocket | None, list[_Ready]]:
+    """Open this rank's socket if every rank can begin, and say what each of them can."""
+    in_flight = message.get("in_flight")
+    # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
+    idle = in_flight == RETRACT or (
+        scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
+    )
+    rank_socket, failure = None, None
+    if idle:
+        try:
+            rank_socket = RankSocket(dist.get_rank(group))
+        except OSError as error:
+            failure = (
+                f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
+            )
+    elif scheduler._engine_paused and (in_flight == FINISH or outlasts_abort(scheduler)):
+        failure = PAUSED
+    path = str(rank_socket.path) if rank_socket is not None else ""
+    ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
+    if rank_socket is not None and not all(rank.idle and rank.error is None for rank in ranks):
+        rank_socket.close()
+        rank_socket = None
+    return rank_socket, ranks
+
+
+def _end(
+    scheduler: Any,
+    weights: EngineWeights,
+    policy: Policy,
+    transaction: str,
+    outcome: Outcome,
+    peer: socket.socket | None,
+) -> Reply:
+    """Commit, quarantine or go on, as the ranks decide together, and tell the trainer."""
+    outcomes = gather(outcome, scheduler.tp_group.cpu_group)
+    failed = next((o for o in outcomes if not o.committed), None)
+    if failed is None or committed(outcomes):
+        weights.commit(transaction)
+        if peer is None:
+            weights.memory.close()  # its trainer is gone
+        _after_commit(scheduler, policy)
+        reply(peer, {"ok": True})
+        return {"ended": True, "failure": None, **status_of(weights)}
+    if any(o.dirty for o in outcomes):
+        voted_for = transaction if all(o.voted for o in outcomes) else ""
+        weights.quarantine(
+            f"the update to version {policy.version} failed: {failed.reason}; a complete update "
+            f"to this version or a newer one heals the engine",
+            voted_for,
+        )
+        refuse_waiting(scheduler, *refusal(weights))
+    else:
+        weights.resume()
+    reply(peer, {"error": failed.reason})
+    return {"ended": False, "failure": failed.reason, **status_of(weights)}
+
+
+def _after_commit(scheduler: Any, policy: Policy) -> None:
+    """Set the ``weight_version`` of SGLang's own replies, which 0.5.17 keeps in the main process,
+    and forget what the weights before had made."""
+    forget_embeddings()
+    record = getattr(scheduler, "record_weight_version_change", None)
+    if record is not None:
+        record(str(policy.version))

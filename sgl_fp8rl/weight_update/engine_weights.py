@@ -1,0 +1,254 @@
+"""The weights of one rank between and during updates: which policy they are, and what may begin.
+
+One ``EngineWeights`` lives beside the model on each rank. It knows nothing of sockets or SGLang's
+scheduler; ``engine/update_steps.py`` drives it. Only a committed version generates.
+"""
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from server_args import Fp8RLServerArgs
+from sgl_fp8rl.kv_cache import incoming_scales
+from sgl_fp8rl.kv_cache.scales import KVScales
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.route_tracer import record_routes
+from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.session import Session, SessionError
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from sgl_fp8rl.weight_update.weight_writer import WeightWriter
+
+logger = logging.getLogger(__name__)
+
+WRITERS_KEPT = 4
+"""Writers that a rank remembers: a trainer has one for its bucket and one for mapped parameters."""
+
+WEIGHTS_TAG = "weights"
+"""SGLang's tag of the weights' memory."""
+RUNS_KEPT = 64
+"""Runs that a rank remembers to have been replaced by another."""
+
+
+class EngineWeights:
+    """The weights of one rank: its routes, its policy version and its state.
+
+    Args:
+        kv: the scales of an FP8 KV cache, or None where it is not FP8.
+        options: the engine's, by default the defaults.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        kv: KVScales | None = None,
+        options: Fp8RLServerArgs | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options or Fp8RLServerArgs()
+        self.dtype = dtype
+        self.kv = kv
+        self.device = next(model.parameters()).device
+        self.table: RouteTable | None = None
+        self.memory = SharedMemory(self.device)
+        self.policy = CHECKPOINT
+        """What was committed last; while the engine is quarantined it does not generate."""
+        self.transaction = ""
+        """The one that committed ``policy``, by the name that its trainer gave it."""
+        self._in_doubt: tuple[str, Session] | None = None
+        """A transaction that this engine voted for, and was not told the end of."""
+        self.state = State.QUARANTINED
+        self.reason = "no complete set of weights has been loaded yet"
+        self.released_tags: frozenset[str] = frozenset()
+        """What the memory saver has taken away, by SGLang's tags."""
+        self.waiting: list[Any] = []
+        """Requests to release memory, which wait until nothing runs, and what came behind them."""
+        self.session: Session | None = None
+        self._replaced: deque[str] = deque(maxlen=RUNS_KEPT)
+        self._writers: OrderedDict[str, WeightWriter] = OrderedDict()
+        self._addresses = _addresses(model)
+
+    @property
+    def released(self) -> bool:
+        """Whether the weights' memory is away."""
+        return WEIGHTS_TAG in self.released_tags
+
+    def knows(self, fingerprint: str) -> bool:
+        """Whether a manifest with this fingerprint was accepted before."""
+        return fingerprint in self._writers
+
+    def committed_by(self, transaction: str, policy: Policy) -> bool:
+        """Whether this transaction committed this policy, which still serves."""
+        known = transaction, policy, State.SERVING
+        return known == (self.transaction, self.policy, self.state)
+
+    def is_in_doubt(self, transaction: str, policy: Policy) -> bool:
+        """Whether all of this policy was written here, and only its commit was not heard of."""
+        if self._in_doubt is None:
+            return False
+        voted_for, session = self._in_doubt
+        return (voted_for, session.policy) == (transaction, policy)
+
+    def settle(self) -> None:
+        """Commit the transaction that was in doubt."""
+        assert self._in_doubt is not None
+        transaction, self.session = self._in_doubt
+        self.commit(transaction)
+
+    def check_policy(self, policy: Policy) -> None:
+        """Check that an update to this policy may begin now.
+
+        A run begins anywhere. The run that it replaces may not come back: its trainer may still
+        be alive without knowing that another one was started in its place.
+
+        Raises:
+            ManifestError: an update is under way, the version does not grow within its run, or
+                another run took the place of this one.
+        """
+        if self.session is not None:
+            raise ManifestError(
+                f"an update to version {self.session.policy.version} is under way; wait for its "
+                f"end before version {policy.version} begins"
+            )
+        if self.released:
+            raise ManifestError(
+                "the weights' memory is released; resume_memory_occupation before the update"
+            )
+        if policy.run in self._replaced:
+            raise ManifestError(
+                f"run {policy.run!r} was replaced: the engine serves {self.policy}; end the older "
+                f"trainer, or give it another run"
+            )
+        if policy.run == self.policy.run and policy.version <= self.policy.version:
+            raise ManifestError(
+                f"version {policy.version} is not newer than the engine's {self.policy}; versions "
+                f"grow within a run, and a trainer that goes back starts another"
+            )
+
+    def accept(self, manifest: Manifest) -> None:
+        """Check a manifest against the model and plan how it is written.
+
+        Raises:
+            ManifestError: the names, shapes or dtypes are not this model's.
+        """
+        kv_scales = self.kv_scales_in(manifest)
+        if self.table is None:
+            try:
+                self.table = record_routes(self.model, shapes_of(manifest, kv_scales))
+            except RouteError as error:
+                raise ManifestError(str(error)) from error
+        self.table.match(manifest, kv_scales)
+        writer = writer_for(self.table, manifest, self.dtype, self.device, kv_scales)
+        self._writers[manifest.fingerprint] = writer
+        while len(self._writers) > WRITERS_KEPT:
+            self._writers.popitem(last=False)
+
+    def kv_scales_in(self, manifest: Manifest) -> frozenset[str]:
+        """Names of the manifest's KV scales, held against the model.
+
+        Raises:
+            ManifestError: scales for a cache that has none, of wrong shapes, or missing where
+                ``kv_scheme`` is ``trainer``.
+        """
+        if self.kv is None:
+            if KV_SCALES in manifest.tensors:
+                raise ManifestError(
+                    f"the update brings {KV_SCALES}, but the engine's KV cache is not FP8; start "
+                    f"it with --kv-cache-dtype fp8_e4m3, or send none"
+                )
+            return frozenset()
+        names = incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
+        is_update = manifest.version != CHECKPOINT.version
+        if not names and is_update and self.kv.scheme == "trainer":
+            raise ManifestError(
+                f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "
+                f"needs; pass kv_scales to trainer_bridge.update, or start with scheme engine"
+            )
+        return names
+
+    def forget(self, fingerprint: str) -> None:
+        """Take back an ``accept``: another rank refused."""
+        self._writers.pop(fingerprint, None)
+
+    def begin(self, fingerprint: str, policy: Policy) -> Session:
+        """Open the session of a manifest that was accepted."""
+        self._writers.move_to_end(fingerprint)
+        writer = self._writers[fingerprint]
+        if writer.manifest.streamed:  # its chunks are those of one stream
+            self.forget(fingerprint)
+        self._in_doubt = None
+        self.session = Session(self, writer, policy)
+        self.state, self.reason = State.UPDATING, f"version {policy.version} is being written"
+        return self.session
+
+    def commit(self, transaction: str = "") -> None:
+        """Make the session's policy the one that generates; the session was ``finish``ed.
+
+        Args:
+            transaction: by this its trainer may ask again whether it committed.
+        """
+        assert self.session is not None
+        if self.kv is not None:
+            self.kv.after_update(self.session.kv_scales)
+        policy = self.session.policy
+        if policy.run != self.policy.run and self.policy != CHECKPOINT:
+            self._replaced.append(self.policy.run)
+        self.policy, self.transaction = policy, transaction
+        self.state, self.reason, self.session = State.SERVING, "", None
+        self._in_doubt = None
+
+    def quarantine(self, reason: str, voted_for: str = "") -> None:
+        """End the session; refuse generation until a complete update commits.
+
+        Args:
+            voted_for: the session's transaction, where all was written and only its end is unknown.
+        """
+        logger.error("engine weights are quarantined: %s", reason)
+        self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
+        self.state, self.reason, self.session = State.QUARANTINED, reason, None
+        self.memory.close()
+
+    def resume(self) -> None:
+        """End a session that wrote nothing on any rank: what was true before it still is."""
+        assert self.session is not None
+        self.state, self.reason = self.session.previous
+        self.session = None
+        self.memory.close()
+
+    def check_addresses(self) -> None:
+        """Check that no parameter moved since the model was built.
+
+        Raises:
+            SessionError: one did; captured CUDA graphs would read freed memory.
+        """
+        moved = [
+            n for n, address in _addresses(self.model).items() if self._addresses.get(n) != address
+        ]
+        if moved:
+            raise SessionError(f"{moved[0]} moved in memory; something rebinds engine parameters")
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def writer_for(
+    table: RouteTable,
+    manifest: Manifest,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_scales: Collection[str] = (),
+) -> WeightWriter:
+    """The writer for the device that the weights are on."""
+    if device.type == "cuda":
+        from sgl_fp8rl.weight_update.triton_writer import TritonWriter
+
+        return TritonWriter(table, manifest, dtype, device, kv_scales)
+    return WeightWriter(table, manifest, dtype, kv_scales)
