@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
@@ -21,6 +22,7 @@ from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of,
 from trainer_bridge import participant, transaction
 from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.serving_engines import serving_engines
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.update import RUN, update
 from trainer_bridge.update_session import UpdateSession
@@ -396,6 +398,34 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
     result = update(tensors, engines, version=1)
     assert (result.bytes, result.failed) == (0, {})
     assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+# -- what a rollout takes for the last update
+
+
+class Sampled(Dead):
+    """It can tell a rollout what it serves."""
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        return reply if message["op"] != "status" else {**reply, "logprobs": {"raw": False}}
+
+
+@pytest.mark.guarantee("rollouts", fault="an engine that kept the run before, at a higher version")
+def test_a_rollout_goes_by_the_last_run() -> None:
+    """Versions of different runs have no order."""
+    engines = [Sampled(engine_of(1).ranks) for _ in range(2)]
+    update(toy.checkpoint(), engines, version=100, run="a")
+    engines[1].dead = ("begin",)
+    update(toy.checkpoint(1), engines, version=0, run="b", require=1)
+    serving, committed = serving_engines(engines, None)
+    assert ([each.name for each in serving], committed) == (["engine 0"], Policy("b", 0))
+    # within a run the version tells, also where one engine is brought to it late
+    engines[1].dead = ()
+    update(toy.checkpoint(2), engines[0], version=2, run="b")
+    update(toy.checkpoint(1), engines[1], version=1, run="b")
+    serving, committed = serving_engines(engines, None)
+    assert ([each.name for each in serving], committed) == (["engine 0"], Policy("b", 2))
 
 
 # -- two trainers
