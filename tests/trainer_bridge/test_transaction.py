@@ -24,6 +24,7 @@ from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.serving_engines import serving_engines
 from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.update import RUN, update
 from trainer_bridge.update_session import UpdateSession
 
@@ -202,6 +203,31 @@ def test_engines_are_told_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> No
         engine.control({"op": "end"})
         assert serves(engine, 0, toy.checkpoint(0))
     assert time.monotonic() - began < 10, "they waited for a trainer that is gone"
+
+
+@pytest.mark.guarantee("all-or-none", fault="Ctrl-C while an engine commits")
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_engine_is_told_of_an_interrupt_in_its_commit(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it stays paused: the traceback of the interrupt keeps its sockets."""
+    engine, tensors = engine_of(2), toy.checkpoint()
+    real = EngineRanks.ask
+
+    def ask(self: EngineRanks, message: dict[str, Any], *fds: Any) -> list[dict[str, Any]]:
+        if message["op"] != "commit":
+            return real(self, message, *fds)
+        if heard:
+            self.send(message)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as held:
+        patch.setattr(EngineRanks, "ask", ask)
+        update(tensors, engine, version=0)
+    assert held.tb
+    assert states(engine) == [State.SERVING if heard else State.QUARANTINED]
+    assert update(tensors, engine, version=0).bytes == 0  # it has all of it
+    assert serves(engine, 0, tensors)
 
 
 def test_too_few_are_left() -> None:
