@@ -78,7 +78,11 @@ class WholeModel:
     ) -> None:
         shared = agree(leader, transaction, self.named, self._family, layouts)
         if shared is not None:
-            self._fill(shared, leader, transaction, layouts[0], clock)
+            try:
+                self._fill(shared, leader, transaction, layouts[0], clock)
+            except BaseException:  # whatever it is, the other ranks wait for what this one holds
+                shared.fail()
+                raise
             return
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
