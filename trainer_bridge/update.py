@@ -73,7 +73,9 @@ def update(
             ranks), or a mapping or list of (HF checkpoint name, tensor): BF16, FP16, FP32, or
             FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
             have it, in which all ranks gather each tensor at once: it is walked once, to its end
-            also where the update fails, and no more than a bucket of it is held at a time.
+            also where the update fails. A tensor is copied where it comes before its turn: in
+            another order than the last time, or behind codes whose scales come later. At worst
+            that holds the whole model.
         engine: an ``sgl.Engine`` or an ``http://`` address, or a list of them, which commit all or
             none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
             others pass None.
