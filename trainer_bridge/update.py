@@ -1,8 +1,9 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,8 +140,9 @@ def _update(
     group: dist.ProcessGroup | None,
     clock: Clock,
 ) -> UpdateResult:
-    leader = Leader(ranks_of(weights.named, group))
-    policy = _agreed(leader, run, version, in_flight)
+    ranks = ranks_of(weights.named, group)
+    leader = Leader(ranks)
+    policy = _agreed(leader, partial(weights.check, ranks), run, version, in_flight)
 
     def begin() -> Transaction:
         participants = participants_of(engines)
@@ -171,24 +173,38 @@ def _update(
     return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)
 
 
-def _agreed(leader: Leader, run: Any, version: Any, in_flight: Any) -> Policy:
+def _agreed(
+    leader: Leader, check: Callable[[], None], run: Any, version: Any, in_flight: Any
+) -> Policy:
     """The policy that all ranks ask for; checked before the engine is told of anything.
+
+    Args:
+        check: raises what is wrong with the weights on this rank.
 
     Raises:
         ManifestError: one of them asks for what cannot be, or for something else; on every rank.
     """
-    asked: Any = leader.share(leader.attempt(_asked, RUN, run, version, in_flight))
-    leader.confirm(_confirm, asked, run, version, in_flight)
+    asked: Any = leader.share(leader.attempt(_asked, check, RUN, run, version, in_flight))
+    leader.confirm(_confirm, check, asked, run, version, in_flight)
     policy: Policy = asked[0]
     return policy
 
 
-def _asked(default_run: str, run: Any, version: Any, in_flight: Any) -> tuple[Policy, str]:
+def _asked(
+    check: Callable[[], None], default_run: str, run: Any, version: Any, in_flight: Any
+) -> tuple[Policy, str]:
+    check()
     return check_policy(default_run if run is None else run, version), check_in_flight(in_flight)
 
 
-def _confirm(leaders: tuple[Policy, str], run: Any, version: Any, in_flight: Any) -> None:
-    mine = _asked(leaders[0].run, run, version, in_flight)
+def _confirm(
+    check: Callable[[], None],
+    leaders: tuple[Policy, str],
+    run: Any,
+    version: Any,
+    in_flight: Any,
+) -> None:
+    mine = _asked(check, leaders[0].run, run, version, in_flight)
     if mine != leaders:
         raise ManifestError(
             f"the update is to {mine[0]} with in_flight={mine[1]!r}, but on the first rank to "
