@@ -92,9 +92,9 @@ def update(
             and go on under the new version, whose weights prefill prompt and tokens again; each
             token keeps the logprob and the version that it was sampled with.
         require: how many of several engines must have all that they need before any commits, by
-            default each. One that fails is left out, does not generate until a later update heals
-            it, and is named in the result. Called again with the same version, ``update`` brings
-            it to the engines that lack it.
+            default each. One that fails is left out and named in the result. If this process had
+            connected to it, it does not generate until a later update heals it. Called again with
+            the same version, ``update`` brings it to the engines that lack it.
         kv_scales: for an FP8 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
             of K, V and Q, as ``KVCalibrator.scales`` gives them. They begin with this version.
             Of several ranks, the first one's are used.

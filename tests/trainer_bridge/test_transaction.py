@@ -15,6 +15,7 @@ import torch
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.session import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
@@ -258,6 +259,30 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
     assert "took longer" in result.failed["engine 0"]
     assert serves(engine, 0, tensors)
     assert states(slow) == [State.QUARANTINED]
+
+
+class Walled(FakeEngine):
+    """It begins, and its sockets cannot be reached."""
+
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        begun = super()._begin(message)
+        return {**begun, "sockets": ["/nowhere"]} if "sockets" in begun else begun
+
+
+@pytest.mark.guarantee("several-engines", fault="one of two engines cannot be connected")
+def test_an_engine_that_was_never_connected_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the version before; its tokens say so."""
+    monkeypatch.setattr(rank_server, "CONNECT_TIMEOUT_S", 4.0)
+    engines, tensors = [engine_of(2), engine_of(1)], toy.checkpoint()
+    update(tensors, engines, version=0)
+    engines[0].__class__ = Walled
+    result = update(toy.checkpoint(1), engines, version=1, require=1)
+    assert "cannot be reached" in result.failed["engine 0"]
+    assert serves(engines[0], 0, tensors)
+    assert serves(engines[1], 1, toy.checkpoint(1))
+    engines[0].__class__ = FakeEngine
+    assert update(toy.checkpoint(1), engines, version=1).failed == {}
+    assert all(serves(engine, 1, toy.checkpoint(1)) for engine in engines)
 
 
 def test_others_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
