@@ -23,6 +23,7 @@ TELLS_THE_OTHERS = {
     "sgl_fp8rl.integrations.updates",
     "trainer_bridge.collective",
     "trainer_bridge.shared_filling",
+    "trainer_bridge.weights",
 }
 """Modules that call ``attempt``: each passes the error on to the other ranks."""
 

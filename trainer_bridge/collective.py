@@ -146,26 +146,33 @@ def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks that call ``update`` together; empty for one that calls alone.
 
     They are those of the largest device mesh of the parameters, unless ``group`` says so.
+    """
+    if group is not None:
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+    return max(_meshes(named).values(), key=len, default=())
+
+
+def check_ranks(named: Named, ranks: tuple[int, ...]) -> None:
+    """Check that the ranks that call hold the model.
 
     Raises:
         ManifestError: a parameter lies on ranks outside of them.
     """
-    meshes = {
-        name: tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
-        for name, tensor in named
-        if isinstance(tensor, DTensor)
-    }
-    if group is not None:
-        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    else:
-        ranks = max(meshes.values(), key=len, default=())
-    for name, mesh in meshes.items():
+    for name, mesh in _meshes(named).items():
         if not set(mesh) <= set(ranks):
             raise ManifestError(
                 f"{name} lies on ranks {_brief(mesh)}, and ranks {_brief(ranks)} update; pass "
                 f"group=, a process group of all ranks that hold the model"
             )
-    return ranks
+
+
+def _meshes(named: Named) -> dict[str, tuple[int, ...]]:
+    """The ranks of each sharded parameter."""
+    return {
+        name: tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+        for name, tensor in named
+        if isinstance(tensor, DTensor)
+    }
 
 
 def _wait(is_there: Callable[[], bool], absence: str) -> None:

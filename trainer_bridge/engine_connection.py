@@ -1,6 +1,7 @@
 """What a trainer keeps of one engine between updates."""
 
 import logging
+from itertools import count
 from typing import Any
 
 from sgl_fp8rl.protocol.place import is_reachable
@@ -12,6 +13,7 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
 
 logger = logging.getLogger(__name__)
+_commits = count(1)
 
 
 class EngineConnection:
@@ -21,6 +23,8 @@ class EngineConnection:
         self.client = client
         self.policy: Policy | None = None
         """What this process committed last."""
+        self.committed_at = 0
+        """Which of this process's commits that was: versions of different runs have no order."""
         self.decided: tuple[Policy | None, str] = None, ""
         """A policy whose commit was decided on, and its transaction, until every engine of the
         update has answered."""
@@ -89,7 +93,7 @@ class EngineConnection:
     def committed(self, policy: Policy) -> None:
         """After an update: an engine that did not serve before it (dummy weights) knows only now
         what it keeps in FP8 and in FP32."""
-        self.policy = policy
+        self.policy, self.committed_at = policy, next(_commits)
         if self.layout()["state"] != State.SERVING.value:
             self.invalidate_layout()
 

@@ -88,7 +88,7 @@ class Participant:
         ranks, self.ranks = self.ranks, None
         try:
             ranks.ask({"op": "commit"})
-        except EngineError:
+        except BaseException:  # also Ctrl-C, whose traceback keeps the sockets open
             self._leave(ranks)
             raise
         self.connection.keep(ranks)

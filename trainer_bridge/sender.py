@@ -92,6 +92,11 @@ class Sender:
         self._stream = [(name, plan.views[name][1]) for name in names if name != KV_SCALES]
         self._stream_plans.clear()
 
+    def forget_stream(self) -> None:
+        """Plan the next stream as it comes."""
+        self._stream = None
+        self._stream_plans.clear()
+
     def stream_plan(
         self,
         client: EngineClient,

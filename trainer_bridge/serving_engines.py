@@ -10,6 +10,7 @@ from sgl_fp8rl.protocol.policy import CHECKPOINT, RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_whole, excerpt
 from trainer_bridge.engine_client import EngineClient, EngineError, sentence_of
+from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.replies import check_policies
 from trainer_bridge.routed_experts import ExpertLayout
@@ -40,8 +41,7 @@ def serving_engines(
         EngineError: none can be reached, or what answers is not such an engine.
     """
     members = participants_of(engines)
-    known = [m.connection.policy for m in members if m.connection.policy is not None]
-    committed = max(known, key=lambda policy: policy.version, default=None)
+    committed = _last_commit([member.connection for member in members])
 
     def asked(member: Participant) -> ServingEngine | ValueError:
         status = member.connection.client.control({"op": "status"})
@@ -64,6 +64,15 @@ def serving_engines(
     for fault in faults:
         logger.warning("a rollout goes on without an engine: %s", fault)
     return found, committed
+
+
+def _last_commit(connections: Sequence[EngineConnection]) -> Policy | None:
+    """The newest policy of the run that this process committed last."""
+    known = [(each.committed_at, each.policy) for each in connections if each.policy is not None]
+    if not known:
+        return None
+    _, last = max(known)
+    return max(policy for _, policy in known if policy.run == last.run)
 
 
 def _check_status(status: dict[str, Any], where: str) -> None:

@@ -65,8 +65,12 @@ class Follower:
         if error is not None:
             why = "rank %d could not write its shard of the weights"
             logger.error(why, self._rank, exc_info=error)
-            self._is_over = True
-            self._board.fail()
+            self.fail()
+
+    def fail(self) -> None:
+        """Write no more, and tell the rank that leads."""
+        self._is_over = True
+        self._board.fail()
 
 
 class SharedFilling:
@@ -78,6 +82,12 @@ class SharedFilling:
 
     def __init__(self, owners: Owners, rank: int, follower: Follower | None) -> None:
         self._owners, self._rank, self.follower = owners, rank, follower
+
+    def fail(self) -> None:
+        """Tell the rank that leads of an error that ends the update here; where it leads itself, it
+        tells the others as it closes."""
+        if self.follower is not None:
+            self.follower.fail()
 
     def read(self, index: int, source: Source, tensor: torch.Tensor) -> ShardSlice | None:
         """What this rank writes of a parameter; a collective where it must be gathered."""

@@ -1,8 +1,9 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,9 @@ def update(
             ranks), or a mapping or list of (HF checkpoint name, tensor): BF16, FP16, FP32, or
             FP8 E4M3 codes with ``<name>_scale_inv``. Or an iterator of such pairs, as frameworks
             provide, for which all ranks gather each tensor together: it is walked once, to its end
-            even if the update fails, and at most one bucket of it is held at a time.
+            even if the update fails. A tensor that comes before its turn (in another order than
+            the last time, or behind codes whose scales come later) is copied; at worst that holds
+            the whole model.
         engine: an ``sgl.Engine`` or an ``http://`` address, or a list of them, which commit all or
             none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
             others pass None.
@@ -89,9 +92,9 @@ def update(
             weights prefill prompt and tokens again; each token keeps the logprob and the version
             that it was sampled with.
         require: how many of several engines must hold all new weights before any commits, by
-            default each. One that fails is left out, does not generate until a later update heals
-            it, and is named in the result. ``update`` with the same version sends it to the
-            engines that lack it.
+            default each. One that fails is left out and named in the result; if this process had
+            connected to it, it does not generate until a later update heals it. ``update`` with the
+            same version sends it to the engines that lack it.
         kv_scales: for an FP8 KV cache, FP32 ``[layers, 3, KV heads of the whole model]``: scales
             of K, V and Q, as ``KVCalibrator.scales`` returns them. They take effect with this
             version. The first rank's scales are used.
@@ -137,8 +140,9 @@ def _update(
     group: dist.ProcessGroup | None,
     clock: Clock,
 ) -> UpdateResult:
-    leader = Leader(ranks_of(weights.named, group))
-    policy = _agreed(leader, run, version, in_flight)
+    ranks = ranks_of(weights.named, group)
+    leader = Leader(ranks)
+    policy = _agreed(leader, partial(weights.check, ranks), run, version, in_flight)
 
     def begin() -> Transaction:
         participants = participants_of(engines)
@@ -169,24 +173,38 @@ def _update(
     return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)
 
 
-def _agreed(leader: Leader, run: Any, version: Any, in_flight: Any) -> Policy:
+def _agreed(
+    leader: Leader, check: Callable[[], None], run: Any, version: Any, in_flight: Any
+) -> Policy:
     """The policy that all ranks ask for; checked before the engine is told of anything.
+
+    Args:
+        check: raises what is wrong with the weights on this rank.
 
     Raises:
         ManifestError: a rank asks for an invalid policy, or for another one; on every rank.
     """
-    asked: Any = leader.share(leader.attempt(_asked, RUN, run, version, in_flight))
-    leader.confirm(_confirm, asked, run, version, in_flight)
+    asked: Any = leader.share(leader.attempt(_asked, check, RUN, run, version, in_flight))
+    leader.confirm(_confirm, check, asked, run, version, in_flight)
     policy: Policy = asked[0]
     return policy
 
 
-def _asked(default_run: str, run: Any, version: Any, in_flight: Any) -> tuple[Policy, str]:
+def _asked(
+    check: Callable[[], None], default_run: str, run: Any, version: Any, in_flight: Any
+) -> tuple[Policy, str]:
+    check()
     return check_policy(default_run if run is None else run, version), check_in_flight(in_flight)
 
 
-def _confirm(leaders: tuple[Policy, str], run: Any, version: Any, in_flight: Any) -> None:
-    mine = _asked(leaders[0].run, run, version, in_flight)
+def _confirm(
+    check: Callable[[], None],
+    leaders: tuple[Policy, str],
+    run: Any,
+    version: Any,
+    in_flight: Any,
+) -> None:
+    mine = _asked(check, leaders[0].run, run, version, in_flight)
     if mine != leaders:
         raise ManifestError(
             f"the update is to {mine[0]} with in_flight={mine[1]!r}, but on the first rank to "

@@ -185,10 +185,13 @@ class UpdateSession:
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
             self.sender.remember_stream(self.plan, came)
+        self._came.clear()
 
     def close(self) -> None:
         """End, once; memory that no engine has open is freed."""
         self._stop_ranks()
+        if self._came:  # it failed, perhaps for what was held of it in the order of the last one
+            self.sender.forget_stream()
         self.sender.leave(self)
         del self._filler  # it refers to here: a cycle would keep the trainer's tensors
 

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
-from trainer_bridge.collective import Leader
+from trainer_bridge.collective import Leader, check_ranks
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
@@ -27,6 +28,9 @@ class Weights(Protocol):
 
     named: Named
     """All tensors, or none of a stream."""
+
+    def check(self, ranks: tuple[int, ...]) -> None:
+        """Raise what is wrong with them on this rank, of those that update together."""
 
     def plan(
         self,
@@ -57,7 +61,14 @@ class WholeModel:
         self._family = None
         if isinstance(model_or_named_tensors, nn.Module):
             self._family = hf_names.model_type(model_or_named_tensors)
-        self.named = named_tensors(model_or_named_tensors)
+        # a fault waits for ``check``: the other ranks must hear of it
+        named, self._fault = attempt(named_tensors, model_or_named_tensors)
+        self.named = named or []
+
+    def check(self, ranks: tuple[int, ...]) -> None:
+        if self._fault is not None:
+            raise self._fault
+        check_ranks(self.named, ranks)
 
     def plan(
         self,
@@ -78,7 +89,11 @@ class WholeModel:
     ) -> None:
         shared = agree(leader, transaction, self.named, self._family, layouts)
         if shared is not None:
-            self._fill(shared, leader, transaction, layouts[0], clock)
+            try:
+                self._fill(shared, leader, transaction, layouts[0], clock)
+            except BaseException:  # whatever it is, the other ranks wait for what this one holds
+                shared.fail()
+                raise
             return
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
@@ -137,6 +152,9 @@ class Stream:
     ) -> None:
         self.named: Named = []
         self._tensors, self._announcement = tensors, announcement
+
+    def check(self, ranks: tuple[int, ...]) -> None:
+        """Nothing has come yet."""
 
     def plan(
         self,

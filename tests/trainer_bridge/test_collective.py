@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -21,7 +22,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge.collective import Leader, ranks_of
+from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import named_tensors
 from trainer_bridge.update import RUN, update
@@ -128,6 +129,25 @@ def one_rank_asks_for_something_else(rank: int) -> None:
         assert [told for told, _ in runs] == [runs[0][1]] * WORLD
 
 
+def one_rank_has_something_else_than_tensors(rank: int) -> None:
+    """All end with its sentence, and are in step at the next update."""
+    tensors, mesh = toy.checkpoint(), DeviceMesh("cpu", [0, 1])
+    engine = fake_engine() if rank == 1 else None
+    outside: dict[str, Any] = {"norm.weight": distribute_tensor(torch.ones(2), mesh)}
+    some = dist.new_group([1, 2])
+    faults: list[tuple[Any, str]] = [(["norm.weight"], "unpack"), ({**tensors, **outside}, "0, 1")]
+    for at in (1, 2):
+        for wrong, sentence in faults:
+            if rank in (1, 2):
+                mine = wrong if rank == at else tensors
+                with pytest.raises((ManifestError, ValueError), match=sentence):
+                    update(mine, engine, version=0, group=some)
+    assert engine is None or engine.ops == []
+    if rank in (1, 2):
+        assert update(tensors, engine, version=0, group=some).version == 0
+        assert engine is None or holds(engine, tensors)
+
+
 def outside_of_the_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     named = named_tensors(toy_trainer(toy.checkpoint(), mesh))
@@ -135,7 +155,7 @@ def outside_of_the_group(rank: int) -> None:
     some = dist.new_group([0, 1])
     if rank < 2:
         with pytest.raises(ManifestError, match="ranks 0, 1, 2, 3, and ranks 0, 1 update"):
-            ranks_of(named, some)
+            check_ranks(named, ranks_of(named, some))
 
 
 def the_first_rank_alone_cannot_read(rank: int) -> None:
@@ -179,6 +199,7 @@ CASES = [
     in_ddp,
     in_a_group,
     one_rank_asks_for_something_else,
+    one_rank_has_something_else_than_tensors,
     outside_of_the_group,
 ]
 

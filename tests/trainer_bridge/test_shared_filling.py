@@ -1,6 +1,9 @@
 """Ranks that lay what they hold into one bucket: nothing of it is gathered."""
 
 import logging
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.trainer_bridge import ranks
 from trainer_bridge import shared_filling
 from trainer_bridge.packer import CopyPacker
 from trainer_bridge.shards import assign, held_here
+from trainer_bridge.shared_filling import SharedFilling
 from trainer_bridge.update import update
 
 WORLD = 4
@@ -71,13 +75,17 @@ def distributed(
     }
 
 
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001  (whatever it is, it is compared)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def outcome(named: dict[str, torch.Tensor], engine: Any, version: int) -> str:
     """The error of an update, the same on every rank."""
-    try:
-        update(named, engine, version=version)
-        found = ""
-    except Exception as error:  # noqa: BLE001  (whatever it is, it is compared)
-        found = f"{type(error).__name__}: {error}"
+    found = error_of(partial(update, named, engine, version=version))
     everywhere: list[Any] = [None] * WORLD
     dist.all_gather_object(everywhere, found)
     assert everywhere == [found] * WORLD, everywhere
@@ -148,6 +156,23 @@ def fill(rank: int, folder: Path) -> None:
         assert engine is None or engine.holds(tensors)
         version += 1
 
+    # also one that fails before it writes: its own error, and the others are told at once
+    read = SharedFilling.read
+    for broken in (2, 0):
+        for fault in (MemoryError("no memory"), KeyboardInterrupt()):
+            if rank == broken:
+                SharedFilling.read = refuse(fault)  # type: ignore[method-assign]
+            began = time.monotonic()
+            found = error_of(partial(update, named, engine, version=version))
+            assert time.monotonic() - began < COLLECTIVE_TIMEOUT_S
+            told = "rank 2 of the trainer could not" if broken else str(fault) or "ended by Keyb"
+            assert (type(fault).__name__ if rank == broken else told) in found, found
+            SharedFilling.read = read  # type: ignore[method-assign]
+            dist.barrier()
+            assert not outcome(named, engine, version)
+            assert engine is None or engine.holds(tensors)
+            version += 1
+
     # what the engine refuses is not waited for
     bad = {n: t * float("nan") if n == "norm.weight" else t for n, t in tensors.items()}
     named_bad = distributed(bad, mesh, (Shard(0),))
@@ -164,11 +189,11 @@ def fill(rank: int, folder: Path) -> None:
         assert engine is None or engine.holds(tensors)
 
 
-def refuse(fault: Exception) -> Any:
-    def open_board(*_: Any) -> Any:
+def refuse(fault: BaseException) -> Any:
+    def refused(*_: Any) -> Any:
         raise fault
 
-    return open_board
+    return refused
 
 
 @pytest.mark.timeout(240)

@@ -14,9 +14,11 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_transaction import Dead
 from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.filler import Filler
 from trainer_bridge.packer import CopyPacker
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.update import update
@@ -170,6 +172,55 @@ def test_the_plan_of_a_stream_is_kept_until_a_stream_comes_differently() -> None
     assert planned() is not first
     assert list(planned().views) == [name for name, _ in shuffled(tensors, 1)]
     assert holds(engine, tensors)
+
+
+class Held:
+    """Counts the bytes of a stream that wait for their turn, and runs out of memory at a limit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most, self.limit = 0, 1 << 30
+        own = Filler.own
+
+        def counted(filler: Filler, index: int) -> None:
+            own(filler, index)
+            held = sum(part[0].nbytes for part in filler._held.values() if part is not None)
+            self.most = max(self.most, held)
+            if held > self.limit:
+                raise MemoryError("no memory")
+
+        monkeypatch.setattr(Filler, "own", counted)
+
+
+def test_what_is_held_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the first one, nor of one that comes as the last one came."""
+    held, engine, bytes_held = Held(monkeypatch), engine_of(1, SMALL), []
+    for version, seed in enumerate((1, 1, 2, 2)):
+        held.most = 0
+        update(iter(shuffled(toy.checkpoint(version), seed)), engine, version=version)
+        bytes_held.append(held.most)
+    assert bytes_held[2] > SMALL
+    assert bytes_held == [0, 0, bytes_held[2], 0]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_stream_that_failed_for_its_order_is_planned_as_it_comes(
+    engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as the last one came: what is held for that made it fail, and would again. The second
+    engine does not begin, so it keeps what the trainer knows of streams."""
+    held, alive = Held(monkeypatch), engine_of(1, SMALL)
+    targets = [alive, Dead(engine_of(1, SMALL).ranks, SMALL)][:engines]
+    for version in range(2):
+        update(iter(shuffled(toy.checkpoint(version), 1)), targets, version=version)
+    for each in targets[1:]:
+        each.dead = ("begin",)  # type: ignore[attr-defined]
+    tensors, held.limit = toy.checkpoint(2), SMALL
+    with pytest.raises(MemoryError):
+        update(iter(shuffled(tensors, 2)), targets, version=2, require=1)
+    held.most = 0
+    update(iter(shuffled(tensors, 2)), targets, version=2, require=1)
+    assert held.most == 0
+    assert holds(alive, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
@@ -21,7 +23,9 @@ from tests.trainer_bridge.test_update import SMALL, Cut, FailingRank, engine_of,
 from trainer_bridge import participant, transaction
 from trainer_bridge.connections import close, connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.serving_engines import serving_engines
 from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import EngineRanks
 from trainer_bridge.update import RUN, update
 from trainer_bridge.update_session import UpdateSession
 
@@ -202,6 +206,31 @@ def test_engines_are_told_of_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - began < 10, "they waited for a trainer that is gone"
 
 
+@pytest.mark.guarantee("all-or-none", fault="Ctrl-C while an engine commits")
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_engine_is_told_of_an_interrupt_in_its_commit(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it stays paused: the traceback of the interrupt keeps its sockets."""
+    engine, tensors = engine_of(2), toy.checkpoint()
+    real = EngineRanks.ask
+
+    def ask(self: EngineRanks, message: dict[str, Any], *fds: Any) -> list[dict[str, Any]]:
+        if message["op"] != "commit":
+            return real(self, message, *fds)
+        if heard:
+            self.send(message)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as held:
+        patch.setattr(EngineRanks, "ask", ask)
+        update(tensors, engine, version=0)
+    assert held.tb
+    assert states(engine) == [State.SERVING if heard else State.QUARANTINED]
+    assert update(tensors, engine, version=0).bytes == 0  # it has all of it
+    assert serves(engine, 0, tensors)
+
+
 def test_too_few_are_left() -> None:
     engines = [failing_engine(), failing_engine(), engine_of(1)]
     with pytest.raises(EngineError, match="engine 1: "):
@@ -230,6 +259,30 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
     assert "took longer" in result.failed["engine 0"]
     assert serves(engine, 0, tensors)
     assert states(slow) == [State.QUARANTINED]
+
+
+class Walled(FakeEngine):
+    """It begins, and its sockets cannot be reached."""
+
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        begun = super()._begin(message)
+        return {**begun, "sockets": ["/nowhere"]} if "sockets" in begun else begun
+
+
+@pytest.mark.guarantee("several-engines", fault="one of two engines cannot be connected")
+def test_an_engine_that_was_never_connected_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the version before; its tokens say so."""
+    monkeypatch.setattr(rank_server, "CONNECT_TIMEOUT_S", 4.0)
+    engines, tensors = [engine_of(2), engine_of(1)], toy.checkpoint()
+    update(tensors, engines, version=0)
+    engines[0].__class__ = Walled
+    result = update(toy.checkpoint(1), engines, version=1, require=1)
+    assert "cannot be reached" in result.failed["engine 0"]
+    assert serves(engines[0], 0, tensors)
+    assert serves(engines[1], 1, toy.checkpoint(1))
+    engines[0].__class__ = FakeEngine
+    assert update(toy.checkpoint(1), engines, version=1).failed == {}
+    assert all(serves(engine, 1, toy.checkpoint(1)) for engine in engines)
 
 
 def test_others_do_not_wait_for_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,6 +449,34 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
     result = update(tensors, engines, version=1)
     assert (result.bytes, result.failed) == (0, {})
     assert all(serves(engine, 1, tensors) for engine in engines)
+
+
+# -- what a rollout takes for the last update
+
+
+class Sampled(Dead):
+    """It can tell a rollout what it serves."""
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        return reply if message["op"] != "status" else {**reply, "logprobs": {"raw": False}}
+
+
+@pytest.mark.guarantee("rollouts", fault="an engine that kept the run before, at a higher version")
+def test_a_rollout_goes_by_the_last_run() -> None:
+    """Versions of different runs have no order."""
+    engines = [Sampled(engine_of(1).ranks) for _ in range(2)]
+    update(toy.checkpoint(), engines, version=100, run="a")
+    engines[1].dead = ("begin",)
+    update(toy.checkpoint(1), engines, version=0, run="b", require=1)
+    serving, committed = serving_engines(engines, None)
+    assert ([each.name for each in serving], committed) == (["engine 0"], Policy("b", 0))
+    # within a run the version tells, also where one engine is brought to it late
+    engines[1].dead = ()
+    update(toy.checkpoint(2), engines[0], version=2, run="b")
+    update(toy.checkpoint(1), engines[1], version=1, run="b")
+    serving, committed = serving_engines(engines, None)
+    assert ([each.name for each in serving], committed) == (["engine 0"], Policy("b", 2))
 
 
 # -- two trainers
