@@ -177,6 +177,25 @@ def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
         memory_release.release(fail, updater, request("weights"))
 
 
+@pytest.mark.parametrize(("tag", "state"), [("weights", "quarantined"), ("kv_cache", "serving")])
+@pytest.mark.guarantee("released", fault="a resume that raises, as without memory")
+def test_a_resume_that_fails_serves_nothing(
+    weights: EngineWeights, updater: Updater, tag: str, state: str
+) -> None:
+    """It is passed on to SGLang, which ends the engine: it does not know what came back."""
+
+    def fail(updater: Updater, request: Any) -> None:
+        updater.offload_tags -= set(request.tags)  # as SGLang does, before it resumes any
+        raise RuntimeError("out of memory")
+
+    release(updater, tag)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory_release.resume(fail, updater, request(tag))
+    assert weights.state.value == state
+    assert weights.released_tags == {tag}
+    assert not weights.may_generate
+
+
 @pytest.mark.parametrize(
     ("state", "away", "why"),
     [
