@@ -8,6 +8,7 @@ writes the table of docs/guarantees.md from marks and records. Standard library 
 import ast
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,8 +35,9 @@ PROMISES = {
     "soak": "All of them together",
 }
 """Name in a mark, and on the page."""
-Record = dict[str, tuple[str, str]]
-"""Date (UTC) and commit of the last pass of each marked test, by its node id."""
+Record = dict[str, list[str]]
+"""Date (UTC) and commit of the last pass of each marked test, and the versions of SGLang with which
+it passed, by its node id; older records name no version."""
 
 
 class Mark(NamedTuple):
@@ -79,16 +81,23 @@ def outcomes(xml: Path) -> dict[str, bool]:
     return passed
 
 
-def keep(path: Path, runs: Iterable[Mapping[str, bool]], commit: str) -> None:
-    """Note in a record which marked tests passed in every one of these runs that ran them."""
-    together: dict[str, bool] = {}
-    for run in runs:
+def keep(path: Path, runs: Iterable[tuple[str, Mapping[str, bool]]], commit: str) -> None:
+    """Note in a record which marked tests passed in every one of these runs that ran them.
+
+    Args:
+        runs: the version of SGLang and the outcomes of each.
+    """
+    ran, failed = defaultdict[str, set[str]](set), set[str]()
+    for sglang, run in runs:
         for node, is_well in run.items():
-            together[node] = together.get(node, True) and is_well
+            ran[node].add(sglang)
+            if not is_well:
+                failed.add(node)
     marked = {mark.node for mark in marks()}
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     record = {node: last for node, last in read(path).items() if node in marked}
-    record |= {n: (today, commit) for n, is_well in together.items() if is_well and n in marked}
+    for node in (marked & ran.keys()) - failed:
+        record[node] = [today, commit, *sorted(ran[node])]
     path.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
 
 
@@ -103,7 +112,10 @@ def table(found: list[Mark], cpu: Record, gpu: Record) -> str:
     def last(record: Record, node: str, is_run_there: bool) -> str:
         if not is_run_there:
             return "-"
-        return "{}, {}".format(*record[node]) if node in record else "not recorded"
+        if node not in record:
+            return "not recorded"
+        date, commit, *versions = record[node]
+        return f"{date}, {commit}" + (f" ({', '.join(versions)})" if versions else "")
 
     lines = [
         "| promise | fault | test | last pass on a CPU | on a GPU |",

@@ -256,7 +256,8 @@ def main() -> int:
     if arguments.record:
         arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
     if arguments.guarantees:
-        guarantees.keep(guarantees.CPU, [result.outcomes for result in results], commit())
+        outcomes = [(result.suite.sglang, result.outcomes) for result in results]
+        guarantees.keep(guarantees.CPU, outcomes, commit())
         guarantees.write_page()
     return int(not all(result.is_well for result in results))
 

@@ -62,17 +62,25 @@ def test_a_record_keeps_the_last_pass(
     monkeypatch.setattr(guarantees, "marks", lambda: marked)
     path, old = tmp_path / "record.json", ["2026-01-01", "abc1234"]
     path.write_text(json.dumps({**dict.fromkeys(NODES, old), "test_gone.py::test_a": old}))
-    guarantees.keep(path, [guarantees.outcomes(xml)], "def5678")
+    later, sooner = guarantees.outcomes(xml), {NODES[0]: True}
+    guarantees.keep(path, [("0.5.23", later), ("0.5.17", sooner)], "def5678")
     record = guarantees.read(path)
     assert set(record) == set(NODES)
-    assert [record[node][1] for node in NODES] == ["def5678", "abc1234", "abc1234"]
-    guarantees.keep(path, [{NODES[0]: True}, {NODES[0]: False}], "fff0000")
+    assert record[NODES[0]][1:] == ["def5678", "0.5.17", "0.5.23"]
+    assert [record[node] for node in NODES[1:]] == [old, old]
+    guarantees.keep(path, [("0.5.17", {NODES[0]: True}), ("0.5.23", {NODES[0]: False})], "fff0000")
     assert guarantees.read(path) == record  # one version of SGLang failed it
 
 
 def test_a_row_states_where_its_test_runs() -> None:
     nodes = "tests/test_a.py::test_a", "tests/gpu/test_b.py::test_b"
     found = [Mark("in-place", "a fault", node) for node in nodes]
-    rows = guarantees.table(found, {nodes[0]: ("2026-01-01", "abc1234")}, {}).splitlines()[2:]
+    rows = guarantees.table(found, {nodes[0]: ["2026-01-01", "abc1234"]}, {}).splitlines()[2:]
     cells = [[cell.strip() for cell in row.split("|")[4:6]] for row in rows]
     assert cells == [["2026-01-01, abc1234", "-"], ["-", "not recorded"]]
+
+
+def test_a_row_names_the_versions_that_passed() -> None:
+    found = [Mark("in-place", "a fault", NODES[0])]
+    record = {NODES[0]: ["2026-01-01", "abc1234", "0.5.17", "0.5.23"]}
+    assert "| 2026-01-01, abc1234 (0.5.17, 0.5.23) |" in guarantees.table(found, record, {})

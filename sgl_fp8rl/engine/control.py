@@ -295,13 +295,25 @@ def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ControlError: the message is refused.
     """
-    control = getattr(engine, "_fp8rl_control", None)
-    if control is None:
-        if engine.server_args.quantization != NAME:
-            raise ControlError("this engine does not run with quantization='fp8rl'")
-        control = Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
-        engine._fp8rl_control = control
-    return engine.loop.run_until_complete(_bounded(control, message))  # type: ignore[no-any-return]
+    if engine.server_args.quantization != NAME:
+        raise ControlError("this engine does not run with quantization='fp8rl'")
+    return engine.loop.run_until_complete(_bounded(_of(engine), message))  # type: ignore[no-any-return]
+
+
+def release_of_engine(original: Any, engine: Any, *args: Any, **kw: Any) -> Any:
+    """AROUND ``Engine.release_memory_occupation``: it is one of ``idle()``, before the first
+    message as well. SGLang loads plugins in ``Engine.__init__``, too late for a hook on that."""
+    if engine.server_args.quantization == NAME:
+        _of(engine)
+    return original(engine, *args, **kw)
+
+
+def _of(engine: Any) -> Control:
+    """The channel of an engine in this process, which the first call makes."""
+    if not hasattr(engine.tokenizer_manager, "fp8rl_control"):
+        Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
+    control: Control = engine.tokenizer_manager.fp8rl_control
+    return control
 
 
 async def _bounded(control: Control, message: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ READING_CHECKS = ("snapshot", "compare", "checksum")
 def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
     """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
     weights = scheduler_weights(scheduler)
-    if weights is None or (weights.state is State.SERVING and not weights.released_tags):
+    if weights is None or weights.may_generate:
         if weights is not None and weights.kv is not None:
             isolate_prefix(request)
         original(scheduler, request, **kwargs)

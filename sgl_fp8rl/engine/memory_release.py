@@ -12,7 +12,6 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.retraction import refuse_waiting
-from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 
@@ -97,9 +96,10 @@ def resume(original: Any, updater: Any, request: Any) -> Any:
 
 
 def continue_served(original: Any, scheduler: Any, request: Any) -> Any:
-    """AROUND ``Scheduler.continue_generation``: what a pause kept does not go on in quarantine."""
+    """AROUND ``Scheduler.continue_generation``: what a pause kept does not go on in quarantine, nor
+    on memory that is away: SGLang 0.5.23 releases while a pause keeps requests."""
     weights = scheduler_weights(scheduler)
-    if weights is not None and weights.state is not State.SERVING:
+    if weights is not None and not weights.may_generate:
         refuse_waiting(scheduler, *refusal(weights))
     return original(scheduler, request)
 

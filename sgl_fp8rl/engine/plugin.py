@@ -99,6 +99,7 @@ def _register() -> None:
         "handle_rpc_request": scheduler.handle_rpc,
         "process_input_requests": guards.look_around,
         "continue_generation": memory_release.continue_served,
+        "release_of_engine": control.release_of_engine,
         "release_from_main": memory_release.release_when_idle,
         "resume_from_main": memory_release.resume_in_turn,
         "release_memory": memory_release.release,

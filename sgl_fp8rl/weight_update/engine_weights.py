@@ -80,6 +80,11 @@ class EngineWeights:
         """Whether the weights' memory is away."""
         return WEIGHTS_TAG in self.released_tags
 
+    @property
+    def may_generate(self) -> bool:
+        """Whether a committed version serves, and no memory is away."""
+        return self.state is State.SERVING and not self.released_tags
+
     def knows(self, fingerprint: str) -> bool:
         """Whether a manifest with this fingerprint was accepted before."""
         return fingerprint in self._writers

@@ -1,4 +1,7 @@
-"""What a relay reads of a trainer on another host, and what the trainer reads of it."""
+"""What a relay reads of a trainer on another host, and what the trainer reads of it.
+
+A rank's own socket reads the same hello.
+"""
 
 import socket
 from collections.abc import Iterator
@@ -6,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sgl_fp8rl.protocol.framing import FramingError
+from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Memories, Relay
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import arrived
@@ -13,6 +17,8 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.relay_client import RelayClient
 
 ROOM = 512
+TOKEN = "the session's token"
+HELLOS = [{"token": TOKEN}], [{"token": "another"}, {}]
 BUCKET = {"op": "bucket", "name": "bucket", "bytes": ROOM}
 CHUNK = {"op": "chunk", "index": 0, "offset": 0, "bytes": ROOM}
 SESSIONS = (
@@ -35,6 +41,12 @@ def with_content(messages: Any) -> bytes:
     return data
 
 
+def decode_hello(data: bytes) -> None:
+    with arrived(data) as sock:
+        while sock.recv(1, socket.MSG_PEEK):
+            rank_server._holds(sock, TOKEN)
+
+
 def decode(data: bytes) -> None:
     relay = object.__new__(Relay)  # without its threads
     relay._memories, relay._memory = Memories(ROOM), None
@@ -55,7 +67,9 @@ def decode_replies(data: bytes) -> None:
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
     errors = FramingError, ValueError, ConnectionError
+    hello_errors = FramingError, UnicodeEncodeError  # as ``accept`` awaits them
     yield [
+        Decoder("hello", HELLOS, decode_hello, hello_errors, to_frames),
         Decoder("relay", SESSIONS, decode, errors, with_content),
         Decoder("relay replies", REPLIES, decode_replies, (EngineError,), to_frames, relays=True),
     ]

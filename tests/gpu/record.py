@@ -148,7 +148,7 @@ def main() -> None:
     PARTS.write_text(json.dumps(stored, indent=1) + "\n")
     PAGE.write_text(page(parts, {path.name for path in HERE.glob("test_*.py")}))
     for commit in {part["commit"] for part in new}:
-        outcomes = [part["outcomes"] for part in new if part["commit"] == commit]
+        outcomes = [(p["sglang"], p["outcomes"]) for p in new if p["commit"] == commit]
         guarantees.keep(guarantees.GPU, outcomes, commit)
     guarantees.write_page()
 

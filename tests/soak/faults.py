@@ -154,7 +154,11 @@ def paused(soak: Soak, choose: random.Random) -> None:
 def released(soak: Soak, choose: random.Random) -> None:
     """The weights' memory is released, which waits for the requests in flight, and resumed.
 
-    There is memory at the resume: without it torch_memory_saver 0.0.10 ends the engine's process.
+    There is memory at the resume, always: a fault "out of memory at resume" leaves no engine to
+    judge. torch_memory_saver 0.0.10 prints the CUDA error and ends the process, which raises
+    nothing, so the whole server ends. On a CPU nothing is unmapped, so nothing can be lacking:
+    SGLang's memory saver does nothing there. What holds where a resume raises, which SGLang logs
+    and ends the engine over, is tested in ``tests/sgl_fp8rl/engine/test_memory_saver.py``.
     """
     tags = choose.sample(TAGS, choose.randint(1, 3))
     tags = tags if "weights" in tags else [*tags, "weights"]

@@ -311,7 +311,9 @@ def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever
 
     monkeypatch.setattr(control_module, "IN_PROCESS_TIMEOUT_S", 0.05)
     loop = asyncio.new_event_loop()
-    engine = SimpleNamespace(loop=loop, _fp8rl_control=SimpleNamespace(handle=handle))
+    manager = SimpleNamespace(fp8rl_control=SimpleNamespace(handle=handle))
+    arguments = SimpleNamespace(quantization="fp8rl")
+    engine = SimpleNamespace(loop=loop, tokenizer_manager=manager, server_args=arguments)
     with pytest.raises(ControlError, match="no answer") as raised:
         control_module.control_engine(engine, {"op": "end"})
     assert raised.value.status == 504
@@ -393,6 +395,41 @@ def test_a_release_does_not_wait_for_ever(
         asyncio.run(release.release())
     assert release.released == 0
     assert not release.manager.is_pause_cond.locked()
+
+
+@pytest.mark.parametrize("quantization", ["fp8rl", "fp8"])
+def test_a_release_before_the_first_control_message(
+    monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """Of an ``sgl.Engine``, whose schedulers would put it off for ever while it is paused."""
+    released: list[None] = []
+
+    async def stock(manager: Any) -> None:
+        released.append(None)
+
+    async def ask(control: Control, message: dict[str, Any]) -> dict[str, Any]:
+        assert message == {"op": "idle"}
+        return {"idle": False}
+
+    monkeypatch.setattr(Control, "_ask", ask)
+    loop = asyncio.new_event_loop()
+    engine = SimpleNamespace(
+        server_args=SimpleNamespace(quantization=quantization),
+        tokenizer_manager=SimpleNamespace(is_pause=True, is_pause_cond=asyncio.Condition()),
+        send_to_rpc=None,
+    )
+
+    def release(engine: Any) -> None:
+        loop.run_until_complete(release_when_idle(stock, engine.tokenizer_manager))
+
+    if quantization == "fp8rl":
+        with pytest.raises(ControlError, match="generation is paused"):
+            control_module.release_of_engine(release, engine)
+        assert not released
+    else:  # SGLang's own, which ends itself
+        control_module.release_of_engine(release, engine)
+        assert released
+    loop.close()
 
 
 def test_what_a_caller_gave_up_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:

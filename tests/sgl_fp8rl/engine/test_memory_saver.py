@@ -178,15 +178,48 @@ def test_what_fails_in_an_idle_engine_is_an_error(updater: Updater) -> None:
         memory_release.release(fail, updater, request("weights"))
 
 
-@pytest.mark.parametrize("state", [State.SERVING, State.QUARANTINED])
+@pytest.mark.parametrize(("tag", "state"), [("weights", "quarantined"), ("kv_cache", "serving")])
+@pytest.mark.guarantee("released", fault="a resume that raises, as without memory")
+def test_a_resume_that_fails_serves_nothing(
+    weights: EngineWeights, updater: Updater, tag: str, state: str
+) -> None:
+    """It is passed on to SGLang, which ends the engine: it does not know what came back."""
+
+    def fail(updater: Updater, request: Any) -> None:
+        updater.offload_tags -= set(request.tags)  # as SGLang does, before it resumes any
+        raise RuntimeError("out of memory")
+
+    release(updater, tag)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory_release.resume(fail, updater, request(tag))
+    assert weights.state.value == state
+    assert weights.released_tags == {tag}
+    assert not weights.may_generate
+
+
+@pytest.mark.parametrize(
+    ("state", "away", "why"),
+    [
+        (State.SERVING, [], None),
+        (State.QUARANTINED, [], "quarantined"),
+        (State.SERVING, ["kv_cache"], "the memory of kv_cache is released"),
+        (State.SERVING, ["cuda_graph"], "the memory of cuda_graph is released"),
+    ],
+)
 @pytest.mark.guarantee("released", fault="requests that a pause kept over a release and a resume")
 def test_what_a_pause_kept_does_not_go_on_in_quarantine(
-    weights: EngineWeights, state: State, monkeypatch: pytest.MonkeyPatch
+    weights: EngineWeights,
+    state: State,
+    away: list[str],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory_release, "scheduler_weights", lambda scheduler: weights)
-    refused: list[Any] = []
-    monkeypatch.setattr(memory_release, "refuse_waiting", lambda _, *why: refused.append(why))
+    refused: list[tuple[str, int]] = []
+    monkeypatch.setattr(memory_release, "refuse_waiting", lambda _, *told: refused.append(told))
     weights.state, weights.reason = state, "the weights' memory was released"
+    weights.released_tags = frozenset(away)
     done = memory_release.continue_served(lambda _, asked: asked, None, "continue")
     assert done == "continue"
-    assert bool(refused) is (state is State.QUARANTINED)
+    assert len(refused) == (why is not None)
+    assert all(why in told and status == 503 for told, status in refused)
