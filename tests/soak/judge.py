@@ -1,5 +1,6 @@
 """Whether each token was sampled by the policy whose version it carries."""
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
@@ -53,8 +54,8 @@ class Judge:
         self.tokens = self.mixed_tokens = self.mixed_sequences = 0
         self._references = references
         self._token_bound, self._segment_bound = token_bound, segment_bound
-        self._differences: list[torch.Tensor] = []
-        self._controls: list[torch.Tensor] = []
+        # plain numbers: a tensor for each segment takes several KiB an update
+        self._differences, self._controls = array("f"), array("f")
         self._segment_means: list[float] = []
 
     def check(self, sequences: list[Sampled]) -> None:
@@ -69,7 +70,8 @@ class Judge:
             self._check_segment(segment, difference)
         controls = segments[:: self.CONTROL_EVERY]
         before = [(s, self._before(s.version)) for s in controls if self._before(s.version) >= 0]
-        self._controls += self._compare(before)
+        for difference in self._compare(before):
+            self._controls.extend(difference.tolist())
 
     def _segments(self, sampled: Sampled) -> list[Segment]:
         versions = sampled.versions
@@ -105,7 +107,7 @@ class Judge:
 
     def _check_segment(self, segment: Segment, difference: torch.Tensor) -> None:
         self.tokens += len(difference)
-        self._differences.append(difference)
+        self._differences.extend(difference.tolist())
         mean, largest = float(difference.mean()), float(difference.max())
         if len(difference) >= self.LEAST_TOKENS:
             self._segment_means.append(mean)
@@ -120,8 +122,7 @@ class Judge:
 
     def summary(self) -> dict[str, float]:
         """Differences of all tokens so far, and how many the control tells apart."""
-        own = torch.cat(self._differences) if self._differences else torch.zeros(1)
-        wrong = torch.cat(self._controls) if self._controls else torch.zeros(1)
+        own, wrong = (torch.tensor(d or [0.0]) for d in (self._differences, self._controls))
         return {
             "mean": float(own.mean()),
             "largest": float(own.max()),

@@ -1,6 +1,7 @@
 """What a soak did, as JSON and as one table."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -18,11 +19,13 @@ Report = dict[str, Any]
 WIDTH = 30
 REPORTS = Path(__file__).parents[1] / "soak_reports.json"
 PAGE = REPORTS.with_name("SOAK.md")
+_NUMBERS = re.compile(r"\[[-\d.,\s]+\]")
+"""A list of numbers, which stays on one line."""
 
 
 def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) -> Report:
     """The figures of a run so far."""
-    growth = resources.growth(soak.samples)
+    growth, slopes = resources.growth(soak.samples), resources.slopes(soak.samples)
     return {
         **facts,
         "commit": run.commit(),
@@ -40,6 +43,8 @@ def report(soak: Soak, counts: dict[str, int], seconds: float, facts: Report) ->
         "difference": soak.judge.summary(),
         "bounds": {"token": soak.setting.token_bound, "segment": soak.setting.segment_bound},
         "growth": {name: round(grown, 1) for name, grown in growth.items()},
+        "slopes": {name: round(slope, 1) for name, slope in slopes.items()},
+        "series": resources.series(soak.samples),
     }
 
 
@@ -68,8 +73,14 @@ def table(reports: Sequence[Report]) -> str:
         "- from the version before": lambda r: f"{r['difference']['control mean']:.1f}",
         "- beyond the bound there": lambda r: f"{r['difference']['control told apart']:.1%}",
         **{
-            f"growth of {name} (bound {bound:g})": partial(_grown, name)
+            f"growth of {name} (bound {bound:g})": partial(_grown, "growth", name)
             for name, bound in resources.BOUNDS.items()
+        },
+        **{
+            f"slope of {name.removesuffix(' MiB')}, KiB an update (bound {bound:g})": partial(
+                _grown, "slopes", name
+            )
+            for name, bound in resources.SLOPES.items()
         },
     }
     lines = [["SGLang", *(r["SGLang"] for r in reports)], ["---"] * (1 + len(reports))]
@@ -77,8 +88,8 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def _grown(name: str, report: Report) -> Any:
-    return report["growth"].get(name, "-")
+def _grown(how: str, name: str, report: Report) -> Any:
+    return report.get(how, {}).get(name, "-")  # older reports have no slopes
 
 
 def _count(name: str, report: Report) -> Any:
@@ -98,7 +109,8 @@ def record(reports: Sequence[Report]) -> None:
         told = {name: value for name, value in each.items() if name != "samples"}
         kept[f"{each['device']} {each['SGLang']}"] = told
     kept = dict(sorted(kept.items()))
-    REPORTS.write_text(json.dumps(kept, indent=1) + "\n")
+    text = json.dumps(kept, indent=1)
+    REPORTS.write_text(_NUMBERS.sub(lambda found: "".join(found[0].split()), text) + "\n")
     PAGE.write_text(f"# The last soak of each kind\n\n{table(list(kept.values()))}\n")
 
 

@@ -84,7 +84,8 @@ class Soak:
         if self.server.process.poll() is not None:
             raise ViolationError("the server has ended")
         folder = self.server.log.parent / "tmp"
-        self.samples.append(resources.sample(self.server.process.pid, folder, self.setting.device))
+        pid, device = self.server.process.pid, self.setting.device
+        self.samples.append(resources.sample(pid, folder, device, self.updates))
 
     def take(self) -> list[bridge.Sampled]:
         """What the clients were given since the last call; it is also judged."""

@@ -1,5 +1,6 @@
 """The record of soaks: each kind's last one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def of(device: str, **fields: Any) -> dict[str, Any]:
         "difference": difference,
         "bounds": {"token": 4.0, "segment": 1.0},
         "growth": {},
+        "series": {"updates": [1, 2]},
         "samples": [1, 2],
         **fields,
     }
@@ -51,4 +53,7 @@ def test_each_kind_keeps_its_last_soak(tmp_path: Path, monkeypatch: pytest.Monke
     page = (tmp_path / "page.md").read_text()
     assert "| updates | 900 | 1000 | 200 |" in page
     assert "| SGLang | 0.5.17 | 0.5.23 | 0.5.17 |" in page
-    assert "samples" not in (tmp_path / "reports.json").read_text()
+    kept = (tmp_path / "reports.json").read_text()
+    assert "samples" not in kept
+    assert '"updates": [1,2]' in kept
+    assert json.loads(kept)["cpu 0.5.17"]["series"] == {"updates": [1, 2]}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import resources
 from tests.soak.drive import drive, faults_of
 from tests.soak.settings import SETTINGS
 from tests.soak.soak import running
@@ -23,3 +24,6 @@ def test_a_short_soak(tmp_path: Path) -> None:
         assert soak.quarantines > 0
         assert soak.judge.tokens > 0
         assert soak.judge.summary()["control told apart"] > 0.5
+        grown = resources.growth(soak.samples)
+        # other kinds need more samples to be told from a warm-up
+        assert not {name: grown[name] for name in resources.NEVER_MORE if grown[name] > 0}
