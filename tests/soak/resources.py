@@ -37,7 +37,7 @@ SLOPES: dict[str, float] = {"engine RSS MiB": 64, "trainer RSS MiB": 64}
 A matrix of the tiny model that stays behind at each update is 128 KiB of BF16 or more. What grew in
 210 updates on a CPU with 0.5.17, by ``mallinfo2`` in each process, with Python's blocks constant:
 
-- the scheduler's memory in use, by 20 MiB: oneDNN keeps 0.4 MiB of kernels for each number of
+- the scheduler's memory in use, by 20 MiB: oneDNN keeps 0.5 MiB of kernels for each number of
   tokens that a BF16 layer has seen (``ONEDNN_VERBOSE=profile_create`` names each). It ends where
   no new number comes.
 - the trainer's free memory in glibc's heap, by 30 MiB, in steps: ``malloc_trim`` returns it, and
