@@ -55,6 +55,8 @@ HOOK_TARGETS |= {
     "start_scheduler": "sglang.srt.managers.scheduler.Scheduler.__init__",
     "continue_generation": "sglang.srt.managers.scheduler.Scheduler.continue_generation",
     "release_memory": f"{UPDATER}.release_memory_occupation",
+    "unmap_memory": "sglang.srt.utils.torch_memory_saver_adapter"
+    "._TorchMemorySaverAdapterReal.pause",
     "release_of_engine": "sglang.srt.entrypoints.engine.Engine.release_memory_occupation",
     "release_from_main": f"{_MAIN}.release_memory_occupation",
     "resume_from_main": f"{_MAIN}.resume_memory_occupation",

@@ -8,6 +8,8 @@ import asyncio
 import inspect
 from typing import Any
 
+import torch
+
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.guards import refusal
@@ -76,6 +78,13 @@ def release(original: Any, updater: Any, request: Any) -> Any:
     if weights.released:
         weights.quarantine("the weights' memory was released; resume it and send a complete update")
     return output
+
+
+def unmap_unused(original: Any, adapter: Any, tag: str) -> None:
+    """AROUND the memory saver's ``pause``: SGLang unmaps the weights behind its copies of their
+    buffers without waiting for them, which ended an engine on a busy GPU."""
+    torch.get_device_module().synchronize()
+    original(adapter, tag)
 
 
 def resume(original: Any, updater: Any, request: Any) -> Any:

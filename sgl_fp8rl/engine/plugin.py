@@ -103,6 +103,7 @@ def _register() -> None:
         "release_from_main": memory_release.release_when_idle,
         "resume_from_main": memory_release.resume_in_turn,
         "release_memory": memory_release.release,
+        "unmap_memory": memory_release.unmap_unused,
         "resume_memory": memory_release.resume,
         "check_weights": guards.refuse_reset,
         "attach_kv_storage": guards.refuse_kv_storage,

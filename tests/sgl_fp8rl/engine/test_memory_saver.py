@@ -104,6 +104,19 @@ def test_only_what_is_there_is_released_and_what_is_away_resumed(updater: Update
     assert not updater.offload_tags
 
 
+def test_memory_is_unmapped_when_the_gpu_has_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    device = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
+
+    class Adapter:
+        def pause(self, tag: str) -> None:
+            done.append(tag)
+
+    memory_release.unmap_unused(Adapter.pause, Adapter(), "weights")
+    assert done == ["waited", "weights"]
+
+
 @pytest.mark.guarantee("released", fault="a request while the KV cache is released")
 def test_nothing_generates_on_released_memory(
     weights: EngineWeights, updater: Updater, monkeypatch: pytest.MonkeyPatch
