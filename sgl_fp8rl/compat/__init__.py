@@ -95,7 +95,9 @@ def __getattr__(name: str) -> Any:
 def _target_path(target: str) -> str:
     """``package.module.Class.method`` or ``package.module.function``, its module before a colon."""
     parts = target.split(".")
-    first_class = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    first_class = next(
+        (i for i, part in enumerate(parts) if part.lstrip("_")[0].isupper()), len(parts) - 1
+    )
     return ".".join(parts[:first_class]) + ":" + ".".join(parts[first_class:])
 
 

@@ -201,6 +201,11 @@ def test_a_planted_read_is_found(folder: str, code: str) -> None:
     assert unnamed(uses_of({f"{folder}/planted.py": ast.parse(own)})) == set()
 
 
+def test_sglang_has_each_symbol_and_hook_target() -> None:
+    """Where it lacks one the plugin does not start."""
+    assert not [path for path, found in compat.check_symbols() if not found]
+
+
 def test_sglang_has_each_attribute() -> None:
     checked = compat.check_attributes()
     assert len(checked) > 200
