@@ -42,6 +42,10 @@ EXPORT_TIMEOUT_S = 600.0
 """As ``ANSWER_TIMEOUT_S``, of an export: as long as its client waits for the answer."""
 WAIT_POLL_S = 0.05
 """Between two attempts to begin where no request is aborted; each may retract all of them."""
+SETTLE_S = 1.0
+"""How long a scheduler may take to see that a request has ended whose reply it sent."""
+BUSY_STATUS = 409
+"""HTTP status of what is refused because requests run."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 IN_PROCESS_TIMEOUT_S = 600.0
@@ -97,10 +101,12 @@ class Control:
                 raise ControlError("an update is under way; wait for its end", 409)
             if op == "begin":
                 return await self._begin(message, is_gone)
-            if op in ("layers", "tensors", "digest", "kv", "kv_observe", "kv_recalibrate"):
+            if op in ("layers", "tensors", "digest", "kv", "kv_observe"):
                 return await self._ask({"op": op})
-            if op in ("export_layout", "export"):
+            if op == "export_layout":
                 return await self._ask(message)
+            if op in ("export", "kv_recalibrate"):
+                return await self._ask_idle(message if op == "export" else {"op": op})
         raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
 
     async def _describe(self, op: str) -> dict[str, Any]:
@@ -253,6 +259,19 @@ class Control:
             raise ControlError("no update has begun yet", 409)
         return self._ended
 
+    async def _ask_idle(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Ask what is refused while requests run, for a moment again and again: the overlapped
+        scheduler is a step behind the last reply that it sent."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SETTLE_S
+        while True:
+            try:
+                return await self._ask(message)
+            except ControlError as error:
+                if error.status != BUSY_STATUS or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(WAIT_POLL_S)
+
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             parameters = {"message": json.dumps(message)}
@@ -262,7 +281,7 @@ class Control:
         healthy_s = EXPORT_TIMEOUT_S if message.get("op") == "export" else ANSWER_TIMEOUT_S
         reply = await self._receive(healthy_s)
         if "error" in reply:
-            raise ControlError(reply["error"], 409 if reply.get("busy") else 400)
+            raise ControlError(reply["error"], BUSY_STATUS if reply.get("busy") else 400)
         return reply
 
     async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:

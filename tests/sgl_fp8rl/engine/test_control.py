@@ -83,6 +83,38 @@ def test_requests_are_aborted_until_the_session_begins(monkeypatch: pytest.Monke
     assert not engine.manager.is_pause
 
 
+class Scheduler:
+    """Refuses what needs an idle engine so many times."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, refusals: int, status: int = 409) -> None:
+        self.control = Engine(patch, {}).control
+        self.refusals, self.status, self.asked = refusals, status, 0
+        patch.setattr(self.control, "_ask", self._ask)
+
+    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked > self.refusals:
+            return {"done": message["op"]}
+        raise ControlError("requests are running", self.status)
+
+
+@pytest.mark.parametrize("op", ["export", "kv_recalibrate"])
+def test_an_engine_may_be_a_step_behind_its_last_reply(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    monkeypatch.setattr(control_module, "WAIT_POLL_S", 0.001)
+    scheduler = Scheduler(monkeypatch, refusals=3)
+    assert asyncio.run(scheduler.control.handle({"op": op})) == {"done": op}
+    monkeypatch.setattr(control_module, "SETTLE_S", 0.01)
+    running = Scheduler(monkeypatch, refusals=10**9)
+    with pytest.raises(ControlError, match="requests are running"):
+        asyncio.run(running.control.handle({"op": op}))
+    refused = Scheduler(monkeypatch, refusals=10**9, status=400)
+    with pytest.raises(ControlError):
+        asyncio.run(refused.control.handle({"op": op}))
+    assert refused.asked == 1
+
+
 @pytest.mark.parametrize("in_flight", ["finish", "retract"])
 def test_no_request_is_aborted_where_that_was_not_chosen(
     monkeypatch: pytest.MonkeyPatch, in_flight: str
