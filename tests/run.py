@@ -252,12 +252,13 @@ def main() -> int:
                 process.terminate()  # pytest then ends the engines that it started
             raise
     text = summary(arguments.plan, results, time.monotonic() - start)
+    ran = commit()  # before the records below change the checkout
     print(f"\n{text}\n")
     if arguments.record:
         arguments.record.write_text(f"# The last run of `make {arguments.plan}`\n\n{text}\n")
     if arguments.guarantees:
         outcomes = [(result.suite.sglang, result.outcomes) for result in results]
-        guarantees.keep(guarantees.CPU, outcomes, commit())
+        guarantees.keep(guarantees.CPU, outcomes, ran)
         guarantees.write_page()
     return int(not all(result.is_well for result in results))
 

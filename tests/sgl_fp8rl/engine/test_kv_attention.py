@@ -179,7 +179,8 @@ def test_fa3_follows_new_scales(scaled: tuple[KVScales, Any]) -> None:
 
 
 def test_q_beyond_e4m3_never_becomes_nan_in_fa3() -> None:
-    """Also where it exceeds what was calibrated: SGLang's own cast makes NaN of it."""
+    """Also where it exceeds what was calibrated: of that the cast of torch 2.11 makes NaN, and
+    newer torch 448."""
     scales, (layer,) = fakes.scaled(scaling=DIM**-0.5 / 4000)
     for scale, is_exact in ((32.0, True), (1.0, False)):
         scales.write(torch.tensor([0.7, 0.6, scale]).view(1, 3, 1).expand(1, 3, HEADS))
@@ -190,7 +191,8 @@ def test_q_beyond_e4m3_never_becomes_nan_in_fa3() -> None:
         kept = scales.scales[0]
         error = quantized_error(q, out, backend, slots, kept, factor, layer.scaling)
         assert (error < ERROR) is is_exact, error
-    assert bool(q.to(fakes.FP8).isnan().any()), "control"
+    bare = q.to(fakes.FP8).float()
+    assert not bool(((bare - q).abs() <= q.abs() / 8).all()), "control"
 
 
 # -- XQA
