@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
@@ -149,7 +150,7 @@ def ranks_of(named: Named, group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
-    return max(_meshes(named).values(), key=len, default=())
+    return max((ranks for _, ranks in _holders(named)), key=len, default=())
 
 
 def check_ranks(named: Named, ranks: tuple[int, ...]) -> None:
@@ -158,21 +159,21 @@ def check_ranks(named: Named, ranks: tuple[int, ...]) -> None:
     Raises:
         ManifestError: a parameter lies on ranks outside of them.
     """
-    for name, mesh in _meshes(named).items():
-        if not set(mesh) <= set(ranks):
+    for name, holders in _holders(named):
+        if not set(holders) <= set(ranks):
             raise ManifestError(
-                f"{name} lies on ranks {_brief(mesh)}, and ranks {_brief(ranks)} update; pass "
+                f"{name} lies on ranks {_brief(holders)}, and ranks {_brief(ranks)} update; pass "
                 f"group=, a process group of all ranks that hold the model"
             )
 
 
-def _meshes(named: Named) -> dict[str, tuple[int, ...]]:
-    """The ranks of each sharded parameter."""
-    return {
-        name: tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
-        for name, tensor in named
-        if isinstance(tensor, DTensor)
-    }
+def _holders(named: Named) -> list[tuple[str, tuple[int, ...]]]:
+    """The ranks of each device mesh, with the first parameter on it: a model has few meshes."""
+    meshes: dict[DeviceMesh, str] = {}
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            meshes.setdefault(tensor.device_mesh, name)
+    return [(name, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh, name in meshes.items()]
 
 
 def _wait(is_there: Callable[[], bool], absence: str) -> None:
