@@ -74,8 +74,10 @@ ARMS = (
 )
 REFERENCE = ARMS[0]
 """What ratios are to."""
-FLAGS = {"engine": ENGINE | FULL, "arms": {arm.name: arm.engine for arm in ARMS}}
-"""SGLang's keywords, in the result file beside what they gave: those of all arms, and of each."""
+COMMON = {name: value for name, value in (ENGINE | FULL).items() if "graph_max_bs" not in name}
+FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in ARMS}}
+"""SGLang's keywords, in the result file beside what they gave: those of all arms, and of each. CUDA
+graphs are those of the loads."""
 
 NEW = 128
 """Tokens of a timed decode."""

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def parser(about: str | None, log: Path | None = None) -> argparse.ArgumentParser:
-    """With the option ``--log``, which must be given where there is no default.
+    """Make a parser with the option ``--log``, which is required unless it has a default.
 
     Args:
         about: the module's docstring, whose first line describes the command.

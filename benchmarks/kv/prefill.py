@@ -45,9 +45,9 @@ class Arm(NamedTuple):
     attend: kernels.Attend
 
 
-def measure(part: str, run: Run) -> list[Measurement]:
+def measure(kind: str, run: Run) -> list[Measurement]:
     """The errors of every arm, then the times; or the logprobs of engines."""
-    if part == "logprobs":
+    if kind == "logprobs":
         return long_prompts.measurements(run.folder)
     return [{**found, "model": long_prompts.MODEL} for found in (*_errors(), *_times())]
 
