@@ -101,6 +101,8 @@ PLANS: dict[str, tuple[Suite, ...]] = {
 }
 JOBS = 2
 """An engine mostly starts, which takes one core."""
+LONGEST_ERROR = 400
+"""Characters of one error in the summary."""
 running: set["subprocess.Popen[str]"] = set()
 
 
@@ -116,7 +118,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     failures: tuple[str, ...] = ()
-    """The tests that failed, as pytest names them."""
+    """The tests that failed, as pytest names them, each with the first line of its error."""
     outcomes: dict[str, bool] = field(default_factory=dict)
     """Whether each test passed (``guarantees.outcomes``)."""
 
@@ -170,19 +172,25 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
 
 
 def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
-    """Passed, failed, skipped and the names of those that failed, from a JUnit file."""
+    """Passed, failed, skipped and what failed with which error, from a JUnit file."""
     if not xml.exists():  # pytest was ended from outside
         return 0, 0, 0, ()
     failures, skipped, passed = [], 0, 0
     for case in ElementTree.parse(xml).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
+        failure = next((f for f in case if f.tag in ("failure", "error")), None)
+        if failure is not None:
             file = case.get("classname", "").replace(".", "/")
-            failures.append(f"{file}.py::{case.get('name')}")
+            failures.append(f"{file}.py::{case.get('name')}: {_first_line(failure)}")
         elif case.find("skipped") is not None:
             skipped += 1
         else:
             passed += 1
     return passed, len(failures), skipped, tuple(failures)
+
+
+def _first_line(failure: ElementTree.Element) -> str:
+    """Of the error's message; CI may keep no more of the output than the summary."""
+    return failure.get("message", "").strip().partition("\n")[0][:LONGEST_ERROR]
 
 
 def summary(plan: str, results: list[Result], seconds: float) -> str:

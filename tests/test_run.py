@@ -53,7 +53,7 @@ def test_every_suite_is_reported(
     assert ["bad", "1.0", "FAILED", "0", "1"] in rows
     assert ["good", "1.0", "passed", "2", "0"] in rows
     assert ["good", "2.0", "NOT INSTALLED", "0", "0"] in rows
-    assert "test_bad.py::test_three" in out
+    assert "- [bad 1.0] test_bad.py::test_three: AssertionError: assert not 'well'" in out
     assert "| bad | 1.0 | FAILED |" in (root / "summary.md").read_text()
     assert guarantees.read(guarantees.CPU) == {}  # no test there is marked
 

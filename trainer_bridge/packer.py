@@ -1,4 +1,4 @@
-"""Filling the bucket: parameters are copied into host memory, or quantized into device memory."""
+"""Filling the bucket: parameters are copied or quantized into host memory or device memory."""
 
 import math
 from collections import defaultdict
@@ -17,6 +17,9 @@ from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 if TYPE_CHECKING:
     from sgl_fp8rl.ops.weight_quant_triton import Launch
+
+ENCODED_AT_ONCE = 1 << 24
+"""Elements of a weight that plain torch encodes at once: it takes some 20 bytes for each."""
 
 
 class Packer(Protocol):
@@ -43,11 +46,12 @@ class Packer(Protocol):
         """
 
 
-class CopyPacker:
-    """Copies parameters as they are; the engine quantizes.
+class HostPacker:
+    """Copies parameters into host memory: codes and scales where the plan says so, made in plain
+    torch where the parameter lies, and the others as they are.
 
     Args:
-        content: the bucket, uint8 in host memory.
+        content: the bucket, uint8.
     """
 
     def __init__(self, plan: TransferPlan, content: torch.Tensor) -> None:
@@ -62,15 +66,39 @@ class CopyPacker:
             first = max(span.start, start)
             length = min(span.start + span.length, start + flat.numel()) - first
             if span.chunk == chunk and length > 0:
-                offset = span.offset + (first - span.start) * dtype.itemsize
-                target = self._content[offset : offset + length * dtype.itemsize].view(dtype)
-                target.copy_(flat[first - start :][:length])
+                part = flat[first - start :][:length].to(dtype)
+                if span.scales >= 0:
+                    assert length == span.length, "blocks need the whole parameter"
+                    self._encode(span, part)
+                else:
+                    self._write(span.offset + (first - span.start) * dtype.itemsize, part)
 
     def complete(self, chunk: int) -> None:
         """Nothing to do: ``put`` has copied it."""
 
     def finish(self) -> None:
         """Nothing to check here: the engine checks."""
+
+    def _encode(self, span: Span, weight: torch.Tensor) -> None:
+        manifest = self._plan.manifest
+        format_, row = manifest.format_of(span.name), manifest.tensors[span.name].shape[1:]
+        (suffix,) = format_.suffixes
+        step = format_.block[0] if len(row) == 1 else 1
+        step *= max(ENCODED_AT_ONCE // (step * math.prod(row)), 1)
+        codes, scales = span.offset, span.scales
+        for rows in weight.view(-1, *row).split(step):
+            try:
+                encoded = format_.encode(rows)
+            except ValueError as error:
+                raise EngineError(f"{span.name} {error}") from error
+            codes = self._write(codes, encoded[""])
+            scales = self._write(scales, encoded[suffix])
+
+    def _write(self, offset: int, values: torch.Tensor) -> int:
+        """Copy to there; where the next would go."""
+        stop = offset + values.numel() * values.itemsize
+        self._content[offset:stop].view(values.dtype).copy_(values.view(-1))
+        return stop
 
 
 class QuantizePacker:

@@ -12,7 +12,7 @@ from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import check_kv_scales, slots_for, sources_for
-from trainer_bridge.packer import CopyPacker, Packer, QuantizePacker
+from trainer_bridge.packer import HostPacker, Packer, QuantizePacker
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
@@ -140,7 +140,7 @@ class Sender:
     ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
-        With a GPU at hand, what the engine quantizes is sent in its format.
+        What the engine keeps in FP8 is sent so by a GPU, and over a network.
 
         Args:
             family: see ``fsdp.sources``.
@@ -164,7 +164,8 @@ class Sender:
         kept = self._plans.get(way)
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
-        formats = self.layout["formats"] if device is not None else {}
+        is_encoded = device is not None or self.layout["through_host"]
+        formats = self.layout["formats"] if is_encoded else {}
         quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
         slots = slots_for(device, self.layout)
         plan = TransferPlan(
@@ -207,7 +208,7 @@ class Sender:
             if isinstance(bucket, DeviceBucket):
                 packer = QuantizePacker(plan, bucket, getattr(torch, self.layout["dtype"]))
             else:
-                packer = CopyPacker(plan, bucket.content)
+                packer = HostPacker(plan, bucket.content)
             self._packer = plan, bucket, packer
         return self._packer[2]
 

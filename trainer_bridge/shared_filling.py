@@ -15,7 +15,7 @@ from trainer_bridge.collective import Leader
 from trainer_bridge.filler import Filler, ShardSlice
 from trainer_bridge.fsdp import Named, Source
 from trainer_bridge.layout import sources_for
-from trainer_bridge.packer import CopyPacker
+from trainer_bridge.packer import HostPacker
 from trainer_bridge.shards import Owners, Range, assign, held_here
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
@@ -43,7 +43,7 @@ class Follower:
 
     def __init__(self, board: Board, plan: TransferPlan, rank: int) -> None:
         self._board, self._plan, self._rank = board, plan, rank
-        packer = CopyPacker(plan, board.bucket)
+        packer = HostPacker(plan, board.bucket)
         self._filler = Filler(plan, lambda chunk: board.fill(chunk + 1), board.await_slot, packer)
         self._is_over = False
 
@@ -111,8 +111,8 @@ def agree(
 ) -> SharedFilling | None:
     """Have the ranks fill the bucket together, where they can; None where they gather.
 
-    They can where all are on one host, and the engines are of one layout and on a CPU. Every rank
-    calls.
+    They can where all are on one host, the engines too, of one layout and on a CPU: what goes over
+    a network is quantized, which needs whole parameters. Every rank calls.
     """
     sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
     if leader.is_alone or not sharded or len(layouts) != 1 or layouts[0]["gpus"]:
@@ -137,7 +137,7 @@ def _offer(
     (session,) = transaction.sessions
     board = None if session.device is not None else session.sender.board(ranks)
     owners = assign(held, [tensor.numel() for _, tensor in named])
-    if board is None or not any(owners):
+    if board is None or not any(owners) or session.plan.encodes:
         return None
     manifest = session.plan.manifest
     scales = manifest.tensors.get(KV_SCALES)

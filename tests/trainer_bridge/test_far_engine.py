@@ -1,5 +1,6 @@
 """Updates of an engine on another host: real sessions and TCP, ranks in threads, no SGLang."""
 
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from trainer_bridge import packer
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport import rank_client
@@ -78,6 +80,34 @@ def test_an_update_over_tcp_leaves_the_oracles_bytes(
     assert not no_socket_of_a_rank
     assert len(engine.memories.by_name) == 1, "one bucket for all ranks, kept between updates"
     hang_up(engine)
+
+
+def test_codes_and_scales_travel() -> None:
+    """What the engine keeps in FP8, once it has said so; a near engine on a CPU is sent BF16."""
+    near, far = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)]), far_engine(2)
+    tensors = toy.checkpoint(0)
+    fp8 = [tensors[name] for name in toy.FP8_NAMES]
+    scales = sum(4 * math.prod(-(-size // 128) for size in weight.shape) for weight in fp8)
+    sent = [[update(tensors, e, version=v).bytes for v in range(2)] for e in (near, far)]
+    assert holds(near, tensors) and holds(far, tensors)
+    bf16 = sum(2 * tensor.numel() for tensor in tensors.values())
+    assert sent == [[bf16] * 2, [bf16 - sum(w.numel() for w in fp8) + scales] * 2]
+
+
+def test_masters_in_fp32_make_the_codes_of_bf16() -> None:
+    engine = far_engine()
+    for version in range(2):
+        tensors = toy.checkpoint(version)
+        update({name: t.float() for name, t in tensors.items()}, engine, version=version)
+        assert holds(engine, tensors)
+
+
+def test_a_large_weight_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packer, "ENCODED_AT_ONCE", 128 * 128)
+    engine = far_engine()
+    for version in range(2):
+        update(toy.checkpoint(version), engine, version=version)
+        assert holds(engine, toy.checkpoint(version))
 
 
 def test_a_trainer_may_be_silent_between_updates() -> None:

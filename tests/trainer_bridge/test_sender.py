@@ -20,7 +20,7 @@ from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge import layout as layout_module
 from trainer_bridge import sender as sender_module
 from trainer_bridge.fsdp import Named, sources
-from trainer_bridge.packer import CopyPacker
+from trainer_bridge.packer import HostPacker
 from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.cuda_ipc import Placement
@@ -44,6 +44,7 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "formats": {},
         "gpus": list(gpus),
         "place": here(),
+        "through_host": False,
         **more,
     }
 
@@ -391,7 +392,7 @@ def test_a_bucket_is_kept_while_its_size_stays(rank: Rank) -> None:
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))
     packer = share(sender, rank, plan)
-    assert isinstance(packer, CopyPacker)
+    assert isinstance(packer, HostPacker)
     bucket = sender._bucket
     assert isinstance(bucket, HostBucket)
     assert bucket.content.numel() == BUCKET_BYTES

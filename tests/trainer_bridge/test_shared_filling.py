@@ -18,7 +18,7 @@ from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from trainer_bridge import shared_filling
-from trainer_bridge.packer import CopyPacker
+from trainer_bridge.packer import HostPacker
 from trainer_bridge.shards import assign, held_here
 from trainer_bridge.shared_filling import SharedFilling
 from trainer_bridge.update import update
@@ -136,9 +136,9 @@ def fill(rank: int, folder: Path) -> None:
         assert held[0] == (0, 75 * toy.HIDDEN)
 
     # a rank fails in the middle; the next update is whole again
-    put, late = CopyPacker.put, {"left": 5}
+    put, late = HostPacker.put, {"left": 5}
 
-    def failing(self: CopyPacker, *args: Any) -> None:
+    def failing(self: HostPacker, *args: Any) -> None:
         late["left"] -= 1
         if late["left"] < 0:
             raise MemoryError("no room")
@@ -147,10 +147,10 @@ def fill(rank: int, folder: Path) -> None:
     for broken in (2, 0):
         late["left"] = 5
         if rank == broken:
-            CopyPacker.put = failing  # type: ignore[method-assign]
+            HostPacker.put = failing  # type: ignore[method-assign]
         found = outcome(named, engine, version)
         assert ("rank 2 of the trainer" in found) if broken else ("no room" in found), found
-        CopyPacker.put = put  # type: ignore[method-assign]
+        HostPacker.put = put  # type: ignore[method-assign]
         assert engine is None or engine.ranks[0].state is State.QUARANTINED
         assert not outcome(named, engine, version)
         assert engine is None or engine.holds(tensors)

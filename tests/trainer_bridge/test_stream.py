@@ -19,7 +19,7 @@ from tests.trainer_bridge.test_update import SMALL, engine_of, holds
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
-from trainer_bridge.packer import CopyPacker
+from trainer_bridge.packer import HostPacker
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.update import update
 
@@ -236,13 +236,13 @@ def test_masters_are_rounded_to_what_the_engine_keeps(dtype: torch.dtype) -> Non
 def test_a_packer_gets_the_dtype_that_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's kernel reads the bytes of that dtype, whatever the stream brings."""
     engine, seen = engine_of(1), {}
-    put = CopyPacker.put
+    put = HostPacker.put
 
-    def noted(self: CopyPacker, index: int, whole: torch.Tensor, start: int, chunk: int) -> None:
+    def noted(self: HostPacker, index: int, whole: torch.Tensor, start: int, chunk: int) -> None:
         seen[index] = whole.dtype, self._plan.sources[index].held_as
         put(self, index, whole, start, chunk)
 
-    monkeypatch.setattr(CopyPacker, "put", noted)
+    monkeypatch.setattr(HostPacker, "put", noted)
     tensors = toy.checkpoint()
     announce = [(name, torch.float32, t.shape) for name, t in tensors.items()]
     update(iter(tensors.items()), engine, version=0, announce=announce)

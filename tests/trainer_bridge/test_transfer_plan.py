@@ -13,7 +13,7 @@ from hypothesis import given, reject
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.fsdp import Named, Source, sources
-from trainer_bridge.packer import CopyPacker
+from trainer_bridge.packer import HostPacker
 from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped
 from trainer_bridge.transport.host_memory import HostBucket
 
@@ -42,7 +42,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def filled(plan: TransferPlan, named: Named) -> list[bytes]:
     """The bucket as it is when each chunk is sent: turns are replayed as an update replays them."""
     bucket = HostBucket(plan.manifest.bucket_bytes)
-    packer = CopyPacker(plan, bucket.content)
+    packer = HostPacker(plan, bucket.content)
     sent: list[bytes] = []
     for chunk, source in plan.turns:
         while len(sent) < chunk:
