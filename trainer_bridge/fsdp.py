@@ -24,6 +24,8 @@ class Source:
     """One parameter of the trainer and the HF tensors that it holds."""
 
     shape: torch.Size
+    dtype: torch.dtype
+    """The parameter's own."""
     held_as: torch.dtype
     """What ``read`` gives: the parameter's own dtype, or ``sent_as`` where it is sharded."""
     sent_as: torch.dtype
@@ -80,6 +82,7 @@ def sources(
     return [
         Source(
             tensor.shape,
+            tensor.dtype,
             tensor.dtype if name in kept or not isinstance(tensor, DTensor) else sent,
             tensor.dtype if name in kept else sent,
             ((name, _whole),)

@@ -29,6 +29,7 @@ def check_layout(layout: dict[str, Any]) -> None:
         "state": layout.get("state") in [state.value for state in State],
         "fp32": layout.get("fp32", ...) is None or are_names(layout.get("fp32")),
         "gpus": are_names(layout.get("gpus")),
+        "visible_gpus": are_names(layout.get("visible_gpus")),
         "place": is_place(layout.get("place")),
         "formats": isinstance(formats, dict)
         and formats.keys() <= FORMATS.keys()
@@ -48,7 +49,7 @@ def check_layout(layout: dict[str, Any]) -> None:
 
 def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
     """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
-    read = ("dtype", "bucket_bytes", "fp32", "formats")
+    read = ("dtype", "bucket_bytes", "fp32", "formats", "visible_gpus")
     return {
         **{name: layout[name] for name in read},
         "kv_cache": layout.get("kv_cache"),

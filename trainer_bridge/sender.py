@@ -11,11 +11,13 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named
+from trainer_bridge.in_place import InPlace
 from trainer_bridge.layout import check_kv_scales, slots_for, sources_for
 from trainer_bridge.packer import HostPacker, Packer, QuantizePacker
+from trainer_bridge.placed_shards import Shards
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
+from trainer_bridge.transport.cuda_ipc import DeviceBucket
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import Content, Ranks
 
@@ -42,10 +44,9 @@ class Sender:
         """How to send that again: with or without KV scales, and through which GPU."""
         self._kv_scales: torch.Tensor | None = None
         self._bucket: Bucket | None = None
-        self._placement: Placement | None = None
+        self._in_place = InPlace(layout)
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
         self._board: LeadersBoard | None = None
-        self._segments: tuple[Placement, TransferPlan, dict[str, Any]] | None = None
         self.is_shared = False
         """Whether several engines have this memory open: weights are quantized once, and what one
         of them does not need is not freed."""
@@ -63,7 +64,7 @@ class Sender:
         """Free the memory unless someone else has it open."""
         self._users.discard(user)
         if not self._users:
-            self._placement = self._segments = None
+            self._in_place.forget()
             self._free_bucket()
 
     def kv_scales(self, scales: Any, device: torch.device | None) -> torch.Tensor:
@@ -116,7 +117,7 @@ class Sender:
         way = kv_scales is not None, device
         kept = self._stream_plans.get(way)
         if kept is not None:
-            self._placement = None  # the engine lets go of what it read in place
+            self._in_place.forget()
             return kept
         layout, known = self.layout, self._stream
         if known is None:
@@ -137,6 +138,7 @@ class Sender:
         family: str | None,
         device: torch.device | None,
         streamed: bool = False,
+        shards: Shards | None = None,
     ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
@@ -145,12 +147,17 @@ class Sender:
         Args:
             family: see ``fsdp.sources``.
             streamed: the tensors come in another order than this one.
+            shards: of all ranks, where none has moved since the last update.
 
         Raises:
             ManifestError: the tensors cannot make an update.
         """
         readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
-        mapped = self._mapped(named, readable)
+        mapped = self._in_place.choose(
+            named, family, readable, self._kv_scales, None if device is None else shards
+        )
+        if self.is_shared:
+            mapped = [False] * len(named)
         resident = [
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
@@ -190,8 +197,8 @@ class Sender:
         Returns:
             what fills the bucket, or None where everything is mapped.
         """
-        if plan.offsets:
-            message = self._segments_message(plan)
+        if any(plan.mapped):
+            message = self._in_place.message(plan)
             if message["name"] not in ranks.known:
                 ranks.ask(message)
         if not plan.streamed and not any(plan.spans):
@@ -225,35 +232,6 @@ class Sender:
         if self._board is None or self._board.made_for != (self._bucket, ranks):
             self._board = LeadersBoard(self._bucket, ranks)
         return self._board
-
-    def _mapped(self, named: Named, readable: list[bool]) -> list[bool]:
-        """Which parameters the engine reads in place, all on the GPU that is synchronised.
-
-        Those that lie where they lay at the last update: the engine keeps their memory open until
-        the next one, so memory that a trainer frees meanwhile must not be among it. KV scales come
-        last, keep their place in an update without them, and do not cause anything to be mapped.
-        """
-        weights = [
-            tensor
-            for (_, tensor), is_able in zip(named, readable, strict=True)
-            if is_able and tensor is not self._kv_scales
-        ]
-        tensors, scales = weights, self._kv_scales
-        if weights and scales is not None and scales.device == weights[0].device:
-            tensors = [*weights, scales]
-        stays = bool(weights) and self._placement is not None and self._placement.holds(tensors)
-        if not stays:
-            self._placement = place(tensors) if weights else None
-        return [is_able and stays and not self.is_shared for is_able in readable]
-
-    def _segments_message(self, plan: TransferPlan) -> dict[str, Any]:
-        assert self._placement is not None
-        if self._segments is None or self._segments[:2] != (self._placement, plan):
-            # spots count mapped sources only
-            ranks_of = {s: i for i, s in enumerate(s for s, m in enumerate(plan.mapped) if m)}
-            offsets = {name: (ranks_of[s], start) for name, (s, start) in plan.offsets.items()}
-            self._segments = (self._placement, plan, self._placement.message(offsets))
-        return self._segments[2]
 
     def _free_bucket(self) -> None:
         self._packer = self._board = None

@@ -36,6 +36,8 @@ class Begun(NamedTuple):
     """Of each session."""
     failed: dict[str, str]
     """Why engines are not in the update, by name."""
+    mapped: list[list[bool]]
+    """For each session, which parameters the engines read in place: no rank gathers them."""
 
 
 class Transaction:
@@ -101,6 +103,7 @@ class Transaction:
             all(member.committed_before for member in self._active),
             [session.sender.layout for session in self.sessions],
             self.failed,
+            [session.plan.mapped for session in self.sessions],
         )
 
     def put(self, session: int, index: int, elements: torch.Tensor | None, start: int = 0) -> None:

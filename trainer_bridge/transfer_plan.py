@@ -71,7 +71,7 @@ class TransferPlan:
         """(index of the source, meta view of it) of each HF tensor."""
         announced: list[tuple[str, torch.Tensor]] = []
         for index, source in enumerate(sources):
-            dtype = source.held_as if mapped[index] else source.sent_as
+            dtype = source.dtype if mapped[index] else source.sent_as
             for name, view in source.announce(dtype):
                 assert view.is_contiguous(), f"{name} is not a contiguous part of its parameter"
                 self.views[name] = index, view

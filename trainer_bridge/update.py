@@ -20,7 +20,7 @@ from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
 from trainer_bridge.transaction import Transaction
-from trainer_bridge.weights import Stream, Weights, WholeModel
+from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -123,6 +123,7 @@ def update(
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
+        SHARD_BOOK.forget()
         weights.exhaust()
         raise
     weights.exhaust()
@@ -143,6 +144,7 @@ def _update(
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
     policy = _agreed(leader, partial(weights.check, ranks), run, version, in_flight)
+    weights.prepare(leader)
 
     def begin() -> Transaction:
         participants = participants_of(engines)
@@ -156,7 +158,7 @@ def _update(
         clock.lap("begin")
         if begun.committed_before:
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, begun.failed)
-        weights.send(leader, transaction, begun.layouts, clock)
+        weights.send(leader, transaction, begun, clock)
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
@@ -168,9 +170,9 @@ def _update(
         if transaction is not None:
             transaction.close(error)
         raise
-    tensors, nbytes, mapped_bytes = sent
+    tensors, nbytes, mapped = sent
     seconds = clock.seconds()
-    return UpdateResult(*policy, tensors, nbytes, mapped_bytes, seconds, gpu_seconds, failed)
+    return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, failed)
 
 
 def _agreed(

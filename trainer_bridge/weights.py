@@ -1,5 +1,6 @@
 """What a trainer updates from: a model whose tensors are all at hand, or a stream of them."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -17,10 +18,15 @@ from trainer_bridge.collective import Leader, check_ranks
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
+from trainer_bridge.placed_shards import ShardBook, Shards
 from trainer_bridge.sender import Sender
 from trainer_bridge.shared_filling import SharedFilling, agree
-from trainer_bridge.transaction import Transaction
+from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+SHARD_BOOK = ShardBook()
 
 
 class Weights(Protocol):
@@ -32,6 +38,9 @@ class Weights(Protocol):
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
 
+    def prepare(self, leader: Leader) -> None:
+        """Tell the leader what it must know to plan; every rank calls."""
+
     def plan(
         self,
         sender: Sender,
@@ -42,11 +51,7 @@ class Weights(Protocol):
         """What the leader sends, and how."""
 
     def send(
-        self,
-        leader: Leader,
-        transaction: Transaction | None,
-        layouts: list[dict[str, Any]],
-        clock: Clock,
+        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket."""
 
@@ -64,11 +69,20 @@ class WholeModel:
         # a fault waits for ``check``: the other ranks must hear of it
         named, self._fault = attempt(named_tensors, model_or_named_tensors)
         self.named = named or []
+        self._shards: Shards | None = None
 
     def check(self, ranks: tuple[int, ...]) -> None:
         if self._fault is not None:
             raise self._fault
         check_ranks(self.named, ranks)
+
+    def prepare(self, leader: Leader) -> None:
+        if not leader.is_alone and any(isinstance(tensor, DTensor) for _, tensor in self.named):
+            placed, error = attempt(SHARD_BOOK.place, self.named)
+            if error is not None:
+                logger.warning("weights are gathered, which is slower", exc_info=error)
+            of_ranks = leader.collect(placed)
+            self._shards = leader.attempt(SHARD_BOOK.assemble, of_ranks, self.named)
 
     def plan(
         self,
@@ -78,15 +92,12 @@ class WholeModel:
         device: torch.device | None,
     ) -> TransferPlan:
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
-        return sender.plan(named, self._family, device)
+        return sender.plan(named, self._family, device, shards=self._shards)
 
     def send(
-        self,
-        leader: Leader,
-        transaction: Transaction | None,
-        layouts: list[dict[str, Any]],
-        clock: Clock,
+        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
+        layouts = begun.layouts
         shared = agree(leader, transaction, self.named, self._family, layouts)
         if shared is not None:
             try:
@@ -104,8 +115,8 @@ class WholeModel:
         for index, (_, tensor) in enumerate(self.named):
             wholes: dict[torch.dtype, torch.Tensor] = {}
             for number, sources in enumerate(planned):
-                if plans is not None and plans[number].mapped[index]:
-                    continue  # and so not sharded: no other rank gathers it
+                if begun.mapped[number][index]:
+                    continue
                 source = sources[index]
                 if source.held_as not in wholes:
                     wholes[source.held_as] = source.read(tensor)
@@ -165,12 +176,11 @@ class Stream:
     ) -> TransferPlan:
         return sender.stream_plan(client, self._announcement, kv_scales, device)
 
+    def prepare(self, leader: Leader) -> None:
+        """Nothing has come yet."""
+
     def send(
-        self,
-        leader: Leader,
-        transaction: Transaction | None,
-        layouts: list[dict[str, Any]],
-        clock: Clock,
+        self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
         for name, tensor in self._tensors:
             if isinstance(tensor, DTensor):

@@ -19,7 +19,7 @@ from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.kv_cache import kv_stats
-from sgl_fp8rl.protocol.cuda_memory import gpu_uuid
+from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 RPC_METHOD = "fp8rl"
@@ -159,6 +159,7 @@ def _layout(asked: Asked) -> Reply:
         "dtype": str(weights.dtype).removeprefix("torch."),
         **sources(weights.table, group),
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
+        "visible_gpus": sorted(set.intersection(*gather(visible_gpus(), group))) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),
         **_status(asked),
     }

@@ -31,6 +31,16 @@ class ChunkSlice(NamedTuple):
     """Bytes from the start of the bucket; -1 where the slice lies in the trainer's memory."""
 
 
+class Piece(NamedTuple):
+    """Rows of one tensor where they lie together in a trainer's memory."""
+
+    segment: int
+    """Index of the allocation."""
+    offset: int
+    """Bytes from its start."""
+    rows: RowRange
+
+
 class Cutter:
     """Places tensors in chunks, one after the other.
 

@@ -42,6 +42,7 @@ __all__ = [
     "exportable",
     "gpu_uuid",
     "still_there",
+    "visible_gpus",
 ]
 
 # The driver carves smaller allocations out of blocks of this size and a handle shares the whole
@@ -269,6 +270,11 @@ def gpu_uuid(device: int) -> str:
     status = driver().cuDeviceGetUuid_v2(raw, ordinal(device))
     check(status, f"GPU {device} did not report its UUID", "check nvidia-smi")
     return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
+
+def visible_gpus() -> set[str]:
+    """The UUIDs of the GPUs whose memory this process can map."""
+    return {gpu_uuid(device) for device in range(torch.cuda.device_count())}
 
 
 def _handle(base: int, nbytes: int, device: int) -> Handle:

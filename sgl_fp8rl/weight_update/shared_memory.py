@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle, Mapping
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.values import excerpt
@@ -62,7 +62,7 @@ class Bucket:
 
     def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
         """The slice as a tensor of its rows."""
-        return _view(self.content, chunk_slice.offset, chunk_slice, spec)
+        return _view(self.content, chunk_slice.offset, chunk_slice.rows, spec)
 
     def close(self) -> None:
         """Unmap device memory; host memory goes with its last tensor."""
@@ -71,13 +71,14 @@ class Bucket:
 
 
 class Segments:
-    """Allocations of the trainer that hold parameters, and where each tensor lies in them."""
+    """Allocations of the trainer's ranks that hold parameters, and where the rows of each tensor
+    lie in them."""
 
     def __init__(
         self, name: str, handles: list[Handle], places: dict[str, Any], device: int
     ) -> None:
         self.name = name
-        self.places = {tensor: _spot(spot) for tensor, spot in places.items()}
+        self.places = {tensor: _pieces(tensor, pieces) for tensor, pieces in places.items()}
         self._mappings: list[Mapping] = []
         try:
             for handle in handles:
@@ -87,20 +88,33 @@ class Segments:
             raise
 
     def check(self, manifest: Manifest) -> None:
-        """Check that every tensor that the manifest calls mapped lies inside its segment.
+        """Check that every row of each tensor that the manifest calls mapped lies in a segment.
 
         Raises:
-            SharedMemoryError: one does not.
+            SharedMemoryError: some do not.
         """
         if self.places.keys() != manifest.mapped:
             raise SharedMemoryError("the mapped tensors are not those of the manifest")
-        for name, (segment, offset) in self.places.items():
+        for name, pieces in self.places.items():
             spec = manifest.tensors[name]
-            inside = 0 <= segment < len(self._mappings) and offset % spec.dtype.itemsize == 0
-            if not inside or not 0 <= offset <= self._mappings[segment].nbytes - spec.nbytes:
+            length = spec.shape[0] if spec.shape else 1
+            starts = [0, *(piece.rows[1] for piece in pieces)]
+            if [piece.rows[0] for piece in pieces] != starts[:-1] or starts[-1] != length:
+                raise SharedMemoryError(
+                    f"the pieces of {name} are not its {length} rows, each once and in order"
+                )
+            row_bytes = spec.nbytes // length
+            if not all(self._holds(piece, spec.dtype.itemsize, row_bytes) for piece in pieces):
                 raise SharedMemoryError(
                     f"{name} does not lie in the memory that was announced for it"
                 )
+
+    def _holds(self, piece: Piece, itemsize: int, row_bytes: int) -> bool:
+        segment, offset, (first, last) = piece
+        if not 0 <= segment < len(self._mappings) or offset % itemsize:
+            return False
+        size = (last - first) * row_bytes
+        return size > 0 and 0 <= offset <= self._mappings[segment].nbytes - size
 
     def bases(self) -> list[int]:
         """Device address of each segment."""
@@ -108,8 +122,13 @@ class Segments:
 
     def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
         """The slice as a tensor of its rows."""
-        segment, offset = self.places[chunk_slice.name]
-        return _view(self._mappings[segment].tensor, offset, chunk_slice, spec)
+        pieces = [
+            _view(self._mappings[segment].tensor, offset, rows, spec)
+            for segment, offset, rows in self.places[chunk_slice.name]
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([piece.to(pieces[0].device) for piece in pieces])
 
     def close(self) -> None:
         """Unmap all."""
@@ -240,19 +259,21 @@ def _field(message: dict[str, Any], name: str, kind: type[Any]) -> Any:
     return value
 
 
-def _spot(spot: Any) -> tuple[int, int]:
-    if not isinstance(spot, list) or [type(number) for number in spot] != [int, int]:
+def _pieces(name: str, pieces: Any) -> list[Piece]:
+    numbers = [int] * 4
+    if not isinstance(pieces, list) or not all(
+        isinstance(piece, list) and [type(number) for number in piece] == numbers
+        for piece in pieces
+    ):
         raise SharedMemoryError(
-            f"a mapped tensor lies at {excerpt(spot)}; give the index of its allocation and an "
-            f"offset in bytes"
+            f"{excerpt(name)} lies at {excerpt(pieces)}; give for each piece the index of its "
+            f"allocation, an offset in bytes, its first row and the one behind its last"
         )
-    return spot[0], spot[1]
+    return [Piece(segment, offset, (first, last)) for segment, offset, first, last in pieces]
 
 
-def _view(
-    content: torch.Tensor, start: int, chunk_slice: ChunkSlice, spec: TensorSpec
-) -> torch.Tensor:
-    first, last = chunk_slice.rows
+def _view(content: torch.Tensor, start: int, rows: RowRange, spec: TensorSpec) -> torch.Tensor:
+    first, last = rows
     shape = (last - first, *spec.shape[1:]) if spec.shape else ()
     stop = start + torch.Size(shape).numel() * spec.dtype.itemsize
     return content[start:stop].view(spec.dtype).view(shape)

@@ -9,10 +9,11 @@ import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
-from sgl_fp8rl.protocol.chunks import ChunkSlice
+from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
 from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
@@ -20,8 +21,8 @@ from sgl_fp8rl.weight_update.shared_memory import Segments, SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import clip_route
 from sgl_fp8rl.weight_update.weight_writer import WeightWriter
 
-Locate = Callable[[ChunkSlice], tuple[int, int]]
-"""(segment, byte offset) of a slice."""
+Locate = Callable[[ChunkSlice], list[Piece]]
+"""Where the rows of a slice lie."""
 
 
 class TritonWriter(WeightWriter):
@@ -43,7 +44,7 @@ class TritonWriter(WeightWriter):
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
-        self._mapped_places: dict[str, tuple[int, int]] | None = None
+        self._mapped_places: dict[str, list[Piece]] | None = None
 
     def begin(self) -> None:
         super().begin()
@@ -103,39 +104,42 @@ class TritonWriter(WeightWriter):
             self._mapped_places = segments.places
 
     def _compile_in_bucket(self, index: int) -> list[Launch]:
-        return self._compile(index, lambda p: (0, p.offset))
+        return self._compile(index, lambda p: [Piece(0, p.offset, p.rows)])
 
     def _compile(self, index: int, locate: Locate) -> list[Launch]:
         descriptors = (
             descriptor
             for chunk_slice in self.chunks[index]
-            for descriptor in self._descriptors(chunk_slice, *locate(chunk_slice))
+            if not self.is_deferred(chunk_slice.name)
+            for piece in locate(chunk_slice)
+            for descriptor in self._descriptors(chunk_slice.name, *piece)
         )
         return compile_descriptors(descriptors, self._device, self.dtype)
 
     def _descriptors(
-        self, chunk_slice: ChunkSlice, segment: int, offset: int
+        self, name: str, segment: int, offset: int, rows: RowRange
     ) -> Iterator[CopyDescriptor]:
-        if self.is_deferred(chunk_slice.name):
-            return
-        spec = self.manifest.tensors[chunk_slice.name]
-        first, last = chunk_slice.rows
+        spec = self.manifest.tensors[name]
+        first, last = rows
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         source = Placed(offset, spec.dtype, strides_of(shape))
-        for route in self.table.routes_for(chunk_slice.name, self.manifest):
-            clipped = clip_route(route, chunk_slice.rows)
+        for route in self.table.routes_for(name, self.manifest):
+            clipped = clip_route(route, rows)
             if clipped is not None:
                 src, dst = clipped
+                scales = self._scales(route, spec.dtype, dst)
+                if scales is not None:
+                    _check_cut(self.table.format_of(route), name, spec, src, first)
                 parameter = self.table.parameters[route.parameter]
                 yield from describe_copy(
                     source,
                     src,
                     _placed(parameter),
                     dst,
-                    self._scales(route, spec.dtype, dst),
+                    scales,
                     segment=segment,
-                    positive=self.manifest.is_companion(chunk_slice.name),
-                    tag=self._tags[chunk_slice.name],
+                    positive=self.manifest.is_companion(name),
+                    tag=self._tags[name],
                 )
 
     def _scales(self, route: Route, sent: torch.dtype, dst: Region) -> Scales | None:
@@ -146,6 +150,19 @@ class TritonWriter(WeightWriter):
         (suffix,) = format_.suffixes
         scales = self.table.parameters[route.parameter + suffix]
         return Scales(_placed(scales), format_.companion_region(suffix, dst))
+
+
+def _check_cut(format_: WeightFormat, name: str, spec: TensorSpec, src: Region, row: int) -> None:
+    """Check that a box whose first row is ``row`` of the tensor can be quantized by itself.
+
+    Raises:
+        ValueError: it cuts a block.
+    """
+    (start, stop), *rest = src
+    try:
+        format_.check_cut(((start + row, stop + row), *rest), spec.shape)
+    except ValueError as error:
+        raise ValueError(f"a piece of {name} {error}; cut it where blocks end") from error
 
 
 def _placed(parameter: torch.Tensor) -> Placed:

@@ -405,7 +405,7 @@ def bucket_on_a_gpu(trainer: ByHand) -> None:
 
 
 def segments_on_a_gpu(trainer: ByHand) -> None:
-    places = {name: [0, 0] for name in trainer.manifest.tensors}
+    places = {n: [[0, 0, 0, s.shape[0]]] for n, s in trainer.manifest.tensors.items()}
     trainer.ranks.ask({"op": "segments", "name": "gpu", "handles": [HANDLE], "places": places})
 
 

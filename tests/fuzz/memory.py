@@ -29,7 +29,7 @@ SHAPES: toy.Shapes = {"a": (HALF // 2,), "b": (HALF // 2,)}
 HANDLE = {"ipc": "0a" * 64, "nbytes": 4096, "gpu": "GPU-00000000-1111-2222-3333-444444444444"}
 BUCKET = {"op": "bucket", "name": "bucket", "bytes": 2 * HALF}
 SEGMENTS = {"op": "segments", "name": "segments", "handles": [HANDLE, {**HANDLE, "nbytes": HALF}]}
-SEGMENTS["places"] = {"a": [0, 64], "b": [1, 0]}
+SEGMENTS["places"] = {"a": [[0, 64, 0, 100], [0, 512, 100, HALF // 2]], "b": [[1, 0, 0, HALF // 2]]}
 CHUNKS = [{"op": "chunk", "index": 0}, {"op": "chunk", "index": 1}]
 STREAM = [
     {"op": "chunk", "index": 0, "order": ["b", "a"]},
@@ -79,9 +79,13 @@ def decode_segments(manifest: Manifest, data: bytes) -> None:
     shared.open_segments(parse(data))
     segments = shared.mapped()
     segments.check(manifest)
-    for name, (segment, offset) in segments.places.items():
+    for name, pieces in segments.places.items():
         spec = manifest.tensors[name]
-        assert offset >= 0 and offset + spec.nbytes <= segments._mappings[segment].nbytes
+        row = spec.nbytes // spec.shape[0]
+        assert sum(last - first for _, _, (first, last) in pieces) == spec.shape[0]
+        for segment, offset, (first, last) in pieces:
+            size = segments._mappings[segment].nbytes
+            assert 0 <= offset < offset + (last - first) * row <= size
 
 
 def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: bytes) -> None:

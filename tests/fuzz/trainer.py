@@ -40,6 +40,7 @@ LAYOUT: dict[str, Any] = {
     "fp32": ["n"],
     "formats": {"fp8": ["w"]},
     "gpus": [],
+    "visible_gpus": [],
     "place": here(),
     "kv_cache": {"dtype": "fp8_e4m3", "scheme": "trainer", "layers": 2, "kv_heads": 1},
     "routed_experts": None,

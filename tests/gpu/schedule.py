@@ -42,7 +42,7 @@ ALONE = (
     ("kv_cache",),
     ("updates",),
 )
-ON_ALL_GPUS = (("two_ranks",), ("two_ranks_oracle",))
+ON_ALL_GPUS = (("two_ranks",), ("two_ranks_oracle",), ("shards",))
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from trainer_bridge.transport import cuda_ipc
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place, segments_message
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -103,38 +104,37 @@ def test_it_holds_what_has_not_moved(driver: Driver) -> None:
     assert not placement.holds(tensors)
 
 
-def test_what_ranks_are_told(driver: Driver) -> None:
-    placement = placed(at(ALLOCATION + 64, 2 * ALLOCATION))
-    told = placement.message({"a": (0, 0), "a2": (0, 32), "b": (1, 16)})
+HANDLE = Handle("ab" * 64, 4096, GPU)
+
+
+def test_what_ranks_are_told() -> None:
+    pieces = {"a": [Piece(0, 64, (0, 8))], "b": [Piece(0, 96, (0, 2)), Piece(1, 16, (2, 5))]}
+    told = segments_message(["s"], [HANDLE, HANDLE], pieces)
     assert told["op"] == "segments"
-    assert told["handles"] == [handle.to_json() for handle in placement.handles]
-    assert told["places"] == {"a": [0, 64], "a2": [0, 96], "b": [1, 16]}
+    assert told["handles"] == [HANDLE.to_json()] * 2
+    assert told["places"] == {"a": [[0, 64, 0, 8]], "b": [[0, 96, 0, 2], [1, 16, 2, 5]]}
 
 
-def test_its_name_changes_with_what_is_told(driver: Driver) -> None:
-    """Else a rank that knows the name would read elsewhere."""
-    places = {"a": (0, 0)}
-    placement = replace(placed(at(ALLOCATION)), seed="s")
-    first = placement.message(places)["name"]
-    assert placement.message(places)["name"] == first
-    assert replace(placed(at(ALLOCATION)), seed="s").message(places)["name"] == first
+def test_its_name_changes_with_what_is_told() -> None:
+    """Else a rank that knows the name would read elsewhere. Two processes may be given the same
+    handle, and their seeds differ."""
+    here, there = [Piece(0, 0, (0, 8))], [Piece(0, 4, (0, 8))]
+    name = segments_message(["s"], [HANDLE], {"a": here})["name"]
+    assert segments_message(["s"], [HANDLE], {"a": here})["name"] == name
     names = {
-        first,
-        placement.message({"a": (0, 4)})["name"],
-        placement.message({"b": (0, 0)})["name"],
-        replace(placed(at(2 * ALLOCATION)), seed="s").message(places)["name"],
+        name,
+        segments_message(["s"], [HANDLE], {"a": there})["name"],
+        segments_message(["s"], [HANDLE], {"b": here})["name"],
+        segments_message(["s"], [HANDLE], {"a": [*here, *here]})["name"],
+        segments_message(["s"], [replace(HANDLE, ipc="cd" * 64)], {"a": here})["name"],
+        segments_message(["t"], [HANDLE], {"a": here})["name"],
+        segments_message(["s", "t"], [HANDLE], {"a": here})["name"],
     }
-    driver.made[ALLOCATION] = 1
-    names.add(replace(placed(at(ALLOCATION)), seed="s").message(places)["name"])
-    assert len(names) == 5
+    assert len(names) == 7
 
 
-def test_what_two_processes_place_has_two_names(driver: Driver) -> None:
-    """Both may be given the same handle, and a rank that knows the name maps nothing anew."""
-    told = [placed(at(ALLOCATION)).message({"a": (0, 0)}) for _ in range(2)]
-    assert told[0]["handles"] == told[1]["handles"]
-    assert told[0]["places"] == told[1]["places"]
-    assert told[0]["name"] != told[1]["name"]
+def test_two_placements_have_two_seeds(driver: Driver) -> None:
+    assert placed(at(ALLOCATION)).seed != placed(at(ALLOCATION)).seed
 
 
 def test_buckets_of_one_handle_have_two_names(monkeypatch: pytest.MonkeyPatch) -> None:

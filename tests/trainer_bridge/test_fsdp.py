@@ -174,6 +174,7 @@ class Broken:
                 "fp32": [],
                 "formats": {},
                 "gpus": [],
+                "visible_gpus": [],
                 "place": here(),
             }
         raise self.fault

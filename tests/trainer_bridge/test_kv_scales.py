@@ -36,6 +36,7 @@ class Engine:
             "fp32": [],
             "formats": {},
             "gpus": [],
+            "visible_gpus": [],
             "place": here(),
             **layout,
         }

@@ -17,6 +17,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
+from trainer_bridge import in_place
 from trainer_bridge import layout as layout_module
 from trainer_bridge import sender as sender_module
 from trainer_bridge.fsdp import Named, sources
@@ -43,6 +44,7 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "fp32": [],
         "formats": {},
         "gpus": list(gpus),
+        "visible_gpus": list(gpus),
         "place": here(),
         "through_host": False,
         **more,
@@ -177,7 +179,7 @@ class FakePlacement:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
-    monkeypatch.setattr(sender_module, "place", gpu.place)
+    monkeypatch.setattr(in_place, "place", gpu.place)
     monkeypatch.setattr(sender_module, "can_be_mapped", gpu.can_be_mapped)
     return gpu
 
@@ -490,12 +492,13 @@ def segments(rank: Rank) -> list[dict[str, Any]]:
 
 def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._placement = IN_PLACE
+    sender._in_place._placement = IN_PLACE
     named = weights(a=(8,), b=(2, 2), c=(3,))
     plan = TransferPlan(sources(named, None, BF16), [True, False, True], BUCKET_BYTES // 2)
     share(sender, rank, plan)
     (told,) = segments(rank)
-    assert told["places"] == {"a": [0, 16], "c": [0, 64]}  # b lies in the bucket
+    # b lies in the bucket
+    assert told["places"] == {"a": [[0, 16, 0, 8]], "c": [[0, 64, 0, 3]]}
     assert told["handles"] == [IN_PLACE.handles[0].to_json()]
     share(sender, rank, plan, known=(told["name"],))
     assert len(segments(rank)) == 1
@@ -506,7 +509,7 @@ def test_where_mapped_tensors_lie_is_told_once(rank: Rank) -> None:
 
 def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._placement = IN_PLACE
+    sender._in_place._placement = IN_PLACE
     names = []
     for flags in ([True, True], [True, False]):
         named = weights(a=(8,), b=(8,))
@@ -521,7 +524,7 @@ def test_other_tensors_in_the_same_memory_are_told_under_another_name(rank: Rank
 
 def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     sender = Sender(layout())
-    sender._placement = IN_PLACE
+    sender._in_place._placement = IN_PLACE
     named = weights(a=(8,), b=(8,))
     buckets = []
     for flags in ([True, True], [True, False], [True, True]):

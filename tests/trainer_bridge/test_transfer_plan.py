@@ -211,7 +211,7 @@ def test_neighbours_of_two_parameters_are_copied_apart() -> None:
 def test_tensors_in_another_order_than_in_their_parameter_are_copied_apart() -> None:
     named = [("w", values((4, 32)).to(BF16))]
     cuts = (("late", lambda whole: whole[2:]), ("early", lambda whole: whole[:2]))
-    plan = TransferPlan([Source(torch.Size((4, 32)), BF16, BF16, cuts)], [False], 4096)
+    plan = TransferPlan([Source(torch.Size((4, 32)), BF16, BF16, BF16, cuts)], [False], 4096)
     assert runs_of(plan) == [[(0, 64, 64, 0), (0, 0, 64, 128)]]
     check(plan, named)
 

@@ -298,6 +298,7 @@ class Sockets:
                 "fp32": [],
                 "formats": {},
                 "gpus": [],
+                "visible_gpus": [],
                 "place": here(),
             }
             return {**layout, "bucket_bytes": 512}

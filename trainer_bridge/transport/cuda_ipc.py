@@ -7,11 +7,13 @@ import hashlib
 import json
 import secrets
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.cuda_memory import (
     CudaMemoryError,
     DeviceMemory,
@@ -77,19 +79,23 @@ class Placement:
             self.bases, self.handles, tensors[0].device.index
         )
 
-    def message(self, offsets: dict[str, tuple[int, int]]) -> dict[str, Any]:
-        """What ranks need to read in place.
 
-        Args:
-            offsets: (index of the parameter, bytes from its start) of each HF tensor.
-        """
-        places = {
-            name: [self.spots[index][0], self.spots[index][1] + start]
-            for name, (index, start) in offsets.items()
-        }
-        handles = [handle.to_json() for handle in self.handles]
-        digest = hashlib.sha256(json.dumps([self.seed, handles, places]).encode()).hexdigest()
-        return {"op": "segments", "name": digest, "handles": handles, "places": places}
+def segments_message(
+    seeds: Sequence[str], handles: Sequence[Handle], places: Mapping[str, Sequence[Piece]]
+) -> dict[str, Any]:
+    """What ranks need to read in place.
+
+    Args:
+        seeds: of the placements that the handles come from.
+        places: the pieces of each HF tensor, whose segments are indices of ``handles``.
+    """
+    opened = [handle.to_json() for handle in handles]
+    told = {
+        name: [[piece.segment, piece.offset, *piece.rows] for piece in pieces]
+        for name, pieces in places.items()
+    }
+    digest = hashlib.sha256(json.dumps([*seeds, opened, told]).encode()).hexdigest()
+    return {"op": "segments", "name": digest, "handles": opened, "places": told}
 
 
 def place(tensors: list[torch.Tensor]) -> Placement | None:

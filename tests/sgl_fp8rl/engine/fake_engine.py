@@ -84,6 +84,7 @@ class FakeEngine:
                 "version": self.ranks[0].policy.version,
                 "state": self.ranks[0].state.value,
                 "gpus": [],
+                "visible_gpus": [],
                 "place": self.place,
                 **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
             }

@@ -220,39 +220,57 @@ def segments(places: Any) -> Segments:
     return Segments("s", [handle_of(512), handle_of(64)], places, 0)
 
 
+def at(segment: int, offset: int, first: int, last: int) -> list[int]:
+    """One piece, as it travels."""
+    return [segment, offset, first, last]
+
+
+W, N = [at(0, 0, 0, 8)], [at(1, 0, 0, 16)]
+"""Each whole, at the start of a segment."""
+
+
 @pytest.mark.parametrize(
     "places",
     [
-        {"w": [0, 0], "n": [1, 0]},
-        {"w": [0, 256], "n": [1, 0]},  # up to the last byte
-        {"w": [0, 2], "n": [0, 260]},  # aligned to their own elements
-        {"w": [0, 0], "n": [0, 0]},  # tied tensors
+        {"w": W, "n": N},
+        {"w": [at(0, 256, 0, 8)], "n": N},  # up to the last byte
+        {"w": [at(0, 2, 0, 8)], "n": [at(0, 260, 0, 16)]},  # aligned to their own elements
+        {"w": W, "n": [at(0, 0, 0, 16)]},  # tied tensors
+        {"w": [at(0, 320, 0, 6), at(1, 0, 6, 8)], "n": [at(0, 0, 0, 1), at(0, 100, 1, 16)]},
     ],
 )
 def test_tensors_may_lie_anywhere_inside(places: Any, mappings: list[FakeMapping]) -> None:
     shared = segments(places)
     shared.check(SPECS)
     assert shared.bases() == [mapping.address for mapping in mappings]
-    for name, (segment, offset) in places.items():
+    for name, pieces in places.items():
         spec = SPECS.tensors[name]
         found = shared.tensor(ChunkSlice(name, (0, spec.shape[0]), -1), spec)
         assert found.shape == spec.shape
-        assert found.data_ptr() == mappings[segment].address + offset
+        row = spec.nbytes // spec.shape[0]
+        wanted = [
+            mappings[segment].tensor[offset : offset + (last - first) * row]
+            for segment, offset, first, last in pieces
+        ]
+        assert torch.equal(found.contiguous().view(torch.uint8).view(-1), torch.cat(wanted))
+        if len(pieces) == 1:  # not copied
+            assert found.data_ptr() == mappings[pieces[0][0]].address + pieces[0][1]
 
 
 @pytest.mark.usefixtures("mappings")
 @pytest.mark.parametrize(
     ("places", "name"),
     [
-        ({"w": [0, 258], "n": [1, 0]}, "w"),
-        ({"w": [0, 0], "n": [1, 4]}, "n"),
-        ({"w": [1, 0], "n": [1, 0]}, "w"),  # larger than its segment
-        ({"w": [0, -2], "n": [1, 0]}, "w"),
-        ({"w": [0, 1], "n": [1, 0]}, "w"),
-        ({"w": [0, 0], "n": [0, 258]}, "n"),
-        ({"w": [0, 0], "n": [2, 0]}, "n"),
-        ({"w": [0, 0], "n": [-1, 0]}, "n"),
-        ({"w": [0, 1 << 70], "n": [1, 0]}, "w"),
+        ({"w": [at(0, 258, 0, 8)], "n": N}, "w"),
+        ({"w": W, "n": [at(1, 4, 0, 16)]}, "n"),
+        ({"w": [at(1, 0, 0, 8)], "n": N}, "w"),  # larger than its segment
+        ({"w": [at(0, -2, 0, 8)], "n": N}, "w"),
+        ({"w": [at(0, 1, 0, 8)], "n": N}, "w"),
+        ({"w": W, "n": [at(0, 258, 0, 16)]}, "n"),
+        ({"w": W, "n": [at(2, 0, 0, 16)]}, "n"),
+        ({"w": W, "n": [at(-1, 0, 0, 16)]}, "n"),
+        ({"w": [at(0, 1 << 70, 0, 8)], "n": N}, "w"),
+        ({"w": [at(0, 0, 0, 4), at(0, 400, 4, 8)], "n": N}, "w"),  # the second is too long
     ],
 )
 def test_tensors_outside_of_their_segment_are_refused(places: Any, name: str) -> None:
@@ -261,7 +279,26 @@ def test_tensors_outside_of_their_segment_are_refused(places: Any, name: str) ->
 
 
 @pytest.mark.usefixtures("mappings")
-@pytest.mark.parametrize("places", [{}, {"w": [0, 0]}, {"w": [0, 0], "n": [1, 0], "x": [0, 0]}])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [at(0, 0, 0, 7)],
+        [at(0, 0, 0, 9)],
+        [at(0, 0, 1, 8)],
+        [at(0, 0, 0, 4), at(0, 0, 5, 8)],
+        [at(0, 0, 0, 4), at(0, 0, 3, 8)],
+        [at(0, 0, 4, 8), at(0, 0, 0, 4)],
+        [at(0, 0, 0, 8), at(0, 0, 8, 4), at(0, 0, 4, 8)],
+    ],
+)
+def test_pieces_are_every_row_once(pieces: Any) -> None:
+    with pytest.raises(SharedMemoryError, match=r"w (are not its 8 rows|does not lie)"):
+        segments({"w": pieces, "n": N}).check(SPECS)
+
+
+@pytest.mark.usefixtures("mappings")
+@pytest.mark.parametrize("places", [{}, {"w": W}, {"w": W, "n": N, "x": W}])
 def test_places_are_those_of_the_manifest(places: Any) -> None:
     with pytest.raises(SharedMemoryError, match="not those of the manifest"):
         segments(places).check(SPECS)
@@ -269,12 +306,18 @@ def test_places_are_those_of_the_manifest(places: Any) -> None:
 
 @pytest.mark.parametrize(
     "places",
-    [None, [], "w", *({"w": spot} for spot in (1, [0], [0] * 3, [0, None], [0, math.inf], "00"))],
+    [
+        None,
+        [],
+        "w",
+        *({"w": pieces} for pieces in (1, [0], [0] * 4, "0000", [[0] * 3], [[0] * 5])),
+        *({"w": [[0, bad, 0, 8]]} for bad in (None, math.inf, True, "0")),
+    ],
 )
 def test_malformed_places_open_nothing(places: Any, mappings: list[FakeMapping]) -> None:
     shared = SharedMemory(GPU)
     message = {"name": "s", "handles": [handle_of(512).to_json()], "places": places}
-    with pytest.raises(SharedMemoryError, match=r"as its places|a mapped tensor lies at"):
+    with pytest.raises(SharedMemoryError, match=r"as its places|give for each piece"):
         shared.open_segments(message)
     assert mappings == []
 
@@ -293,7 +336,7 @@ def test_segments_are_asked_for_before_they_are_read(mappings: list[FakeMapping]
     shared = SharedMemory(GPU)
     with pytest.raises(SharedMemoryError, match="segments; open them first"):
         shared.mapped()
-    message = {"handles": [handle_of(512).to_json()], "places": {"w": [0, 0], "n": [0, 256]}}
+    message = {"handles": [handle_of(512).to_json()], "places": {"w": W, "n": [at(0, 256, 0, 16)]}}
     shared.open_segments({"name": "s", **message})
     assert shared.mapped() is shared.segments
     with pytest.raises(SharedMemoryError, match="not those of the manifest"):

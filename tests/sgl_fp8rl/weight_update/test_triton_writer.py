@@ -22,6 +22,7 @@ from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
+from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -547,25 +548,33 @@ class FakeMapping:
         pass
 
 
-def in_place(gpu: Interpreter, tensors: toy.Tensors, gap: int, copies: int = 2) -> Segments:
-    """The tensors laid out in two allocations, with gaps."""
-    contents = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8) for _ in range(copies)]
+def in_place(gpu: Interpreter, tensors: toy.Tensors, gap: int, rows: int = 1 << 20) -> Segments:
+    """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
+    contents = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     segments = Segments("s", [], {}, 0)
-    ends = [gap] * copies
-    for number, (name, tensor) in enumerate(tensors.items()):
-        segment = number % copies
-        raw = tensor.flatten().view(torch.uint8)
-        segments.places[name] = segment, ends[segment]
-        contents[segment][ends[segment] :][: raw.numel()] = raw
-        ends[segment] += raw.numel() + gap
+    ends, segment = [gap] * 2, 0
+    for name, tensor in tensors.items():
+        pieces = segments.places[name] = list[Piece]()
+        first = 0
+        for part in tensor.split(rows):
+            segment = 1 - segment
+            raw = part.flatten().view(torch.uint8)
+            pieces.append(Piece(segment, ends[segment], (first, first + len(part))))
+            contents[segment][ends[segment] :][: raw.numel()] = raw
+            ends[segment] += raw.numel() + gap
+            first += len(part)
     segments._mappings = [FakeMapping(content) for content in contents]  # type: ignore[misc]
     gpu.shared = [span_of(content) for content in contents]
     return segments
 
 
+@pytest.mark.parametrize("rows", [1 << 20, 128])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_is_mapped_is_read_where_it_lies(gpu: Interpreter, tp: int, fp8: bool) -> None:
+def test_what_is_mapped_is_read_where_it_lies(
+    gpu: Interpreter, tp: int, fp8: bool, rows: int
+) -> None:
+    """Also the shards of several ranks."""
     for rank in range(tp):
         weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
         compiled = []
@@ -577,7 +586,7 @@ def test_what_is_mapped_is_read_where_it_lies(gpu: Interpreter, tp: int, fp8: bo
             if version == 0:
                 weights.accept(manifest)
             weights.memory.bucket = Bucket("toy", torch.zeros(1 << 19, dtype=torch.uint8))
-            segments = in_place(gpu, mapped, gap)
+            segments = in_place(gpu, mapped, gap, rows)
             if stays:  # the same memory with other values, as after an optimizer's step
                 old = weights.memory.mapped()
                 for mine, other in zip(old._mappings, segments._mappings, strict=True):
@@ -612,16 +621,31 @@ def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
     assert weights.memory.bucket is None  # not needed, so the trainer may free it
     segments = weights.memory.segments = in_place(gpu, tensors, 0)
-    good = segments.places["norm.weight"]
-    segments.places["norm.weight"] = good[0], (1 << 20) - 2 * toy.HIDDEN + 2
+    (good,) = segments.places["norm.weight"]
+    segments.places["norm.weight"] = [good._replace(offset=(1 << 20) - 2 * toy.HIDDEN + 2)]
     for _ in range(2):
         with pytest.raises(SharedMemoryError, match=r"norm\.weight does not lie in the memory"):
             session.write(0)
     assert toy.same(before, toy.contents(weights.model))
-    segments.places["norm.weight"] = good
+    segments.places["norm.weight"] = [good]
     session.write(0)
     session.finish()
     assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+@pytest.mark.parametrize(("rows", "name"), [(64, "attn.q.weight"), (200, "attn.q.weight")])
+def test_a_piece_that_cuts_a_block_is_refused(gpu: Interpreter, rows: int, name: str) -> None:
+    """Both halves would be quantized with scales of their own."""
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    before = toy.contents(weights.model)
+    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    weights.memory.segments = in_place(gpu, tensors, 0, rows)
+    with pytest.raises(ValueError, match=f"a piece of {name} cuts a 128x128 block"):
+        session.write(0)
+    assert not session.dirty and toy.same(before, toy.contents(weights.model))
 
 
 # -- what is found at the end

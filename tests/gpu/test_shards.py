@@ -1,0 +1,124 @@
+"""Two trainer ranks, each on a GPU of its own where there are two, whose shards an engine of two
+ranks reads where they lie."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import trainer_bridge
+from tests.engine.harness import Server
+from tests.gpu.engines import TP, TP_FLAGS, digests_of, sha256, start_server, version_of
+from tests.gpu.policies import (
+    DENSE,
+    MOE,
+    Shape,
+    draw,
+    reference_digests,
+    shared_folder,
+    write_checkpoint,
+)
+from tests.gpu.trainers import answer, trainer_process
+
+pytestmark = pytest.mark.gpu
+
+WORLD = 2
+COLLECTIVES = timedelta(seconds=300)
+
+
+def hold_shards(
+    connection: Connection, rank: int, store: str, address: str, shape: Shape, fp32: bool
+) -> None:
+    """One rank: (policy, version, whether its shards move before) -> bytes that were read in place,
+    and the seconds of each stage."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
+    dist.init_process_group("cpu:gloo,cuda:gloo", timeout=COLLECTIVES, **options)
+    mesh = init_device_mesh("cuda", (WORLD,))
+    shards: dict[str, DTensor] = {}
+    while True:
+        policy, version, moves = connection.recv()
+        old = shards if moves else {}
+        for name, tensor in draw(shape, policy).items():
+            mine = tensor.float() if fp32 else tensor
+            mine = mine.chunk(WORLD)[rank] if len(mine) >= WORLD else mine[rank:]
+            if name in shards and not moves:
+                shards[name].to_local().copy_(mine)
+                continue
+            shards[name] = DTensor.from_local(
+                mine.clone(), mesh, (Shard(0),), shape=tensor.shape, stride=tensor.stride()
+            )
+        del old
+        engine = address if rank == 0 else None
+        result = trainer_bridge.update(dict(shards), engine, version=version)
+        connection.send((result.mapped_bytes, result.seconds))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A server after updates from two ranks."""
+
+    held: list[list[dict[str, str]]]
+    wanted: list[list[dict[str, str]]]
+    mapped: list[int]
+
+
+CASES = [
+    pytest.param((DENSE, 1, False), id=f"{DENSE.name}-tp2"),
+    pytest.param((DENSE, 1, True), id=f"{DENSE.name}-tp2-fp32"),
+    pytest.param((MOE, TP, False), id=f"{MOE.name}-ep2"),
+]
+MOVES = False, False, False, True, False
+"""Whether shards lie elsewhere than at the update before; the first one is always new."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    shape, ep_size, fp32 = request.param
+    folder = tmp_path_factory.mktemp("shards")
+    flags: dict[str, Any] = {**TP_FLAGS, "tp_size": TP, "ep_size": ep_size}
+    with shared_folder() as shared:
+        checkpoint = write_checkpoint(shape, draw(shape, 0), shared / "0")
+        with start_server(folder / "server.log", checkpoint, **flags) as server:
+            yield _update(shape, ep_size, fp32, server, folder)
+
+
+def _update(shape: Shape, ep_size: int, fp32: bool, server: Server, folder: Path) -> Run:
+    held, mapped = [], []
+    with ExitStack() as stack:
+        start = partial(trainer_process, hold_shards)
+        arguments = str(folder / "store"), server.address, shape, fp32
+        peers = [stack.enter_context(start(rank, *arguments))[1] for rank in range(WORLD)]
+        for policy, moves in enumerate(MOVES, 1):
+            version = version_of(server) + 1
+            for peer in peers:
+                peer.send((policy, version, moves))
+            found = [answer(peer)[0] for peer in peers]
+            assert found[0] == found[1]
+            mapped.append(found[0])
+            held.append([sha256(rank) for rank in digests_of(server)])
+    wanted = [
+        [reference_digests(draw(shape, policy), rank, TP, ep_size) for rank in range(TP)]
+        for policy in range(1, len(MOVES) + 1)
+    ]
+    return Run(held, wanted, mapped)
+
+
+@pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")
+def test_every_byte_of_both_ranks_is_the_reference(run: Run) -> None:
+    for number, (held, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
+        assert held == wanted, f"after update {number}"
+
+
+def test_what_stays_is_read_in_place(run: Run) -> None:
+    assert [each > 0 for each in run.mapped] == [False, True, True, False, True]

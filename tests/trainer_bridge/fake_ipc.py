@@ -1,0 +1,132 @@
+"""Memory of other processes in the place of GPU memory: each allocation is a file in memory.
+
+A handle carries the process and the descriptor, by which another process of this user maps it.
+"""
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops import weight_quant_triton
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.weight_update import engine_weights, shared_memory, triton_writer
+from sgl_fp8rl.weight_update.triton_writer import TritonWriter
+from tests.sgl_fp8rl.weight_update.test_triton_writer import (
+    FakeDeviceMemory,
+    FakeEvent,
+    Interpreter,
+    OnDevice,
+    span_of,
+)
+from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
+from trainer_bridge import placed_shards, sender, transaction
+from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.transport.cuda_ipc import DeviceBucket
+
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+_IDS = struct.Struct("=QQ48x")
+
+
+class Memories:
+    """The allocations of this process."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, HostMemory] = {}
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory = HostMemory(nbytes)
+        self.made[memory.content.data_ptr()] = memory
+        return memory.content
+
+    def base_of(self, address: int) -> tuple[int, int]:
+        for base, memory in self.made.items():
+            if base <= address < base + memory.content.numel():
+                return base, memory.content.numel()
+        raise AssertionError(f"{address:#x} was not allocated here")
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return tensor.is_contiguous() and any(
+            base <= address < base + memory.content.numel() for base, memory in self.made.items()
+        )
+
+    def export(self, base: int) -> Handle:
+        memory = self.made[base]
+        ipc = _IDS.pack(os.getpid(), memory.fd).hex()
+        return Handle(ipc, memory.content.numel(), GPU)
+
+    def still_there(self, bases: Iterable[int], handles: Iterable[Handle], device: int) -> bool:
+        return all(
+            base in self.made and self.export(base) == handle
+            for base, handle in zip(bases, handles, strict=True)
+        )
+
+
+class MappedFile:
+    """``cuda_memory.Mapping`` of such a handle."""
+
+    opened: list["MappedFile"] = []  # noqa: RUF012  (of this process)
+
+    def __init__(self, handle: Handle, device: int) -> None:
+        pid, fd = _IDS.unpack(bytes.fromhex(handle.ipc))
+        with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
+            content = torch.frombuffer(mmap.mmap(file.fileno(), handle.nbytes), dtype=torch.uint8)
+        self.tensor = content.as_subclass(OnDevice)
+        self.nbytes, self.address = handle.nbytes, content.data_ptr()
+        self.opened.append(self)
+
+    def close(self) -> None:
+        self.opened.remove(self)
+
+
+def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
+    """Have trainer and engine of this process take such memory for their GPUs'."""
+    memories, interpreter = Memories(), Interpreter()
+
+    class FileBucket(DeviceBucket):
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            self.content = memories.allocate(nbytes)
+            self.name = secrets.token_hex(16)
+            self._handle = memories.export(self.content.data_ptr())
+
+        def close(self) -> None:  # type: ignore[override]
+            del memories.made[self.content.data_ptr()]
+
+    class Reading(Interpreter):
+        """May read what is mapped at the moment."""
+
+        @property
+        def readable(self) -> list[tuple[int, int]]:
+            return [span_of(mapping.tensor) for mapping in MappedFile.opened]
+
+    interpreter = Reading()
+    for name in ("base_of", "export", "still_there"):
+        patch.setattr(cuda_ipc, name, getattr(memories, name))
+    patch.setattr(cuda_ipc, "exportable", lambda base: base in memories.made)
+    patch.setattr(placed_shards, "can_be_mapped", memories.holds)
+    patch.setattr(sender, "can_be_mapped", lambda tensor: False)
+    patch.setattr(sender, "DeviceBucket", FileBucket)
+    patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
+    patch.setattr(torch.cuda, "synchronize", lambda device: None)
+    patch.setattr(torch.cuda, "current_stream", lambda device: FakeEvent(enable_timing=True))
+    patch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
+    patch.setattr(weight_quant_triton, "Status", FakeStatus)
+    patch.setattr(shared_memory, "Mapping", MappedFile)
+    patch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
+    patch.setattr(triton_writer, "DeviceMemory", FakeDeviceMemory)
+    patch.setattr(torch.cuda, "Event", FakeEvent)
+    patch.setattr(engine_weights, "writer_for", TritonWriter)
+    return memories, interpreter
+
+
+def gpu_layout(layout: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The layout of an engine whose ranks are on that GPU."""
+    return {**layout, "gpus": [GPU] * ranks, "visible_gpus": [GPU]}

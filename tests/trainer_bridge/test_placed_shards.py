@@ -1,0 +1,252 @@
+"""Shards that engines read where they lie: what ranks tell each other, and updates by it."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.place import here
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.test_triton_writer import span_of
+from tests.trainer_bridge import fake_ipc, ranks
+from trainer_bridge import placed_shards
+from trainer_bridge.fsdp import Named
+from trainer_bridge.placed_shards import PlacedShards, ShardBook, Shards
+from trainer_bridge.transport.cuda_ipc import Placement
+from trainer_bridge.update import UpdateResult, update
+
+WORLD, TP = 2, 2
+COLLECTIVE_TIMEOUT_S = 30
+GPU = fake_ipc.GPU
+
+
+# -- where the rows of a tensor lie
+
+
+def placement(offsets: list[int], seed: str) -> Placement:
+    """Each shard in an allocation of its own."""
+    handles = tuple(Handle("ab" * 64, 1 << 20, GPU) for _ in offsets)
+    return Placement((), (), handles, tuple(enumerate(offsets)), seed)
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[int, int]], int, int, int]:
+    """A parameter, the rows of each rank, and an HF tensor in it: its first row, its rows and the
+    rows at whose multiples it may be cut."""
+    rows, cols = draw(st.integers(1, 24)), draw(st.integers(1, 3))
+    cuts = sorted(draw(st.lists(st.integers(0, rows), max_size=3)))
+    ends = [0, *cuts, rows]
+    first = draw(st.integers(0, rows - 1))
+    count = draw(st.integers(1, rows - first))
+    held = list(pairwise(ends))
+    parameter = torch.arange(rows * cols, dtype=torch.int16).view(rows, cols)
+    return parameter, held, first, count, draw(st.integers(1, 4))
+
+
+@given(shardings())
+def test_pieces_are_the_rows_of_the_tensor(
+    drawn: tuple[torch.Tensor, list[tuple[int, int]], int, int, int],
+) -> None:
+    parameter, held, first, count, step = drawn
+    cols = parameter.shape[1]
+    memory: list[torch.Tensor] = []
+    placed = []
+    for rank, (start, stop) in enumerate(held):
+        offset = 16 * rank
+        raw = parameter[start:stop].contiguous().view(torch.uint8).view(-1)
+        memory.append(torch.cat([torch.full((offset,), 0xA5, dtype=torch.uint8), raw]))
+        spots = {0: 0} if start < stop else {}
+        placed.append(
+            PlacedShards(
+                here(), ((start * cols, stop * cols),), spots, placement([offset], str(rank))
+            )
+        )
+    view = parameter.to("meta")[first : first + count]
+    pieces = Shards(placed, [parameter.numel()]).pieces(0, view, step)
+    borders = {start - first for start, stop in held if first < start < first + count < 1 << 30}
+    borders = {each for each in borders if any(a - first == each and a < b for a, b in held)}
+    if any(border % step for border in borders):
+        assert pieces is None
+        return
+    assert pieces is not None
+    found = [
+        memory[segment][offset : offset + 2 * cols * (b - a)] for segment, offset, (a, b) in pieces
+    ]
+    assert torch.equal(torch.cat(found).view(torch.int16).view(-1, cols), parameter[first:][:count])
+    assert [piece.rows[0] for piece in pieces] == [0, *(piece.rows[1] for piece in pieces[:-1])]
+
+
+# -- what ranks tell the one that leads
+
+
+def told(seed: str, host: dict[str, Any] | None = None) -> PlacedShards:
+    return PlacedShards(host or here(), ((0, 4),), {0: 0}, placement([0], seed))
+
+
+NAMED: Named = [("w", torch.ones(4))]
+
+
+def test_what_all_have_told_before_is_read_in_place() -> None:
+    book = ShardBook()
+    assert book.assemble([told("a"), told("b")], NAMED) is None
+    shards = book.assemble(["a", "b"], NAMED)
+    assert shards is not None and shards.seeds == ("a", "b")
+    assert book.assemble(["a", "b"], NAMED) is shards
+    assert book.assemble(["a", told("c")], NAMED) is None, "it moved on one rank"
+    assert book.assemble(["a", None], NAMED) is None
+    again = book.assemble(["a", "c"], NAMED)
+    assert again is not None and again.seeds == ("a", "c")
+
+
+def test_a_rank_that_was_never_heard_is_not_read() -> None:
+    assert ShardBook().assemble(["a"], NAMED) is None
+
+
+def test_another_host_is_not_read() -> None:
+    book, elsewhere = ShardBook(), {**here(), "boot": "of another kernel"}
+    book.assemble([told("a"), told("b", elsewhere)], NAMED)
+    assert book.assemble(["a", "b"], NAMED) is None
+
+
+def test_books_do_not_grow() -> None:
+    book = ShardBook()
+    for number in range(3 * placed_shards.KEPT):
+        book.assemble([told(f"{number}")], NAMED)
+        book.assemble([f"{number}"], NAMED)
+    assert len(book._of_ranks) == len(book._shards) == placed_shards.KEPT
+
+
+# -- updates of an engine on GPUs from several ranks
+
+
+class GpuEngine(FakeEngine):
+    """Of two ranks, which run the writer of a GPU."""
+
+    visible = (GPU,)
+
+    def __init__(self, writable: list[tuple[int, int]]) -> None:
+        super().__init__([toy.engine(toy.toy(rank, TP), toy.SHAPES) for rank in range(TP)])
+        for weights in self.ranks:
+            weights.memory = SharedMemory(torch.device("cuda", 0))
+            writable += [span_of(parameter) for parameter in weights.model.parameters()]
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        if message["op"] != "layout":
+            return reply
+        return {**fake_ipc.gpu_layout(reply, TP), "visible_gpus": list(self.visible)}
+
+    def holds(self, tensors: toy.Tensors) -> bool:
+        return all(
+            toy.same(toy.contents(w.model), toy.expected(tensors, rank, TP))
+            for rank, w in enumerate(self.ranks)
+        )
+
+
+class Trainer:
+    """The shards of this rank, as FSDP2 has them, in memory that can be shared."""
+
+    def __init__(self, memories: fake_ipc.Memories, rank: int, dtype: torch.dtype) -> None:
+        self._memories, self._rank, self._dtype = memories, rank, dtype
+        self._mesh = init_device_mesh("cpu", (WORLD,))
+        self.named: dict[str, torch.Tensor] = {}
+        self.move()
+
+    def move(self) -> None:
+        """Let the shards lie elsewhere from now on."""
+        for name, shape in toy.SHAPES.items():
+            size = -(-shape[0] // WORLD)
+            rows = max(min(size, shape[0] - self._rank * size), 0)
+            local = torch.Size((rows, *shape[1:]))
+            content = self._memories.allocate(max(local.numel(), 1) * self._dtype.itemsize)
+            shard = content[: local.numel() * self._dtype.itemsize].view(self._dtype).view(local)
+            strides = torch.empty(shape, device="meta").stride()
+            self.named[name] = DTensor.from_local(
+                shard, self._mesh, (Shard(0),), shape=torch.Size(shape), stride=strides
+            )
+
+    def become(self, tensors: toy.Tensors) -> dict[str, torch.Tensor]:
+        """Write weights into the shards, where they lie."""
+        for name, tensor in tensors.items():
+            size = -(-tensor.shape[0] // WORLD)
+            shard = cast(Any, self.named[name]).to_local()
+            shard.copy_(tensor[self._rank * size :][: len(shard)].to(self._dtype))
+        return self.named
+
+
+CUT = {"attn.o.weight", *(f"mlp.experts.{e}.down.weight" for e in range(toy.EXPERTS))}
+"""Their 128 rows are one block, and two ranks hold 64 each."""
+
+
+def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        trainer = Trainer(memories, rank, dtype)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        gathered: list[torch.Size] = []
+        full_tensor = DTensor.full_tensor
+        patch.setattr(
+            DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
+        )
+        whole = sum(t.numel() for t in toy.checkpoint().values())
+        cut = sum(toy.checkpoint()[name].numel() for name in CUT)
+        versions = iter(range(100))
+
+        def step(in_place: bool) -> UpdateResult:
+            version = next(versions)
+            tensors = toy.checkpoint(version)
+            gathered.clear()
+            result = update(trainer.become(tensors), engine, version=version)
+            assert engine is None or engine.holds(tensors), version
+            assert len(gathered) == (len(CUT) if in_place else len(toy.SHAPES)), version
+            assert result.mapped_bytes == (whole - cut) * dtype.itemsize * in_place, version
+            return result
+
+        step(in_place=False)
+        step(in_place=True)
+        step(in_place=True)
+        if rank == 1:
+            trainer.move()
+        step(in_place=False)
+        step(in_place=True)
+        assert not fake_ipc.MappedFile.opened or rank == 0
+
+        bad = toy.checkpoint(next(versions))
+        bad["mlp.experts.1.up.weight"][-1, -1] = torch.nan  # rank 1 holds it
+        with pytest.raises(Exception, match=r"experts\.1\.up\.weight holds NaN"):
+            update(trainer.become(bad), engine, version=90)
+        versions = iter(range(91, 100))
+        step(in_place=False)
+        step(in_place=True)
+
+        if engine is not None:
+            engine.visible = ("GPU of another container",)
+        everywhere: list[Any] = [None] * WORLD
+        dist.all_gather_object(everywhere, None)
+        with pytest.raises(Exception, match="NaN"):  # the layout is asked for again
+            update(trainer.become(bad), engine, version=98)
+        step(in_place=False)
+        versions = iter(range(100, 110))
+        step(in_place=False)
+
+
+@pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.timeout(240)
+def test_shards_are_read_in_place(tmp_path: Path, dtype: torch.dtype) -> None:
+    worker: Callable[[int, Path], None] = partial(read_in_place, dtype=dtype)
+    ranks.run(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)

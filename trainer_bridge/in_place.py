@@ -1,0 +1,119 @@
+"""What engines read in the trainer's own memory: parameters that lie where they lay before."""
+
+from typing import Any
+
+import torch
+
+from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.chunks import Piece
+from trainer_bridge.fsdp import Named
+from trainer_bridge.layout import sources_for
+from trainer_bridge.placed_shards import Shards
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.cuda_ipc import Placement, place, segments_message
+
+
+class InPlace:
+    """The choice of what is read in place, for engines of one layout.
+
+    The engine keeps that memory open until the next update, so memory that a trainer frees
+    meanwhile must not be among it: only what has not moved since the last update is.
+    """
+
+    def __init__(self, layout: dict[str, Any]) -> None:
+        self._layout = layout
+        self._placement: Placement | None = None
+        """Of whole parameters on this rank's GPU."""
+        self._shards: Shards | None = None
+        self._sharded: frozenset[int] = frozenset()
+        """The parameters whose shards are read on the GPUs of all ranks."""
+        self._pieces: dict[str, list[Piece]] = {}
+        """Where the HF tensors in them lie."""
+        self._told: tuple[Any, dict[str, Any]] | None = None
+        """What ranks were told, and what that was made of."""
+
+    def forget(self) -> None:
+        """The engine lets go of everything."""
+        self._placement = self._shards = self._told = None
+
+    def choose(
+        self,
+        named: Named,
+        family: str | None,
+        readable: list[bool],
+        kv_scales: torch.Tensor | None,
+        shards: Shards | None,
+    ) -> list[bool]:
+        """Which parameters are read in place.
+
+        KV scales come last, keep their place in an update without them, and do not cause anything
+        to be read in place.
+
+        Args:
+            readable: which are whole, on the GPU that is synchronised.
+            kv_scales: the copy that stays at one address.
+            shards: of all ranks, where none has moved since the last update.
+        """
+        self._choose_shards(named, family, shards)
+        tensors = [
+            tensor
+            for (_, tensor), is_able in zip(named, readable, strict=True)
+            if is_able and tensor is not kv_scales
+        ]
+        if kv_scales is not None and (
+            kv_scales.device == tensors[0].device if tensors else self._sharded
+        ):
+            tensors = [*tensors, kv_scales]
+        stays = self._placement is not None and self._placement.holds(tensors)
+        if not stays:
+            self._placement = place(tensors) if tensors else None
+        return [
+            index in self._sharded or (is_able and stays) for index, is_able in enumerate(readable)
+        ]
+
+    def message(self, plan: TransferPlan) -> dict[str, Any]:
+        """What ranks need for this plan, which maps what was chosen."""
+        made_of = self._placement, self._shards, plan
+        if self._told is None or self._told[0] != made_of:
+            shards, placement, places = self._shards, self._placement, dict(self._pieces)
+            seeds = [] if shards is None else [*shards.seeds]
+            handles = [] if shards is None else [*shards.handles]
+            whole = [
+                index
+                for index, is_mapped in enumerate(plan.mapped)
+                if is_mapped and index not in self._sharded
+            ]
+            if whole:
+                assert placement is not None
+                for name, (index, start) in plan.offsets.items():
+                    if name not in places:
+                        segment, offset = placement.spots[whole.index(index)]
+                        shape = plan.manifest.tensors[name].shape
+                        rows = 0, shape[0] if shape else 1
+                        places[name] = [Piece(len(handles) + segment, offset + start, rows)]
+                seeds.append(placement.seed)
+                handles += placement.handles
+            self._told = made_of, segments_message(seeds, handles, places)
+        return self._told[1]
+
+    def _choose_shards(self, named: Named, family: str | None, shards: Shards | None) -> None:
+        """Those that the engine can open, and can quantize by themselves."""
+        if shards is None or not shards.gpus <= set(self._layout["visible_gpus"]):
+            self._shards, self._sharded, self._pieces = None, frozenset(), {}
+            return
+        if shards is self._shards:
+            return
+        formats = self._layout["formats"]
+        quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
+        self._shards, self._pieces, found = shards, {}, []
+        for index, source in enumerate(sources_for(named, family, self._layout)):
+            pieces: dict[str, list[Piece] | None] = {}
+            for name, view in source.announce(source.dtype):
+                is_encoded = name in quantized and source.dtype in WEIGHT_DTYPES and view.dim() == 2
+                step = quantized[name].block[0] if is_encoded else 1
+                pieces[name] = shards.pieces(index, view, step)
+            if all(pieces.values()):
+                self._pieces |= {name: each for name, each in pieces.items() if each}
+                found.append(index)
+        self._sharded = frozenset(found)

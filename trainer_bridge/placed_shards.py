@@ -1,0 +1,157 @@
+"""Shards that engines read where they lie, on the GPUs of all ranks of one host.
+
+Each rank tells the one that leads where its shards are. What has not moved since the call before is
+read in place; the engine keeps that memory open until the next update.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.protocol import place
+from sgl_fp8rl.protocol.chunks import Piece
+from trainer_bridge.fsdp import Named
+from trainer_bridge.shards import Owners, Range, assign, held_here
+from trainer_bridge.transfer_plan import can_be_mapped
+from trainer_bridge.transport.cuda_ipc import Placement
+from trainer_bridge.transport.cuda_ipc import place as place_tensors
+from trainer_bridge.transport.rank_client import UnreachableMemoryError
+
+KEPT = 4
+"""Models of this process whose places are remembered, and of each rank on the rank that leads."""
+
+
+@dataclass(frozen=True)
+class PlacedShards:
+    """What one rank holds of a model, and where."""
+
+    host: dict[str, Any]
+    ranges: tuple[Range | None, ...]
+    """Elements of each parameter; None of one that is not sharded by rows, or cannot be opened."""
+    spots: dict[int, int]
+    """Parameter -> its index in ``placement``."""
+    placement: Placement
+
+
+class Shards:
+    """The shards of a model on all ranks.
+
+    Args:
+        of_ranks: in the order of the ranks.
+        sizes: elements of each parameter.
+    """
+
+    def __init__(self, of_ranks: list[PlacedShards], sizes: list[int]) -> None:
+        self.seeds = tuple(each.placement.seed for each in of_ranks)
+        self.handles = [handle for each in of_ranks for handle in each.placement.handles]
+        self.gpus = {handle.gpu for handle in self.handles}
+        self._of_ranks = of_ranks
+        self._owners: Owners = assign([list(each.ranges) for each in of_ranks], sizes)
+        counts = [len(each.placement.handles) for each in of_ranks]
+        self._first_handles = [sum(counts[:rank]) for rank in range(len(counts))]
+
+    def pieces(self, index: int, tensor: torch.Tensor, step: int) -> list[Piece] | None:
+        """Where the rows of an HF tensor lie, by ``handles``; None where they are not cut so.
+
+        Args:
+            index: of the parameter that holds it.
+            tensor: a meta view of that parameter, in its own dtype.
+            step: rows at whose multiples the tensor may be cut.
+        """
+        owners = self._owners[index]
+        if owners is None:
+            return None
+        first = int(tensor.storage_offset())
+        row = tensor.numel() // (tensor.shape[0] if tensor.dim() else 1)
+        found: list[Piece] = []
+        for rank, (start, stop) in sorted(owners.items(), key=lambda each: each[1]):
+            low, high = max(start, first), min(stop, first + tensor.numel())
+            if low >= high:
+                continue
+            if (low - first) % (row * step):
+                return None
+            shards = self._of_ranks[rank]
+            segment, offset = shards.placement.spots[shards.spots[index]]
+            found.append(
+                Piece(
+                    self._first_handles[rank] + segment,
+                    offset + (low - start) * tensor.dtype.itemsize,
+                    ((low - first) // row, (high - first) // row),
+                )
+            )
+        return found
+
+
+class ShardBook:
+    """Where shards lay at the last calls: on each rank its own, and on the leader those of all."""
+
+    def __init__(self) -> None:
+        self._own: OrderedDict[tuple[int, ...], PlacedShards] = OrderedDict()
+        self._of_ranks: OrderedDict[str, PlacedShards] = OrderedDict()
+        self._shards: OrderedDict[tuple[str, ...], Shards] = OrderedDict()
+
+    @torch.no_grad()
+    def place(self, named: Named) -> PlacedShards | str | None:
+        """What this rank holds: told whole at first, by a seed where nothing has moved since, and
+        None where no shard can be opened by another process."""
+        held = held_here(named)
+        local: dict[int, torch.Tensor] = {}
+        for index, (each, (_, tensor)) in enumerate(zip(held, named, strict=True)):
+            if each is None or not isinstance(tensor, DTensor):
+                continue
+            shard = tensor.to_local()
+            if not can_be_mapped(shard):
+                held[index] = None
+            elif each[0] < each[1]:
+                local[index] = shard
+        tensors = list(local.values())
+        if not tensors or len({tensor.device for tensor in tensors}) != 1:
+            return None
+        torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step is in the weights
+        key = tuple(tensor.data_ptr() for tensor in tensors)
+        kept = self._own.get(key)
+        if kept is not None and kept.placement.holds(tensors):
+            return kept.placement.seed
+        try:
+            placement = place_tensors(tensors)
+        except UnreachableMemoryError:
+            return None
+        if placement is None:
+            return None
+        spots = {index: number for number, index in enumerate(local)}
+        placed = PlacedShards(place.here(), tuple(held), spots, placement)
+        _keep(self._own, key, placed, KEPT)
+        return placed
+
+    def forget(self) -> None:
+        """After a failure: the leader may not have heard where the shards of this rank lie."""
+        self._own.clear()
+
+    def assemble(
+        self, of_ranks: Collection[PlacedShards | str | None], named: Named
+    ) -> Shards | None:
+        """On the leader: what can be read in place now, if all ranks hold it where they did."""
+        for each in of_ranks:
+            if isinstance(each, PlacedShards):
+                _keep(self._of_ranks, each.placement.seed, each, KEPT * len(of_ranks))
+        seeds = tuple(each for each in of_ranks if isinstance(each, str))
+        if len(seeds) != len(of_ranks) or not all(seed in self._of_ranks for seed in seeds):
+            return None
+        if seeds not in self._shards:
+            placed = [self._of_ranks[seed] for seed in seeds]
+            if not all(place.is_reachable(each.host) for each in placed):
+                return None
+            shards = Shards(placed, [tensor.numel() for _, tensor in named])
+            _keep(self._shards, seeds, shards, KEPT)
+        return self._shards[seeds]
+
+
+def _keep(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    book[key] = value
+    book.move_to_end(key)
+    while len(book) > most:
+        book.popitem(last=False)
