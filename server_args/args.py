@@ -94,6 +94,16 @@ class Fp8RLServerArgs:
     The route is on SGLang's own HTTP server, which may itself listen on every address. ``"any"``
     accepts every peer that has the key.
     """
+    image_bytes: int = field(
+        default=0,
+        metadata=_option("host memory for the last update's weights; KiB, MiB, GiB", parse_size),
+    )
+    """Bytes of host memory for what a trainer on another host sent last; default 0, which keeps
+    nothing.
+
+    Where all of it fits, the next update sends only the bytes that changed. The trainer's host
+    keeps as much. The bytes of the changes themselves may come to as many again.
+    """
     session_timeout_s: float = field(
         default=300.0,
         metadata=_option("seconds of silence after which an update is abandoned", float),
@@ -111,6 +121,9 @@ class Fp8RLServerArgs:
                 "bucket_bytes",
                 f"must be a positive multiple of {BUCKET_ALIGNMENT}, not {self.bucket_bytes}",
             )
+        _check_integer("image_bytes", self.image_bytes)
+        if self.image_bytes < 0:
+            raise _invalid("image_bytes", f"must be 0 or more, not {self.image_bytes}")
         if not isinstance(self.ignored_layers, tuple):
             raise _invalid("ignored_layers", "must be a tuple of patterns")
         for pattern in self.ignored_layers:

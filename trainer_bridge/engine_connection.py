@@ -4,6 +4,7 @@ import logging
 from itertools import count
 from typing import Any
 
+from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -30,6 +31,9 @@ class EngineConnection:
         update has answered."""
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
+        self.image: tuple[str, Image] | None = None
+        """What an engine on another host has kept of the last update, and the fingerprint of its
+        manifest. It outlasts failures: the engine says what it has."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
         self.is_far = False
@@ -83,6 +87,7 @@ class EngineConnection:
         """Have the engine let go of this process's memory, and free what was made for it."""
         if self._ranks is not None:
             self._ranks.detach(timeout_s)
+        self.image = None
         self.forget()
 
     def use_host_memory(self, why: EngineError) -> None:

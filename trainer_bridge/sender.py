@@ -223,7 +223,7 @@ class Sender:
         """What the bucket holds of a chunk, for ranks that do not share its memory."""
         assert isinstance(self._bucket, HostBucket), "a GPU's bucket is shared on its host only"
         offset, size = plan.extent(chunk)
-        return offset, self._bucket.content[offset : offset + size].numpy().data
+        return Content(offset, self._bucket.content[offset : offset + size])
 
     def board(self, ranks: int) -> LeadersBoard | None:
         """What other ranks fill the bucket by, where it lies in host memory."""

@@ -78,8 +78,9 @@ class Transaction:
         """Why engines are no longer in the update, by name."""
         self.sessions: list[UpdateSession] = []
         """One for all engines of a layout; none when all is over."""
-        self.sent = 0, 0, 0
-        """Tensors, bytes and mapped bytes that an engine was sent."""
+        self.sent = 0, 0, 0, 0
+        """Tensors, bytes and mapped bytes that an engine was sent, and bytes of all that were sent
+        over a network."""
         message = {
             "run": policy.run,
             "version": policy.version,
@@ -138,8 +139,9 @@ class Transaction:
             session.put_kv_scales()
         plans = [session.plan for session in self.sessions]
         # an engine that was lost on the way has not had all of a stream
-        self.sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)
+        sent = max((*plan.sent, plan.mapped_bytes) for plan in plans)
         seconds = [session.finish() for session in self.sessions]
+        self.sent = *sent, sum(session.network_bytes for session in self.sessions)
         return max((each for each in seconds if each is not None), default=None)
 
     def commit(self) -> None:

@@ -45,6 +45,9 @@ class UpdateResult:
     (copy to the bucket, wait for ranks that quantize), ``commit``; and ``total``."""
     gpu_seconds: float | None
     """Time of the engines' kernels on the slowest GPU; None on a CPU."""
+    network_bytes: int = 0
+    """Bytes of weights that were sent to engines on other hosts, to all of them together: fewer
+    than ``bytes`` where they have kept the last update, and only what changed was sent."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why engines do not have this version, by address or number: ``require`` allowed it."""
 
@@ -157,7 +160,7 @@ def _update(
         begun: Any = leader.share(transaction and transaction.begun())
         clock.lap("begin")
         if begun.committed_before:
-            return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, begun.failed)
+            return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, failed=begun.failed)
         weights.send(leader, transaction, begun, clock)
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
@@ -170,9 +173,9 @@ def _update(
         if transaction is not None:
             transaction.close(error)
         raise
-    tensors, nbytes, mapped = sent
+    tensors, nbytes, mapped, network = sent
     seconds = clock.seconds()
-    return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, failed)
+    return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, network, failed)
 
 
 def _agreed(

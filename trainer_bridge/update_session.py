@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.filler import Filler
+from trainer_bridge.image_changes import ImageChanges
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
-from trainer_bridge.transport.rank_client import UnreachableMemoryError
+from trainer_bridge.transport.rank_client import Content, UnreachableMemoryError
 
 TIED_HEAD = "lm_head.weight"
 """Frameworks stream it where it is tied too."""
@@ -58,6 +61,9 @@ class UpdateSession:
         self.members, self.sender, self.plan, self.device = members, sender, plan, device
         self._kv_scales, self._lose = kv_scales, lose
         self._board: LeadersBoard | None = None
+        self._changes: ImageChanges | None = None
+        """Where engines on other hosts keep what they were sent."""
+        self._keeping: list[EngineConnection] = []
         self._came: dict[int, None] = {}
         """What a stream has brought, in its order."""
         self._order: list[str] = []
@@ -71,6 +77,7 @@ class UpdateSession:
         if not self._open_members():
             return
         self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
+        self._begin_changes()
         packer = self._filler.packer = self.sender.share(self, self.plan, self.device)
         for member in self._open_members():
             member.connection.use(self.sender)
@@ -82,6 +89,11 @@ class UpdateSession:
         """Names of the shared memory that every rank of every engine has open."""
         known = [m.ranks.known for m in self._open_members() if m.ranks is not None]
         return set.intersection(*known) if known else set()
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes of chunks that engines on other hosts were sent."""
+        return sum(m.ranks.network_bytes for m in self._open_members() if m.ranks is not None)
 
     def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """Send a message to every rank of every engine and wait for their replies."""
@@ -181,7 +193,12 @@ class UpdateSession:
         return slowest_gpu(self.ask({"op": "finish"}))
 
     def committed(self) -> None:
-        """Plan the next stream as this one came, unless it came as planned."""
+        """Plan the next stream as this one came, unless it came as planned, and send the next
+        update as changes of this one where engines have kept it."""
+        if self._changes is not None:
+            image = self._changes.commit()
+            for connection in self._keeping:
+                connection.image = self.plan.manifest.fingerprint, image
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
             self.sender.remember_stream(self.plan, came)
@@ -203,11 +220,39 @@ class UpdateSession:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
         message = {"op": "chunk", "index": chunk, **order}
+        content = cache(partial(self._content, chunk))
         for member in self._open_members():
             assert member.ranks is not None
-            member.ranks.send_chunk(message, lambda: self.sender.content(self.plan, chunk))
+            member.ranks.send_chunk(message, content)
         self._order = []
         self._in_flight += 1
+
+    def _begin_changes(self) -> None:
+        """Send only what changed to the engines that have kept the last update."""
+        fingerprint, kept, held = self.plan.manifest.fingerprint, [], []
+        for member in self._open_members():
+            if member.ranks is not None and member.ranks.image is not None:
+                held.append(member.ranks.image)
+                self._keeping.append(member.connection)
+                if member.connection.image is not None:
+                    made_by, image = member.connection.image
+                    kept += [image] if made_by == fingerprint else []
+        if not self._keeping:
+            return
+        self._changes = ImageChanges(kept, held)
+        for member in self._open_members():
+            assert member.ranks is not None
+            member.ranks.next_image = self._changes.name
+        if not self._changes.before:
+            for connection in self._keeping:
+                connection.image = None  # its memory goes before that of the next one comes
+
+    def _content(self, chunk: int) -> Content:
+        content = self.sender.content(self.plan, chunk)
+        if self._changes is None:
+            return content
+        change = self._changes.of(chunk, content.data)
+        return content._replace(before=self._changes.before, change=change)
 
     def _await_slot(self, chunk: int) -> bool:
         while self._in_flight >= self.plan.manifest.slots:

@@ -28,7 +28,8 @@ from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import heard_at
-from sgl_fp8rl.weight_update.relay import Memories, Relay
+from sgl_fp8rl.weight_update.relay import Relay
+from sgl_fp8rl.weight_update.relay_image import Memories
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -76,7 +77,7 @@ class Control:
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
-        self._memories = Memories(self.options.bucket_bytes)
+        self._memories = Memories(self.options.bucket_bytes, self.options.image_bytes)
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 
     async def handle(self, message: Any, is_gone: IsGone | None = None) -> dict[str, Any]:

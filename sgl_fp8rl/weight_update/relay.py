@@ -1,36 +1,37 @@
 """Forwards the messages of a trainer on another host, which come over TCP, to every rank.
 
 The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
-they read the memory of a trainer on their own host.
+they read the memory of a trainer on their own host. Where this process has kept the trainer's last
+update, changes of its chunks follow instead. They are all here before a rank writes the first
+chunk, so where they are torn, the engine goes on with the version before.
 """
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from threading import Lock, Thread
+from threading import Condition, Lock, Thread
 from typing import Any
-from weakref import WeakValueDictionary
+
+import torch
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept
+from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
 
 logger = logging.getLogger(__name__)
 
 
+CHANGED = "changed chunk"
+"""A chunk that ranks are told of when all changes are here."""
+SLOTS = 2
+"""Of a bucket in host memory: so many chunks are written or filled at once."""
 PROBES = 3
 """TCP keep-alive probes after which the connection to a silent host is closed."""
-
-
-class Memories:
-    """The buckets that trainers fill over TCP, each as long as a relay uses it."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
 
 
 class Relay:
@@ -52,6 +53,12 @@ class Relay:
         self._memory: HostMemory | None = None
         self._ranks: list[socket.socket] = []
         self._sending = Lock()
+        self._asked: deque[str] = deque()
+        """What ranks have still to answer, in order."""
+        self._image = SessionImage(memories)
+        self._writing = 0
+        """Changed chunks that ranks are writing; -1 after one that they could not write."""
+        self._written = Condition()
 
     def start(self, sockets: Sequence[str], token: str) -> None:
         """Wait for the trainer, in two threads of this process.
@@ -77,7 +84,7 @@ class Relay:
                 known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
-                framing.send(out, {"ok": True, "known": known})
+                framing.send(out, {"ok": True, "known": known, **self._image.told})
             except (OSError, ValueError) as error:
                 logger.warning("no trainer on another host connected: %s", str(error))
                 return
@@ -118,14 +125,47 @@ class Relay:
             ValueError: it describes memory that does not exist.
         """
         message, _ = framing.receive(peer)
+        op = message.get("op")
         # between updates it has nothing to say
-        peer.settimeout(None if message.get("op") == "commit" else self._silence_s)
+        peer.settimeout(None if op == "commit" else self._silence_s)
         fds: tuple[int, ...] = ()
-        if message.get("op") == "bucket":
+        if op == "bucket":
             self._memory = self._made(message)
             fds = (self._memory.fd,)
-        elif message.get("op") == "chunk":
-            self._fill(peer, message.pop("offset", None), message.pop("bytes", None))
+        elif op == "chunk":
+            content = self._place(message.pop("offset", None), message.pop("bytes", None))
+            if "change" in message:
+                self._take_change(peer, message, content)
+                return
+            _receive(peer, content)
+            self._image.keep(message.get("index"), content)
+        elif op == "finish":
+            self._write_changed()
+        elif op == "commit":
+            name = message.pop("image", "")
+            self._image.name = name if isinstance(name, str) else ""
+        self._ask(message, fds)
+
+    def _take_change(
+        self, peer: socket.socket, message: dict[str, Any], content: torch.Tensor
+    ) -> None:
+        """Receive what changes in a chunk, and answer for the ranks: they hear of it later.
+
+        Args:
+            content: where the chunk will lie.
+        """
+        offset, size = int(content.storage_offset()), content.numel()
+        change = self._image.room_for(message.get("index"), message["change"], offset, size)
+        _receive(peer, change)
+        self._answer(peer, [{"ok": True}] * len(self._ranks))
+
+    def _ask(self, message: dict[str, Any], fds: tuple[int, ...] = (), op: str = "") -> None:
+        """Send a message to every rank.
+
+        Args:
+            op: what its replies are to, by default its own.
+        """
+        self._asked.append(op or str(message.get("op")))
         for rank in self._ranks:
             with suppress(OSError):  # it ended the session, and has said why
                 framing.send(rank, message, fds)
@@ -135,7 +175,20 @@ class Relay:
         with suppress(OSError):  # a rank hangs up when the session is over, and so do we
             while True:
                 replies = [framing.receive(rank)[0] for rank in self._ranks]
+                failed = any("error" in reply for reply in replies)
+                op = self._asked.popleft() if self._asked else ""
+                if op == CHANGED:
+                    with self._written:
+                        self._writing = -1 if failed else self._writing - 1
+                        self._written.notify()
+                    if not failed:
+                        continue
+                if op == "commit" and not failed:
+                    self._image.commit()
                 self._answer(out, replies)
+        with self._written:
+            self._writing = -1
+            self._written.notify()
         with suppress(OSError):
             out.shutdown(socket.SHUT_WR)
 
@@ -155,19 +208,38 @@ class Relay:
         memory = self._memories.by_name[name] = HostMemory(size)
         return memory
 
-    def _fill(self, peer: socket.socket, offset: Any, size: Any) -> None:
-        """Receive the bytes of a chunk."""
+    def _place(self, offset: Any, size: Any) -> torch.Tensor:
         if self._memory is None:
             raise ValueError("a chunk came before its bucket; open the bucket first")
         room = self._memory.content.numel()
         if [type(offset), type(size)] != [int, int] or not 0 <= offset <= offset + size <= room:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
-        view = self._memory.content[offset : offset + size].numpy().data
-        while view:
-            received = peer.recv_into(view)
-            if not received:
-                raise ConnectionError("the connection ended in the middle of a chunk")
-            view = view[received:]
+        return self._memory.content[offset : offset + size]
+
+    def _write_changed(self) -> None:
+        """Have every rank write the chunks that changed, two at a time."""
+        for index, offset, size in self._image.places():
+            with self._written:
+                self._written.wait_for(lambda: self._writing < SLOTS, self._silence_s)
+                if not 0 <= self._writing < SLOTS:
+                    return  # the trainer is told why, or a rank hangs and it gives up
+                self._writing += 1
+            self._image.write(index, self._place(offset, size))
+            self._ask({"op": "chunk", "index": index}, op=CHANGED)
+
+
+def _receive(peer: socket.socket, content: torch.Tensor) -> None:
+    """Fill ``content`` with the next bytes.
+
+    Raises:
+        OSError: the connection ended.
+    """
+    view = content.numpy().data
+    while view:
+        received = peer.recv_into(view)
+        if not received:
+            raise ConnectionError("the connection ended in the middle of a chunk")
+        view = view[received:]
 
 
 def _notice_its_death(peer: socket.socket, silence_s: float) -> None:

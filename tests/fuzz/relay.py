@@ -4,13 +4,19 @@ A rank's own socket reads the same hello.
 """
 
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Condition, Lock
 from typing import Any
 
+import torch
+
 from sgl_fp8rl.protocol.framing import FramingError
+from sgl_fp8rl.protocol.image import DeltaError, Image
 from sgl_fp8rl.weight_update import rank_server
-from sgl_fp8rl.weight_update.relay import Memories, Relay
+from sgl_fp8rl.weight_update.relay import Relay
+from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import arrived
 from trainer_bridge.engine_client import EngineError
@@ -23,7 +29,8 @@ BUCKET = {"op": "bucket", "name": "bucket", "bytes": ROOM}
 CHUNK = {"op": "chunk", "index": 0, "offset": 0, "bytes": ROOM}
 SESSIONS = (
     [BUCKET, CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}, {"op": "finish"}],
-    [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit"}],
+    [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit", "image": "next"}],
+    [BUCKET, {**CHUNK, "change": 3}, {**CHUNK, "index": 1, "change": ROOM}, {"op": "finish"}],
 )
 REPLIES = (
     [{"replies": [{"ok": True, "gpu_seconds": None}, {"ok": True}]}],
@@ -35,9 +42,9 @@ def with_content(messages: Any) -> bytes:
     """The frames of a list of messages, with the bytes of its chunks behind theirs."""
     data = b""
     for message in messages if isinstance(messages, list) else [messages]:
-        size = message.get("bytes") if isinstance(message, dict) else None
+        size = message.get("change", message.get("bytes")) if isinstance(message, dict) else None
         is_chunk = type(size) is int and message.get("op") == "chunk"
-        data += to_frames([message]) + bytes(min(max(size, 0), ROOM) if is_chunk else 0)
+        data += to_frames([message]) + b"\1" * (min(max(size, 0), ROOM) if is_chunk else 0)
     return data
 
 
@@ -49,8 +56,11 @@ def decode_hello(data: bytes) -> None:
 
 def decode(data: bytes) -> None:
     relay = object.__new__(Relay)  # without its threads
-    relay._memories, relay._memory = Memories(ROOM), None
-    relay._ranks, relay._silence_s = [], 10.0
+    memories = Memories(ROOM, 2 * ROOM)
+    memories.image = Image("before", {0: torch.zeros(ROOM, dtype=torch.uint8)})
+    relay._memories, relay._memory, relay._image = memories, None, SessionImage(memories)
+    relay._ranks, relay._silence_s, relay._asked = [], 0.01, deque()
+    relay._sending, relay._written, relay._writing = Lock(), Condition(), 0
     with arrived(data) as sock:
         while sock.recv(1, socket.MSG_PEEK):
             relay._pass_message(sock)
@@ -66,7 +76,7 @@ def decode_replies(data: bytes) -> None:
 
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
-    errors = FramingError, ValueError, ConnectionError
+    errors = FramingError, ValueError, ConnectionError, DeltaError
     hello_errors = FramingError, UnicodeEncodeError  # as ``accept`` awaits them
     yield [
         Decoder("hello", HELLOS, decode_hello, hello_errors, to_frames),

@@ -27,6 +27,7 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         tune_cache=WORDS,
         key=WORDS,
         listen=st.sampled_from(["loopback", "any"]),
+        image_bytes=st.integers(0, 1 << 50),
         session_timeout_s=st.floats(min_value=1e-3, max_value=1e9),
     )
 
@@ -48,6 +49,7 @@ def test_every_field_travels() -> None:
         "tune_cache": "/elsewhere",
         "key": "secret",
         "listen": "any",
+        "image_bytes": 1 << 35,
         "session_timeout_s": 1.5,
     }
     names = {field.name for field in dataclasses.fields(Fp8RLServerArgs)}
@@ -122,6 +124,8 @@ def test_sizes_refused(text: str) -> None:
         ("key", "schl\u00fcssel", "ASCII"),
         ("listen", "0.0.0.0", "loopback, any"),
         ("listen", "any", "key"),
+        ("image_bytes", -1, "0 or more"),
+        ("image_bytes", 1.5, "integer"),
         ("session_timeout_s", 0.0, "positive"),
         ("session_timeout_s", float("nan"), "positive"),
         ("session_timeout_s", float("inf"), "positive"),

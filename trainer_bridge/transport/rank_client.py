@@ -6,9 +6,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.image import Change
 from sgl_fp8rl.protocol.values import are_names
 from trainer_bridge.engine_client import EngineError, sentence_of
 
@@ -20,8 +23,16 @@ DETACH_TIMEOUT_S = 10.0
 """Seconds that an engine may take to let go of a trainer that leaves: until the end of a step."""
 
 
-Content = tuple[int, memoryview]
-"""What a chunk holds, and where it lies: bytes from the start of the bucket."""
+class Content(NamedTuple):
+    """A chunk, for ranks that do not share the bucket."""
+
+    offset: int
+    """Bytes from the start of the bucket."""
+    data: torch.Tensor
+    """uint8: what it holds."""
+    before: str = ""
+    """The image that ``change`` is of."""
+    change: Change | None = None
 
 
 class UnreachableMemoryError(EngineError):
@@ -52,6 +63,13 @@ class EngineRanks(ABC):
     def __init__(self, timeout_s: float) -> None:
         self.known: set[str] = set()
         """Names of the shared memory that every rank has open."""
+        self.image: str | None = None
+        """The name of the image that is kept of the last update, on another host; None where none
+        is kept."""
+        self.next_image = ""
+        """What it is called after this update."""
+        self.network_bytes = 0
+        """Bytes of chunks that were sent over a network."""
         self._timeout_s = timeout_s
         self._sockets: list[socket.socket] = []
 

@@ -46,8 +46,9 @@ class RelayClient(EngineRanks):
         relay.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             framing.send(relay, {"token": token})
-            known: Any = receive(relay).get("known")
-            if not are_names(known):
+            hello: Any = receive(relay)
+            known, image = hello.get("known"), hello.get("image")
+            if not are_names(known) or not isinstance(image, str | None):
                 raise EngineError("the engine's relay names no memory; install one sgl-fp8rl")
         except OSError as error:
             self.close()
@@ -55,17 +56,24 @@ class RelayClient(EngineRanks):
         except EngineError:
             self.close()
             raise
-        self.known = set(known)
+        self.known, self.image = set(known), image
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        if message["op"] == "commit":
+            message = {**message, "image": self.next_image}
         super().send(message)  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
-        (relay,), (offset, data) = self._sockets, content()
+        (relay,), (offset, data, before, change) = self._sockets, content()
+        message = {**message, "offset": offset, "bytes": data.numel()}
+        if before and before == self.image and change is not None:
+            data = change.payload
+            message["change"] = data.numel()
         relay.settimeout(self._timeout_s)
+        self.network_bytes += data.numel()
         try:
-            framing.send(relay, {**message, "offset": offset, "bytes": len(data)})
-            relay.sendall(data)
+            framing.send(relay, message)
+            relay.sendall(data.numpy().data)
         except TimeoutError:
             self._give_up()
         except OSError:

@@ -12,7 +12,8 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
-from sgl_fp8rl.weight_update.relay import Memories, Relay
+from sgl_fp8rl.weight_update.relay import Relay
+from sgl_fp8rl.weight_update.relay_image import Memories
 from sgl_fp8rl.weight_update.session import Session
 from trainer_bridge.engine_client import EngineError
 
@@ -62,11 +63,13 @@ class RankThread:
 class FakeEngine:
     """Ranks of one engine, with the control messages that an update needs."""
 
-    def __init__(self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, ranks: list[EngineWeights], bucket_bytes: int = 1 << 20, image_bytes: int = 0
+    ) -> None:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
         self.place = here()
-        self.memories = Memories(bucket_bytes)
+        self.memories = Memories(bucket_bytes, image_bytes)
         self.relays: list[Relay] = []
         self.has_tied_head = False
         self.ops: list[str] = []

@@ -286,7 +286,7 @@ def test_health_sees_schedulers_that_hang(
     monkeypatch.setattr(
         control_module,
         "current_options",
-        lambda: SimpleNamespace(session_timeout_s=limit_s, bucket_bytes=1),
+        lambda: SimpleNamespace(session_timeout_s=limit_s, bucket_bytes=1, image_bytes=0),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
@@ -318,7 +318,7 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     monkeypatch.setattr(
         control_module,
         "current_options",
-        lambda: SimpleNamespace(session_timeout_s=-1.0, bucket_bytes=1),
+        lambda: SimpleNamespace(session_timeout_s=-1.0, bucket_bytes=1, image_bytes=0),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)

@@ -1,0 +1,104 @@
+"""The image of the last update that came over a network, and how one session changes it."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.image import Change, Image
+from sgl_fp8rl.protocol.values import excerpt
+
+logger = logging.getLogger(__name__)
+
+
+class Memories:
+    """What the engine's main process keeps for trainers on other hosts.
+
+    Args:
+        most_bytes: of a bucket.
+        most_image_bytes: of an image, and of the changes of an update; none is kept where it is 0.
+    """
+
+    def __init__(self, most_bytes: int, most_image_bytes: int = 0) -> None:
+        self.most_bytes, self.most_image_bytes = most_bytes, most_image_bytes
+        self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
+        """The buckets, each as long as a relay uses it."""
+        self.image = Image("", {})
+
+
+class SessionImage:
+    """One session's part in it: an update changes the image of the one before, or makes a new one.
+
+    What a session that fails has taken is its own, and goes with it.
+    """
+
+    def __init__(self, memories: Memories) -> None:
+        self._memories, self._before = memories, memories.image
+        self.name = ""
+        """Of the image after this session."""
+        self._changes: dict[int, Change] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._kept: dict[int, torch.Tensor] | None = {}
+        """Chunks that came whole; None where they are too much."""
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What the trainer is told: the name of the image that it may change."""
+        return {"image": self._before.name} if self._memories.most_image_bytes else {}
+
+    def keep(self, index: Any, content: torch.Tensor) -> None:
+        """Copy a chunk that came whole."""
+        most = self._memories.most_image_bytes
+        if not most or self._kept is None or type(index) is not int:
+            return
+        if not self._kept:  # both would be twice the model
+            self._memories.image = self._before = Image("", {})
+        if sum(chunk.numel() for chunk in self._kept.values()) + content.numel() > most:
+            logger.warning(
+                "an update has more than %d bytes, so the next one travels whole too; give "
+                "--fp8rl-image-bytes more",
+                most,
+            )
+            self._kept = None
+        else:
+            self._kept[index] = content.clone()
+
+    def room_for(self, index: Any, size: Any, offset: int, of: int) -> torch.Tensor:
+        """Memory for the ``size`` bytes of a change of the chunk of ``of`` bytes at ``offset``.
+
+        Raises:
+            ValueError: there can be no such change.
+        """
+        if type(index) is not int or index in self._changes or type(size) is not int:
+            raise ValueError(f"chunk {excerpt(index)} cannot be changed; install one sgl-fp8rl")
+        taken = sum(change.payload.numel() for change in self._changes.values())
+        if not 0 <= size <= of or taken + size > self._memories.most_image_bytes:
+            raise ValueError(f"a change of {excerpt(size)} bytes is more than its chunk")
+        payload = torch.empty(size, dtype=torch.uint8)
+        self._changes[index] = Change(payload, is_delta=size != of)
+        self._places[index] = offset, of
+        return payload
+
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Index, offset and size of each chunk that changes, in the order of the trainer."""
+        return ((index, *place) for index, place in self._places.items())
+
+    def write(self, index: int, target: torch.Tensor) -> None:
+        """Write a chunk as it will be.
+
+        Raises:
+            DeltaError: its change is of another chunk.
+        """
+        self._before.write(index, self._changes[index], target)
+
+    def commit(self) -> None:
+        """All ranks committed: what they were given is the image of the next update."""
+        memories = self._memories
+        if self._changes and memories.image is self._before:
+            self._before.advance(self._changes, self.name)
+        elif self._kept and not self._changes:
+            memories.image = Image(self.name, self._kept)
+        self._changes, self._kept = {}, None

@@ -1,0 +1,43 @@
+"""What an update changes in the image that engines on other hosts keep of the one before."""
+
+import secrets
+from collections.abc import Collection, Iterable
+
+import torch
+
+from sgl_fp8rl.protocol.image import Change, Image
+
+
+class ImageChanges:
+    """The changes of one update.
+
+    Args:
+        kept: images of updates with the same manifest.
+        held: names of the images that engines hold.
+    """
+
+    def __init__(self, kept: Iterable[Image], held: Collection[str]) -> None:
+        self._before = next((image for image in kept if image.name in held), None)
+        self._image = self._before or Image("", {})
+        self._changes: dict[int, Change] = {}
+        self.name = secrets.token_hex(16)
+        """Of the image after this update."""
+
+    @property
+    def before(self) -> str:
+        """The name of the image that changes are of; empty where chunks travel whole."""
+        return "" if self._before is None else self._before.name
+
+    def of(self, chunk: int, content: torch.Tensor) -> Change:
+        """What becomes of a chunk.
+
+        Args:
+            content: uint8; it is copied where it is needed later.
+        """
+        change = self._changes[chunk] = self._image.change_to(chunk, content)
+        return change
+
+    def commit(self) -> Image:
+        """The image of this update."""
+        self._image.advance(self._changes, self.name)
+        return self._image
