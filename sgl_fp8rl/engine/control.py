@@ -148,7 +148,7 @@ class Control:
         session = False
         try:
             token = secrets.token_hex(16)
-            message = {**message, "token": token}
+            message = {**message, "token": token, "paused": was_paused}
             begun = await self._drain_and_begin(message, in_flight, is_gone)
             session = "sockets" in begun
             if begun.get("committed"):  # perhaps only now

@@ -178,7 +178,12 @@ def _listen(
             failure = (
                 f"the engine cannot open a socket in its temporary folder: {error}; set TMPDIR"
             )
-    elif scheduler._engine_paused and (in_flight == FINISH or outlasts_abort(scheduler)):
+    elif (
+        # as the main process has it: a user's continue_generation may still be on its way to here
+        message.get("paused") is True
+        and scheduler._engine_paused
+        and (in_flight == FINISH or outlasts_abort(scheduler))
+    ):
         failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
     ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)

@@ -83,6 +83,25 @@ def test_requests_are_aborted_until_the_session_begins(monkeypatch: pytest.Monke
     assert not engine.manager.is_pause
 
 
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_schedulers_are_told_whether_the_user_has_paused(
+    monkeypatch: pytest.MonkeyPatch, is_paused: bool
+) -> None:
+    """They may hear of a continue_generation after the update that was asked for behind it: it
+    comes by another socket."""
+    engine = Engine(monkeypatch, BUSY, BEGUN)
+    engine.manager.is_pause = is_paused
+    message = {"op": "begin", "version": 0, "fingerprint": "f", "in_flight": "finish"}
+
+    async def session() -> None:
+        await engine.control.handle({**message, "paused": not is_paused})
+        await engine.control.handle({"op": "end"})
+
+    asyncio.run(session())
+    assert [asked["paused"] for asked in engine.asked] == [is_paused] * 2
+    assert engine.manager.is_pause is is_paused
+
+
 class Scheduler:
     """Refuses what needs an idle engine so many times."""
 

@@ -374,7 +374,10 @@ def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
     message = whole(manifest_of(toy.checkpoint())) | {"in_flight": "finish"}
     for scheduler in engine.schedulers:
         scheduler.idle, scheduler._engine_paused = False, True
-    assert "paused" in engine.answer(message)["error"]
+    assert "paused" in engine.answer(message | {"paused": True})["error"]
+    # the user has continued, of which the schedulers have not heard yet
+    assert engine.answer(message | {"paused": False}) == {"busy": True}
+    message["paused"] = True
     for scheduler in engine.schedulers:
         scheduler._engine_paused = False
     assert engine.answer(message) == {"busy": True}
@@ -382,7 +385,7 @@ def test_what_cannot_finish_is_not_awaited(engine: Engine) -> None:
 
 def test_what_a_pause_keeps_is_not_aborted_in_vain(engine: Engine) -> None:
     """An abort ends what waits, but what runs would end in a step, and there is none."""
-    message = whole(manifest_of(toy.checkpoint()))
+    message = whole(manifest_of(toy.checkpoint())) | {"paused": True}
     for scheduler in engine.schedulers:
         scheduler._engine_paused, scheduler.waiting_queue = True, [SimpleNamespace(rid="a")]
     assert engine.answer(message) == {"busy": True}
