@@ -63,6 +63,11 @@ class Leader:
         result, self._error = attempt(action, *args)
         return result
 
+    @property
+    def error(self) -> Exception | None:
+        """What failed on the leader and was not shared yet."""
+        return self._error
+
     def collect(self, value: T) -> list[T] | None:
         """The values of all ranks, in their order, on the leader; None on the others."""
         if self._store is None:

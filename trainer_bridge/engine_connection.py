@@ -33,12 +33,16 @@ class EngineConnection:
         """Plans and memory, perhaps shared with other engines."""
         self.image: tuple[str, Image] | None = None
         """What an engine on another host has kept of the last update, and the fingerprint of its
-        manifest. It outlasts failures: the engine says what it has."""
+        manifest. It outlasts a failure: the engine says what it has."""
+        self.image_failed = False
+        """Whether the last update that changed it failed: after a second one the next is whole."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
         self.is_far = False
         """Whether the engine runs on another host, or in a container of its own."""
         self._cannot_open_gpu_memory = False
+        self.cannot_open_shards = False
+        """Whether the engine could not open the memory of some rank of the trainer."""
 
     def layout(self) -> dict[str, Any]:
         """The engine's layout, asked for once.

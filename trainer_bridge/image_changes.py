@@ -17,7 +17,7 @@ class ImageChanges:
     """
 
     def __init__(self, kept: Iterable[Image], held: Collection[str]) -> None:
-        self._before = next((image for image in kept if image.name in held), None)
+        self._before = next((i for i in kept if i.name and i.name in held), None)
         self._image = self._before or Image("", {})
         self._changes: dict[int, Change] = {}
         self.name = secrets.token_hex(16)
@@ -39,5 +39,4 @@ class ImageChanges:
 
     def commit(self) -> Image:
         """The image of this update."""
-        self._image.advance(self._changes, self.name)
-        return self._image
+        return self._image.advance(self._changes, self.name)

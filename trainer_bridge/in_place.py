@@ -30,12 +30,14 @@ class InPlace:
         """The parameters whose shards are read on the GPUs of all ranks."""
         self._pieces: dict[str, list[Piece]] = {}
         """Where the HF tensors in them lie."""
+        self._family: str | None = None
         self._told: tuple[Any, dict[str, Any]] | None = None
         """What ranks were told, and what that was made of."""
 
     def forget(self) -> None:
         """The engine lets go of everything."""
         self._placement = self._shards = self._told = None
+        self._sharded, self._pieces = frozenset(), {}
 
     def choose(
         self,
@@ -72,6 +74,11 @@ class InPlace:
             index in self._sharded or (is_able and stays) for index, is_able in enumerate(readable)
         ]
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether anything was chosen that lies on several ranks."""
+        return bool(self._sharded)
+
     def message(self, plan: TransferPlan) -> dict[str, Any]:
         """What ranks need for this plan, which maps what was chosen."""
         made_of = self._placement, self._shards, plan
@@ -99,11 +106,13 @@ class InPlace:
 
     def _choose_shards(self, named: Named, family: str | None, shards: Shards | None) -> None:
         """Those that the engine can open, and can quantize by themselves."""
-        if shards is None or not shards.gpus <= set(self._layout["visible_gpus"]):
+        visible, has_formats = self._layout["visible_gpus"], self._layout["fp32"] is not None
+        if shards is None or not has_formats or not shards.gpus <= set(visible):
             self._shards, self._sharded, self._pieces = None, frozenset(), {}
             return
-        if shards is self._shards:
+        if shards is self._shards and family == self._family:
             return
+        self._family = family
         formats = self._layout["formats"]
         quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
         self._shards, self._pieces, found = shards, {}, []

@@ -62,7 +62,8 @@ class Shards:
             tensor: a meta view of that parameter, in its own dtype.
             step: rows at whose multiples the tensor may be cut.
         """
-        owners = self._owners[index]
+        # KV scales come behind the parameters
+        owners = self._owners[index] if index < len(self._owners) else None
         if owners is None:
             return None
         first = int(tensor.storage_offset())
@@ -90,7 +91,7 @@ class ShardBook:
     """Where shards lay at the last calls: on each rank its own, and on the leader those of all."""
 
     def __init__(self) -> None:
-        self._own: OrderedDict[tuple[int, ...], PlacedShards] = OrderedDict()
+        self._own: OrderedDict[tuple[Any, ...], PlacedShards] = OrderedDict()
         self._of_ranks: OrderedDict[str, PlacedShards] = OrderedDict()
         self._shards: OrderedDict[tuple[str, ...], Shards] = OrderedDict()
 
@@ -112,7 +113,10 @@ class ShardBook:
         if not tensors or len({tensor.device for tensor in tensors}) != 1:
             return None
         torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step is in the weights
-        key = tuple(tensor.data_ptr() for tensor in tensors)
+        key = tuple(
+            (named[index][0], shard.data_ptr(), shard.dtype, held[index], named[index][1].shape)
+            for index, shard in local.items()
+        )
         kept = self._own.get(key)
         if kept is not None and kept.placement.holds(tensors):
             return kept.placement.seed

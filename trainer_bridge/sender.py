@@ -219,6 +219,11 @@ class Sender:
             self._packer = plan, bucket, packer
         return self._packer[2]
 
+    @property
+    def reads_shards(self) -> bool:
+        """Whether the plan that was asked for last maps shards of several ranks."""
+        return self._in_place.has_shards and not self.is_shared
+
     def content(self, plan: TransferPlan, chunk: int) -> Content:
         """What the bucket holds of a chunk, for ranks that do not share its memory."""
         assert isinstance(self._bucket, HostBucket), "a GPU's bucket is shared on its host only"

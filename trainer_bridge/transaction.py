@@ -205,8 +205,9 @@ class Transaction:
             except UnreachableMemoryError as error:
                 if session.device is None:
                     raise
+                give_up = _gather if session.sender.reads_shards else _use_host_memory
                 self.close(error)
-                _use_host_memory(session.members, error)
+                give_up(session.members, error)
                 return False
         return True
 
@@ -218,7 +219,9 @@ class Transaction:
         together: list[tuple[list[Participant], dict[str, Any]]] = []
         for member in self._active:
             connection = member.connection
-            layout = comparable(connection.layout(), connection.through_host)
+            layout = comparable(
+                connection.layout(), connection.through_host, not connection.cannot_open_shards
+            )
             for members, known in together:
                 if known == layout:
                     members.append(member)
@@ -284,6 +287,12 @@ class Transaction:
         if not self.failed:
             for member in self._everyone:
                 member.connection.decided = None, ""
+
+
+def _gather(members: list[Participant], error: EngineError) -> None:
+    logger.warning("shards are gathered, which is slower: %s", error)
+    for member in members:
+        member.connection.cannot_open_shards = True
 
 
 def _use_host_memory(members: list[Participant], error: EngineError) -> None:

@@ -147,7 +147,6 @@ def _update(
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
     policy = _agreed(leader, partial(weights.check, ranks), run, version, in_flight)
-    weights.prepare(leader)
 
     def begin() -> Transaction:
         participants = participants_of(engines)
@@ -155,8 +154,10 @@ def _update(
         named, plan = weights.named, weights.plan
         return Transaction(participants, named, plan, kv_scales, policy, in_flight, required)
 
-    transaction: Any = leader.attempt(begin)
+    transaction: Any = None
     try:
+        weights.prepare(leader)
+        transaction = leader.attempt(begin)
         begun: Any = leader.share(transaction and transaction.begun())
         clock.lap("begin")
         if begun.committed_before:
@@ -165,13 +166,15 @@ def _update(
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
+        if transaction is not None and leader.error is not None:
+            transaction.close(leader.error)  # before other ranks go on: engines may read their GPUs
         results = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         sent, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
-        leader.tell(error)
         if transaction is not None:
             transaction.close(error)
+        leader.tell(error)
         raise
     tensors, nbytes, mapped, network = sent
     seconds = clock.seconds()

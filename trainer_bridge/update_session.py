@@ -196,9 +196,11 @@ class UpdateSession:
         """Plan the next stream as this one came, unless it came as planned, and send the next
         update as changes of this one where engines have kept it."""
         if self._changes is not None:
-            image = self._changes.commit()
+            changes, self._changes = self._changes, None
+            image = changes.commit()
             for connection in self._keeping:
                 connection.image = self.plan.manifest.fingerprint, image
+                connection.image_failed = False
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
             self.sender.remember_stream(self.plan, came)
@@ -207,6 +209,11 @@ class UpdateSession:
     def close(self) -> None:
         """End, once; memory that no engine has open is freed."""
         self._stop_ranks()
+        if self._changes is not None and self._changes.before:  # the update failed
+            for connection in self._keeping:
+                connection.image = None if connection.image_failed else connection.image
+                connection.image_failed = not connection.image_failed
+        self._changes = None
         if self._came:  # it failed, perhaps for what was held of it in the order of the last one
             self.sender.forget_stream()
         self.sender.leave(self)
@@ -229,14 +236,17 @@ class UpdateSession:
 
     def _begin_changes(self) -> None:
         """Send only what changed to the engines that have kept the last update."""
-        fingerprint, kept, held = self.plan.manifest.fingerprint, [], []
+        manifest, kept, held = self.plan.manifest, [], []
         for member in self._open_members():
-            if member.ranks is not None and member.ranks.image is not None:
-                held.append(member.ranks.image)
-                self._keeping.append(member.connection)
-                if member.connection.image is not None:
-                    made_by, image = member.connection.image
-                    kept += [image] if made_by == fingerprint else []
+            assert member.ranks is not None
+            ranks, connection = member.ranks, member.connection
+            if ranks.image is None or ranks.image_bytes < manifest.nbytes or self.plan.streamed:
+                connection.image = None
+                continue
+            held.append(ranks.image)
+            self._keeping.append(connection)
+            if connection.image is not None and connection.image[0] == manifest.fingerprint:
+                kept.append(connection.image[1])
         if not self._keeping:
             return
         self._changes = ImageChanges(kept, held)

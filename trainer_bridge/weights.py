@@ -77,7 +77,7 @@ class WholeModel:
         check_ranks(self.named, ranks)
 
     def prepare(self, leader: Leader) -> None:
-        if not leader.is_alone and any(isinstance(tensor, DTensor) for _, tensor in self.named):
+        if not leader.is_alone:  # whatever this rank holds, the leader waits for each
             placed, error = attempt(SHARD_BOOK.place, self.named)
             if error is not None:
                 logger.warning("weights are gathered, which is slower", exc_info=error)

@@ -14,7 +14,7 @@ RECORD_BYTES = 3
 """The distance from the record before, as uint16 (low byte first), and a byte's new value."""
 MOST_DISTANCE = (1 << 16) - 1
 WORTH = 0.5
-"""A delta of more than this part of its chunk is not made."""
+"""No delta is made of more than this part of a chunk, nor where more of its words changed."""
 WORD = torch.int64
 
 
@@ -60,14 +60,16 @@ class Image:
         if change.is_delta:
             apply(target, change.payload)
 
-    def advance(self, changes: Mapping[int, Change], name: str) -> None:
-        """Go on to the update with these changes, each of which was written before."""
+    def advance(self, changes: Mapping[int, Change], name: str) -> "Image":
+        """The image of the update with these changes. This one gives its chunks away and is empty:
+        whoever still holds it is refused, also where the changes are interrupted."""
+        chunks, self._chunks, self.name = self._chunks, {}, ""
         for chunk, change in changes.items():
             if change.is_delta:
-                apply(self._chunks[chunk], change.payload)
+                apply(chunks[chunk], change.payload)
             else:
-                self._chunks[chunk] = change.payload
-        self.name = name
+                chunks[chunk] = change.payload
+        return Image(name, chunks)
 
 
 def difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
@@ -82,17 +84,17 @@ def difference(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
     size = new.numel()
     if not size:
         return new
-    most = int(WORTH * size) // RECORD_BYTES
     whole = size // WORD.itemsize * WORD.itemsize
-    words = torch.nonzero(old[:whole].view(WORD) != new[:whole].view(WORD))
-    if words.numel() > most:
+    words = torch.nonzero(old[:whole].view(WORD) != new[:whole].view(WORD)).view(-1)
+    if words.numel() > WORTH * size / WORD.itemsize:
         return None
-    near = (words * WORD.itemsize + torch.arange(WORD.itemsize)).view(-1)
-    near = torch.cat([near, torch.arange(whole, size)])
+    before, after = (each[:whole].view(-1, WORD.itemsize)[words] for each in (old, new))
+    row, byte = torch.nonzero(before != after, as_tuple=True)
+    rest = torch.nonzero(old[whole:] != new[whole:]).view(-1) + whole
     # with a record at regular distances, changed or not, no distance is too long
     regular = torch.arange(1, size // MOST_DISTANCE + 1) * MOST_DISTANCE - 1
-    at = torch.unique(torch.cat([near[old[near] != new[near]], regular]))
-    if at.numel() > most:
+    at = torch.unique(torch.cat([words[row] * WORD.itemsize + byte, rest, regular]))
+    if at.numel() * RECORD_BYTES > WORTH * size:
         return None
     distances = torch.diff(at, prepend=torch.tensor([-1]))
     pairs = torch.stack([distances & 0xFF, distances >> 8], 1).to(torch.uint8)

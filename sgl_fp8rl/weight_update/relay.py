@@ -97,7 +97,10 @@ class Relay:
                 if peer.gettimeout() is not None:  # in the middle of an update
                     logger.warning("the trainer on another host is gone: %s", str(error))
             except ValueError as error:
-                self._answer(peer, [{"error": str(error)}])
+                self._send(peer, {"replies": [{"error": str(error)}]})
+            except Exception as error:  # whatever it is, the trainer and the ranks must be told
+                logger.exception("an update over the network failed")
+                self._send(peer, {"replies": [{"error": f"the engine's relay failed: {error}"}]})
             for rank in self._ranks:
                 with suppress(OSError):
                     rank.shutdown(socket.SHUT_WR)
@@ -149,7 +152,7 @@ class Relay:
     def _take_change(
         self, peer: socket.socket, message: dict[str, Any], content: torch.Tensor
     ) -> None:
-        """Receive what changes in a chunk, and answer for the ranks: they hear of it later.
+        """Receive what changes in a chunk. The ranks, which write it later, hear of the trainer.
 
         Args:
             content: where the chunk will lie.
@@ -157,7 +160,7 @@ class Relay:
         offset, size = int(content.storage_offset()), content.numel()
         change = self._image.room_for(message.get("index"), message["change"], offset, size)
         _receive(peer, change)
-        self._answer(peer, [{"ok": True}] * len(self._ranks))
+        self._ask({"op": "staged"})
 
     def _ask(self, message: dict[str, Any], fds: tuple[int, ...] = (), op: str = "") -> None:
         """Send a message to every rank.
@@ -182,19 +185,20 @@ class Relay:
                         self._writing = -1 if failed else self._writing - 1
                         self._written.notify()
                     if not failed:
+                        self._send(out, {"progress": True})
                         continue
                 if op == "commit" and not failed:
                     self._image.commit()
-                self._answer(out, replies)
+                self._send(out, {"replies": replies})
         with self._written:
             self._writing = -1
             self._written.notify()
         with suppress(OSError):
             out.shutdown(socket.SHUT_WR)
 
-    def _answer(self, peer: socket.socket, replies: list[dict[str, Any]]) -> None:
+    def _send(self, peer: socket.socket, answer: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):
-            framing.send(peer, {"replies": replies})
+            framing.send(peer, answer)
 
     def _made(self, message: dict[str, Any]) -> HostMemory:
         name, size = message.get("name"), message.get("bytes")

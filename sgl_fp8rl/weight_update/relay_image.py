@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,8 @@ class Memories:
         self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
         """The buckets, each as long as a relay uses it."""
         self.image = Image("", {})
+        self.lock = Lock()
+        """Held while an image is read or changed: the thread of a session may outlive it."""
 
 
 class SessionImage:
@@ -45,9 +48,10 @@ class SessionImage:
         """Chunks that came whole; None where they are too much."""
 
     @property
-    def told(self) -> dict[str, str]:
-        """What the trainer is told: the name of the image that it may change."""
-        return {"image": self._before.name} if self._memories.most_image_bytes else {}
+    def told(self) -> dict[str, Any]:
+        """What the trainer is told: the image that it may change, and how large one may be."""
+        most = self._memories.most_image_bytes
+        return {"image": self._before.name, "image_bytes": most} if most else {}
 
     def keep(self, index: Any, content: torch.Tensor) -> None:
         """Copy a chunk that came whole."""
@@ -92,13 +96,17 @@ class SessionImage:
         Raises:
             DeltaError: its change is of another chunk.
         """
-        self._before.write(index, self._changes[index], target)
+        with self._memories.lock:
+            self._before.write(index, self._changes[index], target)
 
     def commit(self) -> None:
         """All ranks committed: what they were given is the image of the next update."""
         memories = self._memories
-        if self._changes and memories.image is self._before:
-            self._before.advance(self._changes, self.name)
-        elif self._kept and not self._changes:
-            memories.image = Image(self.name, self._kept)
-        self._changes, self._kept = {}, None
+        with memories.lock:
+            if self._changes and memories.image is self._before:
+                memories.image = Image("", {})  # unless all goes well
+                memories.image = self._before.advance(self._changes, self.name)
+            elif self._kept and not self._changes:
+                memories.image = Image(self.name, self._kept)
+            # this session's thread lives on, and its memory must not
+            self._before, self._changes, self._kept = Image("", {}), {}, None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.ops import weight_quant_triton
-from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.weight_update import engine_weights, shared_memory, triton_writer
 from sgl_fp8rl.weight_update.triton_writer import TritonWriter
@@ -50,7 +50,7 @@ class Memories:
         for base, memory in self.made.items():
             if base <= address < base + memory.content.numel():
                 return base, memory.content.numel()
-        raise AssertionError(f"{address:#x} was not allocated here")
+        return address, 1  # not exportable
 
     def holds(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
@@ -105,7 +105,8 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
 
         @property
         def readable(self) -> list[tuple[int, int]]:
-            return [span_of(mapping.tensor) for mapping in MappedFile.opened]
+            mapped = [span_of(mapping.tensor) for mapping in MappedFile.opened]
+            return [*mapped, *super().readable]
 
     interpreter = Reading()
     for name in ("base_of", "export", "still_there"):
@@ -125,6 +126,18 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(torch.cuda, "Event", FakeEvent)
     patch.setattr(engine_weights, "writer_for", TritonWriter)
     return memories, interpreter
+
+
+def refuse_others(patch: pytest.MonkeyPatch) -> None:
+    """From now on no memory of another process can be mapped."""
+    init = MappedFile.__init__
+
+    def own(self: MappedFile, handle: Handle, device: int) -> None:
+        if _IDS.unpack(bytes.fromhex(handle.ipc))[0] != os.getpid():
+            raise CudaMemoryError("no peer access between these GPUs")
+        init(self, handle, device)
+
+    patch.setattr(MappedFile, "__init__", own)
 
 
 def gpu_layout(layout: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +132,16 @@ def one_rank_asks_for_something_else(rank: int) -> None:
 
 def one_rank_has_something_else_than_tensors(rank: int) -> None:
     """All end with its sentence, and are in step at the next update."""
-    tensors, mesh = toy.checkpoint(), DeviceMesh("cpu", [0, 1])
+    tensors, mesh, both = toy.checkpoint(), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     engine = fake_engine() if rank == 1 else None
     outside: dict[str, Any] = {"norm.weight": distribute_tensor(torch.ones(2), mesh)}
     some = dist.new_group([1, 2])
     faults: list[tuple[Any, str]] = [(["norm.weight"], "unpack"), ({**tensors, **outside}, "0, 1")]
-    for at in (1, 2):
+    sharded = {name: distribute_tensor(tensor, both) for name, tensor in tensors.items()}
+    for at, whole in product((1, 2), (tensors, sharded)):
         for wrong, sentence in faults:
             if rank in (1, 2):
-                mine = wrong if rank == at else tensors
+                mine = wrong if rank == at else whole
                 with pytest.raises((ManifestError, ValueError), match=sentence):
                     update(mine, engine, version=0, group=some)
     assert engine is None or engine.ops == []

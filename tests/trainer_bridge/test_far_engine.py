@@ -2,23 +2,30 @@
 
 import math
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol import framing, image
 from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update import rank_server
+from sgl_fp8rl.weight_update.relay_image import SessionImage
+from sgl_fp8rl.weight_update.session import Session
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from trainer_bridge import packer
+from trainer_bridge import packer, participant
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import Source
 from trainer_bridge.transport import rank_client
+from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -345,13 +352,13 @@ def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
     assert holds(engine, tensors)
 
 
-def test_an_image_that_is_too_large_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_image_that_is_too_large_is_not_kept() -> None:
     engine = far_engine(1, SMALL, 100_000)
     for version in range(3):
         result = update(toy.checkpoint(version), engine, version=version)
         assert result.network_bytes >= result.bytes
         assert holds(engine, toy.checkpoint(version))
-    assert "--fp8rl-image-bytes" in caplog.text
+    assert connection_to(engine).image is None
 
 
 @pytest.mark.parametrize(
@@ -390,3 +397,166 @@ def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str
         assert why in reply["error"]
     assert engine.control({"op": "end"}) == {"ended": True}
     assert {w.state for w in engine.ranks} == {State.SERVING}, "nothing was written"
+
+
+def slow_reads(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A trainer that takes so long to gather each parameter."""
+    read = Source.read
+
+    def slow(self: Source, parameter: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        return read(self, parameter)
+
+    patch.setattr(Source, "read", slow)
+
+
+@pytest.mark.parametrize("image_bytes", [0, IMAGE_BYTES])
+def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch, image_bytes: int) -> None:
+    """Also while the engine's host only collects what changes."""
+    engine = far_engine(2, SMALL, image_bytes)
+    tensors = toy.checkpoint(0)
+    update(tensors, engine, version=0)
+    engine.silence_s = 1.5
+    slow_reads(monkeypatch, 2.4 / len(tensors))
+    for version in (1, 2):
+        tensors = step(tensors, version)
+        update(tensors, engine, version=version)
+        assert holds(engine, tensors)
+
+
+@pytest.mark.parametrize("image_bytes", [0, IMAGE_BYTES])
+def test_each_chunk_may_take_the_time_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, image_bytes: int
+) -> None:
+    engine = far_engine(1, SMALL, image_bytes)
+    tensors = toy.checkpoint(0)
+    update(tensors, engine, version=0)
+    write = Session.write
+
+    def slow(self: Session, index: int) -> None:
+        time.sleep(0.4)
+        write(self, index)
+
+    monkeypatch.setattr(participant, "SOCKET_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(Session, "write", slow)
+    began = time.monotonic()
+    update(step(tensors, 1), engine, version=1)
+    assert time.monotonic() - began > 2 * participant.SOCKET_TIMEOUT_S
+    assert holds(engine, step(tensors, 1))
+
+
+def test_streams_go_on_after_an_engine_that_was_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    tensors = toy.checkpoint(0)
+    update(iter(tensors.items()), engine, version=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_server, "CONNECT_TIMEOUT_S", 0.5)
+
+        def unreachable(*_: object) -> None:
+            raise OSError("no route to host")
+
+        patch.setattr(socket, "create_connection", unreachable)
+        with pytest.raises(EngineError, match="no route to host"):
+            update(iter(tensors.items()), engine, version=1)
+    sent = []
+    for version in range(2, 6):
+        tensors = step(tensors, version)
+        sent.append(update(iter(tensors.items()), engine, version=version))
+        assert holds(engine, tensors)
+    assert sent[-1].network_bytes < 0.1 * sent[-1].bytes
+
+
+def test_a_session_that_outlives_its_trainer_changes_no_chunk_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while the engine's host makes the new image of the old one, and the next update."""
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    before = toy.checkpoint(0)
+    update(before, engine, version=0)
+    commit, ask, entered = SessionImage.commit, RelayClient.ask, threading.Event()
+
+    def late(self: SessionImage) -> None:
+        if not entered.is_set():
+            entered.set()
+            time.sleep(1.0)
+        commit(self)
+
+    def interrupted(self: RelayClient, message: dict[str, Any], fds: Any = ()) -> Any:
+        if message["op"] == "commit" and not entered.is_set():
+            self.send(message, fds)
+            assert entered.wait(GONE_S)
+            raise KeyboardInterrupt
+        return ask(self, message, fds)
+
+    monkeypatch.setattr(SessionImage, "commit", late)
+    monkeypatch.setattr(RelayClient, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        update(step(before, 1), engine, version=1)
+    with monkeypatch.context() as patch:
+        slow_reads(patch, 2.0 / len(before))
+        with pytest.raises(EngineError, match="does not fit"):
+            update(before, engine, version=2)
+    for version in (3, 4):
+        update(before, engine, version=version)
+        assert holds(engine, before)
+
+
+def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C on the trainer; an engine that was not in this update still has the one before."""
+    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    tensors = toy.checkpoint(0)
+    update(tensors, engines, version=0)
+    apply, left = image.apply, [3]
+
+    def interrupted(content: torch.Tensor, delta: torch.Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+        apply(content, delta)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(image, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            update(step(tensors, 1), engines[0], version=1)
+    tensors = step(tensors, 2)
+    for version, engine in enumerate(reversed(engines), 2):
+        result = update(tensors, engine, version=version)
+        assert result.network_bytes >= result.bytes
+        assert holds(engine, tensors)
+
+
+def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    tensors = toy.checkpoint(0)
+    update(tensors, engine, version=0)
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    began = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionImage, "room_for", no_memory)
+        with pytest.raises(EngineError, match="can't allocate memory"):
+            update(step(tensors, 1), engine, version=1)
+    assert time.monotonic() - began < GONE_S < engine.silence_s
+    assert {w.state for w in engine.ranks} == {State.SERVING}
+    update(step(tensors, 2), engine, version=2)
+    assert holds(engine, step(tensors, 2))
+
+
+def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    update(toy.checkpoint(0), engine, version=0)
+    assert connection_to(engine).image is not None
+    engine.memories.most_image_bytes = 1000  # restarted with less
+    update(toy.checkpoint(1), engine, version=1)
+    assert connection_to(engine).image is None
+    engine.memories.most_image_bytes = IMAGE_BYTES
+    update(toy.checkpoint(2), engine, version=2)
+    assert connection_to(engine).image is not None
+    engine.memories.most_image_bytes = 0
+    update(toy.checkpoint(3), engine, version=3)
+    assert connection_to(engine).image is None

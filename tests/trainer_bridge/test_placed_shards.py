@@ -1,6 +1,7 @@
 """Shards that engines read where they lie: what ranks tell each other, and updates by it."""
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -16,13 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
+from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.engine_weights import EngineWeights
+from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.test_triton_writer import span_of
 from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge import placed_shards
+from trainer_bridge.connections import connection_to
 from trainer_bridge.fsdp import Named
 from trainer_bridge.placed_shards import PlacedShards, ShardBook, Shards
 from trainer_bridge.transport.cuda_ipc import Placement
@@ -242,6 +248,127 @@ def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
         step(in_place=False)
         versions = iter(range(100, 110))
         step(in_place=False)
+
+
+def under_other_names(rank: int, folder: Path) -> None:
+    """The same memory in the same order: what is read is what the names say."""
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        tensors = toy.checkpoint(0)
+        for version in range(2):
+            update(trainer.become(tensors), engine, version=version)
+        swap = {"attn.q.weight": "attn.k.weight", "attn.k.weight": "attn.q.weight"}
+        for version in (2, 3):
+            named = {swap.get(name, name): shard for name, shard in trainer.named.items()}
+            update(named, engine, version=version)
+            wanted = {swap.get(name, name): tensor for name, tensor in tensors.items()}
+            assert engine is None or engine.holds(wanted)
+
+
+class KVEngine(GpuEngine):
+    """With an FP8 KV cache, as far as a trainer sees."""
+
+    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+        reply = super().control(message)
+        cache = {"kv_cache": {"layers": 2, "kv_heads": 3}} if message["op"] == "layout" else {}
+        return {**reply, **cache}
+
+
+def with_kv_scales(rank: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        patch.setattr(
+            EngineWeights, "kv_scales_in", lambda self, m: frozenset({KV_SCALES} & m.tensors.keys())
+        )
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = KVEngine(interpreter.writable) if rank == 0 else None
+        for version in range(4):
+            tensors, scales = toy.checkpoint(version), torch.ones(2, 3, 3)
+            result = update(trainer.become(tensors), engine, version=version, kv_scales=scales)
+            assert engine is None or engine.holds(tensors)
+            assert (result.mapped_bytes > 0) == (version > 0)
+
+
+def of_a_gpu_that_cannot_be_opened(rank: int, folder: Path) -> None:
+    """That of the second rank: weights are gathered on the first one's, which can."""
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        fake_ipc.refuse_others(patch)
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        for version in range(3):
+            tensors = toy.checkpoint(version)
+            result = update(trainer.become(tensors), engine, version=version)
+            assert engine is None or engine.holds(tensors)
+            assert result.mapped_bytes == 0
+        if engine is not None:
+            assert not connection_to(engine).through_host
+
+
+def to_an_engine_that_was_restarted(rank: int, folder: Path) -> None:
+    """With dummy weights: it does not know yet what it keeps in FP8."""
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        for version in range(5):
+            if version == 2 and rank == 0:
+                engine = GpuEngine(interpreter.writable)
+                for weights in engine.ranks:
+                    weights.table, weights.state = None, State.QUARANTINED
+            tensors = toy.checkpoint(version)
+            update(trainer.become(tensors), engine, version=version)
+            assert engine is None or engine.holds(tensors)
+
+
+def until_no_rank_reads_them(rank: int, folder: Path) -> None:
+    """A rank of the engine fails; the trainer's ranks go on when the others have ended."""
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        for version in range(2):
+            update(trainer.become(toy.checkpoint(version)), engine, version=version)
+        write, reading = Session.write, folder / "reading"
+
+        def failing(self: Session, index: int) -> None:
+            if engine is not None and self.writer.is_mapped(index):
+                if self.weights is engine.ranks[0]:
+                    raise ValueError("a fault of one rank")
+                reading.touch()
+                time.sleep(1.0)
+                reading.unlink()
+            write(self, index)
+
+        patch.setattr(Session, "write", failing)
+        with pytest.raises(Exception, match="a fault of one rank"):
+            update(trainer.become(toy.checkpoint(2)), engine, version=2)
+        assert not reading.exists()
+
+
+OTHERS = (
+    under_other_names,
+    with_kv_scales,
+    of_a_gpu_that_cannot_be_opened,
+    to_an_engine_that_was_restarted,
+    until_no_rank_reads_them,
+)
+
+
+def all_others(rank: int, folder: Path) -> None:
+    for case in OTHERS:
+        case(rank, folder)
+        ranks.meet(rank, folder, case.__name__, WORLD)
+
+
+@pytest.mark.guarantee("memory", fault="shards of two ranks that move, or cannot be opened")
+@pytest.mark.timeout(240)
+def test_shards_in_other_cases(tmp_path: Path) -> None:
+    ranks.run(all_others, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
 
 
 @pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")

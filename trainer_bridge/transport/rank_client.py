@@ -66,6 +66,8 @@ class EngineRanks(ABC):
         self.image: str | None = None
         """The name of the image that is kept of the last update, on another host; None where none
         is kept."""
+        self.image_bytes = 0
+        """How large an image may be."""
         self.next_image = ""
         """What it is called after this update."""
         self.network_bytes = 0

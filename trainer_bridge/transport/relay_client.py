@@ -48,7 +48,8 @@ class RelayClient(EngineRanks):
             framing.send(relay, {"token": token})
             hello: Any = receive(relay)
             known, image = hello.get("known"), hello.get("image")
-            if not are_names(known) or not isinstance(image, str | None):
+            most = hello.get("image_bytes", 0)
+            if not are_names(known) or not isinstance(image, str | None) or type(most) is not int:
                 raise EngineError("the engine's relay names no memory; install one sgl-fp8rl")
         except OSError as error:
             self.close()
@@ -56,7 +57,7 @@ class RelayClient(EngineRanks):
         except EngineError:
             self.close()
             raise
-        self.known, self.image = set(known), image
+        self.known, self.image, self.image_bytes = set(known), image, most
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
@@ -82,10 +83,12 @@ class RelayClient(EngineRanks):
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         (relay,) = self._sockets
         try:
-            replies = self._next_reply(relay, began).get("replies")
+            while "progress" in (answer := self._next_reply(relay, began)):
+                began = None  # a chunk is written: the next one has as long again
         except SlowEngineError:
             self._give_up()
             raise
+        replies = answer.get("replies")
         if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
             raise EngineError("the engine's relay passed no replies on; install one sgl-fp8rl")
         for reply in replies:

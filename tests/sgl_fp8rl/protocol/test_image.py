@@ -49,7 +49,9 @@ def test_a_delta_makes_the_new_of_the_old(drawn: tuple[torch.Tensor, torch.Tenso
     old, new = drawn
     delta = difference(old, new)
     if delta is None:
-        assert len(new) < 200 or int((old != new).sum()) * 3 > image.WORTH * len(new) - 24
+        words = (old != new)[: len(new) // 8 * 8].view(-1, 8).any(1).sum()
+        bytes_ = int((old != new).sum()) + len(new) // image.MOST_DISTANCE
+        assert words > image.WORTH * len(new) / 8 or bytes_ * 3 > image.WORTH * len(new) - 24
         return
     assert delta.dtype == torch.uint8
     assert len(delta) <= 3 * (int((old != new).sum()) + len(new) // image.MOST_DISTANCE + 1)
@@ -64,9 +66,12 @@ def test_a_delta_makes_the_new_of_the_old(drawn: tuple[torch.Tensor, torch.Tenso
 def test_too_much_is_no_delta() -> None:
     old = torch.zeros(3000, dtype=torch.uint8)
     new = old.clone()
-    new[::8] = 1
+    new[::17] = 1
     assert difference(old, new) is not None
-    new[::5] = 1
+    new[::8] = 1  # every word
+    assert difference(old, new) is None
+    new[:] = old
+    new[:600] = 1  # a fifth of the words, whole
     assert difference(old, new) is None
 
 
@@ -95,13 +100,16 @@ def test_an_image_goes_on_by_changes_and_whole_chunks() -> None:
     changes = {n: kept.change_to(n, chunk) for n, chunk in chunks.items()}
     assert [changes[n].is_delta for n in range(3)] == [True, False, True]
     before = {n: chunk.clone() for n, chunk in kept._chunks.items()}
+    first = kept
     for n, chunk in chunks.items():
         target = torch.empty_like(chunk)
         kept.write(n, changes[n], target)
         assert torch.equal(target, chunk)
     assert all(torch.equal(kept._chunks[n], before[n]) for n in before), "not before the commit"
-    kept.advance(changes, "second")
-    assert kept.name == "second"
+    kept = first.advance(changes, "second")
+    assert (first.name, kept.name) == ("", "second")
+    with pytest.raises(DeltaError, match="does not fit"):  # it has given its chunks away
+        first.write(0, changes[0], torch.empty(4096, dtype=torch.uint8))
     assert all(torch.equal(kept._chunks[n], chunk) for n, chunk in chunks.items())
 
 
