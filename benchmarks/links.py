@@ -1,0 +1,174 @@
+"""Updates of an engine on another host over links of several speeds: whole, and only what changed.
+
+Needs Linux, root and iproute2, no GPU. The engine runs in a network and a mount namespace of its
+own, behind a virtual link that is shaped both ways. Weights are Gaussian, with FP32 masters that
+take steps of a normal distribution; the trainer rounds them to BF16 and quantizes on the CPU.
+Trainer and engine share the CPU, so what they compute counts here as much as the link.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
+from benchmarks.engines import models, weights
+
+SHAPE = models.Shape(hidden=1024, intermediate=3072, layers=8, heads=8, kv_heads=8, vocab=4096)
+MODEL = "118M"
+RATES = {"100 Mb/s": 1e8, "1 Gb/s": 1e9, "10 Gb/s": 1e10}
+STEPS = (1e-6, 3e-6, 1e-5)
+"""RMS of a step, the learning rate of an Adam whose updates have RMS 1."""
+KEY = "the-key-of-the-benchmark"
+NEAR, FAR, PORT = "10.77.1.1", "10.77.1.2", 30123
+START_S = 300.0
+BURST_S = 0.002
+"""Of the link's token bucket."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One link."""
+
+    link: str
+
+
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Start the engine, and update it over the link."""
+    import trainer_bridge
+
+    rate = RATES[case.link]
+    models.save_config(SHAPE, run.folder)
+    module = weights.bf16_module(SHAPE, "cpu")
+    # drawn in FP32: torch draws BF16 on a CPU from few values, many of them between two codes
+    masters = [
+        torch.randn(p.shape).mul_(weights.STD).add_(1.0 if p.dim() == 1 else 0.0)
+        for p in module.parameters()
+    ]
+    os.environ["FP8RL_KEY"] = KEY
+    found: list[Measurement] = []
+
+    def values(arm: str, name: str, results: list[tuple[float, Any]], **more: list[float]) -> None:
+        sent = [result.network_bytes for _, result in results]
+        measured: dict[str, list[float]] = {
+            "update_wall_ms": [1e3 * seconds for seconds, _ in results],
+            "network_mb": [size / 1e6 for size in sent],
+            "link_ms": [8e3 * size / rate for size in sent],
+            **more,
+        }
+        found.append(
+            {"arm": arm, "model": MODEL, "case": f"{case.link}, {name}", "values": measured}
+        )
+
+    def updates(engine: str, first: int, step: float) -> list[tuple[float, Any]]:
+        results = []
+        for version in range(first, first + run.options["updates"]):
+            for parameter, master in zip(module.parameters(), masters, strict=True):
+                master.add_(torch.randn_like(master), alpha=step)
+                parameter.data.copy_(master)
+            started = time.perf_counter()
+            result = trainer_bridge.update(module, engine, version=version)
+            results.append((time.perf_counter() - started, result))
+        return results
+
+    for keeps in (False, True):
+        with engine_behind(rate, run.folder, run.log, keeps) as address:
+            # the first is BF16: an engine of dummy weights does not know its layers yet
+            versions = iter(range(0, 1000, 100))
+            bf16 = updates(address, next(versions), STEPS[0])[:1]
+            if not keeps:
+                values("fp8rl", "whole, BF16", bf16)
+                values("fp8rl", "whole, FP8", updates(address, next(versions), STEPS[0]))
+                continue
+            updates(address, next(versions), STEPS[0])
+            for step in STEPS:
+                values("fp8rl-image", f"steps of {step:g}", updates(address, next(versions), step))
+    return found
+
+
+@contextmanager
+def engine_behind(rate: float, folder: Path, log: Path, keeps_image: bool) -> Iterator[str]:
+    """The address of an engine at the other end of a link."""
+    name = f"fp8rl-{os.getpid()}"
+    hidden = folder / "hidden"
+    hidden.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        ip("netns", "add", name)
+        stack.callback(ip, "netns", "del", name)
+        ip("link", "add", "fp8rl0", "type", "veth", "peer", "name", "fp8rl1", "netns", name)
+        stack.callback(ip, "link", "del", "fp8rl0")
+        ip("addr", "add", f"{NEAR}/24", "dev", "fp8rl0")
+        ip("-n", name, "addr", "add", f"{FAR}/24", "dev", "fp8rl1")
+        for words in (["fp8rl0"], ["-n", name, "fp8rl1"]):
+            *where, device = words
+            ip(*where, "link", "set", device, "up")
+            shape = ["tbf", "rate", f"{rate:.0f}", "burst", f"{max(rate * BURST_S / 8, 65536):.0f}"]
+            call("tc", *where, "qdisc", "add", "dev", device, "root", *shape, "latency", "50ms")
+        ip("-n", name, "link", "set", "lo", "up")
+        # its temporary folder is not seen from here, so the trainer takes it for another host
+        script = f'mount -t tmpfs tmpfs "{hidden}" && TMPDIR="{hidden}" exec "$@"'
+        image = ["--fp8rl-image-bytes", "1GiB"] if keeps_image else []
+        command = [
+            *("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", script, "engine"),
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)),
+            *("--quantization", "fp8rl", "--load-format", "dummy", "--dtype", "bfloat16"),
+            *("--host", FAR, "--port", str(PORT), "--api-key", KEY, "--fp8rl-listen", "any"),
+            *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", *image),
+            *("--max-total-tokens", "2048", "--max-running-requests", "4"),
+        ]
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        await_start(process)
+        yield f"http://{FAR}:{PORT}"
+
+
+def await_start(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the engine answers.
+
+    Raises:
+        RuntimeError: it has ended, or takes too long.
+    """
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://{FAR}:{PORT}/health", timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError("the engine did not start; see the log")
+
+
+def ip(*words: str) -> None:
+    """One command of iproute2."""
+    call("ip", *words)
+
+
+def call(*words: str) -> None:
+    """Run a command.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}; run it as root, on Linux")
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(Job(link, Case(link)) for link in RATES),
+    measure=measure,
+    limit_s=900.0,
+    options=(Option("updates", "timed updates of a case", default=5),),
+    gpu="unused",
+)
