@@ -410,34 +410,28 @@ def slow_reads(patch: pytest.MonkeyPatch, seconds: float) -> None:
     patch.setattr(Source, "read", slow)
 
 
-@pytest.mark.parametrize("image_bytes", [0, IMAGE_BYTES])
-def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch, image_bytes: int) -> None:
+def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the engine's host only collects what changes."""
-    engine = far_engine(2, SMALL, image_bytes)
+    engine = far_engine(2, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
-    engine.silence_s = 1.5
-    slow_reads(monkeypatch, 2.4 / len(tensors))
-    for version in (1, 2):
-        tensors = step(tensors, version)
-        update(tensors, engine, version=version)
-        assert holds(engine, tensors)
+    engine.silence_s = 3.0
+    slow_reads(monkeypatch, 5.0 / len(tensors))
+    update(step(tensors, 1), engine, version=1)
+    assert holds(engine, step(tensors, 1))
 
 
-@pytest.mark.parametrize("image_bytes", [0, IMAGE_BYTES])
-def test_each_chunk_may_take_the_time_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, image_bytes: int
-) -> None:
-    engine = far_engine(1, SMALL, image_bytes)
+def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     write = Session.write
 
     def slow(self: Session, index: int) -> None:
-        time.sleep(0.4)
+        time.sleep(0.8)
         write(self, index)
 
-    monkeypatch.setattr(participant, "SOCKET_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(participant, "SOCKET_TIMEOUT_S", 3.0)
     monkeypatch.setattr(Session, "write", slow)
     began = time.monotonic()
     update(step(tensors, 1), engine, version=1)
@@ -475,13 +469,16 @@ def test_a_session_that_outlives_its_trainer_changes_no_chunk_of_another(
     engine = far_engine(1, SMALL, IMAGE_BYTES)
     before = toy.checkpoint(0)
     update(before, engine, version=0)
-    commit, ask, entered = SessionImage.commit, RelayClient.ask, threading.Event()
+    commit, ask, read = SessionImage.commit, RelayClient.ask, Source.read
+    entered, goes_on, is_made = (threading.Event() for _ in range(3))
 
     def late(self: SessionImage) -> None:
-        if not entered.is_set():
-            entered.set()
-            time.sleep(1.0)
+        is_first = not entered.is_set()
+        entered.set()
+        if is_first:
+            assert goes_on.wait(GONE_S)
         commit(self)
+        is_made.set()
 
     def interrupted(self: RelayClient, message: dict[str, Any], fds: Any = ()) -> Any:
         if message["op"] == "commit" and not entered.is_set():
@@ -490,12 +487,17 @@ def test_a_session_that_outlives_its_trainer_changes_no_chunk_of_another(
             raise KeyboardInterrupt
         return ask(self, message, fds)
 
+    def read_meanwhile(self: Source, parameter: torch.Tensor) -> torch.Tensor:
+        goes_on.set()  # the next session has begun, and was told of the image before
+        assert is_made.wait(GONE_S)
+        return read(self, parameter)
+
     monkeypatch.setattr(SessionImage, "commit", late)
     monkeypatch.setattr(RelayClient, "ask", interrupted)
     with pytest.raises(KeyboardInterrupt):
         update(step(before, 1), engine, version=1)
     with monkeypatch.context() as patch:
-        slow_reads(patch, 2.0 / len(before))
+        patch.setattr(Source, "read", read_meanwhile)
         with pytest.raises(EngineError, match="does not fit"):
             update(before, engine, version=2)
     for version in (3, 4):

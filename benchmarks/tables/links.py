@@ -1,0 +1,23 @@
+"""The measured block of docs/scale.md about links of several speeds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.tables.markdown import Column, facts, failures, joined, table
+
+SPREAD = "{median:,.0f} ms ({min:,.0f} to {max:,.0f})"
+
+
+def links(results: Mapping[str, Any]) -> str:
+    """A line an update; its time is beside that of the bytes alone."""
+    columns = [
+        Column("sent", {"network_mb": "{median:.1f} MB"}),
+        Column("the link alone", {"link_ms": "{median:,.0f} ms"}),
+        Column("update", {"update_wall_ms": SPREAD}),
+    ]
+    rows = results["rows"]
+    made = table(rows, ["case"], columns, f"{rows[0]['model']} parameters")
+    runs = max(row["n"] for row in rows)
+    return joined(
+        made, failures(results), f"{facts(results['environment'])}. Medians of {runs}, BF16 once."
+    )
