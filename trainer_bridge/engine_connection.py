@@ -58,6 +58,11 @@ class EngineConnection:
         return self._layout
 
     @property
+    def visible_gpus(self) -> set[str]:
+        """The GPUs where every rank of the engine can read shards in place."""
+        return set() if self.cannot_open_shards else set(self.layout()["visible_gpus"])
+
+    @property
     def through_host(self) -> bool:
         """Whether updates go through host memory, because the engine cannot open the GPU's."""
         return self._cannot_open_gpu_memory or self.is_far

@@ -86,16 +86,14 @@ class InPlace:
             shards, placement, places = self._shards, self._placement, dict(self._pieces)
             seeds = [] if shards is None else [*shards.seeds]
             handles = [] if shards is None else [*shards.handles]
-            whole = [
-                index
-                for index, is_mapped in enumerate(plan.mapped)
-                if is_mapped and index not in self._sharded
-            ]
+            mapped = [index for index, is_mapped in enumerate(plan.mapped) if is_mapped]
+            whole = [index for index in mapped if index not in self._sharded]
+            spots = {index: number for number, index in enumerate(whole)}
             if whole:
                 assert placement is not None
                 for name, (index, start) in plan.offsets.items():
                     if name not in places:
-                        segment, offset = placement.spots[whole.index(index)]
+                        segment, offset = placement.spots[spots[index]]
                         shape = plan.manifest.tensors[name].shape
                         rows = 0, shape[0] if shape else 1
                         places[name] = [Piece(len(handles) + segment, offset + start, rows)]
@@ -106,14 +104,16 @@ class InPlace:
 
     def _choose_shards(self, named: Named, family: str | None, shards: Shards | None) -> None:
         """Those that the engine can open, and can quantize by themselves."""
-        visible, has_formats = self._layout["visible_gpus"], self._layout["fp32"] is not None
-        if shards is None or not has_formats or not shards.gpus <= set(visible):
+        layout = self._layout
+        # an engine of dummy weights does not know yet what it keeps in FP8
+        is_known = shards is not None and layout["fp32"] is not None
+        if shards is None or not is_known or not shards.gpus <= set(layout["visible_gpus"]):
             self._shards, self._sharded, self._pieces = None, frozenset(), {}
             return
         if shards is self._shards and family == self._family:
             return
         self._family = family
-        formats = self._layout["formats"]
+        formats = layout["formats"]
         quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
         self._shards, self._pieces, found = shards, {}, []
         for index, source in enumerate(sources_for(named, family, self._layout)):

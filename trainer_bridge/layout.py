@@ -47,14 +47,11 @@ def check_layout(layout: dict[str, Any]) -> None:
         )
 
 
-def comparable(
-    layout: dict[str, Any], through_host: bool, opens_shards: bool = True
-) -> dict[str, Any]:
+def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
     """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
     read = ("dtype", "bucket_bytes", "fp32", "formats")
     return {
         **{name: layout[name] for name in read},
-        "visible_gpus": layout["visible_gpus"] if opens_shards else [],
         "kv_cache": layout.get("kv_cache"),
         "on_gpus": bool(layout["gpus"]),
         "through_host": through_host,

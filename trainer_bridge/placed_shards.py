@@ -113,9 +113,10 @@ class ShardBook:
         if not tensors or len({tensor.device for tensor in tensors}) != 1:
             return None
         torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step is in the weights
+        # all of the model: ranges and spots count its parameters
         key = tuple(
-            (named[index][0], shard.data_ptr(), shard.dtype, held[index], named[index][1].shape)
-            for index, shard in local.items()
+            (name, tensor.dtype, tensor.shape, each, local[i].data_ptr() if i in local else None)
+            for i, (each, (name, tensor)) in enumerate(zip(held, named, strict=True))
         )
         kept = self._own.get(key)
         if kept is not None and kept.placement.holds(tensors):

@@ -142,7 +142,8 @@ class Sender:
     ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
-        What the engine keeps in FP8 is sent so by a GPU, and over a network.
+        What the engine keeps in FP8 is sent so by a GPU, and through host memory to another host or
+        to GPUs.
 
         Args:
             family: see ``fsdp.sources``.

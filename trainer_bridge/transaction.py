@@ -219,9 +219,7 @@ class Transaction:
         together: list[tuple[list[Participant], dict[str, Any]]] = []
         for member in self._active:
             connection = member.connection
-            layout = comparable(
-                connection.layout(), connection.through_host, not connection.cannot_open_shards
-            )
+            layout = comparable(connection.layout(), connection.through_host)
             for members, known in together:
                 if known == layout:
                     members.append(member)
@@ -232,7 +230,8 @@ class Transaction:
 
     def _planned(self, members: list[Participant], layout: dict[str, Any]) -> UpdateSession:
         gpus = {gpu for member in members for gpu in member.connection.layout()["gpus"]}
-        layout = {**layout, "gpus": sorted(gpus)}
+        visible = set.intersection(*(member.connection.visible_gpus for member in members))
+        layout = {**layout, "gpus": sorted(gpus), "visible_gpus": sorted(visible)}
         kept = [member.connection.sender for member in members]
         sender = next((s for s in kept if s is not None and s.layout == layout), None)
         sender = sender or Sender(layout)

@@ -172,9 +172,11 @@ def _update(
         sent, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
     except BaseException as error:
-        if transaction is not None:
-            transaction.close(error)
-        leader.tell(error)
+        try:
+            if transaction is not None:
+                transaction.close(error)
+        finally:
+            leader.tell(error)
         raise
     tensors, nbytes, mapped, network = sent
     seconds = clock.seconds()

@@ -237,10 +237,11 @@ class UpdateSession:
     def _begin_changes(self) -> None:
         """Send only what changed to the engines that have kept the last update."""
         manifest, kept, held = self.plan.manifest, [], []
+        nbytes = sum(self.plan.extent(chunk)[1] for chunk in range(len(self.plan.chunks)))
         for member in self._open_members():
             assert member.ranks is not None
             ranks, connection = member.ranks, member.connection
-            if ranks.image is None or ranks.image_bytes < manifest.nbytes or self.plan.streamed:
+            if ranks.image is None or ranks.image_bytes < nbytes or self.plan.streamed:
                 connection.image = None
                 continue
             held.append(ranks.image)

@@ -3,7 +3,7 @@
 The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
 they read the memory of a trainer on their own host. Where this process has kept the trainer's last
 update, changes of its chunks follow instead. They are all here before a rank writes the first
-chunk, so where they are torn, the engine goes on with the version before.
+chunk, so where they are torn, nothing was written.
 """
 
 import logging
@@ -188,13 +188,19 @@ class Relay:
                         self._send(out, {"progress": True})
                         continue
                 if op == "commit" and not failed:
-                    self._image.commit()
+                    self._keep_image()
                 self._send(out, {"replies": replies})
         with self._written:
             self._writing = -1
             self._written.notify()
         with suppress(OSError):
             out.shutdown(socket.SHUT_WR)
+
+    def _keep_image(self) -> None:
+        try:
+            self._image.commit()
+        except Exception:  # the engine has committed; the next update is sent whole
+            logger.exception("what the engine was sent is not kept")
 
     def _send(self, peer: socket.socket, answer: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):

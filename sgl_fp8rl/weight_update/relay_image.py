@@ -106,7 +106,7 @@ class SessionImage:
             if self._changes and memories.image is self._before:
                 memories.image = Image("", {})  # unless all goes well
                 memories.image = self._before.advance(self._changes, self.name)
-            elif self._kept and not self._changes:
+            elif self._kept and not self._changes and self.name:
                 memories.image = Image(self.name, self._kept)
             # this session's thread lives on, and its memory must not
             self._before, self._changes, self._kept = Image("", {}), {}, None

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(120)
 
 SMALL = 2 * 128 * 256 * 2
 """Bytes: half of it holds 128 rows of the widest BF16 matrix."""
+IMAGE_BYTES = 4 << 20
+"""More than the toy model has."""
 GONE_S = 20.0
 
 
@@ -138,6 +140,20 @@ def test_an_engine_here_and_one_far_away_commit_together() -> None:
         tensors = toy.checkpoint(version)
         update(tensors, [near, far], version=version)
         assert holds(near, tensors) and holds(far, tensors)
+
+
+def test_engines_of_several_hosts_share_what_is_sent() -> None:
+    """Each sees other GPUs; weights are quantized, and kept, once for all."""
+    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    for number, engine in enumerate(engines):
+        engine.visible_gpus = [f"GPU {number}"]
+    for version in range(2):
+        update(step(toy.checkpoint(0), version), engines, version=version)
+    connections = [connection_to(engine) for engine in engines]
+    assert len({id(connection.sender) for connection in connections}) == 1
+    images = [connection.image for connection in connections]
+    assert images[0] is not None and images[0] == images[1]
+    assert all(holds(engine, step(toy.checkpoint(0), 1)) for engine in engines)
 
 
 @pytest.mark.guarantee("quarantine", fault="NaN in an update of an engine on another host")
@@ -252,10 +268,6 @@ def test_memory_that_is_not_there_ends_the_session(message: dict[str, object], w
 
 
 # -- only what changed
-
-
-IMAGE_BYTES = 4 << 20
-"""More than the toy model has."""
 
 
 def step(tensors: toy.Tensors, seed: int, part: float = 0.001) -> toy.Tensors:
@@ -546,6 +558,22 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < GONE_S < engine.silence_s
     assert {w.state for w in engine.ranks} == {State.SERVING}
     update(step(tensors, 2), engine, version=2)
+    assert holds(engine, step(tensors, 2))
+
+
+def test_an_image_that_cannot_be_kept_fails_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    tensors = toy.checkpoint(0)
+    update(tensors, engine, version=0)
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SessionImage, "commit", no_memory)
+        update(step(tensors, 1), engine, version=1)
+    result = update(step(tensors, 2), engine, version=2)
+    assert result.network_bytes >= result.bytes
     assert holds(engine, step(tensors, 2))
 
 

@@ -112,7 +112,8 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     engine, tensors = GpuEngine(), toy.checkpoint()
     connection = connection_to(engine)
     layout = connection.layout()
-    sender = Sender({**comparable(layout, through_host=False), "gpus": sorted({*layout["gpus"]})})
+    gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
+    sender = Sender({**comparable(layout, through_host=False), **gpus})
     sender._in_place._placement = place(list(tensors.values()))
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2

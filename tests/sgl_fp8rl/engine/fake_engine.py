@@ -69,6 +69,7 @@ class FakeEngine:
         self.ranks, self.bucket_bytes = ranks, bucket_bytes
         self.silence_s = 30.0
         self.place = here()
+        self.visible_gpus: list[str] = []
         self.memories = Memories(bucket_bytes, image_bytes)
         self.relays: list[Relay] = []
         self.has_tied_head = False
@@ -87,7 +88,7 @@ class FakeEngine:
                 "version": self.ranks[0].policy.version,
                 "state": self.ranks[0].state.value,
                 "gpus": [],
-                "visible_gpus": [],
+                "visible_gpus": self.visible_gpus,
                 "place": self.place,
                 **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
             }
