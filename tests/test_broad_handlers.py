@@ -11,6 +11,7 @@ from tests.test_imports import PACKAGES, ROOT, import_graph
 EVERYTHING = {"Exception", "BaseException"}
 PERMITTED = {
     "sgl_fp8rl/weight_update/rank_server.py:serve": "a trainer's message must not end the server",
+    "sgl_fp8rl/weight_update/relay.py:Relay._run": "trainer and ranks would wait for its thread",
     "sgl_fp8rl/protocol/attempt.py:attempt": "other ranks wait for the error and would not hear it",
     "sgl_fp8rl/gemm/tune.py:tried": "kernel compilers raise anything, and other kernels still run",
     "sgl_fp8rl/integrations/verl/plugin.py:register_trainer": "verl goes on without our trainer",

@@ -19,6 +19,7 @@ import torch
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.image import DeltaError
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
@@ -199,7 +200,7 @@ class Relay:
     def _keep_image(self) -> None:
         try:
             self._image.commit()
-        except Exception:  # the engine has committed; the next update is sent whole
+        except (RuntimeError, MemoryError, DeltaError):  # the next update is sent whole
             logger.exception("what the engine was sent is not kept")
 
     def _send(self, peer: socket.socket, answer: dict[str, Any]) -> None:

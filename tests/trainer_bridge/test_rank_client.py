@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_fp8rl.protocol import framing
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up, refuse
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.rank_client import RankClients
+from trainer_bridge.transport.rank_client import Content, RankClients
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(60)
@@ -189,7 +190,8 @@ def test_a_stalled_connection_is_waited_for_once() -> None:
         relay = RelayClient(where, TOKEN, None, timeout_s=2.0)
         thread.join(10)
         began = time.monotonic()
-        relay.send_chunk({"op": "chunk", "index": 0}, lambda: (0, memoryview(bytes(64 << 20))))
+        content = Content(0, torch.zeros(64 << 20, dtype=torch.uint8))
+        relay.send_chunk({"op": "chunk", "index": 0}, lambda: content)
         stalled_s = time.monotonic() - began
         assert stalled_s >= 2.0
         with pytest.raises(EngineError):
