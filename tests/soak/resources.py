@@ -1,5 +1,6 @@
 """What engine and trainer take of the machine, and how it grows."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,7 @@ def sample(root: int, folder: Path, device: str, updates: int) -> Sample:
         "engine temporary files": sum(1 for _ in folder.rglob("*")),
     }
     here = os.getpid()
+    gc.collect()  # what an update that failed leaves in a cycle is no growth, but may stay for long
     found |= {
         "trainer RSS MiB": _rss_mib(here),
         "trainer descriptors": len(_descriptors(here)),
