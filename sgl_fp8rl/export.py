@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.dummy_engine import dummy_engine
-from sgl_fp8rl.formats import FORMATS, QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, by_tensor, format_of
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.checkpoint_files import CheckpointWriter, read_tensors
@@ -136,7 +136,7 @@ def _from_checkpoint(
     options = {} if ignored is None else {"fp8rl_ignored_layers": tuple(ignored)}
     with dummy_engine(str(folder), tp_size, **options) as engine:
         layout = connect(engine).control({"op": "export_layout", "manifest": manifest})
-    formats = {name: FORMATS[f] for f, names in layout["formats"].items() for name in names}
+    formats = by_tensor(layout["formats"])
     if not formats:
         raise ValueError(f"no layer of {folder} would be FP8; sgl-fp8rl layers lists the reasons")
     dtype = getattr(torch, layout["dtype"])

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.fsdp import Named
@@ -105,18 +105,20 @@ class InPlace:
     def _choose_shards(self, named: Named, family: str | None, shards: Shards | None) -> None:
         """Those that the engine can open, and can quantize by themselves."""
         layout = self._layout
-        # an engine of dummy weights does not know yet what it keeps in FP8
-        is_known = shards is not None and layout["fp32"] is not None
-        if shards is None or not is_known or not shards.gpus <= set(layout["visible_gpus"]):
+        # without fp32: an engine of dummy weights, which does not know yet what it keeps in FP8
+        if (
+            shards is None
+            or layout["fp32"] is None
+            or not shards.gpus <= set(layout["visible_gpus"])
+        ):
             self._shards, self._sharded, self._pieces = None, frozenset(), {}
             return
         if shards is self._shards and family == self._family:
             return
         self._family = family
-        formats = layout["formats"]
-        quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
+        quantized = by_tensor(layout["formats"])
         self._shards, self._pieces, found = shards, {}, []
-        for index, source in enumerate(sources_for(named, family, self._layout)):
+        for index, source in enumerate(sources_for(named, family, layout)):
             pieces: dict[str, list[Piece] | None] = {}
             for name, view in source.announce(source.dtype):
                 is_encoded = name in quantized and source.dtype in WEIGHT_DTYPES and view.dim() == 2

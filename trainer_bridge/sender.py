@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
@@ -173,8 +173,7 @@ class Sender:
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
         is_encoded = device is not None or self.layout["through_host"]
-        formats = self.layout["formats"] if is_encoded else {}
-        quantized = {name: FORMATS[f] for f, names in formats.items() for name in names}
+        quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
         slots = slots_for(device, self.layout)
         plan = TransferPlan(
             sources_for(named, family, self.layout),

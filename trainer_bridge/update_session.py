@@ -211,7 +211,8 @@ class UpdateSession:
         self._stop_ranks()
         if self._changes is not None and self._changes.before:  # the update failed
             for connection in self._keeping:
-                connection.image = None if connection.image_failed else connection.image
+                if connection.image_failed:
+                    connection.image = None
                 connection.image_failed = not connection.image_failed
         self._changes = None
         if self._came:  # it failed, perhaps for what was held of it in the order of the last one
@@ -237,11 +238,10 @@ class UpdateSession:
     def _begin_changes(self) -> None:
         """Send only what changed to the engines that have kept the last update."""
         manifest, kept, held = self.plan.manifest, [], []
-        nbytes = sum(self.plan.extent(chunk)[1] for chunk in range(len(self.plan.chunks)))
         for member in self._open_members():
             assert member.ranks is not None
             ranks, connection = member.ranks, member.connection
-            if ranks.image is None or ranks.image_bytes < nbytes or self.plan.streamed:
+            if ranks.image is None or not self._fits_an_image(ranks.image_bytes):
                 connection.image = None
                 continue
             held.append(ranks.image)
@@ -257,6 +257,11 @@ class UpdateSession:
         if not self._changes.before:
             for connection in self._keeping:
                 connection.image = None  # its memory goes before that of the next one comes
+
+    def _fits_an_image(self, most: int) -> bool:
+        """Whether an engine keeps this update; a stream's chunks are not known before."""
+        chunks = range(len(self.plan.chunks))
+        return not self.plan.streamed and sum(self.plan.extent(i)[1] for i in chunks) <= most
 
     def _content(self, chunk: int) -> Content:
         content = self.sender.content(self.plan, chunk)

@@ -5,7 +5,7 @@ in ``ops/weight_quant_triton.py``, and the layer that computes with it in ``METH
 ``engine/linear.py``, and of ``engine/moe.py`` if experts have it too.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -58,6 +58,11 @@ def format_of(dtype: torch.dtype) -> WeightFormat:
 def suffixes_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Suffixes of the companions of codes of this dtype; empty where no format has it."""
     return _BY_DTYPE[dtype].suffixes if dtype in _BY_DTYPE else ()
+
+
+def by_tensor(tensors: Mapping[str, Iterable[str]]) -> dict[str, WeightFormat]:
+    """The format of each tensor, of the tensors' names by that of the format."""
+    return {name: FORMATS[format_] for format_, names in tensors.items() for name in names}
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -51,7 +51,7 @@ class Image:
         """Write a chunk with a change into ``target``.
 
         Raises:
-            DeltaError: it is no change of this chunk.
+            DeltaError: the change does not fit this chunk.
         """
         old = self._chunks.get(chunk) if change.is_delta else change.payload
         if old is None or old.shape != target.shape:

@@ -94,7 +94,7 @@ class SessionImage:
         """Write a chunk as it will be.
 
         Raises:
-            DeltaError: its change is of another chunk.
+            DeltaError: the change does not fit this chunk.
         """
         with self._memories.lock:
             self._before.write(index, self._changes[index], target)
