@@ -6,6 +6,7 @@ take steps of a normal distribution; the trainer rounds them to BF16 and quantiz
 Trainer and engine share the CPU, so what they compute counts here as much as the link.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,41 +56,40 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     os.environ["FP8RL_KEY"] = KEY
     found: list[Measurement] = []
 
-    def values(arm: str, name: str, results: list[tuple[float, Any]], **more: list[float]) -> None:
-        sent = [result.network_bytes for _, result in results]
-        measured: dict[str, list[float]] = {
+    def values(arm: str, name: str, results: list[tuple[float, int]]) -> None:
+        measured = {
             "update_wall_ms": [1e3 * seconds for seconds, _ in results],
-            "network_mb": [size / 1e6 for size in sent],
-            "link_ms": [8e3 * size / rate for size in sent],
-            **more,
+            "network_mb": [size / 1e6 for _, size in results],
+            "link_ms": [8e3 * size / rate for _, size in results],
         }
         found.append(
             {"arm": arm, "model": MODEL, "case": f"{case.link}, {name}", "values": measured}
         )
 
-    def updates(engine: str, first: int, step: float) -> list[tuple[float, Any]]:
+    versions = itertools.count()
+
+    def updates(engine: str, step: float, count: int) -> list[tuple[float, int]]:
         results = []
-        for version in range(first, first + run.options["updates"]):
+        for version in itertools.islice(versions, count):
             for parameter, master in zip(module.parameters(), masters, strict=True):
                 master.add_(torch.randn_like(master), alpha=step)
                 parameter.data.copy_(master)
             started = time.perf_counter()
             result = trainer_bridge.update(module, engine, version=version)
-            results.append((time.perf_counter() - started, result))
+            results.append((time.perf_counter() - started, result.network_bytes))
         return results
 
     for keeps in (False, True):
         with engine_behind(rate, run.folder, run.log, keeps) as address:
             # the first is BF16: an engine of dummy weights does not know its layers yet
-            versions = iter(range(0, 1000, 100))
-            bf16 = updates(address, next(versions), STEPS[0])[:1]
+            first, count = updates(address, STEPS[0], 1), run.options["updates"]
             if not keeps:
-                values("fp8rl", "whole, BF16", bf16)
-                values("fp8rl", "whole, FP8", updates(address, next(versions), STEPS[0]))
+                values("fp8rl", "whole, BF16", first)
+                values("fp8rl", "whole, FP8", updates(address, STEPS[0], count))
                 continue
-            updates(address, next(versions), STEPS[0])
+            updates(address, STEPS[0], 2)  # the first of FP8 is whole, the second warms up
             for step in STEPS:
-                values("fp8rl-image", f"steps of {step:g}", updates(address, next(versions), step))
+                values("fp8rl-image", f"steps of {step:g}", updates(address, step, count))
     return found
 
 
@@ -107,8 +106,7 @@ def engine_behind(rate: float, folder: Path, log: Path, keeps_image: bool) -> It
         stack.callback(ip, "link", "del", "fp8rl0")
         ip("addr", "add", f"{NEAR}/24", "dev", "fp8rl0")
         ip("-n", name, "addr", "add", f"{FAR}/24", "dev", "fp8rl1")
-        for words in (["fp8rl0"], ["-n", name, "fp8rl1"]):
-            *where, device = words
+        for device, *where in (["fp8rl0"], ["fp8rl1", "-n", name]):
             ip(*where, "link", "set", device, "up")
             shape = ["tbf", "rate", f"{rate:.0f}", "burst", f"{max(rate * BURST_S / 8, 65536):.0f}"]
             call("tc", *where, "qdisc", "add", "dev", device, "root", *shape, "latency", "50ms")

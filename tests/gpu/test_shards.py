@@ -39,8 +39,7 @@ COLLECTIVES = timedelta(seconds=300)
 def hold_shards(
     connection: Connection, rank: int, store: str, address: str, shape: Shape, fp32: bool
 ) -> None:
-    """One rank: (policy, version, whether its shards move before) -> bytes that were read in place,
-    and the seconds of each stage."""
+    """One rank: (policy, version, whether its shards move before) -> bytes read in place."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
     dist.init_process_group("cpu:gloo,cuda:gloo", timeout=COLLECTIVES, **options)
@@ -61,7 +60,7 @@ def hold_shards(
         del old
         engine = address if rank == 0 else None
         result = trainer_bridge.update(dict(shards), engine, version=version)
-        connection.send((result.mapped_bytes, result.seconds))
+        connection.send(result.mapped_bytes)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _update(shape: Shape, ep_size: int, fp32: bool, server: Server, folder: Path
             version = version_of(server) + 1
             for peer in peers:
                 peer.send((policy, version, moves))
-            found = [answer(peer)[0] for peer in peers]
+            found = [answer(peer) for peer in peers]
             assert found[0] == found[1]
             mapped.append(found[0])
             held.append([sha256(rank) for rank in digests_of(server)])

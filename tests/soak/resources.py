@@ -70,7 +70,7 @@ def sample(root: int, folder: Path, device: str, updates: int) -> Sample:
         "engine temporary files": sum(1 for _ in folder.rglob("*")),
     }
     here = os.getpid()
-    gc.collect()  # what an update that failed leaves in a cycle is no growth, but may stay for long
+    gc.collect()  # a failed update can leave a reference cycle, which is garbage and not growth
     found |= {
         "trainer RSS MiB": _rss_mib(here),
         "trainer descriptors": len(_descriptors(here)),

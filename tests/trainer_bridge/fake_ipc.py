@@ -9,7 +9,6 @@ import secrets
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -53,10 +52,7 @@ class Memories:
         return address, 1  # not exportable
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        return tensor.is_contiguous() and any(
-            base <= address < base + memory.content.numel() for base, memory in self.made.items()
-        )
+        return tensor.is_contiguous() and self.base_of(tensor.data_ptr())[0] in self.made
 
     def export(self, base: int) -> Handle:
         memory = self.made[base]
@@ -89,7 +85,7 @@ class MappedFile:
 
 def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     """Have trainer and engine of this process take such memory for their GPUs'."""
-    memories, interpreter = Memories(), Interpreter()
+    memories = Memories()
 
     class FileBucket(DeviceBucket):
         def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -138,8 +134,3 @@ def refuse_others(patch: pytest.MonkeyPatch) -> None:
         init(self, handle, device)
 
     patch.setattr(MappedFile, "__init__", own)
-
-
-def gpu_layout(layout: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The layout of an engine whose ranks are on that GPU."""
-    return {**layout, "gpus": [GPU] * ranks, "visible_gpus": [GPU]}

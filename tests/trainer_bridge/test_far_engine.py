@@ -64,6 +64,14 @@ def hang_up(engine: FakeEngine) -> None:
         time.sleep(0.01)
 
 
+def begin_by_hand(engine: FakeEngine) -> dict[str, Any]:
+    """The relay of a session that sends what the engine was sent before."""
+    fingerprint = next(iter(engine.ranks[0]._writers))
+    begin = {"op": "begin", "run": "r", "version": 7, "transaction": "t", "retry": False}
+    begin |= {"engines": 1, "relay": True, "in_flight": "abort", "fingerprint": fingerprint}
+    return engine.control(begin)
+
+
 @pytest.fixture(autouse=True)
 def no_socket_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The trainer may not connect to a rank's own socket; those that it tried."""
@@ -243,19 +251,7 @@ def test_memory_that_is_not_there_ends_the_session(message: dict[str, object], w
     engine = far_engine(2)
     update(toy.checkpoint(0), engine, version=0)
     hang_up(engine)
-    relayed = engine.control(
-        {
-            "op": "begin",
-            "run": "r",
-            "version": 7,
-            "transaction": "t",
-            "retry": False,
-            "engines": 1,
-            "relay": True,
-            "in_flight": "abort",
-            "fingerprint": next(iter(engine.ranks[0]._writers)),
-        }
-    )
+    relayed = begin_by_hand(engine)
     with socket.create_connection(("127.0.0.1", relayed["relay"]["port"])) as peer:
         peer.settimeout(GONE_S)
         framing.send(peer, {"token": relayed["token"]})
@@ -388,10 +384,7 @@ def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str
     engine = far_engine(2, image_bytes=IMAGE_BYTES)
     update(toy.checkpoint(0), engine, version=0)
     hang_up(engine)
-    fingerprint = next(iter(engine.ranks[0]._writers))
-    begin = {"op": "begin", "run": "r", "version": 7, "transaction": "t", "retry": False}
-    begin |= {"engines": 1, "relay": True, "in_flight": "abort", "fingerprint": fingerprint}
-    relayed = engine.control(begin)
+    relayed = begin_by_hand(engine)
     payload, has_bucket = message.pop("payload", b""), message.pop("bucket", False)
     with socket.create_connection(("127.0.0.1", relayed["relay"]["port"])) as peer:
         peer.settimeout(GONE_S)
@@ -542,13 +535,14 @@ def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.Mo
         assert holds(engine, tensors)
 
 
+def no_memory(*_: object) -> None:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
 def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = far_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
-
-    def no_memory(*_: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     began = time.monotonic()
     with monkeypatch.context() as patch:
@@ -565,9 +559,6 @@ def test_an_image_that_cannot_be_kept_fails_no_update(monkeypatch: pytest.Monkey
     engine = far_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
-
-    def no_memory(*_: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(SessionImage, "commit", no_memory)

@@ -141,19 +141,16 @@ def test_books_do_not_grow() -> None:
 class GpuEngine(FakeEngine):
     """Of two ranks, which run the writer of a GPU."""
 
-    visible = (GPU,)
-
     def __init__(self, writable: list[tuple[int, int]]) -> None:
         super().__init__([toy.engine(toy.toy(rank, TP), toy.SHAPES) for rank in range(TP)])
+        self.visible_gpus = [GPU]
         for weights in self.ranks:
             weights.memory = SharedMemory(torch.device("cuda", 0))
             writable += [span_of(parameter) for parameter in weights.model.parameters()]
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         reply = super().control(message)
-        if message["op"] != "layout":
-            return reply
-        return {**fake_ipc.gpu_layout(reply, TP), "visible_gpus": list(self.visible)}
+        return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
 
     def holds(self, tensors: toy.Tensors) -> bool:
         return all(
@@ -240,7 +237,7 @@ def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
         step(in_place=True)
 
         if engine is not None:
-            engine.visible = ("GPU of another container",)
+            engine.visible_gpus = ["GPU of another container"]
         everywhere: list[Any] = [None] * WORLD
         dist.all_gather_object(everywhere, None)
         with pytest.raises(Exception, match="NaN"):  # the layout is asked for again
