@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
+    "sharded": "benchmarks.sharded:BENCHMARK",
     "links": "benchmarks.links:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:BENCHMARK",

@@ -73,10 +73,15 @@ def queued_us(calls: Sequence[Call]) -> list[float]:
     return times
 
 
-def timed(action: Callable[[], T]) -> tuple[float, T]:
-    """Milliseconds of ``action`` between two synchronisations of the GPU, and what it returned."""
+def timed(action: Callable[[], T], meet: Callable[[], object] = lambda: None) -> tuple[float, T]:
+    """Milliseconds of ``action`` between two synchronisations of the GPU, and what it returned.
+
+    Args:
+        meet: waits for other processes, before the clock starts.
+    """
     gc.collect()
     torch.cuda.synchronize()
+    meet()
     start = time.perf_counter()
     result = action()
     torch.cuda.synchronize()

@@ -210,9 +210,16 @@ class Measured:
 
 
 def timed_updates(
-    update: Update, renew: Callable[[], None], logprobs: Logprobs, updates: int
+    update: Update,
+    renew: Callable[[], None],
+    logprobs: Logprobs,
+    updates: int,
+    meet: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Update to new values: warm-up, ``updates`` timed ones, and a few with an eye on memory.
+
+    Args:
+        meet: waits for the other ranks of the trainer, before the clock starts.
 
     Raises:
         RuntimeError: the engine does not generate with the last weights.
@@ -224,7 +231,7 @@ def timed_updates(
     def one() -> tuple[float, Any]:
         renew()
         version = next(versions)
-        return measuring.timed(lambda: update(version))
+        return measuring.timed(lambda: update(version), meet)
 
     one()
     before = measuring.free_bytes()
@@ -236,6 +243,8 @@ def timed_updates(
     extra = []
     for _ in range(WATCHED):
         renew()
+        torch.cuda.synchronize()
+        meet()
         with measuring.LeastFree() as least:
             update(next(versions))
         extra.append((free - least.bytes) / 2**30)

@@ -31,27 +31,37 @@ def sum_bytes(named: Named) -> int:
 
 
 def send(engine: Any, named: Named, last: bool, update: str) -> None:
-    """Send one flattened bucket over CUDA IPC.
+    """Send one flattened bucket to an engine of one rank; see ``send_payloads``."""
+    send_payloads(engine, [payload(named)], last, update)
+
+
+def payload(named: Named) -> str:
+    """One flattened bucket as an engine's rank opens it, over CUDA IPC."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=named)
+    content = {
+        "flattened_tensor": bucket.get_flattened_tensor(),
+        "metadata": bucket.get_metadata(),
+    }
+    serialized: str = MultiprocessingSerializer.serialize(content, output_str=True)
+    return serialized
+
+
+def send_payloads(engine: Any, payloads: list[str], last: bool, update: str) -> None:
+    """Let an engine load one bucket.
 
     Args:
+        payloads: one for each rank of the engine.
         last: whether the prefix cache is to be flushed.
         update: what an error calls it.
 
     Raises:
         RuntimeError: the engine refused it.
     """
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    bucket = FlattenedTensorBucket(named_tensors=named)
-    payload = {
-        "flattened_tensor": bucket.get_flattened_tensor(),
-        "metadata": bucket.get_metadata(),
-    }
     done, message = engine.update_weights_from_tensor(
-        [MultiprocessingSerializer.serialize(payload, output_str=True)],
-        load_format="flattened_bucket",
-        flush_cache=last,
+        payloads, load_format="flattened_bucket", flush_cache=last
     )
     if not done:
         raise RuntimeError(f"the engine refused {update}: {message}")

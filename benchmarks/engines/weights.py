@@ -42,7 +42,7 @@ def hf_named(module: nn.Module) -> Named:
     return [
         (name, cut(parameter.detach()))
         for parameter_name, parameter in module.named_parameters()
-        for name, cut in _split(module, parameter_name, parameter)
+        for name, cut in split(module, parameter_name, parameter)
     ]
 
 
@@ -63,7 +63,12 @@ def renew(tensors: Iterable[torch.Tensor]) -> None:
         elif tensor.dtype == torch.float32:
             tensor.uniform_(*SCALES)
         else:
-            _draw(tensor)
+            draw(tensor)
+
+
+def draw(tensor: torch.Tensor) -> torch.Tensor:
+    """New random values in place: norms around 1, matrices around 0."""
+    return tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)
 
 
 def save(named: Named, folder: Path) -> None:
@@ -78,7 +83,7 @@ def save(named: Named, folder: Path) -> None:
             shard, size, count = {}, 0, count + 1
 
 
-def _split(
+def split(
     module: nn.Module, name: str, parameter: torch.Tensor
 ) -> Iterator[tuple[str, hf_names.Cut]]:
     return hf_names.split(name, tuple(parameter.shape), hf_names.model_type(module))
@@ -100,9 +105,4 @@ def _fp8_pairs(p: Parameter, shape: Shape, device: str) -> Iterator[tuple[str, t
 
 
 def _random(p: Parameter, device: str) -> torch.Tensor:
-    return _draw(torch.empty(p.shape, dtype=torch.bfloat16, device=device))
-
-
-def _draw(tensor: torch.Tensor) -> torch.Tensor:
-    """Norms around 1, matrices around 0."""
-    return tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)
+    return draw(torch.empty(p.shape, dtype=torch.bfloat16, device=device))

@@ -1,8 +1,8 @@
 """Run all that needs GPUs, as much at once as they allow: ``python -m tests.gpu.schedule FOLDER``.
 
-First parts that share a GPU, then those marked ``alone``, one on each GPU, and the soak, then what
-sees all GPUs (on one, it shares it). Names of files behind the folder run only these. ``FOLDER``
-gets a record, a log and measured values of each part (``record.py``).
+First parts that share GPUs, those that need all before the others, then the soak and those marked
+``alone``, one on each GPU. Names of files behind the folder run only these. ``FOLDER`` gets a
+record, a log and measured values of each part (``record.py``).
 """
 
 import os
@@ -42,7 +42,7 @@ ALONE = (
     ("kv_cache",),
     ("updates",),
 )
-ON_ALL_GPUS = (("two_ranks",), ("two_ranks_oracle",), ("shards",))
+ON_ALL_GPUS = (("shards",), ("two_ranks",), ("two_ranks_oracle",))
 ENVIRONMENT = {
     # other tests use one of the GPUs
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -55,9 +55,10 @@ def job(folder: Path, names: tuple[str, ...], alone: bool) -> tuple[str, Job]:
     """A part and its name."""
     name = "-".join([*names, *(["alone"] if alone else [])])
     files = [f"tests/gpu/test_{name}.py" for name in names]
+    needed = ",".join(map(str, range(torch.cuda.device_count()))) if names in ON_ALL_GPUS else None
 
     def run(gpus: str) -> int:
-        environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus}
+        environment = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": needed or gpus}
         return record.run_part(folder / f"{name}.json", files, alone, environment)
 
     return name, run
@@ -115,16 +116,9 @@ def main() -> int:
         mine = [tuple(n for n in names if not wanted or n in wanted) for names in parts]
         return [job(folder, names, alone) for names in mine if names]
 
-    gpus = torch.cuda.device_count()
-    together, on_all = chosen(TOGETHER, alone=False), chosen(ON_ALL_GPUS, alone=False)
-    if gpus == 1:
-        together, on_all = [*on_all, *together], []
-    failed = run_all(together, SHARE)
-    failed += run_all(chosen(ALONE, alone=True), 1)
+    failed = run_all(chosen(ON_ALL_GPUS + TOGETHER, alone=False), SHARE)
     soaks = [soak(folder)] if not wanted or "soak" in wanted else []
-    failed += run_all(soaks, 1)
-    for _, run in on_all:
-        failed += run(",".join(map(str, range(gpus)))) != 0
+    failed += run_all(soaks + chosen(ALONE, alone=True), 1)
     return int(failed > 0)
 
 

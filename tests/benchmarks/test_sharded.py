@@ -1,0 +1,111 @@
+"""The benchmark of sharded trainers without GPUs: two ranks over gloo, an engine of a few lines."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks import measuring, sharded, update
+from benchmarks.engines import models, weights
+
+SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
+RANKS, UPDATES = 2, 2
+
+
+class LoadingEngine:
+    """Stands for ``sglang.Engine`` of two ranks: keeps what each was sent last."""
+
+    def __init__(self) -> None:
+        self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(RANKS)]
+        self.version: int | None = None
+
+    def update_weights_from_tensor(self, payloads: list[str], **_: Any) -> tuple[bool, str]:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        for held, payload in zip(self.held, payloads, strict=True):
+            bucket = FlattenedTensorBucket(**MultiprocessingSerializer.deserialize(payload))
+            held |= {name: tensor.clone() for name, tensor in bucket.reconstruct_tensors()}
+        return True, ""
+
+    def generate(self, **payload: Any) -> list[dict[str, Any]]:
+        first, second = self.held
+        assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+        module = weights.bf16_module(SHAPE, "meta")
+        assert {n: t.shape for n, t in first.items()} == {
+            n: t.shape for n, t in weights.hf_named(module)
+        }
+        norm = first["model.norm.weight"].tolist()
+        meta: dict[str, Any] = {"input_token_logprobs": [(value, 0, None) for value in norm]}
+        if self.version is not None:
+            meta["policy_version"] = [self.version]
+        return [{"meta_info": meta}]
+
+
+def take_update(module: Any, engine: Any, version: int) -> Any:
+    """Stands for ``trainer_bridge.update``; every rank calls it."""
+    whole = [(name, parameter.full_tensor()) for name, parameter in sharded.parameters(module)]
+    if engine is not None:
+        named = [
+            (name, cut(tensor))
+            for parameter, tensor in whole
+            for name, cut in weights.split(module, parameter, tensor)
+        ]
+        engine.held = [dict(named)] * RANKS
+        engine.version = version
+    seconds = {"write": 0.001, "total": 0.001}
+    return SimpleNamespace(bytes=8, mapped_bytes=8, gpu_seconds=0.001, seconds=seconds)
+
+
+def train(rank: int, folder: str, case: sharded.Case) -> None:
+    import trainer_bridge
+
+    torch.set_num_threads(1)
+    sharded.DEVICE, sharded.BACKEND = "cpu", "gloo"
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda: None
+    torch.cuda.empty_cache = lambda: None
+    measuring.free_bytes = lambda: 100 << 30
+    trainer_bridge.update = take_update
+    engine = LoadingEngine() if rank == 0 else None
+    found = sharded.train(rank, RANKS, f"{folder}/store", case, SHAPE, UPDATES, engine)
+    torch.save(found, f"{folder}/{rank}")
+
+
+def measured(case: sharded.Case, folder: Path) -> list[Any]:
+    """What the first of two ranks found."""
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        train, (str(folder), case), nprocs=RANKS, start_method="spawn"
+    )
+    found: list[Any] = torch.load(folder / "0", weights_only=True)
+    return found
+
+
+def test_stock_is_sent_every_whole_tensor_on_each_rank(tmp_path: Path) -> None:
+    pytest.importorskip("sglang")
+    case = sharded.Case("stock-bf16", "tiny", buckets=(1 << 20, 1 << 30))
+    found = measured(case, tmp_path)
+    assert [each["case"] for each in found] == ["buckets of 0.000976562 GiB", "buckets of 1 GiB"]
+    for each in found:
+        assert {metric: len(values) for metric, values in each["values"].items()} == {
+            "update_wall_ms": UPDATES,
+            "peak_extra_gib": 3,
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
+    (found,) = measured(sharded.Case("fp8rl", "tiny", dtype), tmp_path)
+    assert found["case"] == f"from {str(dtype).removeprefix('torch.')} shards"
+    assert found["values"]["update_write_ms"] == [1.0] * UPDATES
+    assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES
+
+
+def test_what_was_gathered_is_not_measured_as_read_in_place() -> None:
+    result = SimpleNamespace(bytes=8, mapped_bytes=4, gpu_seconds=0.001, seconds={})
+    found = update.Measured([1.0], [result], [0.0])
+    with pytest.raises(RuntimeError, match="4 bytes were gathered"):
+        sharded.values_of(found, sharded.Case("fp8rl", "tiny"), [[0.0], [0.0]])
