@@ -36,11 +36,11 @@ TOGETHER = (
 )
 """Files of a part, the longest first."""
 ALONE = (
-    ("load",),
+    ("updates",),
     ("memory_saver", "cuda_memory"),
     ("host_fallback",),
+    ("load",),
     ("kv_cache",),
-    ("updates",),
 )
 ON_ALL_GPUS = (("shards",), ("two_ranks",), ("two_ranks_oracle",))
 ENVIRONMENT = {

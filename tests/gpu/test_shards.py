@@ -1,6 +1,7 @@
 """Two trainer ranks, each on a GPU of its own where there are two, whose shards an engine of two
 ranks reads where they lie."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -40,9 +41,13 @@ def hold_shards(
     connection: Connection, rank: int, store: str, address: str, shape: Shape, fp32: bool
 ) -> None:
     """One rank: (policy, version, whether its shards move before) -> bytes read in place."""
+    # a multicast object needs all GPUs of a host, which others may use
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if torch.cuda.device_count() < WORLD:
+        os.environ["NCCL_HOSTID"] = str(rank)  # as in one_gpu.py
     torch.cuda.set_device(rank % torch.cuda.device_count())
     options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
-    dist.init_process_group("cpu:gloo,cuda:gloo", timeout=COLLECTIVES, **options)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVES, **options)
     mesh = init_device_mesh("cuda", (WORLD,))
     shards: dict[str, DTensor] = {}
     while True:
