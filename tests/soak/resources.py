@@ -39,8 +39,8 @@ A matrix of the tiny model that stays behind at each update is 128 KiB of BF16 o
 210 updates on a CPU with 0.5.17, by ``mallinfo2`` in each process, with Python's blocks constant:
 
 - the scheduler's memory in use, by 20 MiB: oneDNN keeps 0.5 MiB of kernels for each number of
-  tokens that a BF16 layer has seen (``ONEDNN_VERBOSE=profile_create`` names each). It ends where
-  no new number comes.
+  tokens that a BF16 layer has seen (``ONEDNN_VERBOSE=profile_create`` names each). It had not ended
+  after 1,000 updates, so the soak bounds these caches (``settings.py``).
 - the trainer's free memory in glibc's heap, by 30 MiB, in steps: ``malloc_trim`` returns it, and
   what is in use grew by 1 MiB.
 """
