@@ -65,7 +65,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     import sglang
 
     shape = SHAPES[case.model]
-    shape = replace(shape, layers=min(shape.layers, run.options["layers"] or shape.layers))
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     gpus = run.options["gpus"]
     keywords = ENGINE | {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
@@ -74,7 +74,11 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     engine = sglang.Engine(model_path=str(run.folder), **keywords)
     spawn = multiprocessing.get_context("spawn")
     arguments = gpus, str(run.folder / "store"), case, shape, run.options["updates"]
-    others = [spawn.Process(target=train, args=(rank, *arguments)) for rank in range(1, gpus)]
+    others = [
+        # they end with this process where it fails, rather than wait for it
+        spawn.Process(target=train, args=(rank, *arguments), daemon=True)
+        for rank in range(1, gpus)
+    ]
     for process in others:
         process.start()
     found = train(0, *arguments, engine)
@@ -105,9 +109,11 @@ def train(
     found = []
     for bucket in case.buckets or (None,):
         if bucket is None:
-            step, name = our_update(module, engine), f"from {str(case.dtype).split('.')[-1]} shards"
+            step = update.our_update(engine, module)
+            name = f"from {str(case.dtype).removeprefix('torch.')} shards"
         else:
-            step, name = stock_update(module, engine, bucket), f"buckets of {bucket / GIB:g} GiB"
+            step = stock_update(module, engine, bucket)
+            name = f"buckets of {bucket / GIB:g} GiB"
         measured = update.timed_updates(
             step, lambda: renew(shards), lambda: on_all(update.logprobs, engine), updates, meet
         )
@@ -149,13 +155,6 @@ def on_all(ask: Any, engine: Any) -> Any:
     answers = [None if engine is None else ask(engine)]
     dist.broadcast_object_list(answers)
     return answers[0]
-
-
-def our_update(module: nn.Module, engine: Any) -> update.Update:
-    """``trainer_bridge.update`` on every rank."""
-    import trainer_bridge
-
-    return lambda version: trainer_bridge.update(module, engine, version=version)
 
 
 def stock_update(module: nn.Module, engine: Any, bucket_bytes: int) -> update.Update:
@@ -214,10 +213,7 @@ def values_of(
     if any(result.mapped_bytes != result.bytes for result in results):
         raise RuntimeError(f"{results[0].bytes - results[0].mapped_bytes} bytes were gathered")
     values["update_gpu_ms"] = [1e3 * result.gpu_seconds for result in results]
-    for stage in results[0].seconds:
-        if stage != "total":
-            values[f"update_{stage}_ms"] = [1e3 * result.seconds[stage] for result in results]
-    return values
+    return values | update.stages(results)
 
 
 CASES = (

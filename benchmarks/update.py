@@ -292,10 +292,16 @@ def values_of(
         rates = [moved / ms / 1e9 for ms in gpu_ms]
         values["quantize_tb_s"] = rates
         values["quantize_copy_fraction"] = [rate / copy_tb_s for rate in rates]
-    for stage in ours[0].seconds if ours else ():
-        if stage != "total":
-            values[f"update_{stage}_ms"] = [1e3 * result.seconds[stage] for result in ours]
-    return values | {"peak_extra_gib": measured.extra_gib}
+    return values | stages(ours) | {"peak_extra_gib": measured.extra_gib}
+
+
+def stages(results: list[Any]) -> dict[str, list[float]]:
+    """Milliseconds of each stage of our updates."""
+    return {
+        f"update_{stage}_ms": [1e3 * result.seconds[stage] for result in results]
+        for stage in (results[0].seconds if results else ())
+        if stage != "total"
+    }
 
 
 BENCHMARK = Benchmark(
