@@ -48,8 +48,8 @@ class Sender:
         self._packer: tuple[TransferPlan, Bucket, Packer] | None = None
         self._board: LeadersBoard | None = None
         self.is_shared = False
-        """Whether several engines have this memory open: weights are quantized once, and what one
-        of them does not need is not freed."""
+        """Whether several engines have this memory open: what is put into the bucket is quantized
+        once for all of them."""
         self._users: set[object] = set()
 
     def share_with(self, engines: Iterable[object]) -> None:
@@ -154,11 +154,15 @@ class Sender:
             ManifestError: the tensors cannot make an update.
         """
         readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
+        scales = self._kv_scales
+        # for several engines, what is whole here is quantized once
+        alone = [
+            is_readable and (tensor is scales or not self.is_shared)
+            for (_, tensor), is_readable in zip(named, readable, strict=True)
+        ]
         mapped = self._in_place.choose(
-            named, family, readable, self._kv_scales, None if device is None else shards
+            named, family, alone, scales, None if device is None else shards
         )
-        if self.is_shared:
-            mapped = [False] * len(named)
         resident = [
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
@@ -188,11 +192,18 @@ class Sender:
             self._plans[way] = (signature, plan)
         return plan
 
-    def share(self, ranks: Ranks, plan: TransferPlan, device: torch.device | None) -> Packer | None:
+    def share(
+        self,
+        ranks: Ranks,
+        plan: TransferPlan,
+        device: torch.device | None,
+        users: Iterable[object] = (),
+    ) -> Packer | None:
         """Have the engines open the memory that this plan needs.
 
         Args:
             device: the trainer's GPU, or None where it has none that the engine can read.
+            users: who joined of those that have begun this update.
 
         Returns:
             what fills the bucket, or None where everything is mapped.
@@ -202,8 +213,8 @@ class Sender:
             if message["name"] not in ranks.known:
                 ranks.ask(message)
         if not plan.streamed and not any(plan.spans):
-            # plans of several engines use the bucket, so no other engine has it open
-            self._free_bucket()  # every rank let go of it before it answered
+            if self._users <= {*users}:  # another engine may have the bucket open
+                self._free_bucket()  # every rank let go of it before it answered
             return None
         bucket = self._bucket_on(device, plan.manifest.bucket_bytes)
         previous, self._bucket = self._bucket, bucket
@@ -222,7 +233,7 @@ class Sender:
     @property
     def reads_shards(self) -> bool:
         """Whether the plan that was asked for last maps shards of several ranks."""
-        return self._in_place.has_shards and not self.is_shared
+        return self._in_place.has_shards
 
     def content(self, plan: TransferPlan, chunk: int) -> Content:
         """What the bucket holds of a chunk, for ranks that do not share its memory."""

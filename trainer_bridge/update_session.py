@@ -78,7 +78,8 @@ class UpdateSession:
             return
         self.sender.join(self)  # an engine that is lost meanwhile must not free what others read
         self._begin_changes()
-        packer = self._filler.packer = self.sender.share(self, self.plan, self.device)
+        users = {self, *(member.connection for member in self._open_members())}
+        packer = self._filler.packer = self.sender.share(self, self.plan, self.device, users)
         for member in self._open_members():
             member.connection.use(self.sender)
         if packer is not None:

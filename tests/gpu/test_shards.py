@@ -1,5 +1,5 @@
 """Two trainer ranks, each on a GPU of its own where there are two, whose shards an engine of two
-ranks reads where they lie."""
+ranks, or two engines, read where they lie."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 import trainer_bridge
 from tests.engine.harness import Server
-from tests.gpu.engines import TP, TP_FLAGS, digests_of, sha256, start_server, version_of
+from tests.gpu.engines import (
+    TP,
+    TP_FLAGS,
+    digests_of,
+    sha256,
+    start_server,
+    together,
+    version_of,
+)
 from tests.gpu.policies import (
     DENSE,
     MOE,
@@ -38,7 +46,7 @@ COLLECTIVES = timedelta(seconds=300)
 
 
 def hold_shards(
-    connection: Connection, rank: int, store: str, address: str, shape: Shape, fp32: bool
+    connection: Connection, rank: int, store: str, addresses: list[str], shape: Shape, fp32: bool
 ) -> None:
     """One rank: (policy, version, whether its shards move before) -> bytes read in place."""
     # a multicast object needs all GPUs of a host, which others may use
@@ -63,24 +71,43 @@ def hold_shards(
                 mine.clone(), mesh, (Shard(0),), shape=tensor.shape, stride=tensor.stride()
             )
         del old
-        engine = address if rank == 0 else None
-        result = trainer_bridge.update(dict(shards), engine, version=version)
+        engines = addresses if rank == 0 else None
+        result = trainer_bridge.update(dict(shards), engines, version=version)
         connection.send(result.mapped_bytes)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A server after updates from two ranks."""
+class Case:
+    """The engines, and what the trainer holds."""
 
-    held: list[list[dict[str, str]]]
+    shape: Shape
+    tp_size: int = TP
+    ep_size: int = 1
+    engines: int = 1
+    fp32: bool = False
+
+    def engine_flags(self, engine: int) -> dict[str, Any]:
+        gpus = max(torch.cuda.device_count(), 1)
+        flags = {"tp_size": self.tp_size, "ep_size": self.ep_size}
+        return TP_FLAGS | flags | {"base_gpu_id": engine % gpus}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Servers after updates from two ranks."""
+
+    held: list[list[list[dict[str, str]]]]
+    """By update, server and rank."""
     wanted: list[list[dict[str, str]]]
+    """By update and rank."""
     mapped: list[int]
 
 
 CASES = [
-    pytest.param((DENSE, 1, False), id=f"{DENSE.name}-tp2"),
-    pytest.param((DENSE, 1, True), id=f"{DENSE.name}-tp2-fp32"),
-    pytest.param((MOE, TP, False), id=f"{MOE.name}-ep2"),
+    pytest.param(Case(DENSE), id=f"{DENSE.name}-tp2"),
+    pytest.param(Case(DENSE, fp32=True), id=f"{DENSE.name}-tp2-fp32"),
+    pytest.param(Case(MOE, ep_size=TP), id=f"{MOE.name}-ep2"),
+    pytest.param(Case(DENSE, tp_size=1, engines=2), id=f"{DENSE.name}-two-engines"),
 ]
 MOVES = False, False, False, True, False
 """Whether shards lie elsewhere than at the update before; the first one is always new."""
@@ -88,31 +115,38 @@ MOVES = False, False, False, True, False
 
 @pytest.fixture(scope="module", params=CASES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    shape, ep_size, fp32 = request.param
+    case: Case = request.param
     folder = tmp_path_factory.mktemp("shards")
-    flags: dict[str, Any] = {**TP_FLAGS, "tp_size": TP, "ep_size": ep_size}
     with shared_folder() as shared:
-        checkpoint = write_checkpoint(shape, draw(shape, 0), shared / "0")
-        with start_server(folder / "server.log", checkpoint, **flags) as server:
-            yield _update(shape, ep_size, fp32, server, folder)
+        checkpoint = write_checkpoint(case.shape, draw(case.shape, 0), shared / "0")
+        starts = [
+            partial(start_server, folder / f"{i}.log", checkpoint, **case.engine_flags(i))
+            for i in range(case.engines)
+        ]
+        with together(*starts) as servers:
+            yield _update(case, servers, folder)
 
 
-def _update(shape: Shape, ep_size: int, fp32: bool, server: Server, folder: Path) -> Run:
+def _update(case: Case, servers: list[Server], folder: Path) -> Run:
     held, mapped = [], []
     with ExitStack() as stack:
         start = partial(trainer_process, hold_shards)
-        arguments = str(folder / "store"), server.address, shape, fp32
+        addresses = [server.address for server in servers]
+        arguments = str(folder / "store"), addresses, case.shape, case.fp32
         peers = [stack.enter_context(start(rank, *arguments))[1] for rank in range(WORLD)]
         for policy, moves in enumerate(MOVES, 1):
-            version = version_of(server) + 1
+            version = version_of(servers[0]) + 1
             for peer in peers:
                 peer.send((policy, version, moves))
             found = [answer(peer) for peer in peers]
             assert found[0] == found[1]
             mapped.append(found[0])
-            held.append([sha256(rank) for rank in digests_of(server)])
+            held.append([[sha256(rank) for rank in digests_of(server)] for server in servers])
     wanted = [
-        [reference_digests(draw(shape, policy), rank, TP, ep_size) for rank in range(TP)]
+        [
+            reference_digests(draw(case.shape, policy), rank, case.tp_size, case.ep_size)
+            for rank in range(case.tp_size)
+        ]
         for policy in range(1, len(MOVES) + 1)
     ]
     return Run(held, wanted, mapped)
@@ -120,8 +154,8 @@ def _update(shape: Shape, ep_size: int, fp32: bool, server: Server, folder: Path
 
 @pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")
 def test_every_byte_of_both_ranks_is_the_reference(run: Run) -> None:
-    for number, (held, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
-        assert held == wanted, f"after update {number}"
+    for number, (servers, wanted) in enumerate(zip(run.held, run.wanted, strict=True)):
+        assert all(held == wanted for held in servers), f"after update {number}"
 
 
 def test_what_stays_is_read_in_place(run: Run) -> None:

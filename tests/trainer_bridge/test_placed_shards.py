@@ -194,12 +194,12 @@ CUT = {"attn.o.weight", *(f"mlp.experts.{e}.down.weight" for e in range(toy.EXPE
 """Their 128 rows are one block, and two ranks hold 64 each."""
 
 
-def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
+def read_in_place(rank: int, folder: Path, dtype: torch.dtype, count: int) -> None:
     logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         memories, interpreter = fake_ipc.install(patch)
         trainer = Trainer(memories, rank, dtype)
-        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        engines = [GpuEngine(interpreter.writable) for _ in range(count)] if rank == 0 else []
         gathered: list[torch.Size] = []
         full_tensor = DTensor.full_tensor
         patch.setattr(
@@ -213,8 +213,8 @@ def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
             version = next(versions)
             tensors = toy.checkpoint(version)
             gathered.clear()
-            result = update(trainer.become(tensors), engine, version=version)
-            assert engine is None or engine.holds(tensors), version
+            result = update(trainer.become(tensors), engines or None, version=version)
+            assert all(engine.holds(tensors) for engine in engines), version
             assert len(gathered) == (len(CUT) if in_place else len(toy.SHAPES)), version
             assert result.mapped_bytes == (whole - cut) * dtype.itemsize * in_place, version
             return result
@@ -231,17 +231,17 @@ def read_in_place(rank: int, folder: Path, dtype: torch.dtype) -> None:
         bad = toy.checkpoint(next(versions))
         bad["mlp.experts.1.up.weight"][-1, -1] = torch.nan  # rank 1 holds it
         with pytest.raises(Exception, match=r"experts\.1\.up\.weight holds NaN"):
-            update(trainer.become(bad), engine, version=90)
+            update(trainer.become(bad), engines or None, version=90)
         versions = iter(range(91, 100))
         step(in_place=False)
         step(in_place=True)
 
-        if engine is not None:
+        for engine in engines[-1:]:
             engine.visible_gpus = ["GPU of another container"]
         everywhere: list[Any] = [None] * WORLD
         dist.all_gather_object(everywhere, None)
         with pytest.raises(Exception, match="NaN"):  # the layout is asked for again
-            update(trainer.become(bad), engine, version=98)
+            update(trainer.become(bad), engines or None, version=98)
         step(in_place=False)
         versions = iter(range(100, 110))
         step(in_place=False)
@@ -376,8 +376,10 @@ def test_shards_in_other_cases(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="shards of two ranks, read where they lie")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 2)]
+)
 @pytest.mark.timeout(240)
-def test_shards_are_read_in_place(tmp_path: Path, dtype: torch.dtype) -> None:
-    worker: Callable[[int, Path], None] = partial(read_in_place, dtype=dtype)
+def test_shards_are_read_in_place(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
+    worker: Callable[[int, Path], None] = partial(read_in_place, dtype=dtype, count=count)
     ranks.run(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)

@@ -379,13 +379,19 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
     rank.join()
 
 
-def share(sender: Sender, rank: Rank, plan: TransferPlan, known: tuple[str, ...] = ()) -> Any:
+def share(
+    sender: Sender,
+    rank: Rank,
+    plan: TransferPlan,
+    known: tuple[str, ...] = (),
+    users: tuple[object, ...] = (),
+) -> Any:
     """What fills the bucket of one session; ``known`` has the rank say that it has more open."""
     opened = (*rank.memory.known(), *known)
     rank.answer = lambda message: {"ok": True, "known": opened}
     ranks = RankClients([rank.path], TOKEN)
     try:
-        return sender.share(ranks, plan, None)
+        return sender.share(ranks, plan, None, users)
     finally:
         ranks.close()
 
@@ -419,7 +425,7 @@ def test_the_memory_goes_with_the_last_engine_that_has_it_open(rank: Rank) -> No
     rank.join()
 
 
-def test_nothing_is_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
+def test_whole_parameters_are_not_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
     """It is quantized once for all of them."""
     sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
     mapped(sender, named)
@@ -427,8 +433,7 @@ def test_nothing_is_read_in_place_by_several_engines(gpu: FakeGpu) -> None:
     assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
 
 
-def test_what_another_engine_has_open_is_not_freed(gpu: FakeGpu) -> None:
-    """One of two is updated alone: were all read in place, the bucket would be freed."""
+def test_one_of_two_engines_is_updated_alone(gpu: FakeGpu) -> None:
     sender, named = Sender(layout((GPU,))), weights(a=(4, 4))
     for engine in ("one", "two"):
         sender.join(engine)
@@ -436,7 +441,7 @@ def test_what_another_engine_has_open_is_not_freed(gpu: FakeGpu) -> None:
     assert [mapped(sender, named) for _ in range(2)] == [[False]] * 2
     sender.leave("two")
     sender.share_with(["one"])
-    assert mapped(sender, named) == [True]
+    assert [mapped(sender, named) for _ in range(2)] == [[False], [True]]
     assert len(gpu.placed) == 1
 
 
@@ -535,6 +540,27 @@ def test_no_bucket_is_kept_where_everything_is_mapped(rank: Rank) -> None:
     assert rank.ops().count("bucket") == 1
     assert (buckets[0], buckets[2]) == (None, None)
     assert buckets[1] is not None and not buckets[1].close.alive
+
+
+def test_a_bucket_that_another_engine_may_have_open_is_kept(rank: Rank) -> None:
+    """Its begin was refused, so it did not let go."""
+    sender = Sender(layout())
+    sender._in_place._placement = IN_PLACE
+    named = weights(a=(8,), b=(8,))
+    some, whole = (
+        TransferPlan(sources(named, None, BF16), flags, BUCKET_BYTES // 2)
+        for flags in ([True, False], [True, True])
+    )
+    for engine in ("one", "two"):
+        sender.join(engine)
+    share(sender, rank, some, users=("one", "two"))
+    bucket = sender._bucket
+    assert bucket is not None
+    share(sender, rank, whole, users=("one",))
+    assert bucket.close.alive
+    share(sender, rank, whole, users=("one", "two"))
+    assert not bucket.close.alive
+    rank.join()
 
 
 # -- how many slots a bucket has
