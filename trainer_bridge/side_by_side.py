@@ -36,4 +36,7 @@ def _tried(call: Callable[[], T]) -> T | EngineError:
     try:
         return call()
     except EngineError as error:
+        # frames that hold the result would be in its traceback, or in that of what caused it, and a
+        # cycle keeps the trainer's tensors
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         return error

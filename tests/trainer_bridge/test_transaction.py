@@ -334,19 +334,22 @@ def test_an_engine_that_fails_before_it_is_written_to(
 
 
 @pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("dead", ["", "layout", "begin", "end"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_no_cycle_keeps_the_weights(engines: int, bad: bool) -> None:
+def test_no_cycle_keeps_the_weights(engines: int, dead: str, bad: bool) -> None:
     """They may be gathered for this update, and need the memory of the next step."""
 
     def updated() -> "weakref.ref[torch.Tensor]":
         tensors = toy.checkpoint()
         norm = tensors["norm.weight"]
         norm[0] = float("nan") if bad else 1.0
-        targets = [engine_of(1) for _ in range(engines)]
+        targets = [dead_engine(dead), *(engine_of(1) for _ in range(engines - 1))]
         try:
             update(tensors, targets if engines > 1 else targets[0], version=0)
         except EngineError:
-            assert bad
+            assert bad or dead
+        else:
+            assert not bad and not dead
         return weakref.ref(norm)
 
     logging.disable(logging.CRITICAL)  # pytest keeps what is logged, with its frames
