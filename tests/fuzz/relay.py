@@ -18,7 +18,7 @@ from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
 from tests.fuzz.decoder import Decoder, to_frames
-from tests.fuzz.frames import arrived
+from tests.fuzz.frames import TIMEOUT_S, arrived
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.relay_client import RelayClient
 
@@ -59,7 +59,7 @@ def decode(data: bytes) -> None:
     memories = Memories(ROOM, 2 * ROOM)
     memories.image = Image("before", {0: torch.zeros(ROOM, dtype=torch.uint8)})
     relay._memories, relay._memory, relay._image = memories, None, SessionImage(memories)
-    relay._ranks, relay._silence_s, relay._asked = [], 0.01, deque()
+    relay._ranks, relay._silence_s, relay._asked = [], TIMEOUT_S, deque()
     relay._sending, relay._written, relay._writing = Lock(), Condition(), 0
     with arrived(data) as sock:
         while sock.recv(1, socket.MSG_PEEK):
@@ -69,7 +69,7 @@ def decode(data: bytes) -> None:
 def decode_replies(data: bytes) -> None:
     client = object.__new__(RelayClient)
     with arrived(data) as sock:
-        client._sockets, client._timeout_s = [sock], 10.0
+        client._sockets, client._timeout_s = [sock], TIMEOUT_S
         while sock.recv(1, socket.MSG_PEEK):
             client.wait()
 
