@@ -14,14 +14,16 @@ def sharded(results: Mapping[str, Any]) -> str:
     rows = with_ratio(results["rows"], "update_wall_ms", is_reference, same=["model"])
     columns = [
         Column("update", {"update_wall_ms": SPREAD}),
-        Column("faster than the best stock", {"faster": "{median:.1f}x"}),
+        Column("faster than the best stock row", {"faster": "{median:.1f}x"}),
         Column("begin", {"update_begin_ms": "{median:.1f} ms"}),
         Column("write", {"update_write_ms": "{median:.1f} ms"}),
         Column("commit", {"update_commit_ms": "{median:.1f} ms"}),
         Column("engine's kernels", {"update_gpu_ms": "{median:.1f} ms"}),
         Column("extra memory", {"peak_extra_gib": "{max:.2f} GiB"}),
     ]
-    made = table(rows, ["model", "arm", "case"], columns, "update")
+    made = table(rows, ["model", "arm", "case"], columns, "model, engine, weights")
     runs = max(row["n"] for row in rows)
-    end = f"{facts(results['environment'])}. Medians of {runs} (least to most)."
+    environment = results["environment"]
+    gpus = f"{environment['count']} x {environment['device']}"  # all are used
+    end = f"{facts(environment | {'device': gpus, 'count': 1})}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
