@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import TypeVar
 
 from trainer_bridge.engine_client import EngineClient, EngineError, InProcessEngine
@@ -36,7 +37,6 @@ def _tried(call: Callable[[], T]) -> T | EngineError:
     try:
         return call()
     except EngineError as error:
-        # frames that hold the result would be in its traceback, or in that of what caused it, and a
+        # without its traceback and its cause: frames that hold the result would be in them, and a
         # cycle keeps the trainer's tensors
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        return error
+        return copy(error)
