@@ -197,7 +197,7 @@ class Sender:
         ranks: Ranks,
         plan: TransferPlan,
         device: torch.device | None,
-        users: Iterable[object] = (),
+        users: Iterable[object],
     ) -> Packer | None:
         """Have the engines open the memory that this plan needs.
 

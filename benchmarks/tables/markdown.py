@@ -87,10 +87,15 @@ def with_share(rows: Sequence[Row], part: str, whole: str, name: str) -> list[Ro
     return [*rows, *made]
 
 
-def facts(environment: Mapping[str, Any]) -> str:
-    """Device, versions, date and commit."""
+def facts(environment: Mapping[str, Any], gpus: int = 1) -> str:
+    """Device, versions, date and commit.
+
+    Args:
+        gpus: how many of the host's were used.
+    """
     count = environment.get("count", 1)
-    words = [environment["device"] + (f" (of {count} in the host)" if count > 1 else "")]
+    device = environment["device"] if gpus == 1 else f"{gpus} x {environment['device']}"
+    words = [device + (f" (of {count} in the host)" if count > gpus else "")]
     words += [f"{name} {environment[key]}" for key, name in VERSIONS.items() if key in environment]
     return ", ".join([*words, environment["date"], f"commit {environment['commit']}"])
 

@@ -24,6 +24,5 @@ def sharded(results: Mapping[str, Any]) -> str:
     made = table(rows, ["model", "arm", "case"], columns, "model, engine, weights")
     runs = max(row["n"] for row in rows)
     environment = results["environment"]
-    gpus = f"{environment['count']} x {environment['device']}"  # all are used
-    end = f"{facts(environment | {'device': gpus, 'count': 1})}. Medians of {runs} (least to most)."
+    end = f"{facts(environment, gpus=environment['count'])}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)

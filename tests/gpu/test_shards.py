@@ -87,9 +87,13 @@ class Case:
     fp32: bool = False
 
     def engine_flags(self, engine: int) -> dict[str, Any]:
-        gpus = max(torch.cuda.device_count(), 1)
-        flags = {"tp_size": self.tp_size, "ep_size": self.ep_size}
-        return TP_FLAGS | flags | {"base_gpu_id": engine % gpus}
+        gpu = engine % torch.cuda.device_count()
+        return {
+            **TP_FLAGS,
+            "tp_size": self.tp_size,
+            "ep_size": self.ep_size,
+            "base_gpu_id": gpu,
+        }
 
 
 @dataclass(frozen=True)

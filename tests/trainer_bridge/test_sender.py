@@ -482,7 +482,7 @@ def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))
     for device in (CUDA[0], CUDA[0], CUDA[1], CUDA[0]):
-        sender.share(cast(RankClients, None), plan, device)
+        sender.share(cast(RankClients, None), plan, device, ())
     assert [bucket.content.device for bucket in GpuBucket.made] == [CUDA[0], CUDA[1], CUDA[0]]
     assert [bucket.is_closed for bucket in GpuBucket.made] == [True, True, False]
 
