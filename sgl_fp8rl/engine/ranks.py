@@ -1,9 +1,11 @@
 """An action tried on each rank of an engine, and values that its ranks exchange."""
 
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from sgl_fp8rl.protocol.attempt import attempt
@@ -13,6 +15,8 @@ from sgl_fp8rl.weight_update.routes import RouteError, RouteTable
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ROOM = 4096
+"""Bytes of a pickled value that ranks exchange in one collective; longer ones take two."""
 
 
 def attempted(action: Callable[[], T], what: str) -> tuple[T | None, str | None]:
@@ -30,12 +34,34 @@ def attempted(action: Callable[[], T], what: str) -> tuple[T | None, str | None]
 
 
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The value of every rank of the tensor-parallel group, in rank order."""
-    if dist.get_world_size(group) == 1:
+    """The value of every rank of the tensor-parallel group, in rank order.
+
+    Half as many collectives as ``all_gather_object``, which sends sizes first: each is a round trip
+    over sockets, and updates wait for several.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    pickled = pickle.dumps(value)
+    length = len(pickled).to_bytes(8, "little")
+    sent = [row.numpy().tobytes() for row in _all_gather(length + pickled[:ROOM], ROOM + 8, group)]
+    lengths = [int.from_bytes(each[:8], "little") for each in sent]
+    starts = [each[8:] for each in sent]
+    rests = [b""] * ranks
+    if (longest := max(lengths)) > ROOM:
+        rests = [r.numpy().tobytes() for r in _all_gather(pickled[ROOM:], longest - ROOM, group)]
+    return [
+        pickle.loads((start + rest)[:length])
+        for start, rest, length in zip(starts, rests, lengths, strict=True)
+    ]
+
+
+def _all_gather(mine: bytes, size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Bytes of every rank, each filled up to ``size``."""
+    sent = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return received
 
 
 def sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:

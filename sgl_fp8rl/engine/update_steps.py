@@ -46,11 +46,11 @@ def run(
         fingerprint = _prepare(weights, policy, message, group)
     except ManifestError as error:
         return {"error": str(error)}
-    if not all(gather(weights.knows(fingerprint), group)):
-        return {"unknown": True}
-    rank_socket, ranks = _listen(scheduler, message, group)
+    rank_socket, ranks = _listen(scheduler, weights.knows(fingerprint), message, group)
     if rank_socket is None:
         errors = [rank.error for rank in ranks if rank.error is not None]
+        if not all(rank.knows for rank in ranks):
+            return {"unknown": True}
         return {"error": errors[0]} if errors else {"busy": True}
     try:
         if message.get("in_flight") == RETRACT and not all(gather(retract(scheduler), group)):
@@ -156,18 +156,25 @@ def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]
 class _Ready:
     """What one rank says before a session begins."""
 
-    error: str | None = None
-    idle: bool = False
-    path: str = ""
+    knows: bool
+    """Whether it has the manifest."""
+    error: str | None
+    idle: bool
+    path: str
 
 
 def _listen(
-    scheduler: Any, message: dict[str, Any], group: dist.ProcessGroup
+    scheduler: Any, knows: bool, message: dict[str, Any], group: dist.ProcessGroup
 ) -> tuple[RankSocket | None, list[_Ready]]:
-    """Open this rank's socket if every rank can begin, and say what each of them can."""
+    """Open this rank's socket if every rank can begin, and say what each of them can.
+
+    Args:
+        knows: whether this rank has the manifest.
+    """
     in_flight = message.get("in_flight")
     # what retracts is idle when it must be: nothing is disturbed before all is ready to begin
     idle = in_flight == RETRACT or (
+        # on all ranks or none, so it does not depend on ``knows``
         scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
     )
     rank_socket, failure = None, None
@@ -186,8 +193,9 @@ def _listen(
     ):
         failure = PAUSED
     path = str(rank_socket.path) if rank_socket is not None else ""
-    ranks = gather(_Ready(error=failure, idle=bool(idle), path=path), group)
-    if rank_socket is not None and not all(rank.idle and rank.error is None for rank in ranks):
+    ranks = gather(_Ready(knows, failure, bool(idle), path), group)
+    begins = all(rank.knows and rank.idle and rank.error is None for rank in ranks)
+    if rank_socket is not None and not begins:
         rank_socket.close()
         rank_socket = None
     return rank_socket, ranks

@@ -313,7 +313,7 @@ def test_an_unknown_manifest_is_asked_for(engine: Engine) -> None:
     engine.ranks[0].accept(manifest_of(toy.checkpoint()))  # and rank 1 has forgotten it
     known = short(manifest_of(toy.checkpoint()).fingerprint, 0)
     assert engine.answer(known) == {"unknown": True}
-    assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
+    assert [weights.session for weights in engine.ranks] == [None, None]
     assert [weights.state for weights in engine.ranks] == [State.SERVING] * TP
 
 
