@@ -108,12 +108,12 @@ class Session:
                 f"{self.writer.chunks[missing[0]][0].name} among them; send every chunk of the "
                 f"manifest before commit"
             )
-        seconds = self.writer.finish()
         kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}
         if self._deferred:
             self._load_deferred()
         self.writer.table.fill_constants()
         self.weights.check_addresses()
+        seconds = self.writer.finish()  # a GPU may have written until now
         if kv_scales and self.weights.kv is not None:
             kv = self.weights.kv
             self.kv_scales = incoming_scales.assemble(kv_scales, kv.layers, kv.heads.total)

@@ -55,7 +55,7 @@ class TritonWriter(WeightWriter):
         if self.is_mapped(index):
             segments = memory.mapped()
             self._follow(index, segments)
-            self._run(index, segments.bases())
+            self._launch(index, segments.bases())  # it stays as it is until ``finish``
             return
         bucket = memory.bucket_for(self.manifest)
         if index not in self._launches:  # of a stream, whose chunks are not known before
@@ -86,6 +86,10 @@ class TritonWriter(WeightWriter):
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
     def _run(self, index: int, addresses: list[int]) -> None:
+        self._launch(index, addresses).synchronize()
+
+    def _launch(self, index: int, addresses: list[int]) -> torch.cuda.Event:
+        """Start the kernels of a chunk; the event is recorded behind them."""
         bases = bases_at(addresses, self._device)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -93,8 +97,8 @@ class TritonWriter(WeightWriter):
         for launch in self._launches[index]:
             launch.run(bases, self._status)
         stop.record()
-        stop.synchronize()
         self._events.append((start, stop))
+        return stop
 
     def _follow(self, index: int, segments: Segments) -> None:
         """Compile the mapped chunk again where the trainer's tensors lie elsewhere than before."""

@@ -91,7 +91,8 @@ class WeightWriter:
         self.dirty = False
 
     def write(self, index: int, memory: SharedMemory) -> None:
-        """Write one chunk through its routes; its memory may be reused on return.
+        """Write one chunk through its routes; a slot of the bucket may be reused on return, and the
+        trainer's own memory after ``finish``.
 
         Raises:
             ValueError: NaN or Inf, where it is known at once.

@@ -156,16 +156,14 @@ class RankClients(EngineRanks):
                 "on both sides"
             )
         super().__init__(timeout_s)
-        known: list[set[str]] = []
         try:
             for path in paths:
-                rank, reply = _connect(path, token, timeout_s)
-                self._sockets.append(rank)
-                known.append(set(reply.get("known", [])))
+                self._sockets.append(_connect(path, token, timeout_s))
+            # when all have been asked: each rank takes a while to answer
+            self.known = set.intersection(*map(_known, self._sockets))
         except EngineError:
             self.close()  # or ranks that did connect would wait for what never comes
             raise
-        self.known = set.intersection(*known)
 
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
         self.send(message)
@@ -199,25 +197,34 @@ def check(reply: dict[str, Any]) -> None:
         raise (UnreachableMemoryError if on_host else EngineError)(sentence_of(reply["error"]))
 
 
-def _connect(path: str, token: str, timeout_s: float) -> tuple[socket.socket, dict[str, Any]]:
+def _connect(path: str, token: str, timeout_s: float) -> socket.socket:
     rank = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     rank.settimeout(timeout_s)
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})
-        reply = receive(rank)
-        if not are_names(reply.get("known", [])):
-            raise EngineError(
-                "a rank of the engine does not say what memory it has open; install the same "
-                "sgl-fp8rl on both sides"
-            )
-    except EngineError:
-        rank.close()
-        raise
     except OSError as error:
         rank.close()
+        raise _unreachable(error) from error
+    return rank
+
+
+def _known(rank: socket.socket) -> set[str]:
+    """Names of the memory that a rank has open, its first reply."""
+    try:
+        known = receive(rank).get("known", [])
+    except OSError as error:
+        raise _unreachable(error) from error
+    if not are_names(known):
         raise EngineError(
-            f"the engine's update socket cannot be reached ({error}); trainer and engine must run "
-            f"on one host, as the same user"
-        ) from error
-    return rank, reply
+            "a rank of the engine does not say what memory it has open; install the same "
+            "sgl-fp8rl on both sides"
+        )
+    return set(known)
+
+
+def _unreachable(error: OSError) -> EngineError:
+    return EngineError(
+        f"the engine's update socket cannot be reached ({error}); trainer and engine must run on "
+        f"one host, as the same user"
+    )
