@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import by_tensor
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
@@ -103,7 +101,7 @@ class InPlace:
         return self._told[1]
 
     def _choose_shards(self, named: Named, family: str | None, shards: Shards | None) -> None:
-        """Those that the engine can open, and can quantize by themselves."""
+        """Those that the engine can open."""
         layout = self._layout
         # without fp32: an engine of dummy weights, which does not know yet what it keeps in FP8
         if (
@@ -116,14 +114,11 @@ class InPlace:
         if shards is self._shards and family == self._family:
             return
         self._family = family
-        quantized = by_tensor(layout["formats"])
         self._shards, self._pieces, found = shards, {}, []
         for index, source in enumerate(sources_for(named, family, layout)):
-            pieces: dict[str, list[Piece] | None] = {}
-            for name, view in source.announce(source.dtype):
-                is_encoded = name in quantized and source.dtype in WEIGHT_DTYPES and view.dim() == 2
-                step = quantized[name].block[0] if is_encoded else 1
-                pieces[name] = shards.pieces(index, view, step)
+            pieces = {
+                name: shards.pieces(index, view) for name, view in source.announce(source.dtype)
+            }
             if all(pieces.values()):
                 self._pieces |= {name: each for name, each in pieces.items() if each}
                 found.append(index)

@@ -54,13 +54,12 @@ class Shards:
         counts = [len(each.placement.handles) for each in of_ranks]
         self._first_handles = [sum(counts[:rank]) for rank in range(len(counts))]
 
-    def pieces(self, index: int, tensor: torch.Tensor, step: int) -> list[Piece] | None:
-        """Where the rows of an HF tensor lie, by ``handles``; None where they are not cut so.
+    def pieces(self, index: int, tensor: torch.Tensor) -> list[Piece] | None:
+        """Where the rows of an HF tensor lie, by ``handles``; None where a row is cut.
 
         Args:
             index: of the parameter that holds it.
             tensor: a meta view of that parameter, in its own dtype.
-            step: rows at whose multiples the tensor may be cut.
         """
         # KV scales come behind the parameters
         owners = self._owners[index] if index < len(self._owners) else None
@@ -73,7 +72,7 @@ class Shards:
             low, high = max(start, first), min(stop, first + tensor.numel())
             if low >= high:
                 continue
-            if (low - first) % (row * step):
+            if (low - first) % row:
                 return None
             shards = self._of_ranks[rank]
             segment, offset = shards.placement.spots[shards.spots[index]]

@@ -3,7 +3,7 @@
 No launch, no allocation and no Python for each tensor: a 30B-A3B has 18,432 expert matrices.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -11,18 +11,16 @@ from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.ops.regions import Region, strides_of
+from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
-from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
+from sgl_fp8rl.protocol.chunks import Piece, RowRange
 from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
 from sgl_fp8rl.protocol.manifest import Manifest
+from sgl_fp8rl.weight_update.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
 from sgl_fp8rl.weight_update.shared_memory import Segments, SharedMemory
 from sgl_fp8rl.weight_update.torch_writer import clip_route
 from sgl_fp8rl.weight_update.weight_writer import WeightWriter
-
-Locate = Callable[[ChunkSlice], list[Piece]]
-"""Where the rows of a slice lie."""
 
 
 class TritonWriter(WeightWriter):
@@ -45,6 +43,8 @@ class TritonWriter(WeightWriter):
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
         self._mapped_places: dict[str, list[Piece]] | None = None
+        self._joined: torch.Tensor | None = None
+        """Where blocks are put together that several of the trainer's ranks hold."""
 
     def begin(self) -> None:
         super().begin()
@@ -55,7 +55,9 @@ class TritonWriter(WeightWriter):
         if self.is_mapped(index):
             segments = memory.mapped()
             self._follow(index, segments)
-            self._launch(index, segments.bases())  # it stays as it is until ``finish``
+            joined = [] if self._joined is None else [self._joined.data_ptr()]
+            # it stays as it is until ``finish``
+            self._launch(index, [*segments.bases(), *joined])
             return
         bucket = memory.bucket_for(self.manifest)
         if index not in self._launches:  # of a stream, whose chunks are not known before
@@ -104,21 +106,79 @@ class TritonWriter(WeightWriter):
         """Compile the mapped chunk again where the trainer's tensors lie elsewhere than before."""
         if self._mapped_places is not segments.places:
             segments.check(self.manifest)
-            self._launches[index] = self._compile(index, lambda p: segments.places[p.name])
+            self._launches[index] = self._compile_mapped(index, segments)
             self._mapped_places = segments.places
 
     def _compile_in_bucket(self, index: int) -> list[Launch]:
-        return self._compile(index, lambda p: [Piece(0, p.offset, p.rows)])
-
-    def _compile(self, index: int, locate: Locate) -> list[Launch]:
-        descriptors = (
+        return self._compile(
             descriptor
             for chunk_slice in self.chunks[index]
             if not self.is_deferred(chunk_slice.name)
-            for piece in locate(chunk_slice)
-            for descriptor in self._descriptors(chunk_slice.name, *piece)
+            for descriptor in self._descriptors(
+                chunk_slice.name, 0, chunk_slice.offset, chunk_slice.rows
+            )
         )
+
+    def _compile_mapped(self, index: int, segments: Segments) -> list[Launch]:
+        descriptors: list[CopyDescriptor] = []
+        cut: list[CutBlock] = []
+        for name in (each.name for each in self.chunks[index] if not self.is_deferred(each.name)):
+            pieces = segments.places[name]
+            if (step := self._block_rows(name)) is not None:
+                spec = self.manifest.tensors[name]
+                pieces, blocks = at_blocks(name, pieces, step, spec.nbytes // spec.shape[0])
+                cut += [block for block in blocks if self._has_rows(name, block.rows)]
+            for piece in pieces:
+                descriptors += self._descriptors(name, *piece)
+        launches = self._compile(descriptors)
+        batches = in_turn(cut)
+        size = max(
+            (offset + block.nbytes for batch in batches for offset, block in batch), default=0
+        )
+        self._joined = joined_memory(size, self._device) if size else None
+        for batch in batches:
+            launches += self._compile(
+                descriptor for offset, block in batch for descriptor in self._copies(block, offset)
+            )
+            launches += self._compile(
+                descriptor
+                for offset, block in batch
+                for descriptor in self._descriptors(
+                    block.name, len(segments.bases()), offset, block.rows
+                )
+            )
+        return launches
+
+    def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch]:
         return compile_descriptors(descriptors, self._device, self.dtype)
+
+    def _block_rows(self, name: str) -> int | None:
+        """Rows of a block of a matrix that is quantized as it is written; None of another."""
+        spec = self.manifest.tensors[name]
+        formats = [self.table.format_of(r) for r in self.table.routes_for(name, self.manifest)]
+        steps = {f.block[0] for f in formats if self._quantizes(f, spec.dtype)}
+        return max(steps) if steps and len(spec.shape) == 2 else None
+
+    def _has_rows(self, name: str, rows: RowRange) -> bool:
+        """Whether this rank keeps any of these rows."""
+        return any(clip_route(r, rows) for r in self.table.routes_for(name, self.manifest))
+
+    def _copies(self, block: CutBlock, offset: int) -> Iterator[CopyDescriptor]:
+        """Copies of a block's rows to where they are put together, ``offset`` bytes in."""
+        assert self._joined is not None
+        spec = self.manifest.tensors[block.name]
+        for segment, start, (first, last) in block.parts:
+            shape = (last - first, *spec.shape[1:])
+            target = self._joined.data_ptr() + offset
+            target += (first - block.rows[0]) * spec.nbytes // spec.shape[0]
+            yield from describe_copy(
+                Placed(start, spec.dtype, strides_of(shape)),
+                whole(shape),
+                Placed(target, spec.dtype, strides_of(shape)),
+                whole(shape),
+                segment=segment,
+                tag=self._tags[block.name],
+            )
 
     def _descriptors(
         self, name: str, segment: int, offset: int, rows: RowRange
@@ -149,11 +209,20 @@ class TritonWriter(WeightWriter):
     def _scales(self, route: Route, sent: torch.dtype, dst: Region) -> Scales | None:
         """Where the kernel writes the scales of what it quantizes."""
         format_ = self.table.format_of(route)
-        if format_ is UNQUANTIZED or sent in format_.dtypes:
+        if not self._quantizes(format_, sent):
             return None
         (suffix,) = format_.suffixes
         scales = self.table.parameters[route.parameter + suffix]
         return Scales(_placed(scales), format_.companion_region(suffix, dst))
+
+    @staticmethod
+    def _quantizes(format_: WeightFormat, sent: torch.dtype) -> bool:
+        return format_ is not UNQUANTIZED and sent not in format_.dtypes
+
+
+def joined_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Device memory of this process."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _check_cut(format_: WeightFormat, name: str, spec: TensorSpec, src: Region, row: int) -> None:

@@ -4,7 +4,7 @@ ranks, or two engines, read where they lie."""
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -107,11 +107,13 @@ class Run:
     mapped: list[int]
 
 
+CUT = replace(DENSE, name="qwen3-8b-cut", intermediate=97 * 128)
+"""Each rank has half of the 49th block of the MLP's first two matrices."""
 CASES = [
     pytest.param(Case(DENSE), id=f"{DENSE.name}-tp2"),
     pytest.param(Case(DENSE, fp32=True), id=f"{DENSE.name}-tp2-fp32"),
     pytest.param(Case(MOE, ep_size=TP), id=f"{MOE.name}-ep2"),
-    pytest.param(Case(DENSE, tp_size=1, engines=2), id=f"{DENSE.name}-two-engines"),
+    pytest.param(Case(CUT, tp_size=1, engines=2), id=f"{CUT.name}-two-engines"),
 ]
 MOVES = False, False, False, True, False
 """Whether shards lie elsewhere than at the update before; the first one is always new."""

@@ -26,7 +26,7 @@ from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import engine_weights, triton_writer
+from sgl_fp8rl.weight_update import cut_blocks, engine_weights, triton_writer
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Segments, SharedMemoryError
@@ -54,6 +54,8 @@ class Interpreter:
         self.damage: Damage = list
         self.compiled = 0
         self.stages: list[FakeDeviceMemory] = []
+        self.joined: list[torch.Tensor] = []
+        """Memory in which cut blocks were put together."""
         self.lost_tiles = 0
 
     def compile_descriptors(
@@ -65,7 +67,14 @@ class Interpreter:
     @property
     def readable(self) -> Spans:
         """What the trainer shared, and staging memory that is not freed yet."""
-        return self.shared + [span_of(s.tensor) for s in self.stages if not s.closed]
+        stages = [s.tensor for s in self.stages if not s.closed]
+        return self.shared + [span_of(tensor) for tensor in (*stages, *self.joined)]
+
+    def joined_memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        stage = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+        self.joined.append(stage)
+        self.writable.append(span_of(stage))
+        return stage
 
 
 class FakeLaunch:
@@ -177,6 +186,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
 
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
+    monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(engine_weights, "writer_for", TritonWriter)
     return interpreter
@@ -568,16 +578,18 @@ def in_place(gpu: Interpreter, tensors: toy.Tensors, gap: int, rows: int = 1 << 
     return segments
 
 
-@pytest.mark.parametrize("rows", [1 << 20, 128])
+@pytest.mark.parametrize("rows", [1 << 20, 128, 64, 200, 3])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_is_mapped_is_read_where_it_lies(
-    gpu: Interpreter, tp: int, fp8: bool, rows: int
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, tp: int, fp8: bool, rows: int
 ) -> None:
-    """Also the shards of several ranks."""
+    """Also the shards of several ranks, wherever they cut a block."""
+    monkeypatch.setattr(cut_blocks, "JOINED_BYTES", 128 * 1024)  # a few blocks
     for rank in range(tp):
         weights = engine(gpu, toy.toy(rank, tp), toy.SHAPES)
         compiled = []
+        gpu.joined.clear()
         for version, (gap, stays) in enumerate([(0, False), (0, True), (64, False), (64, True)]):
             tensors = toy.checkpoint(version)
             streamed = toy.quantized(tensors) if fp8 else tensors
@@ -599,7 +611,15 @@ def test_what_is_mapped_is_read_where_it_lies(
             weights.commit()
             compiled.append(gpu.compiled)
             assert toy.same(toy.contents(weights.model), toy.expected(tensors, rank, tp))
-        assert [b - a for a, b in pairwise(compiled)] == [0, 1, 0]
+        again, elsewhere, last = (b - a for a, b in pairwise(compiled))
+        assert again == last == 0
+        # one for all, and two for each batch of blocks that are put together first
+        assert elsewhere % 2 == 1
+        assert bool(gpu.joined) == (elsewhere > 1)
+        if fp8 or rows % 128 == 0:
+            assert elsewhere == 1
+        elif tp == 1 or rows < 128:  # else this rank may keep no rows of a cut block
+            assert elsewhere > 1
 
 
 def write_all_parts(session: Session, tensors: toy.Tensors) -> None:
@@ -633,9 +653,12 @@ def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     assert toy.same(toy.contents(weights.model), toy.expected(tensors))
 
 
-@pytest.mark.parametrize(("rows", "name"), [(64, "attn.q.weight"), (200, "attn.q.weight")])
-def test_a_piece_that_cuts_a_block_is_refused(gpu: Interpreter, rows: int, name: str) -> None:
-    """Both halves would be quantized with scales of their own."""
+@pytest.mark.parametrize("rows", [64, 200])
+def test_a_piece_that_cuts_a_block_is_never_quantized_by_itself(
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """The control: halves of a block would have scales of their own."""
+    monkeypatch.setattr(triton_writer, "at_blocks", lambda name, pieces, *_: (pieces, []))
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     before = toy.contents(weights.model)
@@ -643,7 +666,7 @@ def test_a_piece_that_cuts_a_block_is_refused(gpu: Interpreter, rows: int, name:
     weights.accept(manifest)
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
     weights.memory.segments = in_place(gpu, tensors, 0, rows)
-    with pytest.raises(ValueError, match=f"a piece of {name} cuts a 128x128 block"):
+    with pytest.raises(ValueError, match=r"a piece of attn\.q\.weight cuts a 128x128 block"):
         session.write(0)
     assert not session.dirty and toy.same(before, toy.contents(weights.model))
 
