@@ -60,7 +60,7 @@ def memory(updates: list[Row]) -> tuple[int, int]:
 def table(text: str) -> str:
     """Of results/verl.jsonl, several logs one after the other."""
     lines = [json.loads(line) for line in text.splitlines()]
-    environment = next(line for line in lines if line["kind"] == "environment")
+    environments = [line for line in lines if line["kind"] == "environment"]
     verdict = judge(lines)
     cells = []
     for run, mine in _by_run(lines, "step").items():
@@ -86,22 +86,28 @@ def table(text: str) -> str:
         [
             grid([*head, "its update", "memory"], cells),
             *(
-                f"{NAMES[arm]}, {gpus} GPU, failed: `{error.partition(chr(10))[0]}`"
+                f"{NAMES[arm]}, {gpus} GPUs, failed: `{error.partition(chr(10))[0]}`"
                 for (arm, gpus, _), error in verdict["failed"].items()
             ),
-            _verdict(verdict, environment),
+            _verdict(verdict, environments),
         ]
     )
 
 
-def _verdict(verdict: Row, environment: Row) -> str:
+def _verdict(verdict: Row, environments: list[Row]) -> str:
+    first, *others = environments
     differences = ", ".join(f"{value:+.3f}" for value in verdict["differences"].values())
     within = all(abs(value) <= MARGIN for value in verdict["differences"].values())
     names = ("sglang", "verl", "torch", "transformers", "ray")
+    elsewhere = dict.fromkeys(
+        f"{each['count']} GPUs: {each['date']}, commit {each['commit']}."
+        for each in others
+        if each["commit"] != first["commit"]
+    )
     return (
         f"Mean reward, FP8 less BF16, in each pair of runs: {differences}; "
         f"{'all' if within else 'not all'} within {MARGIN}. Buckets of "
-        f"{environment['bucket_bytes'] / MIB:.0f} MiB. {where(environment, *names)}"
+        f"{first['bucket_bytes'] / MIB:.0f} MiB. {' '.join([where(first, *names), *elsewhere])}"
     )
 
 
