@@ -97,6 +97,8 @@ class WholeModel:
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
+        if all(map(all, begun.mapped)):
+            return  # engines read everything in place
         layouts = begun.layouts
         shared = agree(leader, transaction, self.named, self._family, layouts)
         if shared is not None:

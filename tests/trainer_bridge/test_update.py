@@ -22,8 +22,12 @@ from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.fake_rank import DONE, TOKEN, Answer, Rank, hang_up, refuse
 from trainer_bridge import sender as sender_module
+from trainer_bridge import weights as weights_module
+from trainer_bridge.clock import Clock
+from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import sources
+from trainer_bridge.transaction import Begun
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.update import RUN, update
@@ -591,3 +595,21 @@ def test_an_engine_that_dies_is_the_error_that_is_raised(monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "control", dies)
     with pytest.raises(EngineError, match=r"norm\.weight.*NaN"):
         update(tensors, engine, version=0)
+
+
+def test_nothing_is_planned_where_engines_read_everything_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a rank that does not lead, which has no plan: to make one takes longer than all else."""
+    planned: list[object] = []
+    monkeypatch.setattr(weights_module, "agree", lambda *_: None)
+    monkeypatch.setattr(
+        weights_module, "sources_for", lambda named, *_: planned.append(named) or []
+    )
+    model = weights_module.WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
+    begun = Begun(False, [{}], {}, [[True, True]])
+    model.send(Leader(()), None, begun, Clock())
+    assert not planned
+    with pytest.raises(IndexError):  # the control: it needs the plan that is not there
+        model.send(Leader(()), None, begun._replace(mapped=[[True, False]]), Clock())
+    assert planned
