@@ -326,6 +326,32 @@ def test_tied_parameters_come_once() -> None:
     assert list(streamed(model, toy.BF16)) == ["embed.weight"]
 
 
+def test_what_a_module_holds_is_asked_at_each_call() -> None:
+    model = nn.ModuleDict(
+        {"a": nn.Linear(2, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Identity())}
+    )
+    model["shared"] = model["b"]
+    model["a"].register_parameter("none", None)
+    model["a"].register_buffer("none_either", None)
+    model["a"].register_parameter("tied", model["b"][0].weight)
+
+    def check() -> None:
+        found, wanted = named_tensors(model), list(model.named_parameters())
+        assert [name for name, _ in found] == [name for name, _ in wanted]
+        assert all(one is other for (_, one), (_, other) in zip(found, wanted, strict=True))
+
+    check()
+    model["a"].weight = nn.Parameter(torch.ones(4, 2))
+    check()
+    model["b"][0] = nn.Linear(4, 4).requires_grad_(False)
+    check()
+    model["b"].append(nn.Linear(4, 1))
+    del model["a"]
+    check()
+    model["b"][1].register_buffer("late", torch.ones(1))
+    assert [name for name, _ in named_tensors(model)][-1] == "b.1.late"
+
+
 def test_buffers_that_a_checkpoint_holds_are_sent() -> None:
     model = nn.Linear(2, 4)
     model.register_buffer("router_bias", torch.ones(4))
