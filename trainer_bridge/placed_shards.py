@@ -16,7 +16,7 @@ from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.fsdp import Named
 from trainer_bridge.shards import Owners, Range, assign, held_here
-from trainer_bridge.transfer_plan import can_be_mapped
+from trainer_bridge.transfer_plan import PLAIN, can_be_mapped
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.cuda_ipc import place as place_tensors
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
@@ -90,7 +90,7 @@ class ShardBook:
     """Where shards lay at the last calls: on each rank its own, and on the leader those of all."""
 
     def __init__(self) -> None:
-        self._own: OrderedDict[tuple[Any, ...], PlacedShards] = OrderedDict()
+        self._own: OrderedDict[str, tuple[list[Any], torch.device, PlacedShards]] = OrderedDict()
         self._of_ranks: OrderedDict[str, PlacedShards] = OrderedDict()
         self._shards: OrderedDict[tuple[str, ...], Shards] = OrderedDict()
 
@@ -98,6 +98,12 @@ class ShardBook:
     def place(self, named: Named) -> PlacedShards | str | None:
         """What this rank holds: told whole at first, by a seed where nothing has moved since, and
         None where no shard can be opened by another process."""
+        whereabouts = _whereabouts(named)
+        for known, device, kept in reversed(self._own.values()):
+            if known == whereabouts:
+                torch.cuda.synchronize(device)  # the optimizer's last step is in the weights
+                if kept.placement.is_there(device):
+                    return kept.placement.seed
         held = held_here(named)
         local: dict[int, torch.Tensor] = {}
         for index, (each, (_, tensor)) in enumerate(zip(held, named, strict=True)):
@@ -111,15 +117,7 @@ class ShardBook:
         tensors = list(local.values())
         if not tensors or len({tensor.device for tensor in tensors}) != 1:
             return None
-        torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step is in the weights
-        # all of the model: ranges and spots count its parameters
-        key = tuple(
-            (name, tensor.dtype, tensor.shape, each, local[i].data_ptr() if i in local else None)
-            for i, (each, (name, tensor)) in enumerate(zip(held, named, strict=True))
-        )
-        kept = self._own.get(key)
-        if kept is not None and kept.placement.holds(tensors):
-            return kept.placement.seed
+        torch.cuda.synchronize(tensors[0].device)
         try:
             placement = place_tensors(tensors)
         except UnreachableMemoryError:
@@ -128,7 +126,7 @@ class ShardBook:
             return None
         spots = {index: number for number, index in enumerate(local)}
         placed = PlacedShards(place.here(), tuple(held), spots, placement)
-        _keep(self._own, key, placed, KEPT)
+        _keep(self._own, placement.seed, (whereabouts, tensors[0].device, placed), KEPT)
         return placed
 
     def forget(self) -> None:
@@ -152,6 +150,21 @@ class ShardBook:
             shards = Shards(placed, [tensor.numel() for _, tensor in named])
             _keep(self._shards, seeds, shards, KEPT)
         return self._shards[seeds]
+
+
+def _whereabouts(named: Named) -> list[Any]:
+    """All that decides what is read in place, and where: compared in whole at each update, since
+    shards may be moved, swapped or cast between two. No tensor is kept."""
+    found: list[Any] = []
+    for name, tensor in named:
+        found += name, tensor.dtype, tensor.shape
+        if isinstance(tensor, DTensor):
+            shard = tensor.to_local()
+            kind = type(shard)
+            address = shard.data_ptr() if kind in PLAIN else None  # others may have no memory
+            found += tensor.device_mesh, tensor.placements, kind, address
+            found += shard.dtype, shard.shape, shard.device, shard.is_contiguous()
+    return found
 
 
 def _keep(book: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:

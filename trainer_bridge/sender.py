@@ -153,7 +153,7 @@ class Sender:
         Raises:
             ManifestError: the tensors cannot make an update.
         """
-        readable = [tensor.device == device and can_be_mapped(tensor) for _, tensor in named]
+        readable = [can_be_mapped(tensor) and tensor.device == device for _, tensor in named]
         scales = self._kv_scales
         # for several engines, what is whole here is quantized once
         alone = [

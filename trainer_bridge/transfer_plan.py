@@ -13,6 +13,10 @@ from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from trainer_bridge.fsdp import Source
 
+PLAIN = torch.Tensor, torch.nn.Parameter
+"""Types whose elements are those of their memory; subclasses may hold anything."""
+_DTYPES = frozenset(DTYPES.values())
+
 Signature = tuple[
     str | None,
     torch.device | None,
@@ -201,8 +205,8 @@ def _encoded(
 
 def can_be_mapped(tensor: torch.Tensor) -> bool:
     """Whether an engine on the same host could read this tensor in place."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.dtype in DTYPES.values() and tensor.is_cuda and tensor.is_contiguous()
+    plain = type(tensor) in PLAIN
+    return plain and tensor.dtype in _DTYPES and tensor.is_cuda and tensor.is_contiguous()
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

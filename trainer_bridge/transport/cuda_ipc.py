@@ -70,14 +70,17 @@ class Placement:
     """Tells this process's handles from another's."""
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these tensors lie in this very memory.
+        """Whether these tensors lie in this very memory."""
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        return self.addresses == addresses and self.is_there(tensors[0].device)
+
+    def is_there(self, device: torch.device) -> bool:
+        """Whether this is still the memory that lies at these addresses.
 
         A handle is unique to its allocation, also where an address is given out again (CUDA driver
         API, cuIpcGetMemHandle).
         """
-        return self.addresses == tuple(tensor.data_ptr() for tensor in tensors) and still_there(
-            self.bases, self.handles, tensors[0].device.index
-        )
+        return still_there(self.bases, self.handles, device.index)
 
 
 def segments_message(
