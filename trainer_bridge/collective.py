@@ -4,7 +4,7 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -178,7 +178,12 @@ def _holders(named: Named) -> list[tuple[str, tuple[int, ...]]]:
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             meshes.setdefault(tensor.device_mesh, name)
-    return [(name, tuple(sorted(mesh.mesh.flatten().tolist()))) for mesh, name in meshes.items()]
+    return [(name, _ranks_on(mesh)) for mesh, name in meshes.items()]
+
+
+@lru_cache(64)  # torch makes the tensor of a mesh anew each time
+def _ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def _wait(is_there: Callable[[], bool], absence: str) -> None:
