@@ -5,7 +5,7 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,23 +84,16 @@ class Leader:
             self._store.delete_key(key)
         return found
 
-    def confirm(self, check: Callable[..., object], *args: Any) -> None:
-        """Call ``check`` on each of the other ranks; the leader waits for them all.
+    def each(self, action: Callable[..., T], *args: Any) -> T | str:
+        """Call ``action`` on every rank; an error is raised on the leader alone.
 
-        An error becomes a ManifestError at the next ``share``, on every rank.
+        Returns:
+            what it returned; an error of another rank as a sentence, for the leader to raise.
         """
-        if self.is_alone:
-            return
         if self._leads:
-            self.attempt(self._hear)
-            return
-        _, error = attempt(check, *args)
-        self.collect(None if error is None else f"on rank {dist.get_rank()}: {error}")
-
-    def _hear(self) -> None:
-        for refusal in self.collect(None) or ():
-            if refusal is not None:
-                raise ManifestError(refusal)
+            return action(*args)
+        result, error = attempt(action, *args)
+        return cast(T, result) if error is None else f"on rank {dist.get_rank()}: {error}"
 
     def tell(self, error: BaseException) -> None:
         """Pass an error on that came outside of ``attempt``: others raise it at their ``share``."""

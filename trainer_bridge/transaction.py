@@ -28,8 +28,10 @@ MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | N
 
 
 class Begun(NamedTuple):
-    """What the rank that leads learned of the engines."""
+    """What the rank that leads learned of the other ranks and of the engines."""
 
+    policy: Policy
+    """What all ranks update to."""
     committed_before: bool
     """Whether an earlier try at this update committed on every engine that is in this one."""
     layouts: list[dict[str, Any]]
@@ -101,6 +103,7 @@ class Transaction:
     def begun(self) -> Begun:
         """The result for the other ranks."""
         return Begun(
+            self._policy,
             all(member.committed_before for member in self._active),
             [session.sender.layout for session in self.sessions],
             self.failed,

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -146,9 +146,9 @@ def _update(
 ) -> UpdateResult:
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
-    policy = _agreed(leader, partial(weights.check, ranks), run, version, in_flight)
 
-    def begin() -> Transaction:
+    def begin(asked: list[_Asked | str]) -> Transaction:
+        policy = _agreed(ranks, asked)
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
@@ -156,9 +156,11 @@ def _update(
 
     transaction: Any = None
     try:
+        asked = leader.each(_asked, partial(weights.check, ranks), run, version, in_flight)
         weights.prepare(leader)
-        transaction = leader.attempt(begin)
+        transaction = leader.attempt(begin, leader.collect(asked))
         begun: Any = leader.share(transaction and transaction.begun())
+        policy: Policy = begun.policy
         clock.lap("begin")
         if begun.committed_before:
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, failed=begun.failed)
@@ -183,40 +185,49 @@ def _update(
     return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, network, failed)
 
 
-def _agreed(
-    leader: Leader, check: Callable[[], None], run: Any, version: Any, in_flight: Any
-) -> Policy:
-    """The policy that all ranks ask for; checked before the engine is told of anything.
+class _Asked(NamedTuple):
+    """What one rank asks for."""
+
+    policy: Policy
+    in_flight: str
+    names_run: bool
+    """Whether it names the run; otherwise that is the first rank's."""
+
+
+def _asked(check: Callable[[], None], run: Any, version: Any, in_flight: Any) -> _Asked:
+    """Checked before the engine is told of anything.
 
     Args:
         check: raises what is wrong with the weights on this rank.
 
     Raises:
-        ManifestError: a rank asks for an invalid policy, or for another one; on every rank.
+        ManifestError: the policy is invalid.
     """
-    asked: Any = leader.share(leader.attempt(_asked, check, RUN, run, version, in_flight))
-    leader.confirm(_confirm, check, asked, run, version, in_flight)
-    policy: Policy = asked[0]
-    return policy
-
-
-def _asked(
-    check: Callable[[], None], default_run: str, run: Any, version: Any, in_flight: Any
-) -> tuple[Policy, str]:
     check()
-    return check_policy(default_run if run is None else run, version), check_in_flight(in_flight)
+    policy = check_policy(RUN if run is None else run, version)
+    return _Asked(policy, check_in_flight(in_flight), run is not None)
 
 
-def _confirm(
-    check: Callable[[], None],
-    leaders: tuple[Policy, str],
-    run: Any,
-    version: Any,
-    in_flight: Any,
-) -> None:
-    mine = _asked(check, leaders[0].run, run, version, in_flight)
-    if mine != leaders:
-        raise ManifestError(
-            f"the update is to {mine[0]} with in_flight={mine[1]!r}, but on the first rank to "
-            f"{leaders[0]} with in_flight={leaders[1]!r}; pass the same on all ranks"
-        )
+def _agreed(ranks: tuple[int, ...], asked: list[_Asked | str]) -> Policy:
+    """The policy that all ranks ask for.
+
+    Args:
+        asked: by each of them; of one that cannot update, why.
+
+    Raises:
+        ManifestError: a rank cannot, or asks for another policy.
+    """
+    first, *others = asked
+    assert isinstance(first, _Asked)
+    for rank, other in zip(ranks[1:], others, strict=True):
+        if isinstance(other, str):
+            raise ManifestError(other)
+        run = other.policy.run if other.names_run else first.policy.run
+        policy = other.policy._replace(run=run)
+        if (policy, other.in_flight) != (first.policy, first.in_flight):
+            raise ManifestError(
+                f"on rank {rank}: the update is to {policy} with in_flight={other.in_flight!r}, "
+                f"but on the first rank to {first.policy} with in_flight={first.in_flight!r}; "
+                f"pass the same on all ranks"
+            )
+    return first.policy

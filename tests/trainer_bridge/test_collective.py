@@ -130,6 +130,18 @@ def one_rank_asks_for_something_else(rank: int) -> None:
         assert [told for told, _ in runs] == [runs[0][1]] * WORLD
 
 
+def the_first_rank_fails_before_the_other_calls(rank: int) -> None:
+    """It waits for nobody, and the other one hears of it."""
+    some, store = dist.new_group([1, 2]), _get_default_store()
+    if rank == 2:
+        store.wait(["raised"])
+    if rank in (1, 2):
+        with pytest.raises(ManifestError, match="version is -1"):
+            update(toy.checkpoint(), None, version=-1 if rank == 1 else 0, group=some)
+        store.set("raised", "")
+        assert Leader((1, 2)).share("next" if rank == 1 else "") == "next", "they are in step"
+
+
 def one_rank_has_something_else_than_tensors(rank: int) -> None:
     """All end with its sentence, and are in step at the next update."""
     tensors, mesh, both = toy.checkpoint(), DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
@@ -194,6 +206,7 @@ def one_rank_leaves_nothing_in_the_store(rank: int) -> None:
 
 
 CASES = [
+    the_first_rank_fails_before_the_other_calls,
     the_first_rank_alone_cannot_read,
     one_rank_leaves_nothing_in_the_store,
     on_some_ranks,
