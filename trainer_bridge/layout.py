@@ -67,6 +67,11 @@ def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> lis
     return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
 
 
+def read_by_all(layout: dict[str, Any]) -> dict[str, Any]:
+    """The fields that other ranks than the first need; ``formats`` names every tensor in FP8."""
+    return {name: layout[name] for name in ("dtype", "fp32", "gpus")}
+
+
 def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
     """The GPU through which weights reach an engine on GPUs: the trainer's own, if it has one."""
     if not layout["gpus"]:

@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
-from trainer_bridge.layout import comparable, gpu_of
+from trainer_bridge.layout import comparable, gpu_of, read_by_all
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.side_by_side import side_by_side
@@ -35,7 +35,7 @@ class Begun(NamedTuple):
     committed_before: bool
     """Whether an earlier try at this update committed on every engine that is in this one."""
     layouts: list[dict[str, Any]]
-    """Of each session."""
+    """Of each session, what ``read_by_all`` leaves."""
     failed: dict[str, str]
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
@@ -105,7 +105,7 @@ class Transaction:
         return Begun(
             self._policy,
             all(member.committed_before for member in self._active),
-            [session.sender.layout for session in self.sessions],
+            [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
         )
