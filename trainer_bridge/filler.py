@@ -63,7 +63,7 @@ class Filler:
 
     def _end_before(self, chunk: int) -> None:
         while self._chunk < chunk:
-            if self.packer is not None:
+            if self.packer is not None and self._await_slot(self._chunk):
                 self.packer.complete(self._chunk)
             self._end_chunk(self._chunk)
             self._chunk += 1

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -124,8 +124,8 @@ class QuantizePacker:
         self._device, self._bases_at = bucket.content.device, bases_at
         self._status = Status(self._device)
         self._resident = plan.resident
-        self._waiting: list[int] = []
-        """Addresses of what is resident and waits."""
+        self._addresses: dict[int, int] = {}
+        """Of what is resident, in this update, by source."""
         address = bucket.content.data_ptr()
 
         def descriptors(segment: int, index: int, span: Span) -> Iterator[CopyDescriptor]:
@@ -156,13 +156,14 @@ class QuantizePacker:
             return compile_descriptors(those, self._device, dtype)
 
         together: dict[int, list[CopyDescriptor]] = defaultdict(list)
-        puts: dict[int, int] = defaultdict(int)
+        self._residents: dict[int, list[int]] = defaultdict(list)
+        """The sources that a chunk takes from there."""
         for chunk, index in plan.turns:
             if index in plan.resident:
                 for span in plan.spans[index]:
                     if span.chunk == chunk:
-                        together[chunk] += descriptors(puts[chunk], index, span)
-                puts[chunk] += 1
+                        together[chunk] += descriptors(len(self._residents[chunk]), index, span)
+                self._residents[chunk].append(index)
         self._together: dict[int, list[Launch]] = {
             chunk: compile_descriptors(those, self._device, dtype)
             for chunk, those in together.items()
@@ -171,19 +172,24 @@ class QuantizePacker:
 
     def begin(self) -> None:
         self._status.reset()
-        self._waiting.clear()
+        self._addresses.clear()
 
     def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
         assert start == 0, "a GPU quantizes whole parameters"
         if index in self._resident:
-            self._waiting.append(elements.data_ptr())
+            self._addresses[index] = elements.data_ptr()
         else:
             self._run(self._alone(chunk, index), [elements.data_ptr()])
 
+    def put_residents(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take all that is resident from these, of which one is each source."""
+        self._addresses = {index: tensor.data_ptr() for index, tensor in enumerate(tensors)}
+
     def complete(self, chunk: int) -> None:
-        if self._waiting:
-            self._run(self._together[chunk], self._waiting)
-            self._waiting.clear()
+        if chunk in self._together:
+            self._run(
+                self._together[chunk], [self._addresses[index] for index in self._residents[chunk]]
+            )
 
     def finish(self) -> None:
         bad, tiles = self._status.read()

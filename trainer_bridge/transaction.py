@@ -110,6 +110,10 @@ class Transaction:
             [session.plan.mapped for session in self.sessions],
         )
 
+    def put_residents(self, named: Named) -> bool:
+        """Put all parameters into the bucket, if one session takes them all as they lie."""
+        return len(self.sessions) == 1 and self.sessions[0].put_residents(named)
+
     def put(self, session: int, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
         """Put a parameter, or what this rank holds of it, into the bucket of a session."""
         self.sessions[session].put(index, elements, start)

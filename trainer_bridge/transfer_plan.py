@@ -105,6 +105,11 @@ class TransferPlan:
         """The source that holds this HF tensor."""
         return self.views[name][0] if name in self.views else None
 
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether all that passes through the bucket is resident."""
+        return all(m or i in self.resident for i, m in enumerate(self.mapped))
+
     @property
     def streamed(self) -> bool:
         """Whether sources are planned as they come."""

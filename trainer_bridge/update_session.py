@@ -15,7 +15,9 @@ from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.filler import Filler
+from trainer_bridge.fsdp import Named
 from trainer_bridge.image_changes import ImageChanges
+from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
@@ -149,6 +151,21 @@ class UpdateSession:
                 f"the stream ended without {len(missing)} tensors that the last one brought, "
                 f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
             )
+
+    def put_residents(self, named: Named) -> bool:
+        """Put all parameters into the bucket where each is the trainer's own memory on its GPU.
+
+        Returns:
+            whether they were; otherwise nothing was done.
+        """
+        packer, scales = self._filler.packer, self._kv_scales
+        tensors = [tensor for _, tensor in named] + ([] if scales is None else [scales])
+        if not isinstance(packer, QuantizePacker) or not self.plan.is_resident:
+            return False
+        self._kv_scales = None
+        packer.put_residents(tensors)
+        self._filler.finish()
+        return True
 
     def put(self, index: int, elements: torch.Tensor | None, start: int = 0) -> None:
         """Put a parameter into the bucket once it is its turn; full slots are sent on the way.

@@ -108,6 +108,9 @@ class WholeModel:
                 shared.fail()
                 raise
             return
+        if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
+            clock.lap("write")
+            return
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
             [sources_for(self.named, self._family, layout) for layout in layouts]
