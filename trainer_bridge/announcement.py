@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engine_client import EngineClient, EngineError
@@ -57,23 +57,30 @@ def announced(
     return named, has_tied_head
 
 
-def as_announced(name: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def as_announced(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size
+) -> torch.Tensor:
     """A tensor of a stream in the dtype in which it was announced, contiguous.
 
     Raises:
         ManifestError: it has another shape, or its dtype cannot be converted.
     """
-    if tuple(tensor.shape) != spec.shape:
+    if tensor.shape != shape:
         raise ManifestError(
-            f"{name} has shape {tuple(tensor.shape)} in the stream, and {spec.shape} was "
+            f"{name} has shape {tuple(tensor.shape)} in the stream, and {tuple(shape)} was "
             f"announced; stream whole tensors in the checkpoint's layout"
         )
-    if tensor.dtype != spec.dtype and not {tensor.dtype, spec.dtype} <= set(WEIGHT_DTYPES):
-        raise ManifestError(
-            f"{name} is {tensor.dtype} in the stream, and {spec.dtype} was announced; announce "
-            f"the dtypes of the stream"
-        )
-    return tensor.detach().to(spec.dtype).contiguous()
+    if tensor.dtype != dtype:
+        if not {tensor.dtype, dtype} <= set(WEIGHT_DTYPES):
+            raise ManifestError(
+                f"{name} is {tensor.dtype} in the stream, and {dtype} was announced; announce the "
+                f"dtypes of the stream"
+            )
+        tensor = tensor.to(dtype)
+    # most tensors are as they are sent, and each call of torch that does nothing takes 2 us
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:

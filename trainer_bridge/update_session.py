@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.values import excerpt
@@ -131,7 +130,7 @@ class UpdateSession:
             return
         source = plan.sources[index]
         # as the packer will read it
-        whole = as_announced(name, tensor, TensorSpec(source.held_as, tuple(source.shape)))
+        whole = as_announced(name, tensor, source.held_as, source.shape)
         self._came[index] = None
         if plan.streamed:
             self._order += plan.add(index)
@@ -177,7 +176,8 @@ class UpdateSession:
         if not self._open_members():
             return
         if self.device is not None and elements is not None:
-            elements = elements.to(self.device)
+            if elements.device != self.device:
+                elements = elements.to(self.device)
             elements = elements if is_aligned(elements) else elements.clone()
         try:
             self._filler.put(index, None if elements is None else (elements, start))
