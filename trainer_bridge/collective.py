@@ -68,8 +68,15 @@ class Leader:
         """What failed on the leader and was not shared yet."""
         return self._error
 
-    def collect(self, value: T) -> list[T] | None:
-        """The values of all ranks, in their order, on the leader; None on the others."""
+    def collect(self, value: T, limit_s: float | None = None) -> list[T] | None:
+        """The values of all ranks, in their order, on the leader; None on the others.
+
+        Args:
+            limit_s: how long the leader waits for each, by default ``WAIT_S``.
+
+        Raises:
+            TimeoutError: a rank did not call it.
+        """
         if self._store is None:
             return [value]
         keys = [f"{self._name}/{self._collects}/{rank}" for rank in range(self.size)]
@@ -79,7 +86,7 @@ class Leader:
             return None
         found = [value]
         for key in keys[1:]:
-            _wait(partial(self._store.check, [key]), "another rank did not call it")
+            _wait(partial(self._store.check, [key]), "another rank did not call it", limit_s)
             found.append(pickle.loads(self._store.get(key)))
             self._store.delete_key(key)
         return found
@@ -179,13 +186,13 @@ def _ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _wait(is_there: Callable[[], bool], absence: str) -> None:
+def _wait(is_there: Callable[[], bool], absence: str, limit_s: float | None = None) -> None:
     """Poll: a blocking wait in the store would keep NCCL's watchdog from using it."""
-    began = time.monotonic()
+    began, limit_s = time.monotonic(), WAIT_S if limit_s is None else limit_s
     while not is_there():
         waited = time.monotonic() - began
-        if waited > WAIT_S:
-            raise TimeoutError(f"update: {absence} for {WAIT_S:.0f} s; see its log")
+        if waited > limit_s:
+            raise TimeoutError(f"update: {absence} for {limit_s:.0f} s; see its log")
         time.sleep(FAST_POLL_S if waited < FAST_S else POLL_S)
 
 

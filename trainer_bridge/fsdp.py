@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import suffixes_of
@@ -53,6 +54,7 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     A parameter that is whole on this rank comes as a plain tensor.
     """
     if isinstance(model_or_named_tensors, nn.Module):
+        _reshard(model_or_named_tensors)
         # tied parameters come once, under their first name, as in a checkpoint
         named = _checkpointed(model_or_named_tensors)
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
@@ -94,6 +96,14 @@ def sources(
         for name, tensor in named
         for sent in (_sent_as(tensor, dtype),)
     ]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Have FSDP2 show the parameters that its optimizer steps: a forward pass leaves those of the
+    root whole, and a step after it does not reach them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _checkpointed(model: nn.Module) -> Named:

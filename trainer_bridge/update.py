@@ -24,6 +24,9 @@ from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
+PRESENCE_S = 60.0
+"""Seconds that the first rank waits for each other one, before it commits, to say that it has not
+left the update."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def update(
             none. With FSDP2 or DDP every rank calls, and only the engine of the first is used; the
             others pass None.
         version: a whole number, greater than the last one of this run. It is safe to call again
-            with the version of a failed call: engines that committed it stay committed.
+            with the version of a failed call and the same weights: engines that committed it stay
+            committed.
         run: a name for this run of the trainer, by default one of this process. A new run may
             begin at any version, so that a trainer can resume from a checkpoint; from its first
             update on, the engine refuses the run before it. The first rank's run is used; the other
@@ -166,10 +170,14 @@ def _update(
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, failed=begun.failed)
         weights.send(leader, transaction, begun, clock)
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
+        if any(map(any, begun.mapped)):
+            _close_failed(transaction, leader)
+            # a rank that has left may have changed its shards while engines read them
+            leader.share(None)
+            leader.collect(None, PRESENCE_S)
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
-        if transaction is not None and leader.error is not None:
-            transaction.close(leader.error)  # before other ranks go on: engines may read their GPUs
+        _close_failed(transaction, leader)
         results = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         sent, gpu_seconds, failed = leader.share(results)
         clock.lap("commit")
@@ -183,6 +191,12 @@ def _update(
     tensors, nbytes, mapped, network = sent
     seconds = clock.seconds()
     return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, network, failed)
+
+
+def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
+    """Before other ranks hear of a failure and go on: engines may read their GPUs."""
+    if transaction is not None and leader.error is not None:
+        transaction.close(leader.error)
 
 
 class _Asked(NamedTuple):

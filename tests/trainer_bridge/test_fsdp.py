@@ -241,6 +241,34 @@ def keep_on_one_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.timeout(180)
+def step_behind_a_forward(rank: int, folder: Path) -> None:
+    """FSDP2 leaves the root's parameters whole after a forward, and the optimizer steps shards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    before = {name: whole(tensor) for name, tensor in model.named_parameters()}
+    assert not isinstance(model[1].weight, DTensor), "FSDP2 reshards: the test shows nothing"
+    optimizer.step()
+    for name, tensor in named_tensors(model):
+        assert isinstance(tensor, DTensor)
+        assert not torch.equal(whole(tensor), before[name]), f"{name} is as before the step"
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def test_weights_are_those_that_the_optimizer_stepped(tmp_path: Path) -> None:
+    run(step_behind_a_forward, tmp_path)
+
+
 def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
     run(keep_on_one_rank, tmp_path)
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.test_triton_writer import span_of
 from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge import placed_shards
+from trainer_bridge.collective import Leader
 from trainer_bridge.connections import connection_to
 from trainer_bridge.fsdp import Named
 from trainer_bridge.placed_shards import PlacedShards, ShardBook, Shards
@@ -343,12 +345,47 @@ def until_no_rank_reads_them(rank: int, folder: Path) -> None:
         assert not reading.exists()
 
 
+def while_a_rank_leaves(rank: int, folder: Path) -> None:
+    """It hears an alarm of its own, and its optimizer goes on while the engine reads."""
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        memories, interpreter = fake_ipc.install(patch)
+        # the package's ``update`` is the function
+        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 1.0)
+        trainer = Trainer(memories, rank, torch.bfloat16)
+        engine = GpuEngine(interpreter.writable) if rank == 0 else None
+        for version in range(2):
+            update(trainer.become(toy.checkpoint(version)), engine, version=version)
+        if rank == 0:
+            with pytest.raises(TimeoutError, match="another rank did not call it"):
+                update(trainer.become(toy.checkpoint(2)), engine, version=2)
+            assert engine is not None
+            assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+        else:
+            share = Leader.share
+            heard = iter(range(10))
+
+            def alarmed(self: Leader, value: Any) -> Any:
+                if next(heard) == 1:  # the first one began the update
+                    raise InterruptedError
+                return share(self, value)
+
+            with pytest.MonkeyPatch.context() as alarm:
+                alarm.setattr(Leader, "share", alarmed)
+                with pytest.raises(InterruptedError):
+                    update(trainer.become(toy.checkpoint(2)), engine, version=2)
+        for version in (3, 4):
+            update(trainer.become(toy.checkpoint(version)), engine, version=version)
+            assert engine is None or engine.holds(toy.checkpoint(version))
+
+
 OTHERS = (
     under_other_names,
     with_kv_scales,
     of_a_gpu_that_cannot_be_opened,
     to_an_engine_that_was_restarted,
     until_no_rank_reads_them,
+    while_a_rank_leaves,
 )
 
 
