@@ -231,8 +231,9 @@ class Control:
         loop = asyncio.get_running_loop()
         async with self.lock, self._manager.is_pause_cond:  # in the order in which `begin` does
             deadline = loop.time() + DRAIN_TIMEOUT_S
-            while not (await self._ask({"op": "idle"}))["idle"]:
-                if self._manager.is_pause:
+            while not (found := await self._ask({"op": "idle"}))["idle"]:
+                # under a pause that aborts, the schedulers go on until what they run has ended
+                if self._manager.is_pause and found["paused"]:
                     raise ControlError(
                         "generation is paused, so requests in flight cannot end; abort them, or "
                         "continue_generation before the release",

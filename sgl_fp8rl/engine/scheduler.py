@@ -77,7 +77,8 @@ def _begin(asked: Asked) -> Reply:
 
 
 def _idle(asked: Asked) -> Reply:
-    return {"idle": all(gather(is_idle(asked.scheduler), asked.group))}
+    idle = all(gather(is_idle(asked.scheduler), asked.group))
+    return {"idle": idle, "paused": bool(asked.scheduler._engine_paused)}
 
 
 def _layers(asked: Asked) -> Reply:

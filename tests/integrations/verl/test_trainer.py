@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("verl")
 
 from benchmarks.frameworks import verl_log, verl_parity
+from tests.integrations.verl import gloo
 
 LEARNING_RATE = 1e-2
 MOVED = 0.05
@@ -77,13 +78,13 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def trained(arm: str, ranks: int, steps: int, *more: str) -> Steps:
-    """Each step's tokens are of the policy of that step, and teach the next one."""
+def trained(arm: str, ranks: int, steps: int, *more: str, behind: int = 0) -> Steps:
+    """Each step's tokens are of the policy of that step, or a few behind, and teach the next."""
     failure, logged = run(arm, ranks, steps, *more)
     assert failure is None, failure
     assert [step["training/global_step"] for step in logged] == list(range(1, steps + 1))
     oldest = "training/off_policy/trajectory_staleness_worst/max"
-    assert all(step[oldest] == 0 and step["actor/grad_norm"] > 0 for step in logged)
+    assert all(step[oldest] <= behind and step["actor/grad_norm"] > 0 for step in logged)
     return logged
 
 
@@ -116,6 +117,26 @@ def test_rollouts_are_fp8_and_our_trainer_logs_more(fp8: Steps) -> None:
     assert bf16["fp8rl/mismatch_kl_k3"] == pytest.approx(bf16[K3], rel=0.01)
     assert bf16["fp8rl/alarms"] == 0
     assert "fp8rl/alarms" not in fp8[0]
+
+
+def test_a_checkpoint_engine_feeds_a_replica_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's asynchronous trainer, whose rollouts are a policy behind: tokens of its third step are
+    of the second policy or a newer one, so updates after the first arrived."""
+    # else a line that verl 0.9.1 logs without hybrid replicas is an error of its own
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARN")
+    separate = (
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={gloo.BACKEND}",
+        f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={gloo.__name__}",
+        "actor_rollout_ref.rollout.free_cache_engine=True",
+        "ray_kwargs.ray_init.num_gpus=2",
+    )
+    steps = trained("fp8", 1, 3, *separate, behind=1)
+    assert len({step["rollout_corr/training_log_ppl"] for step in steps}) == 3
 
 
 def test_a_refusal_of_the_server_ends_the_run() -> None:

@@ -399,7 +399,12 @@ def test_the_status_during_a_session_asks_no_scheduler(monkeypatch: pytest.Monke
 
 
 class Release:
-    """A release by the main process, of an engine that is busy for some looks."""
+    """A release by the main process, of an engine that is busy for some looks.
+
+    ``paused`` is the schedulers' own pause, which a pause that aborts requests has not.
+    """
+
+    paused = False
 
     def __init__(self, patch: pytest.MonkeyPatch, busy: int) -> None:
         self.released = 0
@@ -413,7 +418,7 @@ class Release:
             assert message == {"op": "idle"}
             self.looks.append(self.manager.is_pause_cond.locked())
             await asyncio.sleep(0)
-            return {"idle": len(self.looks) > busy}
+            return {"idle": len(self.looks) > busy, "paused": self.paused}
 
         patch.setattr(self.engine.control, "_ask", ask)
 
@@ -435,12 +440,21 @@ def test_a_release_waits_for_requests_and_keeps_new_ones_back(
     assert not release.manager.is_pause_cond.locked()
 
 
+def test_a_release_waits_for_what_a_pause_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl pauses and releases at once; the overlapped scheduler is a step behind its reply."""
+    release = Release(monkeypatch, busy=2)
+    release.manager.is_pause = True
+    assert asyncio.run(release.release()) == "released"
+    assert release.looks == [True] * 3
+    assert release.manager.is_pause
+
+
 @pytest.mark.parametrize(("paused", "why"), [(True, "paused"), (False, "still running")])
 def test_a_release_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, paused: bool, why: str
 ) -> None:
     release = Release(monkeypatch, busy=10**9)
-    release.manager.is_pause = paused
+    release.manager.is_pause = release.paused = paused
     monkeypatch.setattr(control_module, "DRAIN_TIMEOUT_S", 0.05)
     with pytest.raises(ControlError, match=why):
         asyncio.run(release.release())
@@ -460,7 +474,7 @@ def test_a_release_before_the_first_control_message(
 
     async def ask(control: Control, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "idle"}
-        return {"idle": False}
+        return {"idle": False, "paused": True}
 
     monkeypatch.setattr(Control, "_ask", ask)
     loop = asyncio.new_event_loop()
