@@ -181,7 +181,7 @@ def loaded_by(code: str) -> set[str]:
     program = f"import sys, json\n{code}\n"
     program += "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     child = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
     )
     assert child.returncode == 0, child.stderr
     return set(json.loads(child.stdout.splitlines()[-1]))
@@ -218,19 +218,44 @@ def test_no_framework_is_loaded() -> None:
     assert not loaded & FRAMEWORKS
 
 
-def test_nothing_needs_a_framework() -> None:
-    """As where none is installed; doctor does not fail where one is there and cannot be imported.
+WITHOUT = """
+import os, sys, torch, traceback
+for missing in {missing}:
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            sys.modules.update(dict.fromkeys(missing))
+            import {modules}
+            found = {{check.status for check in sgl_fp8rl.doctor.check_frameworks()}}
+            assert 'fail' not in found, found
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, missing
+"""
 
-    The control is an adapter, whose import fails then.
-    """
-    code = f"sys.modules.update(dict.fromkeys({FRAMEWORKS}))\n"
-    code += f"import {', '.join(without_frameworks())}\n"
-    code += "found = {check.status for check in sgl_fp8rl.doctor.check_frameworks()}\n"
-    code += "assert 'fail' not in found, found\n"
-    code += "try: import sgl_fp8rl.integrations.trl\n"
-    code += "except ImportError: pass\n"
-    code += "else: raise AssertionError('nothing was blocked')"
-    loaded_by(code)
+
+def test_nothing_needs_a_framework() -> None:
+    """As where each is not installed, and where none is; doctor does not fail where one is there
+    and cannot be imported."""
+    missing = [sorted(FRAMEWORKS), *([name] for name in sorted(FRAMEWORKS))]
+    loaded_by(WITHOUT.format(missing=missing, modules=", ".join(without_frameworks())))
+
+
+def test_what_needs_a_framework_is_found() -> None:
+    """The control of the test above."""
+    code = WITHOUT.format(missing=[["trl"]], modules="sgl_fp8rl.doctor, sgl_fp8rl.integrations.trl")
+    with pytest.raises(AssertionError, match=r"integrations\.trl cannot import TRL"):
+        loaded_by(code)
+
+
+def test_the_adapter_of_trl_needs_no_other_framework() -> None:
+    others = FRAMEWORKS - {"trl", "accelerate", "datasets", "transformers"}
+    code = f"import sys; sys.modules.update(dict.fromkeys({others}))\n"
+    loaded = loaded_by(f"{code}import sgl_fp8rl.integrations.trl")
+    assert {"trl", "accelerate", "transformers"} <= loaded
 
 
 def test_precision_loads_no_sglang() -> None:

@@ -20,6 +20,15 @@ def whole_rollout(
 ) -> Rollout:
     """A rollout in which every request has tokens, all of one policy version.
 
+    Args:
+        engine: as ``trainer_bridge.rollout`` has it.
+        prompts: token ids of each request.
+        sampling: SGLang's sampling parameters.
+        version: the policy that must sample every token.
+
+    Returns:
+        the rollout, without errors.
+
     Raises:
         ValueError, EngineError: as ``trainer_bridge.rollout``; also where one request failed.
         RuntimeError: a request was aborted.
@@ -47,8 +56,13 @@ def mismatch_log(
     """What a step logs of the mismatch, by its name in a framework's logs; alarms also warn.
 
     Args:
-        trainer_BT, rollout_BT, mask_BT, group: as ``mismatch_metrics`` has them. The first rank of
-            the group warns for all.
+        trainer_BT: the trainer's logprobs of the sampled tokens.
+        rollout_BT: the engine's.
+        mask_BT: which of them count.
+        group: the ranks to reduce over; the first of them warns for all.
+
+    Returns:
+        the metrics, the same on every rank.
     """
     metrics = mismatch_metrics(trainer_BT, rollout_BT, mask_BT, group=group)
     alarms = check_alarms(metrics)

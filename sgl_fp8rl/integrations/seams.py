@@ -36,13 +36,14 @@ def _members(module: str, owner: str, *names: str) -> tuple[str, ...]:
 
 
 def _slime(package: str) -> tuple[str, ...]:
-    """slime and its fork miles: the classes that are replaced, the key, and what streams."""
+    """slime and its fork miles: the replaced class, the key, what streams, and the ranks."""
     backend = f"{package}.backends.megatron_utils"
     weights = f"{backend}.update_weight.hf_weight_iterator_base"
     return (
         f"{backend}.actor:UpdateWeightFromDistributed",
         f"{backend}.initialize:init",
         *_members(weights, "HfWeightIteratorBase", "create", "get_hf_weight_chunks"),
+        f"{package}.utils.distributed_utils:get_gloo_group",
     )
 
 
@@ -60,7 +61,15 @@ FRAMEWORKS = {
                 *("use_vllm", "vllm_mode", "vllm_generation", "_last_loaded_step"),
                 *("_generate_and_score_completions", "_metrics", "_dist", "_is_vlm"),
                 *("vllm_importance_sampling_mode", "vllm_importance_sampling_correction"),
+                *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+                *("max_completion_length", "eos_token_ids", "tools", "loss_type"),
             ),
+            *_members(
+                "trl.trainer.grpo_config",
+                "GRPOConfig",
+                *("vllm_structured_outputs_regex", "generation_kwargs"),
+            ),
+            *_members("trl.distributed", "DistributedBackend", "fsdp_version", "is_zero3"),
             *_members(
                 "trl.generation.vllm_generation", "VLLMGeneration", "sync_weights", "generate"
             ),
@@ -124,7 +133,8 @@ FRAMEWORKS = {
     ),
 }
 """By the name of the distribution."""
-NO_ADAPTER = ("nemo-rl", "areal", "rllm", "openrlhf", "prime-rl", "skyrl")
+NO_ADAPTER = ("nemo-rl", "areal", "rllm", "openrlhf", "prime-rl", "skyrl", "megatron-bridge")
+"""By the name of the distribution. Not ROLL: its name, roll, is that of another project on PyPI."""
 
 
 def installed(distribution: str) -> str | None:

@@ -15,23 +15,28 @@ Pair = tuple[str, torch.Tensor]
 
 
 def next_version(step: int | None, last: int) -> int:
-    """The policy version of a trainer's step, which may repeat, go back or be missing: the step
-    where it is newer than the last version, else the next number.
+    """The policy version of a trainer's step, which may repeat, go back or be missing.
 
     Args:
+        step: the trainer's, or None where it has no number.
         last: the version of this trainer's last update, -1 before the first.
+
+    Returns:
+        the step where it is newer than the last version, else the next number.
     """
     return last + 1 if step is None else max(step, last + 1)
 
 
 def on_all_ranks(action: Callable[[], T], what: str, group: dist.ProcessGroup | None) -> list[T]:
-    """Call ``action`` on this rank and on all others; what it returned, in the ranks' order.
-
-    No rank goes on before all are done.
+    """Call an action on this rank and on all others; no rank goes on before all are done.
 
     Args:
+        action: what this rank does.
         what: names this rank's action where it fails.
         group: the ranks, which all call this; None for one that is alone.
+
+    Returns:
+        what the actions returned, in the ranks' order.
 
     Raises:
         RuntimeError: the action failed on another rank. Here, its error is raised as it is.
@@ -50,7 +55,14 @@ def on_all_ranks(action: Callable[[], T], what: str, group: dist.ProcessGroup | 
 
 
 async def asynchronous(weights: Iterable[Pair] | AsyncIterable[Pair]) -> AsyncIterator[Pair]:
-    """The pairs of a generator, or of an asynchronous one."""
+    """The pairs of a generator, or of an asynchronous one.
+
+    Args:
+        weights: the generator.
+
+    Yields:
+        each pair, in its order.
+    """
     if isinstance(weights, AsyncIterable):
         async for pair in weights:
             yield pair
@@ -63,7 +75,11 @@ async def in_thread(send: Callable[[Iterator[Pair]], T], pairs: AsyncIterator[Pa
     """Call ``send`` in a thread, on this thread's GPU, while the event loop goes on.
 
     Args:
+        send: reads an iterator of the pairs, as ``trainer_bridge.update`` does.
         pairs: what it sends. Each is made in the loop's own thread, where collectives belong.
+
+    Returns:
+        what ``send`` returned.
     """
     loop = asyncio.get_running_loop()
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import trainer_bridge
@@ -34,7 +33,6 @@ LAYOUTS: dict[str, Layouts] = {
 
 def train(rank: int, folder: Path, *, address: str, policies: list[Path], layouts: Layouts) -> None:
     """An update from each layout: every rank walks the export, and the first one leads."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]  # mbridge allocates there
     from tests.engine.megatron import Layout, stream
 
     for version, (policy, layout) in enumerate(zip(policies, layouts, strict=True)):

@@ -1,5 +1,6 @@
 """What the doctor says of training frameworks: missing symbols, pins that clash, no adapter."""
 
+import ast
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from sgl_fp8rl import doctor
 from sgl_fp8rl.doctor import Check
 from sgl_fp8rl.integrations import seams
 from sgl_fp8rl.integrations.seams import Framework
+from tests.integrations.slime import frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "planted-framework"
@@ -190,6 +192,8 @@ def test_a_framework_without_adapter_is_sent_to_the_page_that_says_why(
         assert (check.name, check.status) == (name, "skip")
         assert "7.8.9" in check.message and "docs/frameworks.md" in check.message
         assert f"| {name} " in section.lower()
+    named = {*re.findall(r"^\| ([\w-]+) [(\d]", section.lower(), re.M)}
+    assert named - {"roll"} == {*seams.NO_ADAPTER}
 
 
 @pytest.mark.parametrize("name", seams.FRAMEWORKS)
@@ -203,9 +207,46 @@ def test_the_tested_version_has_every_symbol(name: str) -> None:
     assert len(seams.missing_symbols(gone.symbols)) == len(framework.symbols)
 
 
-@pytest.mark.parametrize(("name", "adapter"), [("trl", "trl.py"), ("verl", "verl/*.py")])
-def test_the_adapters_use_what_is_looked_for(name: str, adapter: str) -> None:
-    files = (ROOT / "sgl_fp8rl" / "integrations").glob(adapter)
+ADAPTERS = {"trl": "trl.py", "verl": "verl/*.py", "slime": "slime.py", "miles": "slime.py"}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_adapters_use_what_is_looked_for(name: str) -> None:
+    files = (ROOT / "sgl_fp8rl" / "integrations").glob(ADAPTERS[name])
     words = set(re.findall(r"\w+", "".join(file.read_text() for file in files)))
     used = {re.split(r"[:.]", symbol)[-1] for symbol in seams.FRAMEWORKS[name].symbols}
-    assert len(used) > 5 and used <= words
+    assert len(used) > 4 and used <= words
+
+
+OF_TRANSFORMERS = {"accelerator", "add_callback", "args", "model", "state"}
+"""What every ``Trainer`` of transformers has."""
+
+
+def test_what_the_adapter_of_trl_uses_is_looked_for() -> None:
+    """All that it reads or sets of a trainer, its options and its backend."""
+    tree = ast.parse((ROOT / "sgl_fp8rl" / "integrations" / "trl.py").read_text())
+    owners = ("trainer", "self._trainer", "args", "sharding")
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners
+    }
+    known = {symbol.rpartition(".")[2] for symbol in seams.FRAMEWORKS["trl"].symbols}
+    assert used > OF_TRANSFORMERS and len(used) > 20
+    assert used - OF_TRANSFORMERS <= known
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_what_the_updater_uses_is_looked_for(name: str) -> None:
+    """The updater's tests run on stand-ins that have nothing else of the framework."""
+    used = set()
+    for module, stand_in in frameworks.modules(name).items():
+        for value, thing in vars(stand_in).items():
+            if value.startswith("__"):
+                continue
+            methods = [m for m in vars(thing) if not m.startswith("__")]
+            used |= {f"{module}:{value}.{m}" for m in methods} or {f"{module}:{value}"}
+    assert len(used) == 4
+    # beside them, the framework's function that calls ours
+    (caller,) = {*seams.FRAMEWORKS[name].symbols} ^ used
+    assert caller == f"{name}.backends.megatron_utils.initialize:init"

@@ -5,6 +5,8 @@ from typing import Any
 
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError
 
+__all__ = ["RayEngine"]
+
 
 class RayEngine:
     """A client of an engine in a Ray actor; ``trainer_bridge.update`` takes it as its engine.
@@ -21,6 +23,12 @@ class RayEngine:
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
         """Send one control message and wait for its reply, at most 600 s.
+
+        Args:
+            message: the message.
+
+        Returns:
+            the engine's reply.
 
         Raises:
             EngineError: the engine refused it, or its actor cannot be reached.
@@ -44,6 +52,13 @@ class RayEngine:
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[dict[str, Any] | EngineError]:
         """Refused: the framework that owns the actor samples by its own methods.
+
+        Args:
+            requests: not looked at.
+            timeout: not looked at.
+
+        Returns:
+            never.
 
         Raises:
             EngineError: always.

@@ -44,7 +44,6 @@ class Wrapped(nn.Module):
 
 
 def train(rank: int, folder: Path, *, address: str, later: list[Path]) -> None:
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]  # mbridge allocates there
     accelerator: Any = import_module("slime.utils.accelerator")
     accelerator.current_device, accelerator.synchronize = lambda: "cpu", lambda: None
     import_module("slime.utils.distributed_utils").init_gloo_group()
@@ -74,22 +73,11 @@ def weights_of(args: Namespace, model: Wrapped) -> dict[str, torch.Tensor]:
 
 def loaded(policy: Path, layout: tuple[int, int, int]) -> Wrapped:
     """This rank's shard of a policy."""
-    from tests.engine import megatron
+    from examples.megatron import cpu_model
 
-    made: list[Wrapped] = []
-
-    class View(megatron._View):
-        def __init__(self, model: Any, is_dense: bool) -> None:
-            super().__init__(model, is_dense)
-            made.append(Wrapped(self, model.config))
-
-    stock, megatron._View = megatron._View, View  # type: ignore[misc]
-    exported = megatron.stream(policy, megatron.Layout(*layout))
-    next(exported)  # the model is loaded before its first tensor is exported
-    exported.close()  # type: ignore[attr-defined]
-    megatron._View = stock  # type: ignore[misc]
+    _, view = cpu_model.load(policy, cpu_model.Layout(*layout))
     dist.barrier()
-    return made[0]
+    return Wrapped(view, view.config)
 
 
 def options(address: str, policy: Path, config: Any) -> Namespace:

@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.trl.tiny_model import END
 from sgl_fp8rl.integrations import trl as adapter
+from sgl_fp8rl.integrations.rollouts import LOGGED
 from tests.engine.harness import ROOT
 from tests.integrations.trl import tiny
 from tests.integrations.trl.conftest import FakeEngine, Make
@@ -50,6 +53,34 @@ def test_a_batch_is_what_the_engine_sampled(make: Make, engine: FakeEngine) -> N
         assert row["fp8rl/mismatch_kl_k3"] > 0.1 and row["fp8rl/ess"] < 0.9
         assert row["sampling/importance_sampling_ratio/max"] == 2.0
         assert row["fp8rl/alarms"] == 0  # of too few tokens to judge
+
+
+def test_a_reporter_has_what_is_logged(make: Make, engine: FakeEngine, tmp_path: Path) -> None:
+    """TensorBoard's event files, read back: every number of training and of evaluation."""
+    trainer = make(max_steps=2, report_to="tensorboard", per_device_eval_batch_size=8)
+    adapter.attach(trainer, engine)
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset.select(range(1)))
+    (folder,) = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    found = {
+        (tag, event.step): event.value
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+        if "/fp8rl/" in tag
+    }
+    *steps, evaluation = (row for row in trainer.state.log_history if "train_loss" not in row)
+    logged = [(f"train/{name}", row["step"], row[name]) for row in steps for name in row]
+    logged += [
+        (name.replace("_", "/", 1), evaluation["step"], evaluation[name]) for name in evaluation
+    ]
+    wanted = {(tag, step): value for tag, step, value in logged if "/fp8rl/" in tag}
+    assert found == pytest.approx(wanted)
+    assert {tag for tag, step in found if step == 1} == {
+        f"train/fp8rl/{name}" for name in ("policy_version", "update_seconds", "alarms", *LOGGED)
+    }
+    assert found["train/fp8rl/policy_version", 2] == 1.0
+    assert found["eval/fp8rl/policy_version", 2] == 2.0
 
 
 def test_alarms_are_logged_and_warn_once(

@@ -175,11 +175,17 @@ def train_on_two_ranks(
 
 
 @pytest.mark.timeout(RANKS_TIMEOUT_S + START_TIMEOUT_S + 60)
-def test_fsdp2_ranks_learn(server: Server, checkpoint: Path, tmp_path: Path) -> None:
-    result = train_on_two_ranks(
-        server, checkpoint, tmp_path / "fsdp2", tiny.FSDP2, max_steps=12, learning_rate=FAST_LR
-    )
-    assert result["sharded"]
+@pytest.mark.parametrize(
+    "sharding",
+    [pytest.param({}, marks=pytest.mark.full, id="ddp"), pytest.param(tiny.FSDP2, id="fsdp2")],
+)
+def test_ranks_learn(
+    sharding: dict[str, str], server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = {"max_steps": 12, "learning_rate": FAST_LR}
+    result = train_on_two_ranks(server, checkpoint, tmp_path / "ranks", sharding, **options)
+    assert result["sharded"] == bool(sharding)
+    assert (result["wrapper"] == "DistributedDataParallel") is not result["sharded"]
     steps = result["steps"]
     assert [row["fp8rl/policy_version"] for row in steps] == list(range(12))
     assert max(differences(steps)) < MEAN_DIFFERENCE

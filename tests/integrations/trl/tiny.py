@@ -134,6 +134,7 @@ def main(checkpoint: str, address: str, output: str, options: str) -> None:
     if os.environ["RANK"] == "0":
         result = {
             "steps": steps_of(trainer),
+            "wrapper": type(trainer.model_wrapped).__name__,
             "sharded": all(isinstance(p, DTensor) for p in after.values()),
             "kept": same({name: after[name] for name in frozen}, frozen),
         }
