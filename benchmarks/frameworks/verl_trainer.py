@@ -6,7 +6,9 @@ Written down before the run:
 - **Arms.** Stock ``verl.trainer.main_ppo`` 0.9.1, its synchronous hybrid trainer with FSDP2, its
   memory saver and its token TIS (C = 2), configured by ``examples/verl/fp8rl.yaml``. ``fp8rl`` is
   that file: FP8 weights and FP8 KV cache. ``bf16`` leaves out both keys, ``stock-fp8`` has verl's
-  own ``quantization=fp8``; these two run without any plugin of ours. The rest is the same: a random
+  own ``quantization=fp8``; these two run without any plugin of ours. (Since the recorded runs, the
+  file also names our trainer: the steps of ``fp8rl`` now compute our metrics, which the two others
+  lack.) The rest is the same: a random
   Qwen3 of 8 layers and 127M parameters, GRPO on 16 prompts with 16 completions of 16 tokens, one
   optimizer step a step, FP32 master weights, buckets of 64 MiB. The reward is the share of even
   numbers among the words of a completion.
@@ -35,10 +37,12 @@ from benchmarks.frameworks import command, verl_log
 from benchmarks.processes import engine_environment, exception_in
 
 ROLLOUT = "actor_rollout_ref.rollout"
+STOCK = (f"~{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype", "trainer.v1.trainer_mode=sync")
+"""Without our plugin: verl has no trainer of our name, and takes its own default."""
 ARMS = {
-    "bf16": (f"{ROLLOUT}.quantization=null", f"~{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype"),
+    "bf16": (f"{ROLLOUT}.quantization=null", *STOCK),
     "fp8rl": (),
-    "stock-fp8": (f"{ROLLOUT}.quantization=fp8", f"~{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype"),
+    "stock-fp8": (f"{ROLLOUT}.quantization=fp8", *STOCK),
 }
 """What each changes in the configuration of the example."""
 OURS = "fp8rl"

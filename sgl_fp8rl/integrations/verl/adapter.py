@@ -1,14 +1,16 @@
 """verl's adapter of the rollout ``sglang``: its weights reach an fp8rl server by ``update``."""
 
 import logging
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
 import trainer_bridge
-from sgl_fp8rl.integrations.updates import asynchronous, in_thread, next_version
+from sgl_fp8rl.integrations.updates import Pair, asynchronous, in_thread, next_version
 from sgl_fp8rl.integrations.verl.rollout_config import is_ours
+from trainer_bridge import hf_names
 from trainer_bridge.transport.ray_actor import RayEngine
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,7 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
 
         Args:
             weights: a generator or an async generator of (HF name, whole tensor). It is read to its
-                end on every rank, whatever fails.
+                end on every rank, whatever fails: so verl also takes merged adapters out again.
             global_steps: verl's step; see ``next_version``.
 
         Raises:
@@ -63,7 +65,7 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
             async for _ in pairs:  # each tensor is gathered by all ranks together
                 pass
 
-    async def _lead(self, pairs: Any, step: int | None) -> None:
+    async def _lead(self, pairs: AsyncIterator[Pair], step: int | None) -> None:
         version = self._fp8rl_version = next_version(step, self._fp8rl_version)
         if self._fp8rl_engine is None:
             self._fp8rl_engine = RayEngine(self.server_actor)
@@ -74,7 +76,16 @@ class Adapter(ServerAdapter):  # type: ignore[misc]
             version=version,
             announce=self.model_config.local_path,
         )
-        result = await in_thread(send, pairs)
+        named = _by_checkpoint_names(pairs, self.model_config.hf_config.model_type)
+        result = await in_thread(send, named)
         logger.info("policy %d (step %s): %s", version, step, result)
         if step is not None:
             await self.server_actor.set_global_steps.remote(step)
+
+
+async def _by_checkpoint_names(pairs: AsyncIterator[Pair], family: str) -> AsyncIterator[Pair]:
+    """Each tensor that a checkpoint names. With merged adapters, verl hands over the experts of a
+    layer as the model has them: as one."""
+    async for name, whole in pairs:
+        for hf_name, cut in hf_names.split(name, tuple(whole.shape), family):
+            yield hf_name, cut(whole)

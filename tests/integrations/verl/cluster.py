@@ -63,37 +63,45 @@ def model_config(checkpoint: Path) -> HFModelConfig:
     return HFModelConfig(path=str(checkpoint), load_tokenizer=False, override_config=attention)
 
 
-def weights_of(checkpoint: Path) -> Any:
-    """What a trainer of this checkpoint hands over."""
+def sharded(checkpoint: Path, adapter: Path | None = None) -> Any:
+    """A trainer's model of this checkpoint, wrapped by verl.
+
+    Args:
+        adapter: a folder of PEFT's, of an adapter to put into the model.
+    """
+    from peft import PeftModel
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
+    from verl.utils.fsdp_utils import apply_fsdp2
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    return handed_over(model)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    apply_fsdp2(model, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
+    return model
 
 
 def handed_over(model: Any, device: str = "cpu", offloaded: bool = False) -> Any:
     """What verl's own FSDP engine hands over: a generator of whole tensors, gathered one by one.
+    Adapters are merged, as ``lora.merge`` asks for.
 
     Args:
         device: stands for the GPU.
         offloaded: whether parameters are on the CPU between verl's turns.
     """
+    from verl.utils import fsdp_utils
     from verl.workers.engine.fsdp import transformer_impl
 
     # verl knows no CPU platform
-    transformer_impl.get_device_id = lambda: device
+    fsdp_utils.get_device_id = transformer_impl.get_device_id = lambda: device
     transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
-    engine = SimpleNamespace(
-        module=model,
-        model_config=SimpleNamespace(lora={}, hf_config=model.config),
-        _uses_fsdp2_cpu_offload_policy=False,
-        _is_offload_param=offloaded,
-        _qat_enabled=False,
-    )
-    weights, _ = transformer_impl.FSDPEngine.get_per_tensor_param(engine, base_sync_done=True)
+    engine = object.__new__(transformer_impl.FSDPEngine)
+    engine.module = model
+    engine.model_config = SimpleNamespace(lora={"merge": True}, hf_config=model.config)
+    engine._uses_fsdp2_cpu_offload_policy = engine._qat_enabled = False
+    engine._is_offload_param = offloaded
+    weights, adapter = engine.get_per_tensor_param(base_sync_done=True)
+    assert adapter is None
     return weights
 
 
@@ -118,20 +126,25 @@ class Rank:
         self.read = 0
 
     async def update(
-        self, checkpoint: Path, step: int | None, broken: str | None = None, **more: Any
+        self,
+        checkpoint: Path,
+        step: int | None,
+        broken: str | None = None,
+        adapter: Path | None = None,
+        **more: Any,
     ) -> int:
-        """Update to a checkpoint, with a NaN in one tensor; how many tensors were read."""
+        """Update to a checkpoint, merged with an adapter if there is one, and with a NaN in one
+        tensor; how many tensors were read."""
         self.read = 0
-        await self._adapter.update_weights(
-            self._counted(weights_of(checkpoint), broken), global_steps=step, **more
-        )
+        weights = self._counted(handed_over(sharded(checkpoint, adapter)), broken)
+        await self._adapter.update_weights(weights, global_steps=step, **more)
         return self.read
 
     async def update_from_async(self, checkpoint: Path, step: int) -> int:
         """As a checkpoint engine's worker: the weights come from an async generator."""
 
         async def received() -> Any:
-            for pair in self._counted(weights_of(checkpoint), None):
+            for pair in self._counted(handed_over(sharded(checkpoint)), None):
                 await asyncio.sleep(0)
                 yield pair
 

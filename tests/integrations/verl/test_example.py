@@ -11,10 +11,11 @@ import pytest
 pytest.importorskip("verl")
 
 import datasets
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
@@ -22,6 +23,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 from benchmarks.frameworks import verl_trainer
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over, is_ours
+from sgl_fp8rl.integrations.verl.trainer import Trainer
 
 EXAMPLE = verl_trainer.ROOT / "examples" / "verl"
 PAGE = (verl_trainer.ROOT / "docs" / "frameworks.md").read_text()
@@ -65,7 +67,9 @@ def test_the_documented_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         f"data.train_files=/clone/{FILES['train']}",
         f"data.val_files=/clone/{FILES['test']}",
     ]
-    sglang = accept(configuration(overrides)).engine_kwargs["sglang"]
+    whole = configuration(overrides)
+    assert get_trainer_cls(whole.trainer.v1.trainer_mode) is Trainer  # it logs fp8rl/*
+    sglang = accept(whole).engine_kwargs["sglang"]
     assert sglang == {"kv_cache_dtype": "fp8_e4m3", "quantization": "fp8rl"}
 
 
@@ -115,7 +119,11 @@ def test_the_documented_snippet_writes_what_verl_reads(
 
 
 def test_arms_differ_in_their_keys_only() -> None:
-    keys = {"fp8rl": ("fp8rl", "fp8_e4m3"), "bf16": (None, None), "stock-fp8": ("fp8", None)}
+    keys = {
+        "fp8rl": ("fp8rl", "fp8_e4m3", Trainer),
+        "bf16": (None, None, PPOTrainerSync),
+        "stock-fp8": ("fp8", None, PPOTrainerSync),
+    }
     rest = []
     for arm in verl_trainer.ARMS:
         whole = of(arm)
@@ -124,10 +132,19 @@ def test_arms_differ_in_their_keys_only() -> None:
         found = (
             rollout.pop("quantization"),
             rollout.engine_kwargs.sglang.pop("kv_cache_dtype", None),
+            get_trainer_cls(whole.trainer.v1.pop("trainer_mode")),
         )
         assert found == keys[arm]
         rest.append(OmegaConf.to_container(whole))
     assert rest[0] == rest[1] == rest[2]
+
+
+def test_stock_arms_have_verls_own_trainer() -> None:
+    """The name of ours is unknown without the plugin."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        own = compose("ppo_trainer").trainer.v1.trainer_mode
+    stock = {of(arm).trainer.v1.trainer_mode for arm in verl_trainer.ARMS if arm != "fp8rl"}
+    assert stock == {own}
 
 
 def test_verl_reads_the_policy_and_the_prompts(tmp_path: Path) -> None:

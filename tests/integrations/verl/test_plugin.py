@@ -150,7 +150,9 @@ class Called:
 def an_adapter(leads: bool, quantization: str | None = "fp8rl") -> Any:
     made: Any = object.__new__(get_rollout_class("sglang"))
     made.config = RolloutConfig(name="sglang", quantization=quantization)
-    made.model_config = SimpleNamespace(local_path="the checkpoint")
+    made.model_config = SimpleNamespace(
+        local_path="the checkpoint", hf_config=SimpleNamespace(model_type="qwen3")
+    )
     made.server_actor = Called()
     made._is_server_tp_leader = lambda: leads
 

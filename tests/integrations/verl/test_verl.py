@@ -16,6 +16,7 @@ import ray
 from sgl_fp8rl.integrations.contract import check_engine
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.engine import expected, models
+from tests.integrations.verl import lora
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, START_TIMEOUT_S, Cluster, cluster
 from trainer_bridge.engine_client import EngineError, HTTPEngine
 
@@ -146,6 +147,15 @@ def test_an_async_generator_is_read_as_well(world: Cluster, policies: list[Path]
         assert read[0] == read[1] and isinstance(read[0], int), read
         assert holds(world, policy)
         assert status(world)["version"] == version + 1
+
+
+def test_an_adapter_is_served_merged(world: Cluster, policies: list[Path], tmp_path: Path) -> None:
+    adapter, merged = lora.make(policies[0], tmp_path)
+    version = int(status(world)["version"]) + 1
+    read = world.each_rank("update", policies[0], version, adapter=adapter)
+    assert read[0] == read[1] and isinstance(read[0], int), read
+    assert holds(world, merged) and not holds(world, policies[0])
+    assert world.generate(4).extra_fields["policy_versions"] == [version] * 4
 
 
 @pytest.mark.parametrize("more", [{"wire_format": "delta_flush"}, {"peft_config": {"r": 8}}])
