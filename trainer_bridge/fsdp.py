@@ -11,11 +11,12 @@ from functools import lru_cache
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import suffixes_of
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -52,6 +53,9 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     """(Name, tensor) of a module's checkpoint, of a mapping, or of an iterable of pairs.
 
     A parameter that is whole on this rank comes as a plain tensor.
+
+    Raises:
+        ManifestError: the parameters of a module are not those of its checkpoint.
     """
     if isinstance(model_or_named_tensors, nn.Module):
         _reshard(model_or_named_tensors)
@@ -100,10 +104,19 @@ def sources(
 
 def _reshard(model: nn.Module) -> None:
     """Have FSDP2 show the parameters that its optimizer steps: a forward pass leaves those of the
-    root whole, and a step after it does not reach them."""
+    root whole, and a step after it does not reach them.
+
+    Raises:
+        ManifestError: FSDP1 has flattened parameters.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            raise ManifestError(
+                "the model is wrapped by FSDP1, which flattens its parameters; shard it by "
+                "fully_shard (FSDP2), or pass an iterator of whole tensors"
+            )
 
 
 def _checkpointed(model: nn.Module) -> Named:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -267,6 +267,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_weights_are_those_that_the_optimizer_stepped(tmp_path: Path) -> None:
     run(step_behind_a_forward, tmp_path)
+
+
+def test_flattened_parameters_are_refused() -> None:
+    flattened = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(flattened)
+    with pytest.raises(ManifestError, match="FSDP1"):
+        named_tensors(nn.Sequential(nn.Linear(4, 4), flattened))
 
 
 def test_a_parameter_that_is_whole_on_its_rank_is_not_gathered(tmp_path: Path) -> None:
