@@ -127,20 +127,22 @@ def _checkpointed(model: nn.Module) -> Named:
     """
     listing = getattr(model.named_parameters, "__func__", None)
     is_own = listing is not nn.Module.named_parameters
-    parameters: Named = list(model.named_parameters()) if is_own else []
+    found: Named = []
     buffers: Named = []
+    if is_own:
+        found.extend(model.named_parameters())
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in () if is_own else module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                parameters.append((f"{prefix}.{name}" if prefix else name, parameter))
+                found.append((f"{prefix}.{name}" if prefix else name, parameter))
         for name, buffer in module.named_buffers(prefix, recurse=False) if module._buffers else ():
             last = name.rpartition(".")[2]
             saved = last not in module._non_persistent_buffers_set
             if saved and buffer.is_floating_point():
                 buffers.append((name, buffer))
-    return parameters + buffers
+    return found + buffers
 
 
 def _companions_behind(named: Named) -> Named:
