@@ -194,6 +194,22 @@ class Cluster:
 
 
 @contextmanager
+def local_ray(**resources: int) -> Iterator[None]:
+    """A Ray of its own; at the end all that it started is gone: actors, and a server's engine."""
+    ray.init(
+        address="local",
+        object_store_memory=200 << 20,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))}},
+        **resources,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
 def cluster(checkpoint: Path, folder: Path) -> Iterator[Cluster]:
     """Ray, the server and the ranks; at the end all of them are gone.
 
@@ -201,14 +217,7 @@ def cluster(checkpoint: Path, folder: Path) -> Iterator[Cluster]:
         checkpoint: what the server is of; it starts without weights.
         folder: for the ranks' store.
     """
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        runtime_env={"env_vars": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))}},
-    )
-    try:
+    with local_ray(num_cpus=2):
         config = rollout_config()
         # not from verl's registry, which lets SGLang look for Intel's kernels and then for libcuda
         replica = Replica(replica_rank=0, config=config, model_config=model_config(checkpoint))
@@ -221,5 +230,3 @@ def cluster(checkpoint: Path, folder: Path) -> Iterator[Cluster]:
         replica.rollout_mode, replica.workers = RolloutMode.HYBRID, ranks
         asyncio.run(asyncio.wait_for(replica.launch_servers(), START_TIMEOUT_S))
         yield Cluster(replica, ranks)
-    finally:
-        ray.shutdown()  # ends what it started: the actors, and with the server its engine

@@ -25,7 +25,15 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from sgl_fp8rl.integrations.verl.replica import Replica
 from tests.integrations.verl import gloo
-from tests.integrations.verl.cluster import RANKS, Cluster, model_config, rollout_config, weights_of
+from tests.integrations.verl.cluster import (
+    RANKS,
+    Cluster,
+    handed_over,
+    local_ray,
+    model_config,
+    rollout_config,
+    sharded,
+)
 
 BUCKET_BYTES = 256 << 10
 """So that larger matrices of the tiny model come in several buckets, and norms share one."""
@@ -72,7 +80,7 @@ class Trainer(Worker):
     def _gathered(
         self, checkpoint: Path, nan: str | None, lost: str | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights_of(checkpoint):
+        for name, tensor in handed_over(sharded(checkpoint)):
             if name == lost:
                 raise RuntimeError(BROKEN)
             yield name, torch.full_like(tensor, torch.nan) if name == nan else tensor
@@ -121,16 +129,8 @@ def disaggregated(checkpoint: Path) -> Iterator[Disaggregated]:
     Args:
         checkpoint: what the server is of; it starts without weights.
     """
-    ray.init(
-        address="local",
-        # of both there are as many as verl asks for
-        num_cpus=16,
-        num_gpus=RANKS,
-        object_store_memory=200 << 20,
-        include_dashboard=False,
-        runtime_env={"env_vars": {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(RANKS)))}},
-    )
-    try:
+    # of both there are as many as verl asks for
+    with local_ray(num_cpus=16, num_gpus=RANKS):
         pool = RayResourcePool([RANKS], use_gpu=False, max_colocate_count=1)
         made = RayClassWithInitArgs(ray.remote(Trainer))
         trainer = RayWorkerGroup(pool, made, use_gpu=False)
@@ -140,5 +140,3 @@ def disaggregated(checkpoint: Path) -> Iterator[Disaggregated]:
         config = SimpleNamespace(rollout=rollout, model=model_config(checkpoint))
         servers = ServerManager.create(config=SimpleNamespace(actor_rollout_ref=config))
         yield Disaggregated(servers, trainer)
-    finally:
-        ray.shutdown()  # ends what it started

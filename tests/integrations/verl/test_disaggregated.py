@@ -13,7 +13,6 @@ pytest.importorskip("verl")
 
 import ray
 
-from tests.engine import models
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, PROMPT, SAMPLING, START_TIMEOUT_S
 from tests.integrations.verl.disaggregated import BROKEN, Disaggregated, disaggregated
 from tests.integrations.verl.test_verl import LAST, STEPS, assert_quarantined, holds, status
@@ -23,13 +22,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 4 * CALL
 FIRST = "model.embed_tokens.weight"
 LONG = 400
 """Tokens, of which an update sees some."""
-
-
-@pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("policies")
-    start = models.make_checkpoint("qwen3", folder / "0", tie_word_embeddings=True)
-    return [start, models.perturb(start, folder / "1", 1)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import ray
 
 from sgl_fp8rl.integrations.contract import check_engine
 from sgl_fp8rl.protocol.manifest import ManifestError
-from tests.engine import expected, models
+from tests.engine import expected
 from tests.integrations.verl import lora
 from tests.integrations.verl.cluster import CALL_TIMEOUT_S, START_TIMEOUT_S, Cluster, cluster
 from trainer_bridge.engine_client import EngineError, HTTPEngine
@@ -24,14 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(START_TIMEOUT_S + 4 * CALL
 
 LAST = "model.norm.weight"
 STEPS = ("global_steps", "min_global_steps", "max_global_steps")
-
-
-@pytest.fixture(scope="module")
-def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """With a tied head: verl's state dict has it twice, a checkpoint once."""
-    folder = tmp_path_factory.mktemp("policies")
-    start = models.make_checkpoint("qwen3", folder / "0", tie_word_embeddings=True)
-    return [start, models.perturb(start, folder / "1", 1)]
 
 
 @pytest.fixture(scope="module")
