@@ -44,24 +44,24 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
         return [value]
     pickled = pickle.dumps(value)
     length = len(pickled).to_bytes(8, "little")
-    sent = [row.numpy().tobytes() for row in _all_gather(length + pickled[:ROOM], ROOM + 8, group)]
+    sent = _all_gather(length + pickled[:ROOM], ROOM + 8, group)
     lengths = [int.from_bytes(each[:8], "little") for each in sent]
     starts = [each[8:] for each in sent]
     rests = [b""] * ranks
     if (longest := max(lengths)) > ROOM:
-        rests = [r.numpy().tobytes() for r in _all_gather(pickled[ROOM:], longest - ROOM, group)]
+        rests = _all_gather(pickled[ROOM:], longest - ROOM, group)
     return [
         pickle.loads((start + rest)[:length])
         for start, rest, length in zip(starts, rests, lengths, strict=True)
     ]
 
 
-def _all_gather(mine: bytes, size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _all_gather(mine: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
     """Bytes of every rank, each filled up to ``size``."""
     sent = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
-    return received
+    return [each.numpy().tobytes() for each in received]
 
 
 def sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any]:
