@@ -58,7 +58,6 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
         ManifestError: the parameters of a module are not those of its checkpoint.
     """
     if isinstance(model_or_named_tensors, nn.Module):
-        _reshard(model_or_named_tensors)
         # tied parameters come once, under their first name, as in a checkpoint
         named = _checkpointed(model_or_named_tensors)
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
@@ -102,21 +101,20 @@ def sources(
     ]
 
 
-def _reshard(model: nn.Module) -> None:
-    """Have FSDP2 show the parameters that its optimizer steps: a forward pass leaves those of the
-    root whole, and a step after it does not reach them.
+def _reshard(module: nn.Module) -> None:
+    """Have FSDP2 show the parameters that its optimizer steps, here and in modules inside: a
+    forward pass leaves those of the root whole, and a step after it does not reach them.
 
     Raises:
         ManifestError: FSDP1 has flattened parameters.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            raise ManifestError(
-                "the model is wrapped by FSDP1, which flattens its parameters; shard it by "
-                "fully_shard (FSDP2), or pass an iterator of whole tensors"
-            )
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    elif isinstance(module, FullyShardedDataParallel):
+        raise ManifestError(
+            "the model is wrapped by FSDP1, which flattens its parameters; shard it by "
+            "fully_shard (FSDP2), or pass an iterator of whole tensors"
+        )
 
 
 def _checkpointed(model: nn.Module) -> Named:
@@ -129,10 +127,9 @@ def _checkpointed(model: nn.Module) -> Named:
     is_own = listing is not nn.Module.named_parameters
     found: Named = []
     buffers: Named = []
-    if is_own:
-        found.extend(model.named_parameters())
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules():  # those outside come before those inside
+        _reshard(module)
         for name, parameter in () if is_own else module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
@@ -142,6 +139,8 @@ def _checkpointed(model: nn.Module) -> Named:
             saved = last not in module._non_persistent_buffers_set
             if saved and buffer.is_floating_point():
                 buffers.append((name, buffer))
+    if is_own:
+        found.extend(model.named_parameters())
     return found + buffers
 
 
