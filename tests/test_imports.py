@@ -22,15 +22,17 @@ LAYERS = (
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
     "trainer_bridge.routed_experts "
-    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock",
+    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock "
+    "trainer_bridge.decision",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
-    "trainer_bridge.transfer_plan trainer_bridge.weights "
+    "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "
     "trainer_bridge.placed_shards trainer_bridge.image_changes "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
     "trainer_bridge.filler trainer_bridge.shards trainer_bridge.shared_filling "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
-    "trainer_bridge.participant trainer_bridge.update_session trainer_bridge.transaction "
+    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.update_session "
+    "trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",

@@ -39,11 +39,16 @@ class EngineError(RuntimeError):
 class EngineClient(Protocol):
     """What the bridge needs of an engine."""
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(
+        self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
         """Send one control message (``sgl_fp8rl.engine.control``) and return its reply.
 
+        Args:
+            timeout_s: seconds to wait for the reply.
+
         Raises:
-            EngineError: the engine refused it or cannot be reached.
+            EngineError: the engine refused it, cannot be reached, or gave no reply in time.
         """
 
     def sample(
@@ -107,9 +112,11 @@ class InProcessEngine:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(
+        self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
         try:
-            return self._engine.fp8rl_control(message)  # type: ignore[no-any-return]
+            return self._engine.fp8rl_control(message, timeout_s)  # type: ignore[no-any-return]
         except (RuntimeError, ValueError) as error:
             raise EngineError(str(error), getattr(error, "status", None)) from error
 
@@ -173,8 +180,10 @@ class HTTPEngine:
         """By which this process reaches the engine's host."""
         self._key = key
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        (reply,) = self._post(CONTROL_PATH, [message], CONTROL_TIMEOUT_S)
+    def control(
+        self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        (reply,) = self._post(CONTROL_PATH, [message], timeout_s)
         if isinstance(reply, EngineError):
             raise reply
         if not isinstance(reply, dict):

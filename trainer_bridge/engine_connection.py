@@ -8,7 +8,8 @@ from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.engine_client import EngineClient, EngineError
+from trainer_bridge.decision import Decision
+from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
 from trainer_bridge.layout import check_layout
 from trainer_bridge.sender import Sender
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, EngineRanks
@@ -26,9 +27,8 @@ class EngineConnection:
         """What this process committed last."""
         self.committed_at = 0
         """Which of this process's commits that was: versions of different runs have no order."""
-        self.decided: tuple[Policy | None, str] = None, ""
-        """A policy whose commit was decided on, and its transaction, until every engine of the
-        update has answered."""
+        self.decided: Decision | None = None
+        """What was decided on, until every engine of the update has answered."""
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
         self.image: tuple[str, Image] | None = None
@@ -44,14 +44,17 @@ class EngineConnection:
         self.cannot_open_shards = False
         """Whether the engine could not open the memory of some rank of the trainer."""
 
-    def layout(self) -> dict[str, Any]:
+    def layout(self, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
         """The engine's layout, asked for once.
+
+        Args:
+            timeout_s: seconds to wait for it.
 
         Raises:
             EngineError: the engine cannot be reached, or is of another version.
         """
         if self._layout is None:
-            layout = self.client.control({"op": "layout"})
+            layout = self.client.control({"op": "layout"}, timeout_s)
             check_layout(layout)
             self.is_far = not is_reachable(layout["place"])
             self._layout = layout

@@ -2,20 +2,21 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError, InProcessEngine
+from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError, InProcessEngine
 from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, EngineRanks, RankClients
 from trainer_bridge.transport.relay_client import RelayClient
 
 STEP_TIMEOUT_S = 120.0
-"""Seconds that one engine of several may take over a step. The others wait meanwhile, and give the
-trainer up after ``--fp8rl-session-timeout-s``, 300 by default."""
+"""Seconds that one engine of several may take over a step, while the others wait."""
 
 
 class Participant:
@@ -24,13 +25,14 @@ class Participant:
     Args:
         name: what errors call it.
         engine: as ``connection_to`` takes it.
+        timeout_s: seconds that it may take over a step.
 
     Raises:
         EngineError: ``engine`` is of another kind.
     """
 
-    def __init__(self, name: str, engine: Any) -> None:
-        self.name, self.connection = name, connection_to(engine)
+    def __init__(self, name: str, engine: Any, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
+        self.name, self.connection, self.timeout_s = name, connection_to(engine), timeout_s
         self._engine = engine  # the connection alone would not keep it during an update
         self.committed_before = False
         """Whether an earlier try at this update committed, though not on every engine."""
@@ -46,12 +48,16 @@ class Participant:
             message: the same for every engine of the update.
 
         Raises:
-            EngineError: the engine refused the update, and goes on with what it has.
+            EngineError: the engine refused the update, or did not begin it in time, and goes on
+                with what it has.
         """
-        control = self.connection.client.control
+        finishes = message["in_flight"] == FINISH
+        limit_s = CONTROL_TIMEOUT_S if finishes else self.timeout_s
+        control = partial(self.connection.client.control, timeout_s=limit_s)
         message = {"op": "begin", "fingerprint": manifest.fingerprint, **message}
         policy = Policy(message["run"], message["version"])
-        message["retry"] = self.connection.decided == (policy, message["transaction"])
+        decided = self.connection.decided
+        message["retry"] = decided is not None and decided[:2] == (policy, message["transaction"])
         if self.connection.is_far:
             message["relay"] = True
         try:
@@ -66,13 +72,13 @@ class Participant:
             self.committed_before = True
             self.connection.committed(policy)
             return
-        timeout_s = SOCKET_TIMEOUT_S if message["engines"] == 1 else STEP_TIMEOUT_S
         try:
             if self.connection.is_far:
                 host = getattr(self.connection.client, "host", None)
-                self.ranks = RelayClient(begun.get("relay"), begun.get("token"), host, timeout_s)
+                relay, token = begun.get("relay"), begun.get("token")
+                self.ranks = RelayClient(relay, token, host, self.timeout_s)
             else:
-                self.ranks = RankClients(begun.get("sockets"), begun.get("token"), timeout_s)
+                self.ranks = RankClients(begun.get("sockets"), begun.get("token"), self.timeout_s)
         except EngineError:
             self._end()
             self.connection.forget()
@@ -92,7 +98,7 @@ class Participant:
             self._leave(ranks)
             raise
         self.connection.keep(ranks)
-        self.connection.client.control({"op": "end"})
+        self.connection.client.control({"op": "end"}, self.timeout_s)
         self.connection.committed(policy)
 
     def abort(self, why: str) -> None:
@@ -132,7 +138,7 @@ class Participant:
     def _end(self) -> None:
         # the error that brought us here says more than an engine that is gone
         with suppress(EngineError):
-            self.connection.client.control({"op": "end"})
+            self.connection.client.control({"op": "end"}, self.timeout_s)
 
 
 def _gave_up(why: str) -> str:
@@ -150,8 +156,9 @@ def participants_of(engines: Any) -> list[Participant]:
     """
     if isinstance(engines, str) or not isinstance(engines, Sequence):
         return [Participant("the engine", engines)]
+    timeout_s = STEP_TIMEOUT_S if len(engines) > 1 else SOCKET_TIMEOUT_S
     participants = [
-        Participant(each if isinstance(each, str) else f"engine {number}", each)
+        Participant(each if isinstance(each, str) else f"engine {number}", each, timeout_s)
         for number, each in enumerate(engines)
     ]
     if not participants:

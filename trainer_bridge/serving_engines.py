@@ -44,7 +44,7 @@ def serving_engines(
     committed = _last_commit([member.connection for member in members])
 
     def asked(member: Participant) -> ServingEngine | ValueError:
-        status = member.connection.client.control({"op": "status"})
+        status = member.connection.client.control({"op": "status"}, member.timeout_s)
         _check_status(status, member.name)
         if len(members) > 1 and status["state"] == State.QUARANTINED.value:
             why = sentence_of(status.get("reason"))

@@ -1,7 +1,6 @@
 """One update of one engine or several: each has all that it needs before any commits."""
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,8 +10,10 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
+from trainer_bridge.decision import Decision, decision_on
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
+from trainer_bridge.keep_alive import KeepAlive
 from trainer_bridge.layout import comparable, gpu_of, read_by_all
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
@@ -25,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | None], TransferPlan]
 """Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
+
+
+class MissedCommitError(EngineError):
+    """What was decided is not committed on every engine that must have it."""
 
 
 class Begun(NamedTuple):
@@ -40,6 +45,8 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
+    completes: bool
+    """Whether engines are sent what an earlier try committed on others: it must be the same."""
 
 
 class Transaction:
@@ -74,8 +81,7 @@ class Transaction:
         self._named, self._make_plan, self._kv_scales = named, make_plan, kv_scales
         self._everyone, self._active = participants, list(participants)
         self._policy, self._required = policy, required
-        decided = [p.connection.decided for p in participants]
-        self._name = next((t for known, t in decided if known == policy), secrets.token_hex(16))
+        self._decision = decision_on(policy, [p.connection.decided for p in participants])
         self.failed: dict[str, str] = {}
         """Why engines are no longer in the update, by name."""
         self.sessions: list[UpdateSession] = []
@@ -86,7 +92,7 @@ class Transaction:
         message = {
             "run": policy.run,
             "version": policy.version,
-            "transaction": self._name,
+            "transaction": self._decision.transaction,
             "in_flight": in_flight,
             "engines": len(participants),
         }
@@ -108,7 +114,17 @@ class Transaction:
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
+            bool(self._decision.digests) and any(m.ranks is not None for m in self._active),
         )
+
+    def check_same(self, digests: list[str]) -> None:
+        """See ``Decision``; nothing was written."""
+        self._decision.check_same(digests)
+
+    def remember(self, digests: list[str]) -> None:
+        """Remember the weights, for a second try; arguments as for ``check_same``."""
+        if "" not in digests:
+            self._decide(self._decision._replace(digests=tuple(digests)))
 
     def put_residents(self, named: Named) -> bool:
         """Put all parameters into the bucket, if one session takes them all as they lie."""
@@ -159,8 +175,7 @@ class Transaction:
         Raises:
             EngineError: an engine did not answer, and each was required.
         """
-        for member in self._active:
-            member.connection.decided = self._policy, self._name
+        self._decide(self._decision)
         voted = [member for member in self._active if member.ranks is not None]
         lost: EngineError | None = None
         for member, error in _at_once({p: partial(p.commit, self._policy) for p in voted}):
@@ -176,7 +191,7 @@ class Transaction:
             if len(self._everyone) == 1:
                 raise EngineError(str(lost), lost.status) from lost
             missing = "; ".join(f"{name} ({why})" for name, why in self.failed.items())
-            raise EngineError(
+            raise MissedCommitError(
                 f"{self._policy} is committed on {len(self._active)} of {len(self._everyone)} "
                 f"engines, but not on {missing}; update again with the same version, or without "
                 f"what is gone",
@@ -203,7 +218,9 @@ class Transaction:
             for session in self.sessions
             for member in session.members
         }
-        for member, error in _at_once(beginning):
+        with KeepAlive(self._active):
+            begun = _at_once(beginning)
+        for member, error in begun:
             if error is not None:
                 self._lose(member, error)
         for session in self.sessions:
@@ -220,7 +237,8 @@ class Transaction:
 
     def _by_layout(self) -> list[tuple[list[Participant], dict[str, Any]]]:
         """The engines that are equal in all that a plan depends on, together."""
-        for member, error in _at_once({p: p.connection.layout for p in self._active}):
+        asked = {p: partial(p.connection.layout, p.timeout_s) for p in self._active}
+        for member, error in _at_once(asked):
             if error is not None:
                 self._lose(member, error)
         together: list[tuple[list[Participant], dict[str, Any]]] = []
@@ -278,6 +296,11 @@ class Transaction:
         logger.warning("the update to %s goes on without %s: %s", self._policy, member.name, error)
         member.leave_behind(str(error))
 
+    def _decide(self, decision: Decision) -> None:
+        self._decision = decision
+        for member in self._everyone:
+            member.connection.decided = decision
+
     def _await_lost(self) -> None:
         """Give engines that were left behind a while to end their sessions."""
         deadline = time.monotonic() + DETACH_TIMEOUT_S
@@ -292,7 +315,7 @@ class Transaction:
         """The version is old from now on, unless an engine still lacks it."""
         if not self.failed:
             for member in self._everyone:
-                member.connection.decided = None, ""
+                member.connection.decided = None
 
 
 def _gather(members: list[Participant], error: EngineError) -> None:

@@ -19,7 +19,7 @@ from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
-from trainer_bridge.transaction import Transaction
+from trainer_bridge.transaction import MissedCommitError, Transaction
 from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
@@ -165,6 +165,9 @@ def _update(
         transaction = leader.attempt(begin, leader.collect(asked))
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
+        if begun.completes:
+            leader.attempt(Transaction.check_same, transaction, _digests(leader, weights))
+            leader.share(None)
         clock.lap("begin")
         if begun.committed_before:
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, failed=begun.failed)
@@ -179,7 +182,13 @@ def _update(
         leader.attempt(Transaction.commit, transaction)
         _close_failed(transaction, leader)
         results = transaction and (transaction.sent, gpu_seconds, transaction.failed)
-        sent, gpu_seconds, failed = leader.share(results)
+        try:
+            sent, gpu_seconds, failed = leader.share(results)
+        except MissedCommitError:
+            leader.attempt(Transaction.remember, transaction, _digests(leader, weights))
+            raise
+        if failed:
+            leader.attempt(Transaction.remember, transaction, _digests(leader, weights))
         clock.lap("commit")
     except BaseException as error:
         try:
@@ -197,6 +206,11 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
     """Before other ranks hear of a failure and go on: engines may read their GPUs."""
     if transaction is not None and leader.error is not None:
         transaction.close(leader.error)
+
+
+def _digests(leader: Leader, weights: Weights) -> Any:
+    """What tells the weights of each rank from others, on the leader."""
+    return leader.collect(leader.each(weights.digest))
 
 
 class _Asked(NamedTuple):

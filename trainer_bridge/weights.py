@@ -23,6 +23,7 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.shared_filling import SharedFilling, agree
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.weights_digest import weights_digest
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,9 @@ class Weights(Protocol):
 
     def exhaust(self) -> None:
         """Take part in what is left of the collectives: other ranks wait for them."""
+
+    def digest(self) -> str:
+        """Tells them from others, on this rank; "" where they are gone."""
 
 
 class WholeModel:
@@ -155,6 +159,9 @@ class WholeModel:
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
 
+    def digest(self) -> str:
+        return weights_digest(self.named)
+
 
 class Stream:
     """An iterator of (HF name, whole tensor): walked once, and no tensor is kept.
@@ -203,3 +210,6 @@ class Stream:
     def exhaust(self) -> None:
         for _ in self._tensors:
             pass
+
+    def digest(self) -> str:
+        return ""

@@ -50,7 +50,7 @@ BUSY_STATUS = 409
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 IN_PROCESS_TIMEOUT_S = 600.0
-"""How long a caller in this process waits for an answer; over HTTP the caller decides."""
+"""How long a caller in this process waits for an answer that sets no limit of its own."""
 
 
 IsGone = Callable[[], Awaitable[bool]]
@@ -310,15 +310,21 @@ def _returns_raw_logprobs() -> bool:
     return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
 
 
-def control_engine(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
+def control_engine(
+    engine: Any, message: dict[str, Any], timeout_s: float = IN_PROCESS_TIMEOUT_S
+) -> dict[str, Any]:
     """``Engine.fp8rl_control``: the same messages for an engine in this process.
 
+    Args:
+        timeout_s: seconds to wait for the answer.
+
     Raises:
-        ControlError: the message is refused.
+        ControlError: the message is refused, or not answered in time.
     """
     if engine.server_args.quantization != NAME:
         raise ControlError("this engine does not run with quantization='fp8rl'")
-    return engine.loop.run_until_complete(_bounded(_of(engine), message))  # type: ignore[no-any-return]
+    answer = _bounded(_of(engine), message, timeout_s)
+    return engine.loop.run_until_complete(answer)  # type: ignore[no-any-return]
 
 
 def release_of_engine(original: Any, engine: Any, *args: Any, **kw: Any) -> Any:
@@ -337,13 +343,12 @@ def _of(engine: Any) -> Control:
     return control
 
 
-async def _bounded(control: Control, message: dict[str, Any]) -> dict[str, Any]:
+async def _bounded(control: Control, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     try:
         # shielded: the schedulers' reply must be read, by whichever call runs the loop next
-        return await asyncio.wait_for(asyncio.shield(control.handle(message)), IN_PROCESS_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.shield(control.handle(message)), timeout_s)
     except asyncio.TimeoutError:
         raise ControlError(
-            f"the engine's schedulers gave no answer within {IN_PROCESS_TIMEOUT_S:.0f} s; see its "
-            f"log",
+            f"the engine's schedulers gave no answer within {timeout_s:.0f} s; see its log",
             504,
         ) from None

@@ -215,7 +215,9 @@ class EngineWeights:
         Args:
             voted_for: the session's transaction, where all was written and only its end is unknown.
         """
-        logger.error("engine weights are quarantined: %s", reason)
+        # memory that is released between updates is no fault
+        level = logging.ERROR if self.session is not None else logging.INFO
+        logger.log(level, "engine weights are quarantined: %s", reason)
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
         self.state, self.reason, self.session = State.QUARANTINED, reason, None
         self.memory.close()

@@ -222,7 +222,7 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
         session.write(message.get("index"))
     elif op == "finish":
         return {"gpu_seconds": session.finish()}
-    elif op == "staged":  # a relay has received what it will have written later
+    elif op == "wait":  # the trainer has nothing to write yet, and is there
         return {}
     elif op == "bucket":
         session.weights.memory.open_bucket(message, fds)

@@ -161,7 +161,7 @@ class Relay:
         offset, size = int(content.storage_offset()), content.numel()
         change = self._image.room_for(message.get("index"), message["change"], offset, size)
         _receive(peer, change)
-        self._ask({"op": "staged"})
+        self._ask({"op": "wait"})
 
     def _ask(self, message: dict[str, Any], fds: tuple[int, ...] = (), op: str = "") -> None:
         """Send a message to every rank.

@@ -119,7 +119,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         yield "engine"
 
     class Client:
-        def control(self, message: dict[str, str]) -> dict[str, Any]:
+        def control(self, message: dict[str, str], timeout_s: float = 9.0) -> dict[str, Any]:
             return {"layers": [{"format": "fp8"}, {"format": "bf16"}]}
 
     class Updated:

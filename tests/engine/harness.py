@@ -95,7 +95,7 @@ class EngineProcess:
             self.stop()
             raise
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         """``engine.fp8rl_control``. Raises EngineError."""
         return self._call("control", message)  # type: ignore[no-any-return]
 

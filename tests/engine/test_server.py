@@ -332,7 +332,7 @@ class Recorder:
         self.messages: list[dict[str, Any]] = []
         self._server = server
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         self.messages.append(message)
         return self._server.control(message)
 

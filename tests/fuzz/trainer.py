@@ -83,7 +83,7 @@ def decode_replies(listener: socket.socket, patch: pytest.MonkeyPatch, data: byt
 
 
 def decode_layout(data: bytes) -> None:
-    client: Any = SimpleNamespace(control=lambda message: parse(data))
+    client: Any = SimpleNamespace(control=lambda message, timeout_s=9.0: parse(data))
     connection = EngineConnection(client)
     layout = connection.layout()
     gpu_of(NAMED, layout)
@@ -94,7 +94,7 @@ def decode_layout(data: bytes) -> None:
 
 
 def decode_tensors(data: bytes) -> None:
-    client: Any = SimpleNamespace(control=lambda message: parse(data))
+    client: Any = SimpleNamespace(control=lambda message, timeout_s=9.0: parse(data))
     named, _ = announced(None, client, torch.bfloat16, ["a"])
     describe(named, 0)
 

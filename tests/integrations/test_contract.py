@@ -80,7 +80,7 @@ class Careless(FakeEngine):
         super().__init__(engine_of(1).ranks)
         self.fault = fault
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if self.fault == "status" and message["op"] == "status":
             return {}
         try:

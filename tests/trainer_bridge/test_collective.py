@@ -41,7 +41,7 @@ def fake_engine() -> FakeEngine:
 class Slow(FakeEngine):
     """Requests in flight take longer to finish than the trainer's collectives may."""
 
-    def control(self, message: dict[str, object]) -> dict[str, object]:
+    def control(self, message: dict[str, object], timeout_s: float = 9.0) -> dict[str, object]:
         if message["op"] == "begin":
             time.sleep(SHORT_S + 4)
         return super().control(message)

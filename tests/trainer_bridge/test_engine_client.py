@@ -6,6 +6,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -176,6 +177,16 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.guarantee("malformed", fault="a reply that is longer than any")
+def test_a_server_that_hangs() -> None:
+    """It has taken the request; others must not wait for it for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            client.control({"op": "begin"}, 0.3)
+        assert time.monotonic() - began < 10
+
+
 def test_a_reply_that_is_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_exchange, "LONGEST_REPLY", 1000)
     server.answers(200, b"x" * 2000)
@@ -237,7 +248,7 @@ class Engine:
 
         self.tokenizer_manager = Manager()
 
-    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def fp8rl_control(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if self.fault is not None:
             raise self.fault
         return {"echo": message}

@@ -30,7 +30,7 @@ class Client:
         self.asked = 0
         self.layout = {**layout(), "state": state}
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "layout"}
         self.asked += 1
         return dict(self.layout)
@@ -143,7 +143,7 @@ def test_an_engine_has_one_link_that_ends_with_it() -> None:
 class InProcess:
     """Stands for an ``sgl.Engine``: another package's class, two of whose objects may be equal."""
 
-    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         return {**layout(), "state": "serving"}
 
     def __eq__(self, other: object) -> bool:  # so it has no hash

@@ -221,7 +221,7 @@ def test_a_peer_without_the_token_is_turned_away() -> None:
     before = toy.contents(engine.ranks[0].model)
     begin = engine.control
 
-    def intruded(message: dict[str, object]) -> dict[str, object]:
+    def intruded(message: dict[str, object], timeout_s: float) -> dict[str, object]:
         reply = begin(message)
         if "relay" in reply:
             for hello in ({"token": "another"}, {"token": 1}, {}):

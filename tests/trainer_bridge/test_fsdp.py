@@ -165,7 +165,7 @@ class Broken:
     def __init__(self, fault: Exception) -> None:
         self.fault = fault
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] == "layout":
             return {
                 "dtype": "bfloat16",

@@ -45,7 +45,7 @@ class GpuEngine(FakeEngine):
         self.ended: list[list[State]] = []
         """States of the ranks at the end of each session."""
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         if message["op"] == "end":
             self.ended.append([weights.state for weights in self.ranks])

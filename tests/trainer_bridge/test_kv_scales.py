@@ -42,7 +42,7 @@ class Engine:
         }
         self.manifests: list[dict[str, Any]] = []
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] == "layout":
             return dict(self.layout)
         if message["op"] == "tensors":

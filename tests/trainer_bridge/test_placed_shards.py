@@ -144,7 +144,7 @@ class GpuEngine(FakeEngine):
             weights.memory = SharedMemory(torch.device("cuda", 0))
             writable += [span_of(parameter) for parameter in weights.model.parameters()]
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         return {**reply, "gpus": [GPU] * TP} if message["op"] == "layout" else reply
 
@@ -265,7 +265,7 @@ def under_other_names(rank: int, folder: Path) -> None:
 class KVEngine(GpuEngine):
     """With an FP8 KV cache, as far as a trainer sees."""
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         cache = {"kv_cache": {"layers": 2, "kv_heads": 3}} if message["op"] == "layout" else {}
         return {**reply, **cache}

@@ -23,7 +23,7 @@ class BrokenEngine(FakeMoE):
         super().__init__()
         self.broken, self.status = broken, status
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         found = super().control(message) | self.status
         return {name: value for name, value in found.items() if value is not MISSING}
 

@@ -41,7 +41,7 @@ class FakeEngine:
         """By the first token or letter of a prompt."""
         self.edit: Callable[[Reply], None] = lambda reply: None
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "status"}
         serves = {"run": self.run, "version": self.version, "state": self.state}
         return {**serves, "reason": "NaN", "logprobs": {"raw": self.raw}}
@@ -449,7 +449,7 @@ class FakeMoE(FakeEngine):
 
     captures = True
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         shape = {"decoder_layers": 2, "layers": [0, 1], "experts": 4, "top_k": 2}
         return super().control(message) | {"routed_experts": shape if self.captures else None}
 
@@ -675,7 +675,7 @@ class Gone(FakeEngine):
         super().__init__()
         self.op = op
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if self.op == "status":
             raise EngineError("cannot be reached")
         return super().control(message)

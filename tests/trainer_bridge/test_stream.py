@@ -395,7 +395,7 @@ def test_an_answer_that_names_no_shapes_is_refused(
 ) -> None:
     engine = engine_of(1)
     real = engine.control
-    monkeypatch.setattr(engine, "control", lambda m: reply if m["op"] == "tensors" else real(m))
+    monkeypatch.setattr(engine, "control", lambda m, *_: reply if m["op"] == "tensors" else real(m))
     with pytest.raises((EngineError, ManifestError)):
         update(iter(toy.checkpoint().items()), engine, version=0)
     assert state_of(engine) is State.SERVING

@@ -50,7 +50,7 @@ class Dead(FakeEngine):
 
     dead: tuple[str, ...] = ()
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] in self.dead:
             raise EngineError("cannot be reached", None)
         return super().control(message)
@@ -460,7 +460,7 @@ def test_an_engine_that_did_not_hear_of_the_commit(monkeypatch: pytest.MonkeyPat
 class Sampled(Dead):
     """It can tell a rollout what it serves."""
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         return reply if message["op"] != "status" else {**reply, "logprobs": {"raw": False}}
 

@@ -144,7 +144,7 @@ class Address:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         return self.engine.control(message)
 
 
@@ -184,7 +184,7 @@ class Cut(FakeEngine):
 
     lost = True
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
         if message["op"] == "end" and self.lost:
             self.lost = False
@@ -293,7 +293,7 @@ class Sockets:
         self.ranks = ranks
         self.ops: list[str] = []
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         self.ops.append(message["op"])
         if message["op"] == "layout":
             layout = {
@@ -586,7 +586,7 @@ def test_an_engine_that_dies_is_the_error_that_is_raised(monkeypatch: pytest.Mon
     tensors["norm.weight"][0] = float("nan")
     control = engine.control
 
-    def dies(message: dict[str, Any]) -> dict[str, Any]:
+    def dies(message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         if message["op"] == "end":
             control(message)
             raise EngineError("cannot be reached")
@@ -607,7 +607,7 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )
     model = weights_module.WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
-    begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]])
+    begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]], False)
     model.send(Leader(()), None, begun, Clock())
     assert not planned
     with pytest.raises(IndexError):  # the control: it needs the plan that is not there

@@ -21,11 +21,14 @@ class RayEngine:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Send one control message and wait for its reply, at most 600 s.
+    def control(
+        self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        """Send one control message and wait for its reply.
 
         Args:
             message: the message.
+            timeout_s: seconds to wait for it.
 
         Returns:
             the engine's reply.
@@ -37,7 +40,7 @@ class RayEngine:
 
         try:
             sent = self._actor.fp8rl_control.remote(message)
-            return ray.get(sent, timeout=CONTROL_TIMEOUT_S)  # type: ignore[no-any-return]
+            return ray.get(sent, timeout=timeout_s)  # type: ignore[no-any-return]
         except ray.exceptions.RayError as error:
             # what the method raised, unless Ray itself failed
             cause = getattr(error, "cause", error)

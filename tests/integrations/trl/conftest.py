@@ -30,7 +30,7 @@ class FakeEngine:
         self.sampling: dict[str, Any] = {}
         self.edit: Callable[[int, dict[str, Any]], Any] = lambda index, reply: reply
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "status"}
         serves = {"run": self.run, "version": self.version, "state": "serving"}
         return {**serves, "logprobs": {"raw": False}}

@@ -27,7 +27,7 @@ class Engine(conftest.FakeEngine):
         storage = {name: torch.zeros(shape, dtype=toy.BF16) for name, shape in shapes.items()}
         self.engine = FakeEngine([toy.engine(toy.Model(storage, load), shapes)])
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = self.engine.control(message)
         if message["op"] != "status":
             return reply

@@ -77,7 +77,7 @@ class FakeEngine:
         self.outcomes: list[Outcome] = []
         self._watch: threading.Thread | None = None
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         self.ops.append(message["op"])
         table = self.ranks[0].table
         if message["op"] == "layout":

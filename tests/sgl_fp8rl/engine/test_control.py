@@ -353,20 +353,17 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     assert (manager.last_receive_tstamp > 0.0) is speaks
 
 
-def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever() -> None:
     async def handle(message: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(60)
         return {}
 
-    monkeypatch.setattr(control_module, "IN_PROCESS_TIMEOUT_S", 0.05)
     loop = asyncio.new_event_loop()
     manager = SimpleNamespace(fp8rl_control=SimpleNamespace(handle=handle))
     arguments = SimpleNamespace(quantization="fp8rl")
     engine = SimpleNamespace(loop=loop, tokenizer_manager=manager, server_args=arguments)
     with pytest.raises(ControlError, match="no answer") as raised:
-        control_module.control_engine(engine, {"op": "end"})
+        control_module.control_engine(engine, {"op": "end"}, 0.05)
     assert raised.value.status == 504
     for task in asyncio.all_tasks(loop):
         task.cancel()

@@ -1,0 +1,89 @@
+"""Engines of one update begin together: none waits for ever, and none is given up meanwhile."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from sgl_fp8rl.protocol.states import ABORT, FINISH
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_transaction import serves
+from tests.trainer_bridge.test_update import engine_of
+from trainer_bridge import keep_alive, participant
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(120)
+
+SILENCE_S = 2.0
+"""Engines give up a trainer that is silent for so long."""
+STEP_S = 5.0
+"""An engine may take so long over a step."""
+KEEP_ALIVE_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(participant, "STEP_TIMEOUT_S", STEP_S)
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+
+
+class Slow(FakeEngine):
+    """Its requests in flight end, or its schedulers wake up, a while after it is told to begin."""
+
+    takes_s = 0.0
+
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
+        if message["op"] == "begin" and self.takes_s > 0:
+            threading.Event().wait(min(self.takes_s, timeout_s))
+            if timeout_s < self.takes_s:  # as an HTTP client gives up
+                raise EngineError("no reply in time")
+        return super().control(message)
+
+
+@pytest.fixture
+def engines() -> list[FakeEngine]:
+    """One that begins at once and one that does not, both at version 0."""
+    made = [engine_of(2), Slow(engine_of(1).ranks)]
+    update(toy.checkpoint(), made, version=0)
+    made[0].silence_s = SILENCE_S
+    return made
+
+
+@pytest.mark.guarantee("several-engines", fault="one of two engines hangs as it begins")
+def test_others_go_on_where_one_does_not_begin(engines: list[FakeEngine]) -> None:
+    engines[1].takes_s = 60.0  # type: ignore[attr-defined]
+    result = update(toy.checkpoint(1), engines, version=1, require=1)
+    assert list(result.failed) == ["engine 1"]
+    assert serves(engines[0], 1, toy.checkpoint(1))
+    assert serves(engines[1], 0, toy.checkpoint())
+
+
+@pytest.mark.guarantee("several-engines", fault="one of two engines hangs as it begins")
+def test_nothing_is_lost_where_one_must_begin_and_does_not(engines: list[FakeEngine]) -> None:
+    engines[1].takes_s = 60.0  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 1: no reply in time"):
+        update(toy.checkpoint(1), engines, version=1)
+    assert all(serves(each, 0, toy.checkpoint()) for each in engines)
+
+
+@pytest.mark.parametrize("in_flight", [ABORT, FINISH])
+def test_engines_wait_for_one_whose_requests_end_late(
+    engines: list[FakeEngine], in_flight: str
+) -> None:
+    """Longer than they would wait for a silent trainer, and, to the end of requests, than a step
+    may take."""
+    engines[1].takes_s = STEP_S + 2.0 if in_flight == FINISH else SILENCE_S + 1.0  # type: ignore[attr-defined]
+    update(toy.checkpoint(1), engines, version=1, in_flight=in_flight)
+    assert all(serves(each, 1, toy.checkpoint(1)) for each in engines)
+
+
+def test_without_word_of_the_trainer_they_do_not_wait(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the tests above."""
+    monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 60.0)
+    engines[1].takes_s = SILENCE_S + 1.0  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 0: "):
+        update(toy.checkpoint(1), engines, version=1)

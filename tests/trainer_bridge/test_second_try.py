@@ -1,0 +1,117 @@
+"""A second try at an update that not every engine has: it brings the same weights, or nothing."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.policy import CHECKPOINT
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
+from tests.trainer_bridge.test_transaction import Dead, dead_engine, serves, states
+from tests.trainer_bridge.test_update import Cut, engine_of
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+from trainer_bridge.weights_digest import weights_digest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def late() -> Iterator[tuple[FakeEngine, Dead, toy.Tensors]]:
+    """An engine that has version 0, and one that had not started."""
+    engine, other, tensors = engine_of(1), dead_engine("begin"), toy.checkpoint()
+    assert list(update(tensors, [engine, other], version=0, require=1).failed) == ["engine 1"]
+    other.dead = ()
+    yield engine, other, tensors
+
+
+@pytest.mark.guarantee("several-engines", fault="a second try brings other weights")
+@pytest.mark.parametrize("alone", [False, True])
+def test_other_weights_are_refused(late: tuple[FakeEngine, Dead, toy.Tensors], alone: bool) -> None:
+    """Else two contents of one version would be served."""
+    engine, other, tensors = late
+    engines, changed = other if alone else [engine, other], toy.checkpoint()
+    with torch.no_grad():
+        changed["norm.weight"][3] += 0.5
+    before = states(other)
+    with pytest.raises(ManifestError, match="have changed since an earlier try"):
+        update(changed, engines, version=0)
+    assert serves(engine, 0, tensors)
+    assert states(other) == before
+    # the ways back: the same weights, or a newer version
+    update(tensors, engines, version=0)
+    assert serves(other, 0, tensors)
+    update(changed, [engine, other], version=1)
+    assert all(serves(each, 1, changed) for each in (engine, other))
+
+
+@pytest.mark.guarantee("several-engines", fault="a second try brings other weights")
+def test_other_weights_are_refused_where_every_engine_was_required() -> None:
+    """The second one commits, but its answer is lost; then it starts anew, with nothing."""
+    engine, lost, tensors = engine_of(2), Cut(engine_of(1).ranks), toy.checkpoint()
+    with pytest.raises(EngineError, match="committed on 1 of 2"):
+        update(tensors, [engine, lost], version=0)
+    lost.ranks = engine_of(1).ranks
+    with pytest.raises(ManifestError, match="have changed since an earlier try"):
+        update(toy.checkpoint(1), [engine, lost], version=0)
+    assert serves(engine, 0, tensors) and lost.ranks[0].policy == CHECKPOINT
+    update(tensors, [engine, lost], version=0)
+    assert all(serves(each, 0, tensors) for each in (engine, lost))
+
+
+def changes_on_one_rank(rank: int, folder: Path) -> None:
+    engines = [engine_of(1), dead_engine("begin")] if rank == 0 else None
+    tensors = toy.checkpoint()
+    model = toy_trainer(tensors)
+    update(model, engines, version=0, require=1 if rank == 0 else None)
+    if engines is not None:
+        engines[1].dead = ()  # type: ignore[attr-defined]
+    parameter = model.get_parameter("attn.q.weight")
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local().detach()
+    if rank == 1:
+        local[-1, -1] += 1.0
+    assert "have changed" in failure(lambda: update(model, engines, version=0))[1]
+    if rank == 1:
+        local[-1, -1] = tensors["attn.q.weight"][-1, -1]
+    update(model, engines, version=0)
+    assert engines is None or all(serves(each, 0, tensors) for each in engines)
+
+
+def test_shards_that_changed_on_one_rank_are_refused(tmp_path: Path) -> None:
+    run(changes_on_one_rank, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("size", [1, 3, 8, 1025])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_each_element_counts(dtype: torch.dtype, size: int, offset: int) -> None:
+    """Also at the end, of tensors and of views whose bytes are no multiple of a word."""
+    tensor = torch.ones(size + offset, dtype=dtype)[offset:]
+    digest = partial(weights_digest, [("w", tensor)])
+    first = digest()
+    for place in {0, size // 2, size - 1}:
+        tensor[place] = 2.0
+        assert digest() != first
+        tensor[place] = 1.0
+        assert digest() == first
+
+
+def test_names_types_and_shapes_count() -> None:
+    zeros = torch.zeros(4, 2)
+    others = [
+        [("v", zeros)],
+        [("w", zeros.half())],
+        [("w", zeros.view(2, 4))],
+        [("w", zeros), ("v", zeros)],
+        [],
+    ]
+    digests = {weights_digest(named) for named in ([("w", zeros)], *others)}
+    assert len(digests) == len(others) + 1
+    assert weights_digest([("w", zeros.t())]) == weights_digest([("w", torch.zeros(2, 4))])
