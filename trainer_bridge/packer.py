@@ -13,7 +13,6 @@ from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import strides_of, whole
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transfer_plan import Span, TransferPlan
-from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 if TYPE_CHECKING:
     from sgl_fp8rl.ops.weight_quant_triton import Launch
@@ -108,10 +107,11 @@ class QuantizePacker:
     is gathered or copied first has a launch of its own, so that its memory can be given back.
 
     Args:
+        content: the bucket, uint8, on the GPU.
         dtype: the engine's, to which weights are rounded before they are quantized.
     """
 
-    def __init__(self, plan: TransferPlan, bucket: DeviceBucket, dtype: torch.dtype) -> None:
+    def __init__(self, plan: TransferPlan, content: torch.Tensor, dtype: torch.dtype) -> None:
         try:
             from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
         except ImportError as error:
@@ -121,12 +121,12 @@ class QuantizePacker:
 
         self._names = list(plan.views)
         tags = {name: tag for tag, name in enumerate(self._names)}
-        self._device, self._bases_at = bucket.content.device, bases_at
+        self._device, self._bases_at = content.device, bases_at
         self._status = Status(self._device)
         self._resident = plan.resident
         self._addresses: dict[int, int] = {}
         """Of what is resident, in this update, by source."""
-        address = bucket.content.data_ptr()
+        address = content.data_ptr()
 
         def descriptors(segment: int, index: int, span: Span) -> Iterator[CopyDescriptor]:
             source = plan.sources[index]

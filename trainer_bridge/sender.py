@@ -17,11 +17,8 @@ from trainer_bridge.packer import HostPacker, Packer, QuantizePacker
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
-from trainer_bridge.transport.cuda_ipc import DeviceBucket
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import Bucket, bucket_on
 from trainer_bridge.transport.rank_client import Content, Ranks
-
-Bucket = DeviceBucket | HostBucket
 
 
 class Sender:
@@ -223,10 +220,10 @@ class Sender:
             previous.close()  # every rank let go of it as it opened the new one
         if self._packer is None or self._packer[:2] != (plan, bucket):
             packer: Packer
-            if isinstance(bucket, DeviceBucket):
-                packer = QuantizePacker(plan, bucket, getattr(torch, self.layout["dtype"]))
-            else:
+            if device is None:
                 packer = HostPacker(plan, bucket.content)
+            else:
+                packer = QuantizePacker(plan, bucket.content, getattr(torch, self.layout["dtype"]))
             self._packer = plan, bucket, packer
         return self._packer[2]
 
@@ -237,13 +234,13 @@ class Sender:
 
     def content(self, plan: TransferPlan, chunk: int) -> Content:
         """What the bucket holds of a chunk, for ranks that do not share its memory."""
-        assert isinstance(self._bucket, HostBucket), "a GPU's bucket is shared on its host only"
+        assert self._bucket is not None
         offset, size = plan.extent(chunk)
         return Content(offset, self._bucket.content[offset : offset + size])
 
     def board(self, ranks: int) -> LeadersBoard | None:
         """What other ranks fill the bucket by, where it lies in host memory."""
-        if not isinstance(self._bucket, HostBucket):
+        if self._bucket is None or self._bucket.path is None:
             return None
         if self._board is None or self._board.made_for != (self._bucket, ranks):
             self._board = LeadersBoard(self._bucket, ranks)
@@ -259,5 +256,5 @@ class Sender:
         place = torch.device("cpu") if device is None else device
         kept = self._bucket
         if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
-            return HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+            return bucket_on(device, nbytes)
         return kept

@@ -109,7 +109,8 @@ class Relay:
 
     def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
-        common = set(self._memories.by_name)
+        kept = dict(self._memories.by_name)  # none of them goes meanwhile
+        common = set(kept)
         for path in sockets:
             rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             rank.connect(path)
@@ -118,7 +119,7 @@ class Relay:
             common &= set(reply.get("known", ()))
             self._ranks.append(rank)
         for name in common:
-            self._memory = self._memories.by_name.get(name)
+            self._memory = kept[name]
         return sorted(common)
 
     def _pass_message(self, peer: socket.socket) -> None:

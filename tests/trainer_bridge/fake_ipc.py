@@ -27,7 +27,7 @@ from tests.sgl_fp8rl.weight_update.test_triton_writer import (
 )
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import placed_shards, sender, transaction
-from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.transport import bucket, cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -110,7 +110,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(cuda_ipc, "exportable", lambda base: base in memories.made)
     patch.setattr(placed_shards, "can_be_mapped", memories.holds)
     patch.setattr(sender, "can_be_mapped", lambda tensor: False)
-    patch.setattr(sender, "DeviceBucket", FileBucket)
+    patch.setattr(bucket, "DeviceBucket", FileBucket)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "current_stream", lambda device: FakeEvent(enable_timing=True))

@@ -76,7 +76,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(sender_module, "can_be_mapped", lambda tensor: True)
-    monkeypatch.setattr(sender_module, "DeviceBucket", PlainBucket)
+    monkeypatch.setattr("trainer_bridge.transport.bucket.DeviceBucket", PlainBucket)
     yield fake
     for cache in (*caches, cuda_memory.gpu_uuid):
         cache.cache_clear()

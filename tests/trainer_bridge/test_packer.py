@@ -7,7 +7,6 @@ CPU, so that every box that the kernel would be given is held against the refere
 import ctypes
 import sys
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any, cast
 
 import hypothesis.strategies as st
@@ -26,7 +25,6 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
-from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 BF16 = torch.bfloat16
 
@@ -118,7 +116,7 @@ def in_torch() -> Any:
 
 
 def packer_of(plan: TransferPlan, bucket: torch.Tensor) -> QuantizePacker:
-    packer = QuantizePacker(plan, cast(DeviceBucket, SimpleNamespace(content=bucket)), BF16)
+    packer = QuantizePacker(plan, bucket, BF16)
     packer.begin()
     return packer
 

@@ -79,7 +79,7 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list[HostBucket]:
             super().__init__(nbytes)
             made.append(self)
 
-    monkeypatch.setattr("trainer_bridge.sender.HostBucket", Kept)
+    monkeypatch.setattr("trainer_bridge.transport.bucket.HostBucket", Kept)
     return made
 
 

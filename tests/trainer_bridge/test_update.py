@@ -422,7 +422,7 @@ def test_a_failed_update_lets_go_of_the_bucket(
             super().__init__(nbytes)
             made.append(self)
 
-    monkeypatch.setattr(sender_module, "HostBucket", Kept)
+    monkeypatch.setattr("trainer_bridge.transport.bucket.HostBucket", Kept)
     with pytest.raises(EngineError, match=r"^no$"):
         update(vectors(2), sockets, version=0)
     assert [bucket.close.alive for bucket in made] == [False]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.bucket import Bucket, bucket_on
 
 WAIT_S = 600.0
 """Seconds that a rank may take over a chunk."""
@@ -80,17 +80,19 @@ class LeadersBoard(Board):
     """The board of the rank that leads; it makes the memory.
 
     Args:
+        bucket: in host memory.
         ranks: how many update together.
 
     Raises:
         EngineError: there is not enough memory.
     """
 
-    def __init__(self, bucket: HostBucket, ranks: int) -> None:
-        self._memory = HostBucket(_NAME_BYTES + 8 * (_FILLED + ranks))
+    def __init__(self, bucket: Bucket, ranks: int) -> None:
+        self._memory = bucket_on(None, _NAME_BYTES + 8 * (_FILLED + ranks))
         self._memory.content[:_NAME_BYTES] = _as_bytes(self._memory.name)
         super().__init__(self._memory.content, bucket.content, 0)
         self.made_for = bucket, ranks
+        assert self._memory.path is not None and bucket.path is not None
         self.address = self._memory.name, self._memory.path, bucket.path
         """By which another process of this host and user opens it."""
 

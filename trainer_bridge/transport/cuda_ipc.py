@@ -51,6 +51,9 @@ class DeviceBucket:
         self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
 
+    path: str | None = None
+    """Other processes of this user open it by its handle only."""
+
     def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:

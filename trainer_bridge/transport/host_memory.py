@@ -30,7 +30,7 @@ class HostBucket:
         self.content, self.close = self._memory.content, self._memory.close
 
     @property
-    def path(self) -> str:
+    def path(self) -> str | None:
         """Where another process of this host and user can open it."""
         return f"/proc/{os.getpid()}/fd/{self._memory.fd}"
 

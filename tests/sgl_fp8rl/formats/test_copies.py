@@ -7,7 +7,6 @@ against the reference.
 
 import ctypes
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +103,7 @@ def test_a_packer_lays_out_what_is_encoded(
     specs, expected = plan.manifest.tensors, fmt.encode(original)
     assert {n: s.dtype for n, s in specs.items()} == {f"w{s}": t.dtype for s, t in expected.items()}
     bucket = torch.zeros(plan.manifest.bucket_bytes, dtype=torch.uint8)
-    packer = QuantizePacker(plan, SimpleNamespace(content=bucket), BF16)  # type: ignore[arg-type]
+    packer = QuantizePacker(plan, bucket, BF16)
     found = {name: torch.zeros(spec.shape).to(spec.dtype) for name, spec in specs.items()}
     for number, chunk in enumerate(plan.chunks):
         packer.put(0, original, 0, number)

@@ -1,0 +1,151 @@
+"""What every way to share a bucket must do: the same tests for each of them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from sgl_fp8rl.weight_update.relay import Relay
+from sgl_fp8rl.weight_update.relay_image import Memories
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory
+from tests.trainer_bridge import fake_ipc
+from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.transport.bucket import Bucket, bucket_on
+from trainer_bridge.transport.rank_client import Content, EngineRanks, RankClients
+from trainer_bridge.transport.relay_client import RelayClient
+
+pytestmark = pytest.mark.timeout(60)
+
+NBYTES = 8192
+TIMEOUT_S = 20.0
+HOST, GPU, RELAY = "host memory", "a GPU's memory", "host memory, over a relay"
+
+
+class Way:
+    """One way from a trainer to the ranks of an engine."""
+
+    def __init__(self, name: str) -> None:
+        self.device = torch.device("cuda", 0) if name == GPU else None
+        self._memories = Memories(4 * NBYTES) if name == RELAY else None
+        self._kept: EngineRanks | None = None
+
+    def bucket(self, nbytes: int = NBYTES) -> Bucket:
+        return bucket_on(self.device, nbytes)
+
+    def rank(self, folder: Path, *args: Answer, sessions: int = 1) -> Rank:
+        made = Rank(folder, *args, sessions=sessions)
+        made.memory = SharedMemory(self.device or torch.device("cpu"))
+        return made
+
+    def connect(self, ranks: list[Rank]) -> EngineRanks:
+        """Begin a session."""
+        paths = [rank.path for rank in ranks]
+        if self._memories is None:
+            return RankClients(paths, TOKEN)
+        relay = Relay("127.0.0.1", TIMEOUT_S, self._memories)
+        relay.start(paths, TOKEN)
+        return RelayClient({"host": "127.0.0.1", "port": relay.port}, TOKEN, None, TIMEOUT_S)
+
+    def send(self, bucket: Bucket, ranks: list[Rank]) -> None:
+        """One session, with a chunk that is all of the bucket; connected until the next one ends,
+        as a trainer stays."""
+        connected = self.connect(ranks)
+        bucket.share(connected)
+        connected.send_chunk({"op": "chunk"}, lambda: Content(0, bucket.content))
+        connected.wait()
+        connected.ask({"op": "commit"})
+        self.close()
+        self._kept = connected
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+
+
+@pytest.fixture(params=[HOST, GPU, RELAY])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    if request.param == GPU:
+        fake_ipc.install(monkeypatch)
+    made = Way(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def filled(way: Way) -> Iterator[Callable[[int], Bucket]]:
+    """Makes buckets of so many bytes, all of them different."""
+    made: list[Bucket] = []
+
+    def make(nbytes: int = NBYTES) -> Bucket:
+        made.append(way.bucket(nbytes))
+        made[-1].content.random_(256)
+        return made[-1]
+
+    yield make
+    for bucket in made:
+        bucket.close()
+
+
+Make = Callable[..., Bucket]
+
+
+def content(bucket: Bucket) -> bytes:
+    return bucket.content.numpy().tobytes()
+
+
+def test_every_rank_reads_what_was_put(tmp_path: Path, way: Way, filled: Make) -> None:
+    ranks, bucket = [way.rank(tmp_path), way.rank(tmp_path)], filled()
+    way.send(bucket, ranks)
+    for rank in ranks:
+        rank.join()
+        assert rank.chunks == [content(bucket)]
+        assert rank.ops() == ["hello", "bucket", "chunk", "commit"]
+
+
+def test_it_is_opened_once_and_read_over_sessions(tmp_path: Path, way: Way, filled: Make) -> None:
+    rank, bucket, put = way.rank(tmp_path, sessions=3), filled(), []
+    for _ in range(3):
+        bucket.content.random_(256)
+        put.append(content(bucket))
+        way.send(bucket, [rank])
+    rank.join()
+    assert rank.chunks == put
+    assert rank.ops() == ["hello", "bucket", "chunk", "commit", *["hello", "chunk", "commit"] * 2]
+
+
+def test_ranks_that_lost_it_open_it_again(tmp_path: Path, way: Way, filled: Make) -> None:
+    """All are told, since all are told the same."""
+    stays, anew = (way.rank(tmp_path, sessions=2) for _ in range(2))
+    bucket = filled()
+    way.send(bucket, [stays, anew])
+    anew.memory.close()
+    bucket.content.random_(256)
+    way.send(bucket, [stays, anew])
+    for rank in (stays, anew):
+        rank.join()
+        assert rank.ops() == ["hello", "bucket", "chunk", "commit"] * 2
+        assert rank.chunks[1] == content(bucket)
+
+
+def test_another_one_takes_its_place(tmp_path: Path, way: Way, filled: Make) -> None:
+    first, second = filled(), filled(2 * NBYTES)
+    assert first.name != second.name
+    rank = way.rank(tmp_path, sessions=2)
+    way.send(first, [rank])
+    way.send(second, [rank])
+    rank.join()
+    assert rank.memory.known() == [second.name]
+    assert rank.chunks == [content(first), content(second)]
+
+
+@pytest.mark.parametrize("answer", [refuse("bucket", "no memory"), hang_up("bucket")])
+def test_a_rank_that_cannot_open_it(tmp_path: Path, way: Way, filled: Make, answer: Answer) -> None:
+    ranks, bucket = [way.rank(tmp_path), way.rank(tmp_path, answer)], filled()
+    connected = way.connect(ranks)
+    with pytest.raises(EngineError, match=r"no memory|ended"):
+        bucket.share(connected)
+    connected.close()
+    for rank in ranks:
+        rank.join()

@@ -1,0 +1,50 @@
+"""Memory that a trainer fills and every rank of an engine reads, wherever it lies."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from trainer_bridge.transport.cuda_ipc import DeviceBucket
+from trainer_bridge.transport.host_memory import HostBucket
+from trainer_bridge.transport.rank_client import Ranks
+
+
+class Bucket(Protocol):
+    """Shared bytes. The engine's side of it is ``weight_update.shared_memory.Bucket``."""
+
+    @property
+    def name(self) -> str:
+        """By which ranks know it; another bucket has another one."""
+
+    @property
+    def content(self) -> torch.Tensor:
+        """uint8: what ranks read."""
+
+    @property
+    def path(self) -> str | None:
+        """Where another process of this host and user can open it; None for a GPU's memory."""
+
+    @property
+    def close(self) -> Callable[[], object]:
+        """Frees it; ranks have let go of it before."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Have every rank open it, in the place of an older one, unless all have.
+
+        Raises:
+            EngineError: a rank cannot.
+        """
+
+
+def bucket_on(device: torch.device | None, nbytes: int) -> Bucket:
+    """A new one.
+
+    Args:
+        device: the GPU of this process, or None for host memory.
+
+    Raises:
+        EngineError: there is not enough memory.
+        UnreachableMemoryError: this system does not share the GPU's.
+    """
+    return HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
