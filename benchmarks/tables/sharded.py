@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.engines.models import config
+from benchmarks.sharded import SHAPES
 from benchmarks.tables.engines import is_reference
-from benchmarks.tables.markdown import Column, facts, failures, joined, table, with_ratio
+from benchmarks.tables.markdown import Column, facts, failures, grid, joined, table, with_ratio
+from sgl_fp8rl.plan import shape, update_time
 
 SPREAD = "{median:.0f} ms ({min:.0f} to {max:.0f})"
 
@@ -26,3 +29,42 @@ def sharded(results: Mapping[str, Any]) -> str:
     environment = results["environment"]
     end = f"{facts(environment, gpus=environment['count'])}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
+
+
+PREDICTED_GPUS = (2, 4, 8)
+QWEN3_235B = shape.Shape(
+    hidden=4096,
+    intermediate=1536,
+    layers=94,
+    heads=64,
+    kv_heads=4,
+    head_dim=128,
+    vocab=151936,
+    experts=128,
+    experts_per_token=8,
+)
+ENGINES, GIGABITS = 8, (100.0, 400.0)
+"""Of 64 GPUs in hosts of eight; and links of the host where the first rank runs."""
+
+
+def predicted(results: Mapping[str, Any]) -> str:
+    """The kernels of an update from shards by the model's formula, beside what was measured."""
+    measured = {
+        row["model"]: row["median"]
+        for row in results["rows"]
+        if row["arm"] == "fp8rl" and row["metric"] == "update_gpu_ms"
+    }
+    cells = []
+    for name, found in measured.items():
+        of = shape.of(config(SHAPES[name]))
+        times = [update_time.sharded_kernels_ms(of, gpus) for gpus in PREDICTED_GPUS]
+        cells.append([name, *(f"{each:.1f} ms" for each in times), f"{found:.1f} ms"])
+    head = [f"{gpus} GPUs" for gpus in PREDICTED_GPUS]
+    far = ", ".join(
+        f"{update_time.far_s(QWEN3_235B, ENGINES, link):.0f} s at {link:.0f} Gb/s"
+        for link in GIGABITS
+    )
+    return joined(
+        grid(["engine's kernels, predicted", *head, "measured, 2 GPUs"], cells),
+        f"Qwen3-235B to {ENGINES} engines on other hosts, by the first rank's link alone: {far}.",
+    )

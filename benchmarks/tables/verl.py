@@ -100,7 +100,7 @@ def _verdict(verdict: Row, environments: list[Row]) -> str:
     within = all(abs(value) <= MARGIN for value in verdict["differences"].values())
     names = ("sglang", "verl", "torch", "transformers", "ray")
     elsewhere = dict.fromkeys(
-        f"{each['count']} GPUs: {each['date']}, commit {each['commit']}."
+        f"{each['count']} GPUs: {each['device']}, {each['date']}, commit {each['commit']}."
         for each in others
         if each["commit"] != first["commit"]
     )

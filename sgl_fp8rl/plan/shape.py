@@ -51,6 +51,13 @@ class Shape:
         return 3 * self.hidden * self.intermediate
 
     @property
+    def crossing_weights(self) -> int:
+        """Elements that tensor parallelism cuts by columns and FSDP2 by rows: o_proj and down_proj.
+        Of everything else, experts under expert parallelism included, both keep the same rows."""
+        down = 0 if self.experts else self.hidden * self.intermediate
+        return self.layers * (self.hidden * self.heads * self.head_dim + down)
+
+    @property
     def head_weights(self) -> int:
         """Elements of the head."""
         return self.vocab * self.hidden

@@ -1,9 +1,12 @@
-"""Time of an update from a trainer on the same GPU: a fixed part, and one by the bytes moved."""
+"""Time of an update: on one GPU a fixed part and one by the bytes moved, and by links elsewhere."""
 
 from sgl_fp8rl.plan.measured import figures
-from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.shape import BF16_BYTES, Shape
 from sgl_fp8rl.plan.speed import H200_BYTES_MS
 
+NVLINK_BYTES_MS = 3.9e8
+"""Bytes that an H200 reads from another one of its host in a millisecond: copies took 389 to 393
+GB/s between any two of four, all at once too."""
 WAYS = ("mapped", "bucket")
 """``mapped``: the weights stay where they are, and are read in place; ``bucket``: they move."""
 
@@ -20,3 +23,19 @@ def update_ms(shape: Shape, way: str) -> float:
     measured = figures()["update"][way]
     floor_ms = moved_bytes(shape, way) / H200_BYTES_MS
     return float(measured["fixed_ms"] + measured["share"] * floor_ms)
+
+
+def sharded_kernels_ms(shape: Shape, gpus: int) -> float:
+    """The engine's kernels, where FSDP2 and the engine share the GPUs of one host.
+
+    Each rank reads and writes its share in its own memory, and reads from the other GPUs what
+    tensor parallelism cuts by columns.
+    """
+    crossing = shape.crossing_weights * BF16_BYTES * (gpus - 1) / gpus
+    own = moved_bytes(shape, "mapped") - crossing
+    return own / gpus / H200_BYTES_MS + crossing / gpus / NVLINK_BYTES_MS
+
+
+def far_s(shape: Shape, engines: int, gigabits: float) -> float:
+    """The link of the rank that leads, which sends FP8 to each engine on another host."""
+    return shape.weight_bytes(fp8=True) * engines * 8 / gigabits / 1e9
