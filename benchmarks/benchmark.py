@@ -14,6 +14,7 @@ BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
     "sharded": "benchmarks.sharded:BENCHMARK",
     "links": "benchmarks.links:BENCHMARK",
+    "flips": "benchmarks.flips:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:BENCHMARK",
     "long_tail": "benchmarks.long_tail:BENCHMARK",

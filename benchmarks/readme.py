@@ -14,6 +14,7 @@ from benchmarks.tables import alarms as alarm_tables
 from benchmarks.tables import (
     beside_stock,
     correction,
+    flips,
     headline,
     kv,
     learning,
@@ -43,6 +44,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "update_h100": ("update_h100.json", engine_tables.update),
     "again": ("again.json", engine_tables.again),
     "links": ("links.json", links.links),
+    "flips": ("flips.json", flips.flips),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),
     "start": ("start.json", engine_tables.start),

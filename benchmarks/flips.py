@@ -1,0 +1,155 @@
+"""How much of an FP8 image an optimizer step of GRPO changes, by learning rate and layer.
+
+The demo's task and loop (``examples.grpo``) on one rank, with an engine of FP8 weights that samples
+under the policy of each step. What is compared is what an update sends: the codes and scales of the
+weights rounded to BF16, and the bits of what stays BF16. The policy first learns from
+demonstrations, as in the demo, so that some responses are right and others are not.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
+from examples.grpo import arithmetic, loop, tiny_model
+from examples.grpo.engine import KEYWORDS, running_engine
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.protocol.image import RECORD_BYTES
+from trainer_bridge import update
+
+SIZE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+MODEL = "13M"
+RATES = (1e-6, 3e-6, 1e-5)
+"""Of an Adam, as RL of large models takes them."""
+DEMONSTRATIONS = 100
+"""Training steps before GRPO."""
+BATCH = 16, 8
+"""Prompts, and responses to each."""
+BF16 = ("embed_tokens", "lm_head")
+Image = dict[str, dict[str, torch.Tensor]]
+"""What an engine is sent of each matrix: "codes" and "scales", or "bf16"."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One learning rate."""
+
+    rate: float
+
+
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """Train, and compare the images before and after each step."""
+    torch.set_num_threads(2)
+    store = f"file://{run.folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=arithmetic.VOCAB_SIZE,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=arithmetic.END_TOKEN,
+            **SIZE,
+        )
+    )
+    for step, loss in tiny_model.pretrain(model, 0, run.options["demonstrations"]):
+        if step % 20 == 0:
+            print(f"demonstrations, step {step}: loss {loss:.3f}", flush=True)
+    folder = run.folder / "checkpoint"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    model.float()  # masters begin at the values of the checkpoint
+    optimizer = torch.optim.AdamW(model.parameters(), case.rate, betas=(0.9, 0.95), weight_decay=0)
+    prompts, group = BATCH
+    config = loop.Config("", run.options["steps"], 0, prompts, group, 0, run.folder, {})
+    found: dict[str, list[float]] = {}
+    with running_engine(folder, "", 0, KEYWORDS["cpu"]) as engine:
+        before = image(model)
+        for step in range(config.steps):
+            update(model, engine, version=step)
+            batch, rewards_PG, _ = loop.sample(engine, config, step)
+            held = {name: p.detach().clone() for name, p in model.named_parameters()}
+            loop.learn(model, optimizer, batch, rewards_PG)
+            after = image(model)
+            moved = torch.cat([(p - held[n]).flatten() for n, p in model.named_parameters()])
+            values = changes(before, after) | {
+                "reward": rewards_PG.mean().item(),
+                "step_rms": moved.pow(2).mean().sqrt().item() / case.rate,
+            }
+            print(step, values, flush=True)
+            for name, value in values.items():
+                found.setdefault(name, []).append(value)
+            before = after
+    dist.destroy_process_group()
+    return [{"arm": "fp8rl", "model": MODEL, "case": f"{case.rate:g}", "values": found}]
+
+
+def image(model: torch.nn.Module) -> Image:
+    """What an engine is sent of each matrix."""
+    made: Image = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach().to(torch.bfloat16)
+        if parameter.dim() == 2 and not any(kept in name for kept in BF16):
+            encoded = BLOCK_FP8.encode(weight)
+            (suffix,) = BLOCK_FP8.suffixes
+            made[name] = {"codes": encoded[""], "scales": encoded[suffix]}
+        elif parameter.dim() == 2:
+            made[name] = {"bf16": weight}
+    return made
+
+
+def changes(before: Image, after: Image) -> dict[str, float]:
+    """Shares of elements that changed, and bytes that a delta takes of those of an image."""
+    found: dict[str, float] = {}
+    layers = [name for name in after if "codes" in after[name]]
+    for part in ("codes", "scales"):
+        found[f"{part}_changed"] = _share(_pairs(before, after, layers, part))
+    matrices = [_share(_pairs(before, after, [name], "codes")) for name in layers]
+    found["codes_changed_least"], found["codes_changed_most"] = min(matrices), max(matrices)
+    for name in after.keys() - set(layers):
+        kept = next(each for each in BF16 if each in name)
+        found[f"{kept}_changed"] = _share(_pairs(before, after, [name], "bf16"))
+    for where, names in (("fp8", layers), ("bf16", [*(after.keys() - set(layers))])):
+        parts = [(name, part) for name in names for part in after[name]]
+        pairs = [(before[n][p].view(torch.uint8), after[n][p].view(torch.uint8)) for n, p in parts]
+        found[f"{where}_sent"] = RECORD_BYTES * _share(pairs)
+    return found
+
+
+def _pairs(
+    before: Image, after: Image, names: Iterable[str], part: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(_bits(before[name], part), _bits(after[name], part)) for name in names]
+
+
+def _bits(tensors: Mapping[str, torch.Tensor], part: str) -> torch.Tensor:
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensors[part].contiguous().view(whole[tensors[part].itemsize])
+
+
+def _share(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Of elements that differ."""
+    changed = sum(int((one != other).sum()) for one, other in pairs)
+    return changed / sum(one.numel() for one, _ in pairs)
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(Job(f"{rate:g}", Case(rate)) for rate in RATES),
+    measure=measure,
+    limit_s=1800.0,
+    options=(
+        Option("steps", "GRPO steps of a learning rate", default=20),
+        Option("demonstrations", "training steps before", default=DEMONSTRATIONS),
+    ),
+    gpu="unused",
+)
