@@ -24,7 +24,7 @@ def test_each_part_is_counted_by_itself(model: nn.Module) -> None:
     before = image(model)
     assert set(changes(before, image(model)).values()) == {0.0}
     with torch.no_grad():
-        model.get_parameter("proj.weight")[5, 7] *= 1.5  # another code, the same scale
+        model.get_parameter("proj.weight")[5, 7] *= -1.0  # another code, the same scale
         model.get_parameter("lm_head.weight")[0, :3] += 1.0
     found = changes(before, image(model))
     assert found["codes_changed"] == found["codes_changed_most"] == 1 / (128 * 256)
