@@ -9,7 +9,7 @@ from sgl_fp8rl.protocol.policy import Policy
 
 
 class Decision(NamedTuple):
-    """One update that commits, or an earlier try at it."""
+    """An update that is to commit, as it was decided at the first try."""
 
     policy: Policy
     transaction: str
@@ -29,8 +29,8 @@ class Decision(NamedTuple):
         found = tuple(digests)
         if "" not in found and found != self.digests:
             raise ManifestError(
-                f"the weights have changed since an earlier try at {self.policy}, which not every "
-                f"engine missed; update all engines to a newer version"
+                f"the weights or KV scales have changed since an earlier try at {self.policy}, "
+                f"which engines have committed; update all of them to a newer version"
             )
 
 

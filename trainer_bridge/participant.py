@@ -1,8 +1,8 @@
 """One engine in one update: its session, from begin to commit or abort."""
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -12,7 +12,12 @@ from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError, InProcessEngine
-from trainer_bridge.transport.rank_client import SOCKET_TIMEOUT_S, EngineRanks, RankClients
+from trainer_bridge.transport.rank_client import (
+    LEAST_WAIT_S,
+    SOCKET_TIMEOUT_S,
+    EngineRanks,
+    RankClients,
+)
 from trainer_bridge.transport.relay_client import RelayClient
 
 STEP_TIMEOUT_S = 120.0
@@ -51,9 +56,13 @@ class Participant:
             EngineError: the engine refused the update, or did not begin it in time, and goes on
                 with what it has.
         """
-        finishes = message["in_flight"] == FINISH
-        limit_s = CONTROL_TIMEOUT_S if finishes else self.timeout_s
-        control = partial(self.connection.client.control, timeout_s=limit_s)
+        limit_s = CONTROL_TIMEOUT_S if message["in_flight"] == FINISH else self.timeout_s
+        deadline = time.monotonic() + limit_s
+
+        def control(message: dict[str, Any]) -> dict[str, Any]:
+            left_s = max(deadline - time.monotonic(), LEAST_WAIT_S)
+            return self.connection.client.control(message, left_s)
+
         message = {"op": "begin", "fingerprint": manifest.fingerprint, **message}
         policy = Policy(message["run"], message["version"])
         decided = self.connection.decided

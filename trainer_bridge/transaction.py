@@ -45,8 +45,9 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
-    completes: bool
-    """Whether engines are sent what an earlier try committed on others: it must be the same."""
+    is_second_try: bool
+    """Whether the weights of an earlier try, which not every engine has, are known: these must be
+    the same."""
 
 
 class Transaction:
@@ -102,9 +103,6 @@ class Transaction:
         except BaseException as error:  # whatever it is, the engines must be told
             self.close(error)
             raise
-        if self.begun().committed_before:
-            self._settle()
-            self._end_sessions()
 
     def begun(self) -> Begun:
         """The result for the other ranks."""
@@ -114,7 +112,7 @@ class Transaction:
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
-            bool(self._decision.digests) and any(m.ranks is not None for m in self._active),
+            bool(self._decision.digests),
         )
 
     def check_same(self, digests: list[str]) -> None:
@@ -125,6 +123,11 @@ class Transaction:
         """Remember the weights, for a second try; arguments as for ``check_same``."""
         if "" not in digests:
             self._decide(self._decision._replace(digests=tuple(digests)))
+
+    def end(self) -> None:
+        """Nothing was to be sent."""
+        self._settle()
+        self._end_sessions()
 
     def put_residents(self, named: Named) -> bool:
         """Put all parameters into the bucket, if one session takes them all as they lie."""

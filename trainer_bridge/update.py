@@ -25,8 +25,8 @@ from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
 PRESENCE_S = 60.0
-"""Seconds that the first rank waits for each other one, before it commits, to say that it has not
-left the update."""
+"""Seconds that the first rank waits for each other one to say that it has not left the update, or
+what it holds."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,14 @@ def _update(
         transaction = leader.attempt(begin, leader.collect(asked))
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
-        if begun.completes:
-            leader.attempt(Transaction.check_same, transaction, _digests(leader, weights))
+        digest = partial(weights.digest, kv_scales if leader.rank == 0 else None)
+        if begun.is_second_try:
+            digests = leader.collect(digest(), PRESENCE_S)
+            leader.attempt(Transaction.check_same, transaction, digests)
             leader.share(None)
         clock.lap("begin")
         if begun.committed_before:
+            leader.attempt(Transaction.end, transaction)
             return UpdateResult(*policy, 0, 0, 0, clock.seconds(), None, failed=begun.failed)
         weights.send(leader, transaction, begun, clock)
         gpu_seconds = leader.attempt(Transaction.finish, transaction)
@@ -185,10 +188,10 @@ def _update(
         try:
             sent, gpu_seconds, failed = leader.share(results)
         except MissedCommitError:
-            leader.attempt(Transaction.remember, transaction, _digests(leader, weights))
+            leader.attempt(Transaction.remember, transaction, leader.collect(digest(), PRESENCE_S))
             raise
         if failed:
-            leader.attempt(Transaction.remember, transaction, _digests(leader, weights))
+            leader.attempt(Transaction.remember, transaction, leader.collect(digest(), PRESENCE_S))
         clock.lap("commit")
     except BaseException as error:
         try:
@@ -206,11 +209,6 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
     """Before other ranks hear of a failure and go on: engines may read their GPUs."""
     if transaction is not None and leader.error is not None:
         transaction.close(leader.error)
-
-
-def _digests(leader: Leader, weights: Weights) -> Any:
-    """What tells the weights of each rank from others, on the leader."""
-    return leader.collect(leader.each(weights.digest))
 
 
 class _Asked(NamedTuple):

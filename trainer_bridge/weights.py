@@ -59,8 +59,12 @@ class Weights(Protocol):
     def exhaust(self) -> None:
         """Take part in what is left of the collectives: other ranks wait for them."""
 
-    def digest(self) -> str:
-        """Tells them from others, on this rank; "" where they are gone."""
+    def digest(self, kv_scales: torch.Tensor | None) -> str:
+        """Tells them from others, on this rank; "" where they are gone, or it cannot.
+
+        Args:
+            kv_scales: what is sent with them.
+        """
 
 
 class WholeModel:
@@ -159,8 +163,12 @@ class WholeModel:
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
 
-    def digest(self) -> str:
-        return weights_digest(self.named)
+    def digest(self, kv_scales: torch.Tensor | None) -> str:
+        scales = [] if kv_scales is None else [(KV_SCALES, kv_scales)]
+        found, error = attempt(weights_digest, [*self.named, *scales])
+        if error is not None:
+            logger.warning("a second try will not be compared with this one", exc_info=error)
+        return found or ""
 
 
 class Stream:
@@ -211,5 +219,5 @@ class Stream:
         for _ in self._tensors:
             pass
 
-    def digest(self) -> str:
+    def digest(self, kv_scales: torch.Tensor | None) -> str:
         return ""

@@ -19,13 +19,14 @@ def weights_digest(named: Named) -> str:
     The sum is of 64-bit words, or of narrower ones where a tensor has no whole number of them. A
     step of an optimizer changes it; words that change places do not.
     """
-    described, sums = [], []
+    found = []
     for name, tensor in named:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        described.append((name, str(local.dtype), tuple(local.shape)))
-        sums.append(_words(local.contiguous().view(-1)).sum(dtype=torch.int64))
-    content = [int(total) for total in sums]  # when all are queued
-    return hashlib.sha256(repr((described, content)).encode()).hexdigest()
+        total = _words(local.contiguous().view(-1)).sum(dtype=torch.int64)
+        found.append((name, str(local.dtype), tuple(local.shape), total))
+    # sums are read when all are queued; in one order, whatever the trainer's is
+    content = sorted((*described, int(total)) for *described, total in found)
+    return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,7 @@ FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 IN_PROCESS_TIMEOUT_S = 600.0
 """How long a caller in this process waits for an answer that sets no limit of its own."""
+GONE = "the trainer is gone; its update has not begun"
 
 
 IsGone = Callable[[], Awaitable[bool]]
@@ -188,11 +189,13 @@ class Control:
         limit_s = FINISH_TIMEOUT_S if in_flight == FINISH else DRAIN_TIMEOUT_S
         poll_s = POLL_S if in_flight == ABORT else WAIT_POLL_S
         deadline = asyncio.get_running_loop().time() + limit_s
+        if is_gone is not None and await is_gone():  # while another message was served
+            raise ControlError(GONE, 409)
         begun = await self._ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
         while begun.get("busy"):
             if is_gone is not None and await is_gone():
-                raise ControlError("the trainer is gone; its update has not begun", 409)
+                raise ControlError(GONE, 409)
             if in_flight == ABORT:
                 # SGLang's own pause sleeps for a second between its looks, and its own
                 # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the

@@ -15,7 +15,7 @@ from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 9
+PROTOCOL = 10
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""

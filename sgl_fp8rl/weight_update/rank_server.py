@@ -162,7 +162,8 @@ def serve(
             rank_socket.heard()
             op = message.get("op")
             try:
-                if op not in ("commit", "abort"):
+                # "wait": the trainer has nothing to write yet, is there, and awaits no reply
+                if op not in ("commit", "abort", "wait"):
                     done = {"ok": True, **_handle(op, message, fds, session)}
                     # a trainer that has hung up may have said why: that is read next
                     with suppress(ConnectionError):
@@ -222,7 +223,7 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
         session.write(message.get("index"))
     elif op == "finish":
         return {"gpu_seconds": session.finish()}
-    elif op == "wait":  # the trainer has nothing to write yet, and is there
+    elif op == "staged":  # a relay has received what it will have written later
         return {}
     elif op == "bucket":
         session.weights.memory.open_bucket(message, fds)

@@ -109,7 +109,7 @@ class Relay:
 
     def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
-        kept = dict(self._memories.by_name)  # none of them goes meanwhile
+        kept = dict(self._memories.by_name.items())  # none of them goes meanwhile
         common = set(kept)
         for path in sockets:
             rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -149,7 +149,10 @@ class Relay:
         elif op == "commit":
             name = message.pop("image", "")
             self._image.name = name if isinstance(name, str) else ""
-        self._ask(message, fds)
+        if op == "wait":  # without a reply
+            self._tell(message)
+        else:
+            self._ask(message, fds)
 
     def _take_change(
         self, peer: socket.socket, message: dict[str, Any], content: torch.Tensor
@@ -162,7 +165,7 @@ class Relay:
         offset, size = int(content.storage_offset()), content.numel()
         change = self._image.room_for(message.get("index"), message["change"], offset, size)
         _receive(peer, change)
-        self._ask({"op": "wait"})
+        self._ask({"op": "staged"})
 
     def _ask(self, message: dict[str, Any], fds: tuple[int, ...] = (), op: str = "") -> None:
         """Send a message to every rank.
@@ -171,6 +174,9 @@ class Relay:
             op: what its replies are to, by default its own.
         """
         self._asked.append(op or str(message.get("op")))
+        self._tell(message, fds)
+
+    def _tell(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         for rank in self._ranks:
             with suppress(OSError):  # it ended the session, and has said why
                 framing.send(rank, message, fds)

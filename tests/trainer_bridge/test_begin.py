@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from sgl_fp8rl.protocol.states import ABORT, FINISH
+from sgl_fp8rl.weight_update import rank_server
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_far_engine import far_engine
 from tests.trainer_bridge.test_transaction import serves
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge import keep_alive, participant
@@ -42,10 +44,11 @@ class Slow(FakeEngine):
         return super().control(message)
 
 
-@pytest.fixture
-def engines() -> list[FakeEngine]:
-    """One that begins at once and one that does not, both at version 0."""
-    made = [engine_of(2), Slow(engine_of(1).ranks)]
+@pytest.fixture(params=["near", "far"])
+def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
+    """One that begins at once, also on another host, and one that does not; both at version 0."""
+    monkeypatch.setenv("FP8RL_KEY", "a key")
+    made = [engine_of(2) if request.param == "near" else far_engine(2), Slow(engine_of(1).ranks)]
     update(toy.checkpoint(), made, version=0)
     made[0].silence_s = SILENCE_S
     return made
@@ -87,3 +90,35 @@ def test_without_word_of_the_trainer_they_do_not_wait(
     engines[1].takes_s = SILENCE_S + 1.0  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="engine 0: "):
         update(toy.checkpoint(1), engines, version=1)
+
+
+def test_an_engine_that_hangs_behind_its_begin_delays_no_other(
+    engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's word has no reply, which a rank that hangs would owe it."""
+    hangs, awake = engine_of(1), threading.Event()
+    update(toy.checkpoint(), hangs, version=0)
+    served = rank_server.RankSocket.heard
+
+    def heard(self: rank_server.RankSocket) -> None:
+        if hangs.ranks[0].session is not None and str(self.path) in paths:
+            awake.wait(30)
+        served(self)
+
+    paths: list[str] = []
+    began = hangs._begin
+
+    def begin(message: dict[str, Any]) -> dict[str, Any]:
+        begun = began(message)
+        paths.extend(begun.get("sockets", ()))
+        return begun
+
+    monkeypatch.setattr(hangs, "_begin", begin)
+    monkeypatch.setattr(rank_server.RankSocket, "heard", heard)
+    engines[1].takes_s = SILENCE_S + 1.0  # type: ignore[attr-defined]
+    timer = threading.Timer(SILENCE_S + 2.0, awake.set)
+    timer.start()
+    result = update(toy.checkpoint(1), [hangs, *engines], version=1)
+    timer.join()
+    assert result.failed == {}
+    assert all(serves(each, 1, toy.checkpoint(1)) for each in [hangs, *engines])

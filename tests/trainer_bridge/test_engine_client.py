@@ -176,7 +176,7 @@ def test_nobody_listens() -> None:
             connect(address).control({"op": "layout"})
 
 
-@pytest.mark.guarantee("malformed", fault="a reply that is longer than any")
+@pytest.mark.guarantee("several-engines", fault="a server that takes a message and does not answer")
 def test_a_server_that_hangs() -> None:
     """It has taken the request; others must not wait for it for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -187,6 +187,7 @@ def test_a_server_that_hangs() -> None:
         assert time.monotonic() - began < 10
 
 
+@pytest.mark.guarantee("malformed", fault="a reply that is longer than any")
 def test_a_reply_that_is_too_long(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_exchange, "LONGEST_REPLY", 1000)
     server.answers(200, b"x" * 2000)

@@ -31,8 +31,8 @@ class Actor:
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(sent: tuple[dict[str, Any], Exception | None], timeout: float) -> dict[str, Any]:
-        assert timeout == CONTROL_TIMEOUT_S
         message, error = sent
+        assert timeout == message.get("within", CONTROL_TIMEOUT_S)
         if error is not None:
             raise error
         return {"echo": message}
@@ -46,6 +46,7 @@ def test_a_message_gets_its_reply() -> None:
     engine = RayEngine(Actor())
     assert connect(engine) is engine
     assert engine.control({"op": "layout"}) == {"echo": {"op": "layout"}}
+    assert engine.control({"within": 3.0}, 3.0) == {"echo": {"within": 3.0}}
     with pytest.raises(EngineError):
         engine.sample([{}])
     engine.close()

@@ -15,8 +15,10 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_fsdp import failure, run, toy_trainer
 from tests.trainer_bridge.test_transaction import Dead, dead_engine, serves, states
 from tests.trainer_bridge.test_update import Cut, engine_of
+from trainer_bridge import weights
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update
+from trainer_bridge.weights import WholeModel
 from trainer_bridge.weights_digest import weights_digest
 
 pytestmark = pytest.mark.timeout(120)
@@ -63,6 +65,43 @@ def test_other_weights_are_refused_where_every_engine_was_required() -> None:
     assert serves(engine, 0, tensors) and lost.ranks[0].policy == CHECKPOINT
     update(tensors, [engine, lost], version=0)
     assert all(serves(each, 0, tensors) for each in (engine, lost))
+
+
+def test_other_weights_are_refused_where_only_an_answer_was_lost() -> None:
+    """Nothing is to be sent, and the engines would go on with what they have."""
+    engines, tensors = [engine_of(1), Cut(engine_of(1).ranks)], toy.checkpoint()
+    with pytest.raises(EngineError, match="committed on 1 of 2"):
+        update(tensors, engines, version=0)
+    with pytest.raises(ManifestError, match="have changed since an earlier try"):
+        update(toy.checkpoint(1), engines, version=0)
+    assert update(tensors, engines, version=0).bytes == 0
+    assert all(serves(each, 0, tensors) for each in engines)
+
+
+def test_the_order_of_names_does_not_count(late: tuple[FakeEngine, Dead, toy.Tensors]) -> None:
+    engine, other, tensors = late
+    update(dict(reversed(tensors.items())), [engine, other], version=0)
+    assert all(serves(each, 0, tensors) for each in (engine, other))
+
+
+def test_weights_that_cannot_be_read_again_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The update has committed, and is no failure."""
+    engines, tensors = [engine_of(1), dead_engine("begin")], toy.checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "weights_digest", lambda named: 1 / 0)
+        assert list(update(tensors, engines, version=0, require=1).failed) == ["engine 1"]
+    engines[1].dead = ()  # type: ignore[attr-defined]
+    update(toy.checkpoint(1), engines, version=0)
+    assert serves(engines[1], 0, toy.checkpoint(1))
+
+
+def test_kv_scales_count() -> None:
+    model = WholeModel(toy.checkpoint())
+    scales = torch.ones(2, 3, 4)
+    assert model.digest(scales) == model.digest(scales.clone()) != model.digest(2 * scales)
+    assert model.digest(None) not in ("", model.digest(scales))
 
 
 def changes_on_one_rank(rank: int, folder: Path) -> None:
