@@ -33,8 +33,13 @@ pytestmark = pytest.mark.timeout(180)
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
-GIVE_UP_S = 2.0
-"""In the place of the minutes that the first rank waits for the other."""
+SILENCE_S, GIVE_UP_S = 2.0, 4.0
+"""In the place of 300 s that engines hear nothing, and of 600 s that the first rank waits for the
+other one."""
+AFTER = 9
+"""The version that the first rank sends alone."""
+PRESENCE_S = 1.0
+"""In the place of 60 s."""
 Die = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -70,13 +75,15 @@ def while_all_gather(patch: pytest.MonkeyPatch) -> None:
 
 
 class Watched(FakeEngine):
-    """It notes what it serves when an update begins, but for the first one."""
+    """It notes what it serves when the update after the fault begins."""
 
     before = ""
 
     def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["op"] == "begin" and message["version"]:
-            self.before = left(self)
+        if message["op"] == "begin":
+            is_over = message["version"] == AFTER
+            self.before = left(self) if is_over else ""
+            self.silence_s = 30.0 if is_over else SILENCE_S
         return super().control(message)
 
 
@@ -95,7 +102,7 @@ def killed_while_it_follows(
         with pytest.raises((EngineError, TimeoutError, RuntimeError), match=error):
             update(named[1], engines, version=1)
     assert rank == 0
-    update(toy.checkpoint(2), engines, version=2)  # alone, with all of the weights
+    update(toy.checkpoint(AFTER), engines, version=AFTER)  # alone, with all of the weights
 
 
 @pytest.mark.guarantee("several-engines", fault="the second of two trainer ranks is killed")
@@ -103,7 +110,7 @@ def killed_while_it_follows(
     ("die", "error", "found"),
     [
         (before_it_asks, "another rank did not call it", "0"),
-        (before_it_lays_anything_in, "was silent for", "0"),
+        (before_it_lays_anything_in, "was silent for", "quarantined"),
         (while_it_fills_the_bucket, "was silent for", "quarantined"),
         (while_all_gather, "", "quarantined"),
     ],
@@ -116,7 +123,7 @@ def test_another_rank_is_killed(die: Die, error: str, found: str, tmp_path: Path
         worker = partial(killed_while_it_follows, engines=addresses, die=die, error=error)
         ranks.run_and_lose(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=1)
     assert [engine.before for engine in engines] == [found, found]
-    assert [left(engine) for engine in engines] == ["2", "2"]
+    assert [left(engine) for engine in engines] == [f"{AFTER}"] * 2
 
 
 def killed_while_engines_read_its_shards(rank: int, folder: Path, engines: list[str]) -> None:
@@ -130,7 +137,7 @@ def killed_while_engines_read_its_shards(rank: int, folder: Path, engines: list[
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
         # the package's ``update`` is the function
-        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", GIVE_UP_S)
+        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
         trainer = Trainer(memories, rank, torch.bfloat16)
         for version in range(2):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
@@ -139,7 +146,7 @@ def killed_while_engines_read_its_shards(rank: int, folder: Path, engines: list[
         with pytest.raises(TimeoutError, match="another rank did not call it"):
             update(trainer.become(toy.checkpoint(2)), engines, version=2)
         assert rank == 0
-        update(toy.checkpoint(3), engines, version=3)
+        update(toy.checkpoint(AFTER), engines, version=AFTER)
 
 
 class WatchedGpu(Watched, GpuEngine):
@@ -157,4 +164,4 @@ def test_a_rank_is_killed_whose_shards_are_read(
         worker = partial(killed_while_engines_read_its_shards, engines=addresses)
         ranks.run_and_lose(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=1)
     assert [engine.before for engine in engines] == ["quarantined"] * 2
-    assert [left(engine) for engine in engines] == ["3", "3"]
+    assert [left(engine) for engine in engines] == [f"{AFTER}"] * 2
