@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import update
-from trainer_bridge.engine_client import EngineError, HTTPEngine
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.participant import Participant
 from trainer_bridge.transport.rank_client import RankClients
 
@@ -26,17 +25,12 @@ START_S = 60.0
 _forkserver = multiprocessing.get_context("forkserver")
 
 
-class Told(FakeEngine):
-    """It also says what it serves."""
-
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"left": left(self)} if message["op"] == "left" else super().control(message)
-
-
 def serve(connection: Connection) -> None:
-    with served([Told(engine_of(TP, SMALL).ranks, SMALL)]) as (address,):
+    engine = engine_of(TP, SMALL)
+    with served([engine]) as (address,):
         connection.send(address)
-        connection.recv()  # until the test ends
+        while connection.recv():
+            connection.send(left(engine))
 
 
 class EngineInAProcess:
@@ -58,7 +52,8 @@ class EngineInAProcess:
         self._connection.close()
 
     def left(self) -> str:
-        found: str = HTTPEngine(self.address, None).control({"op": "left"})["left"]
+        self._connection.send(True)
+        found: str = self._connection.recv()
         return found
 
     def kill(self) -> None:

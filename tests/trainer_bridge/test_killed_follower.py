@@ -79,12 +79,11 @@ class Watched(FakeEngine):
 
     before = ""
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["op"] == "begin":
-            is_over = message["version"] == AFTER
-            self.before = left(self) if is_over else ""
-            self.silence_s = 30.0 if is_over else SILENCE_S
-        return super().control(message)
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        is_over = message["version"] == AFTER
+        self.before = left(self) if is_over else ""
+        self.silence_s = 30.0 if is_over else SILENCE_S
+        return super()._begin(message)
 
 
 def killed_while_it_follows(

@@ -98,8 +98,8 @@ class Behind(FakeEngine):
 
     network: Network
 
-    def control(self, message: dict[str, Any]) -> dict[str, Any]:
-        begun = super().control(message)
+    def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
+        begun = super()._begin(message)
         if "relay" not in begun:
             return begun
         self.network.carry(begun["relay"]["port"])
