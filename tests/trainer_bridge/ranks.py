@@ -1,5 +1,8 @@
 """Trainers of several ranks: processes of one job over gloo, on this machine."""
 
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +15,7 @@ import torch.multiprocessing as mp
 JOIN_S = 150.0
 """Seconds that a job may take, on a busy machine and with the imports of its processes."""
 POLL_S = 0.02
+_forkserver = multiprocessing.get_context("forkserver")
 
 
 def run(
@@ -43,6 +47,41 @@ def run(
                 process.kill()
 
 
+def run_and_lose(
+    worker: Callable[[int, Path], None],
+    folder: Path,
+    world: int,
+    collective_timeout_s: float,
+    lost: int,
+) -> None:
+    """As ``run``, of a worker in which rank ``lost`` is killed; fail unless it is, and the others
+    end well."""
+    # forked from a process that has imported torch: a job takes a second, and there are several
+    _forkserver.set_forkserver_preload([__name__])
+    arguments = worker, str(folder), world, collective_timeout_s, False
+    processes = [
+        _forkserver.Process(target=_main, args=(rank, *arguments), name=f"rank {rank}")
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + JOIN_S
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+        ended = [process.exitcode for process in processes]
+        assert ended == [-signal.SIGKILL if rank == lost else 0 for rank in range(world)], ended
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def die(*_: object) -> None:
+    """End this process as the kernel does: no handler, no ``finally``, no farewell."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def meet(rank: int, folder: Path, place: str, world: int) -> None:
     """Wait for all ranks, however short the timeout of a barrier would be."""
     (folder / f"{place}-{rank}").touch()
@@ -56,6 +95,7 @@ def _main(
     folder: str,
     world: int,
     collective_timeout_s: float,
+    meets: bool = True,
 ) -> None:
     torch.set_num_threads(1)
     meet(rank, Path(folder), "imported", world)  # some take longer than the timeout below
@@ -68,6 +108,7 @@ def _main(
     )
     try:
         worker(rank, Path(folder))
-        meet(rank, Path(folder), "ended", world)
+        if meets:
+            meet(rank, Path(folder), "ended", world)
     finally:
         dist.destroy_process_group()

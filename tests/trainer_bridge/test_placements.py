@@ -1,0 +1,180 @@
+"""Every placement that FSDP2 and tensor parallelism give parameters: which engines read in place,
+which ranks lay in together, and which are gathered, as the table of docs/scale.md has it.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import fake_ipc, ranks
+from tests.trainer_bridge.test_placed_shards import GpuEngine
+from tests.trainer_bridge.test_shared_filling import Engine
+from trainer_bridge.update import update
+
+WORLD = 4
+COLLECTIVE_TIMEOUT_S = 30
+UPDATES = 3
+"""The second one, and those after it, read in place."""
+COLUMNS = {name for name in toy.SHAPES if name.endswith(("attn.o.weight", "down.weight"))}
+"""What tensor parallelism cuts by columns (``RowwiseParallel``): the inputs of these layers."""
+WHOLE = {"norm.weight", "mlp.router.weight"}
+"""What it leaves whole on every rank."""
+Named = dict[str, torch.Tensor]
+
+
+def model_of(tensors: Named) -> nn.Module:
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return toy.Model(copies, lambda model, weights: None)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Named:
+    """By FSDP2, as it shards a transformer: its blocks, then what is left."""
+    for block in ("attn", "mlp"):
+        fully_shard(model.get_submodule(block), mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return dict(model.named_parameters())
+
+
+def parallel(tensors: Named, mesh: DeviceMesh) -> Named:
+    """As ``ColwiseParallel`` and ``RowwiseParallel`` leave a model."""
+    return {
+        name: tensor
+        if name in WHOLE
+        else distribute_tensor(tensor, mesh, (Shard(1 if name in COLUMNS else 0),))
+        for name, tensor in tensors.items()
+    }
+
+
+def fsdp(tensors: Named) -> Named:
+    return sharded(model_of(tensors), init_device_mesh("cpu", (WORLD,)))
+
+
+def hsdp(tensors: Named) -> Named:
+    return sharded(model_of(tensors), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+
+
+def tp(tensors: Named) -> Named:
+    return parallel(tensors, init_device_mesh("cpu", (WORLD,)))
+
+
+def fsdp_over_tp(tensors: Named) -> Named:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    named = sharded(model_of(parallel(tensors, mesh["tp"])), mesh["dp"])
+    rows, columns = (cast(DTensor, named[f"attn.{x}.weight"]).placements for x in "qo")
+    assert (type(rows[0]), type(rows[1])) == (_StridedShard, Shard), "FSDP2 places them otherwise"
+    assert columns == (Shard(0), Shard(1))
+    return named
+
+
+def offloaded(tensors: Named) -> Named:
+    """Shards that stay in host memory, pinned where there is a GPU."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return sharded(model_of(tensors), init_device_mesh("cpu", (WORLD,)), offload_policy=policy)
+
+
+class Kind(NamedTuple):
+    """A way to hold a model on four ranks."""
+
+    hold: Callable[[Named], Named]
+    gathered: set[str]
+    """What neither is read in place nor laid in by the ranks that hold it."""
+    plain: set[str]
+    """What each rank holds whole."""
+    on_gpu: bool = True
+
+
+KINDS = (
+    Kind(fsdp, set(), set()),
+    Kind(hsdp, set(), set()),
+    Kind(tp, COLUMNS, WHOLE),
+    Kind(fsdp_over_tp, COLUMNS, set()),
+    Kind(offloaded, set(), set(), on_gpu=False),
+)
+
+
+def moved(named: Named, memories: fake_ipc.Memories) -> Named:
+    """The same shards, in memory that can be shared, as that of a GPU."""
+    found: Named = {}
+    for name, tensor in named.items():
+        found[name] = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            content = memories.allocate(max(local.nbytes, 1))[: local.nbytes]
+            shard = content.view(local.dtype).view(local.shape).copy_(local)
+            found[name] = DTensor.from_local(
+                shard,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+    return found
+
+
+def become(named: Named, other: Named) -> None:
+    """The optimizer's step: other values where they lie."""
+    for name, tensor in named.items():
+        here, there = (
+            each.to_local() if isinstance(each, DTensor) else each for each in (tensor, other[name])
+        )
+        here.detach().copy_(there)
+
+
+def follows(kind: Kind, engine: Any, memories: fake_ipc.Memories | None) -> None:
+    """Updates of one engine, whose bytes are the oracle's after each.
+
+    Args:
+        engine: on the first rank.
+        memories: of a trainer and an engine on GPUs; none where both are on CPUs.
+    """
+    gathered: list[torch.Size] = []
+    full_tensor = DTensor.full_tensor
+    named = kind.hold(toy.checkpoint(0))
+    if memories is not None and kind.on_gpu:
+        named = moved(named, memories)
+    spread = set(named) - kind.plain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
+        )
+        for version in range(UPDATES):
+            where = kind.hold.__name__, memories is not None, version
+            tensors = toy.checkpoint(version)
+            become(named, kind.hold(tensors))
+            gathered.clear()
+            result = update(named, engine, version=version)
+            assert engine is None or engine.holds(tensors), where
+            reads = memories is not None and kind.on_gpu and version > 0
+            wanted = kind.gathered if reads or memories is None else spread
+            assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
+            in_place = [tensors[name].nbytes for name in spread - kind.gathered if reads]
+            assert result.mapped_bytes == sum(in_place), where
+
+
+def each_kind(rank: int, folder: Path) -> None:
+    logging.disable(logging.CRITICAL)
+    for kind in KINDS:
+        follows(kind, Engine() if rank == 0 else None, None)
+        ranks.meet(rank, folder, f"cpu-{kind.hold.__name__}", WORLD)
+        with pytest.MonkeyPatch.context() as patch:
+            memories, interpreter = fake_ipc.install(patch)
+            engine = GpuEngine(interpreter.writable) if rank == 0 else None
+            follows(kind, engine, memories)
+        ranks.meet(rank, folder, f"gpu-{kind.hold.__name__}", WORLD)
+
+
+@pytest.mark.guarantee("all-or-none", fault="each placement of FSDP2 and tensor parallelism")
+@pytest.mark.timeout(240)
+def test_each_placement_leaves_the_oracles_bytes(tmp_path: Path) -> None:
+    ranks.run(each_kind, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
