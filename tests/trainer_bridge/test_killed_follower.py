@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(180)
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
-SILENCE_S, GIVE_UP_S = 2.0, 4.0
-"""In the place of 300 s that engines hear nothing, and of 600 s that the first rank waits for the
+SILENCE_S, GIVE_UP_S = 15.0, 2.0
+"""In the place of 300 s that engines hear nothing, and of 240 s that the first rank waits for the
 other one."""
 AFTER = 9
 """The version that the first rank sends alone."""
@@ -109,7 +109,7 @@ def killed_while_it_follows(
     ("die", "error", "found"),
     [
         (before_it_asks, "another rank did not call it", "0"),
-        (before_it_lays_anything_in, "was silent for", "quarantined"),
+        (before_it_lays_anything_in, "was silent for", "0"),
         (while_it_fills_the_bucket, "was silent for", "quarantined"),
         (while_all_gather, "", "quarantined"),
     ],

@@ -13,8 +13,8 @@ import torch
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.bucket import Bucket, bucket_on
 
-WAIT_S = 600.0
-"""Seconds that a rank may take over a chunk."""
+WAIT_S = 240.0
+"""Seconds that a rank may take over a chunk: engines give up after 300."""
 SPIN_S, POLL_S = 0.002, 0.0002
 FAILED = -1
 _ABORTED, _FREE, _FILLED = 0, 1, 2
