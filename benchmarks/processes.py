@@ -17,7 +17,9 @@ LOG_LINES = 40
 CRASH = "Scheduler hit an exception"
 """SGLang's scheduler logs this before the traceback, and its parent then kills itself."""
 _EXCEPTION = re.compile(
-    r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?$", re.MULTILINE
+    # torch puts the rank before each line of a trainer's traceback
+    r"^(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?:: .*)?)$",
+    re.MULTILINE,
 )
 
 

@@ -137,4 +137,5 @@ def test_the_exception_in_a_log() -> None:
     lone = "Traceback:\nValueError: a\nDuring handling:\ntorch.OutOfMemoryError: no memory\n"
     assert processes.exception_in(lone) == "torch.OutOfMemoryError: no memory"
     assert processes.exception_in("AssertionError\n") == "AssertionError"
+    assert processes.exception_in("[rank0]: ValueError: a\n[rank0]: end\n") == "ValueError: a"
     assert processes.exception_in("all is well") is None
