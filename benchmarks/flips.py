@@ -7,6 +7,7 @@ demonstrations, as in the demo, so that some responses are right and others are 
 """
 
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +68,9 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         if step % 20 == 0:
             print(f"demonstrations, step {step}: loss {loss:.3f}", flush=True)
     folder = run.folder / "checkpoint"
-    model.to(torch.bfloat16).save_pretrained(folder)
-    model.float()  # masters begin at the values of the checkpoint
+    # masters go on from where they are: at the values of BF16 a first step would move few weights
+    # to the next one
+    deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), case.rate, betas=(0.9, 0.95), weight_decay=0)
     prompts, group = BATCH
     config = loop.Config("", run.options["steps"], 0, prompts, group, 0, run.folder, {})
