@@ -73,7 +73,7 @@ class FakeEngine:
     def get_server_info(self) -> dict[str, Any]:
         return {"max_total_num_tokens": 1000}
 
-    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         if message["op"] == "layout":
             return {"kv_cache": {"layers": 2} if self.fp8_kv else None}
         return {"pending": self.pending, "scales": self.scales.tolist()}

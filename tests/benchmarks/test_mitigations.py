@@ -60,7 +60,7 @@ class FakeEngine:
     def __init__(self, formats: dict[str, str]) -> None:
         self.formats = formats
 
-    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message == {"op": "layers"}
         return {"layers": [{"name": n, "format": f} for n, f in self.formats.items()]}
 

@@ -49,7 +49,7 @@ class FakeEngine:
 
     format = "fp8"
 
-    def fp8rl_control(self, message: dict[str, Any]) -> dict[str, Any]:
+    def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message["op"] == "export_layout"
         assert message["manifest"]["tensors"].keys() == {MATRIX, HEAD, NORM}
         layers = ["lm_head", "model.layers.0.self_attn.qkv_proj"]
