@@ -6,16 +6,14 @@ weights rounded to BF16, and the bits of what stays BF16. The policy first learn
 demonstrations, as in the demo, so that some responses are right and others are not.
 """
 
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
-from examples.grpo import arithmetic, loop, tiny_model
+from examples.grpo import loop, tiny_model
 from examples.grpo.engine import KEYWORDS, running_engine
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.image import RECORD_BYTES
@@ -38,7 +36,7 @@ BATCH = 16, 8
 """Prompts, and responses to each."""
 BF16 = ("embed_tokens", "lm_head")
 Image = dict[str, dict[str, torch.Tensor]]
-"""What an engine is sent of each matrix: "codes" and "scales", or "bf16"."""
+"""The bits of what an engine is sent of each matrix: "codes" and "scales", or "bf16"."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,13 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     torch.set_num_threads(2)
     store = f"file://{run.folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=arithmetic.VOCAB_SIZE,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=arithmetic.END_TOKEN,
-            **SIZE,
-        )
-    )
+    model = tiny_model.build_model(0, other=SIZE)
     for step, loss in tiny_model.pretrain(model, 0, run.options["demonstrations"]):
         if step % 20 == 0:
             print(f"demonstrations, step {step}: loss {loss:.3f}", flush=True)
     folder = run.folder / "checkpoint"
-    # masters go on from where they are: at the values of BF16 a first step would move few weights
-    # to the next one
-    deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    # masters stay as they are: at values of BF16, a first step would move few weights to the next
+    tiny_model.save_checkpoint(model, folder)
     optimizer = torch.optim.AdamW(model.parameters(), case.rate, betas=(0.9, 0.95), weight_decay=0)
     prompts, group = BATCH
     config = loop.Config("", run.options["steps"], 0, prompts, group, 0, run.folder, {})
@@ -104,45 +91,37 @@ def image(model: torch.nn.Module) -> Image:
         if parameter.dim() == 2 and not any(kept in name for kept in BF16):
             encoded = BLOCK_FP8.encode(weight)
             (suffix,) = BLOCK_FP8.suffixes
-            made[name] = {"codes": encoded[""], "scales": encoded[suffix]}
+            codes, scales = encoded[""].view(torch.uint8), encoded[suffix].view(torch.int32)
+            made[name] = {"codes": codes, "scales": scales}
         elif parameter.dim() == 2:
-            made[name] = {"bf16": weight}
+            made[name] = {"bf16": weight.view(torch.int16)}
     return made
 
 
 def changes(before: Image, after: Image) -> dict[str, float]:
     """Shares of elements that changed, and bytes that a delta takes of those of an image."""
-    found: dict[str, float] = {}
+
+    def share(names: Iterable[str], *parts: str, of: torch.dtype | None = None) -> float:
+        """Of elements that differ, or of those of another type in the same memory."""
+        pairs = [(before[name][part], after[name][part]) for name in names for part in parts]
+        if of is not None:
+            pairs = [(one.view(of), other.view(of)) for one, other in pairs]
+        changed = sum(int((one != other).sum()) for one, other in pairs)
+        return changed / sum(one.numel() for one, _ in pairs)
+
     layers = [name for name in after if "codes" in after[name]]
-    for part in ("codes", "scales"):
-        found[f"{part}_changed"] = _share(_pairs(before, after, layers, part))
-    matrices = [_share(_pairs(before, after, [name], "codes")) for name in layers]
-    found["codes_changed_least"], found["codes_changed_most"] = min(matrices), max(matrices)
-    for name in after.keys() - set(layers):
-        kept = next(each for each in BF16 if each in name)
-        found[f"{kept}_changed"] = _share(_pairs(before, after, [name], "bf16"))
-    for where, names in (("fp8", layers), ("bf16", [*(after.keys() - set(layers))])):
-        parts = [(name, part) for name in names for part in after[name]]
-        pairs = [(before[n][p].view(torch.uint8), after[n][p].view(torch.uint8)) for n, p in parts]
-        found[f"{where}_sent"] = RECORD_BYTES * _share(pairs)
-    return found
-
-
-def _pairs(
-    before: Image, after: Image, names: Iterable[str], part: str
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(_bits(before[name], part), _bits(after[name], part)) for name in names]
-
-
-def _bits(tensors: Mapping[str, torch.Tensor], part: str) -> torch.Tensor:
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return tensors[part].contiguous().view(whole[tensors[part].itemsize])
-
-
-def _share(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Of elements that differ."""
-    changed = sum(int((one != other).sum()) for one, other in pairs)
-    return changed / sum(one.numel() for one, _ in pairs)
+    others = [name for name in after if "bf16" in after[name]]
+    matrices = [share([name], "codes") for name in layers]
+    kept = {next(each for each in BF16 if each in name): name for name in others}
+    return {
+        "codes_changed": share(layers, "codes"),
+        "scales_changed": share(layers, "scales"),
+        "codes_changed_least": min(matrices),
+        "codes_changed_most": max(matrices),
+        **{f"{short}_changed": share([name], "bf16") for short, name in kept.items()},
+        "fp8_sent": RECORD_BYTES * share(layers, "codes", "scales", of=torch.uint8),
+        "bf16_sent": RECORD_BYTES * share(others, "bf16", of=torch.uint8),
+    }
 
 
 BENCHMARK = Benchmark(

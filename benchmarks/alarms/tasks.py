@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from benchmarks.alarms import fault_injection
 from examples.grpo import arithmetic, tiny_model
@@ -115,18 +115,7 @@ class Policy:
 
 def build(task: Task) -> Qwen3ForCausalLM:
     """Random; every FP8 matrix has sides that are multiples of 128."""
-    sizes = tiny_model.SIZES["tiny"] | {"num_hidden_layers": task.layers}
-    torch.manual_seed(SEED)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=arithmetic.VOCAB_SIZE,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=task.end,
-            **sizes,
-        )
-    )
+    return tiny_model.build_model(SEED, end=task.end, other={"num_hidden_layers": task.layers})
 
 
 def teach(task: Task, model: PreTrainedModel, steps: int) -> Iterator[float]:

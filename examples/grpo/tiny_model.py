@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens of the longest response.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -45,16 +45,26 @@ WARMUP_STEPS = 30
 FINAL_LR_FRACTION = 0.1
 
 
-def build_model(seed: int, size: str = "tiny") -> Qwen3ForCausalLM:
-    """A random Qwen3 in FP32. Every FP8 matrix has sides that are multiples of 128."""
+def build_model(
+    seed: int,
+    size: str = "tiny",
+    end: int | None = arithmetic.END_TOKEN,
+    other: Mapping[str, int] | None = None,
+) -> Qwen3ForCausalLM:
+    """A random Qwen3 in FP32. Every FP8 matrix has sides that are multiples of 128.
+
+    Args:
+        end: the token that ends a response.
+        other: sizes that differ from these, by their names in ``Qwen3Config``.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=arithmetic.VOCAB_SIZE,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=arithmetic.END_TOKEN,
-        **SIZES[size],
+        eos_token_id=end,
+        **{**SIZES[size], **(other or {})},
     )
     return Qwen3ForCausalLM(config)
 
