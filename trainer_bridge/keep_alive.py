@@ -1,8 +1,8 @@
 """Messages to engines that have begun an update and wait for the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Event, Thread
-from types import TracebackType
 
 from trainer_bridge.participant import Participant
 
@@ -11,37 +11,31 @@ KEEP_ALIVE_S = 10.0
 ``--fp8rl-session-timeout-s``, 300 by default."""
 
 
-class KeepAlive:
-    """While it is open, each engine that has begun hears of its trainer.
+@contextmanager
+def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
+    """Meanwhile, send a message to each engine that has begun, every ``KEEP_ALIVE_S``.
 
-    The message has no reply, so one of them that hangs neither delays the others nor has a reply
-    to give later.
+    The message has no reply, so an engine that hangs neither delays the others nor has a reply to
+    give later.
 
     Args:
-        members: the engines of the update.
+        members: the engines of the update; where it is one, nobody waits.
     """
+    if len(members) == 1:
+        yield
+        return
+    over = Event()
 
-    def __init__(self, members: Sequence[Participant]) -> None:
-        self._members, self._over = members, Event()
-        self._thread: Thread | None = None
-
-    def __enter__(self) -> None:
-        if len(self._members) > 1:
-            self._thread = Thread(target=self._run, name="fp8rl-keep-alive", daemon=True)
-            self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(KEEP_ALIVE_S):
-            for ranks in [member.ranks for member in self._members]:
+    def run() -> None:
+        while not over.wait(KEEP_ALIVE_S):
+            for ranks in [member.ranks for member in members]:
                 if ranks is not None:
                     ranks.send({"op": "wait"})
+
+    thread = Thread(target=run, name="fp8rl-keep-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge.decision import Decision, decision_on
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named
-from trainer_bridge.keep_alive import KeepAlive
+from trainer_bridge.keep_alive import kept_alive
 from trainer_bridge.layout import comparable, gpu_of, read_by_all
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
@@ -221,7 +221,7 @@ class Transaction:
             for session in self.sessions
             for member in session.members
         }
-        with KeepAlive(self._active):
+        with kept_alive(self._active):
             begun = _at_once(beginning)
         for member, error in begun:
             if error is not None:

@@ -165,10 +165,9 @@ def _update(
         transaction = leader.attempt(begin, leader.collect(asked))
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
-        digest = partial(weights.digest, kv_scales if leader.rank == 0 else None)
+        digests = partial(_digests, leader, weights, kv_scales)
         if begun.is_second_try:
-            digests = leader.collect(digest(), PRESENCE_S)
-            leader.attempt(Transaction.check_same, transaction, digests)
+            leader.attempt(Transaction.check_same, transaction, digests())
             leader.share(None)
         clock.lap("begin")
         if begun.committed_before:
@@ -188,10 +187,10 @@ def _update(
         try:
             sent, gpu_seconds, failed = leader.share(results)
         except MissedCommitError:
-            leader.attempt(Transaction.remember, transaction, leader.collect(digest(), PRESENCE_S))
+            leader.attempt(Transaction.remember, transaction, digests())
             raise
         if failed:
-            leader.attempt(Transaction.remember, transaction, leader.collect(digest(), PRESENCE_S))
+            leader.attempt(Transaction.remember, transaction, digests())
         clock.lap("commit")
     except BaseException as error:
         try:
@@ -209,6 +208,11 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
     """Before other ranks hear of a failure and go on: engines may read their GPUs."""
     if transaction is not None and leader.error is not None:
         transaction.close(leader.error)
+
+
+def _digests(leader: Leader, weights: Weights, kv_scales: torch.Tensor | None) -> list[str] | None:
+    """Of what each rank holds, on the leader; the KV scales that are sent are its own."""
+    return leader.collect(weights.digest(kv_scales if leader.rank == 0 else None), PRESENCE_S)
 
 
 class _Asked(NamedTuple):

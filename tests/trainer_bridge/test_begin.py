@@ -95,7 +95,7 @@ def test_without_word_of_the_trainer_they_do_not_wait(
 def test_an_engine_that_hangs_behind_its_begin_delays_no_other(
     engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's word has no reply, which a rank that hangs would owe it."""
+    """The keep-alive message has no reply, so nothing waits for one of a rank that hangs."""
     hangs, awake = engine_of(1), threading.Event()
     update(toy.checkpoint(), hangs, version=0)
     served = rank_server.RankSocket.heard

@@ -35,6 +35,9 @@ class DeviceBucket:
         UnreachableMemoryError: this system does not share it.
     """
 
+    path: str | None = None
+    """Other processes of this user open it by its handle only."""
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
         try:
             self._memory = DeviceMemory(nbytes, device.index)
@@ -50,9 +53,6 @@ class DeviceBucket:
         # not the handle: another process may be given the same one
         self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
-
-    path: str | None = None
-    """Other processes of this user open it by its handle only."""
 
     def share(self, ranks: Ranks) -> None:
         """Have every rank open it, unless all have."""
