@@ -47,15 +47,16 @@ ENGINES, GIGABITS = 8, (100.0, 400.0)
 """Of 64 GPUs in hosts of eight; and links of the host where the first rank runs."""
 
 
+def kernels_ms(results: Mapping[str, Any]) -> dict[str, float]:
+    """Median time of the engine's kernels, of each model with BF16 shards."""
+    rows = [row for row in results["rows"] if row["metric"] == "update_gpu_ms"]
+    return {row["model"]: row["median"] for row in rows if row["arm"] == "fp8rl"}
+
+
 def predicted(results: Mapping[str, Any]) -> str:
     """The kernels of an update from shards by the model's formula, beside what was measured."""
-    measured = {
-        row["model"]: row["median"]
-        for row in results["rows"]
-        if row["arm"] == "fp8rl" and row["metric"] == "update_gpu_ms"
-    }
     cells = []
-    for name, found in measured.items():
+    for name, found in kernels_ms(results).items():
         of = shape.of(config(SHAPES[name]))
         times = [update_time.sharded_kernels_ms(of, gpus) for gpus in PREDICTED_GPUS]
         cells.append([name, *(f"{each:.1f} ms" for each in times), f"{found:.1f} ms"])

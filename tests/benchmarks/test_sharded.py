@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
+from benchmarks.tables.sharded import kernels_ms
 from sgl_fp8rl.plan import shape, speed, update_time
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
@@ -118,12 +119,7 @@ def test_what_was_gathered_is_not_measured_as_read_in_place() -> None:
 
 def test_the_kernels_take_what_the_formula_predicts() -> None:
     """Of the recorded run; the control leaves out what crosses NVLink."""
-    rows = json.loads((RESULTS / "sharded.json").read_text())["rows"]
-    measured = {
-        row["model"]: row["median"]
-        for row in rows
-        if row["arm"] == "fp8rl" and row["metric"] == "update_gpu_ms"
-    }
+    measured = kernels_ms(json.loads((RESULTS / "sharded.json").read_text()))
     assert len(measured) == 3
     control = []
     for name, found in measured.items():
