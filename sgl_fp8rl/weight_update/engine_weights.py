@@ -215,7 +215,7 @@ class EngineWeights:
         Args:
             voted_for: the session's transaction, where all was written and only its end is unknown.
         """
-        # memory that is released between updates is no fault
+        # releasing memory between updates is not an error
         level = logging.ERROR if self.session is not None else logging.INFO
         logger.log(level, "engine weights are quarantined: %s", reason)
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None

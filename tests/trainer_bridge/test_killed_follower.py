@@ -47,7 +47,7 @@ def before_it_asks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leader, "each", ranks.die)
 
 
-def before_it_lays_anything_in(patch: pytest.MonkeyPatch) -> None:
+def before_it_writes_anything(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostPacker, "put", ranks.die)
 
 
@@ -109,7 +109,7 @@ def killed_while_it_follows(
     ("die", "error", "found"),
     [
         (before_it_asks, "another rank did not call it", "0"),
-        (before_it_lays_anything_in, "was silent for", "0"),
+        (before_it_writes_anything, "was silent for", "0"),
         (while_it_fills_the_bucket, "was silent for", "quarantined"),
         (while_all_gather, "", "quarantined"),
     ],

@@ -1,5 +1,5 @@
 """Every placement that FSDP2 and tensor parallelism give parameters: which engines read in place,
-which ranks lay in together, and which are gathered, as the table of docs/scale.md has it.
+which ranks write into the bucket together, and which are gathered, as docs/scale.md has it.
 """
 
 import logging
@@ -87,7 +87,7 @@ class Kind(NamedTuple):
 
     hold: Callable[[Named], Named]
     gathered: set[str]
-    """What neither is read in place nor laid in by the ranks that hold it."""
+    """What is neither read in place nor written into the bucket by the ranks that hold it."""
     plain: set[str]
     """What each rank holds whole."""
     on_gpu: bool = True

@@ -87,7 +87,7 @@ def test_the_order_of_names_does_not_count(late: tuple[FakeEngine, Dead, toy.Ten
 def test_weights_that_cannot_be_read_again_are_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The update has committed, and is no failure."""
+    """The update committed, so it must not raise."""
     engines, tensors = [engine_of(1), dead_engine("begin")], toy.checkpoint()
     with monkeypatch.context() as patch:
         patch.setattr(weights, "weights_digest", lambda named: 1 / 0)
@@ -131,7 +131,7 @@ def test_shards_that_changed_on_one_rank_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 3, 8, 1025])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_each_element_counts(dtype: torch.dtype, size: int, offset: int) -> None:
-    """Also at the end, of tensors and of views whose bytes are no multiple of a word."""
+    """The last one too, in tensors and views whose size is not a multiple of a word."""
     tensor = torch.ones(size + offset, dtype=dtype)[offset:]
     digest = partial(weights_digest, [("w", tensor)])
     first = digest()
