@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transfer_plan import Span, TransferPlan
 
 if TYPE_CHECKING:
-    from sgl_fp8rl.ops.weight_quant_triton import Launch
+    from sgl_fp8rl.ops.weight_quant_triton import Bases, Launch
 
 ENCODED_AT_ONCE = 1 << 24
 """Elements of a weight that plain torch encodes at once: it takes some 20 bytes for each."""
@@ -123,9 +123,12 @@ class QuantizePacker:
         tags = {name: tag for tag, name in enumerate(self._names)}
         self._device, self._bases_at = content.device, bases_at
         self._status = Status(self._device)
-        self._resident = plan.resident
-        self._addresses: dict[int, int] = {}
-        """Of what is resident, in this update, by source."""
+        self._resident = {index: number for number, index in enumerate(sorted(plan.resident))}
+        """The segment of each resident source."""
+        self._addresses = [0] * len(self._resident)
+        """Of the segments, in this update."""
+        self._bases: Bases | None = None
+        """What launches take of them, where all are known: one copy to the GPU for all chunks."""
         address = content.data_ptr()
 
         def descriptors(segment: int, index: int, span: Span) -> Iterator[CopyDescriptor]:
@@ -156,14 +159,9 @@ class QuantizePacker:
             return compile_descriptors(those, self._device, dtype)
 
         together: dict[int, list[CopyDescriptor]] = defaultdict(list)
-        self._residents: dict[int, list[int]] = defaultdict(list)
-        """The sources that a chunk takes from there."""
-        for chunk, index in plan.turns:
-            if index in plan.resident:
-                for span in plan.spans[index]:
-                    if span.chunk == chunk:
-                        together[chunk] += descriptors(len(self._residents[chunk]), index, span)
-                self._residents[chunk].append(index)
+        for index, number in self._resident.items():
+            for span in plan.spans[index]:
+                together[span.chunk] += descriptors(number, index, span)
         self._together: dict[int, list[Launch]] = {
             chunk: compile_descriptors(those, self._device, dtype)
             for chunk, those in together.items()
@@ -172,24 +170,26 @@ class QuantizePacker:
 
     def begin(self) -> None:
         self._status.reset()
-        self._addresses.clear()
+        self._bases = None
 
     def put(self, index: int, elements: torch.Tensor, start: int, chunk: int) -> None:
         assert start == 0, "a GPU quantizes whole parameters"
         if index in self._resident:
-            self._addresses[index] = elements.data_ptr()
+            self._addresses[self._resident[index]] = elements.data_ptr()
         else:
-            self._run(self._alone(chunk, index), [elements.data_ptr()])
+            self._run(self._alone(chunk, index), elements.data_ptr())
 
-    def put_residents(self, tensors: Iterable[torch.Tensor]) -> None:
+    def put_residents(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take all that is resident from these, of which one is each source."""
-        self._addresses = {index: tensor.data_ptr() for index, tensor in enumerate(tensors)}
+        self._addresses = [tensors[index].data_ptr() for index in self._resident]
+        self._bases = self._bases_at(self._addresses, self._device)
 
     def complete(self, chunk: int) -> None:
         if chunk in self._together:
-            self._run(
-                self._together[chunk], [self._addresses[index] for index in self._residents[chunk]]
-            )
+            bases = self._bases
+            if bases is None:
+                bases = self._bases_at(self._addresses, self._device)
+            self._run(self._together[chunk], bases)
 
     def finish(self) -> None:
         bad, tiles = self._status.read()
@@ -201,7 +201,6 @@ class QuantizePacker:
         if tiles != self._status.started:
             raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")
 
-    def _run(self, launches: "list[Launch]", addresses: list[int]) -> None:
-        bases = self._bases_at(addresses, self._device)
+    def _run(self, launches: "list[Launch]", bases: "Bases") -> None:
         for launch in launches:
             launch.run(bases, self._status)
