@@ -85,8 +85,6 @@ class Job:
     """Jobs that must be in the same call; those before this one must succeed."""
     environ: Mapping[str, str | None] = field(default_factory=dict)
     """Environment variables to set, or with None to remove."""
-    folder_in_memory: bool = False
-    """Whether its folder holds a checkpoint, and should be in /dev/shm."""
 
     def matches(self, pattern: str) -> bool:
         """Whether the pattern is one of the name's segments, or matches the whole name."""

@@ -23,7 +23,6 @@ from benchmarks.benchmark import BENCHMARKS, Benchmark, Job, Measurement, Option
 from benchmarks.environment import ROOT, environment, gpus
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MEMORY = Path("/dev/shm")
 
 
 def arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
@@ -93,8 +92,7 @@ def run_job(
     job: Job, reference: str, shared: Path, passed: dict[str, Any], limit_s: float
 ) -> processes.Outcome:
     """Run one job in its process. The last lines of a failed one's log go to stderr."""
-    place = MEMORY if job.folder_in_memory and MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         output, log, description = (folder / file for file in ("output.json", "log", "job.json"))
         paths = {"folder": folder, "shared": shared, "log": log, "output": output}

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import measuring
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
-from benchmarks.engines import models, stock_push, traffic, weights
+from benchmarks.engines import keywords, models, stock_push, traffic, weights
 
 DEVICE = "cuda"
 MIB = 1 << 20
@@ -63,8 +63,6 @@ class Case:
     the trainer uses expandable segments, which CUDA IPC cannot export. None: either."""
     streamed: bool = False
     """Whether the trainer sends an iterator, whose tensors are made anew as a gather makes them."""
-    checkpoint_layers: int | None = None
-    """For an engine that loads no dummy weights: layers of the random checkpoint it starts on."""
     model: str = "qwen3-8b"
 
     @property
@@ -78,20 +76,21 @@ def _fp8rl(name: str, source: str, mapped: bool | None, streamed: bool = False) 
     return Case("fp8rl", name, engine, source, "fp8", mapped=mapped, streamed=streamed)
 
 
+def _stock_fp8(name: str, bucket_bytes: int) -> Case:
+    engine = {"load_format": "dummy", **keywords.BLOCK_FP8}
+    name = f"from FP8 + scales, {name}"
+    return Case("stock-block-fp8", name, engine, "fp8", "fp8", bucket_bytes=bucket_bytes)
+
+
 _DUMMY = {"load_format": "dummy"}
-_FLASH_RL = {"quantization": "fp8", "load_format": "flash_rl"}
+ALL_IN_ONE = 1 << 40
 
 CASES = (
+    Case("stock-bf16", "one bucket", _DUMMY, bucket_bytes=ALL_IN_ONE),
     Case("stock-bf16", "buckets of 2 GiB", _DUMMY, bucket_bytes=2048 * MIB),
     Case("stock-bf16", "buckets of 512 MiB", _DUMMY, bucket_bytes=512 * MIB),
-    Case(
-        "stock-flash-rl",
-        "buckets of 2 GiB, 4 layers",
-        _FLASH_RL,
-        target="fp8",
-        bucket_bytes=2048 * MIB,
-        checkpoint_layers=4,
-    ),
+    _stock_fp8("one bucket", ALL_IN_ONE),
+    _stock_fp8("buckets of 2 GiB", 2048 * MIB),
     _fp8rl("from BF16, mapped", "bf16", mapped=True),
     _fp8rl("from BF16, bucket", "bf16", mapped=False),
     _fp8rl("from BF16, streamed", "bf16", mapped=False, streamed=True),
@@ -108,13 +107,9 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     import sglang
 
     shape = models.MODELS[case.model]
-    layers = min(filter(None, (shape.layers, case.checkpoint_layers, run.options["layers"])))
-    shape = replace(shape, layers=layers)
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
     copy_tb_s = measuring.copy_tb_s()
     models.save_config(shape, run.folder)
-    if case.checkpoint_layers is not None:
-        weights.save(weights.hf_named(weights.bf16_module(shape, DEVICE)), run.folder)
-        torch.cuda.empty_cache()
     started = time.perf_counter()
     engine = sglang.Engine(model_path=str(run.folder), **COMMON, **case.engine)
     print(f"engine start: {time.perf_counter() - started:.0f} s")
@@ -273,7 +268,7 @@ def values_of(
     if (case.mapped and not all(mapped)) or (case.mapped is False and any(mapped)):
         raise RuntimeError(f"'{case.name}' read {min(mapped)} to {max(mapped)} bytes in place")
     # our trainer side quantizes into the bucket, so that it holds what the engine keeps
-    bucket = None if all(mapped) else "bf16" if case.stock else case.target
+    bucket = None if all(mapped) else case.source if case.stock else case.target
     payload = traffic.payload_bytes(parameters, bucket or case.source)
     if any(result.bytes != payload for result in ours):
         raise RuntimeError(f"an update carried {ours[0].bytes} bytes, the model has {payload}")
@@ -310,10 +305,11 @@ BENCHMARK = Benchmark(
             f"{model}/{case.arm}/{case.name}",
             replace(case, model=model),
             stock=case.stock,
-            folder_in_memory=case.checkpoint_layers is not None,
         )
         for model in models.MODELS
         for case in CASES
+        # another 61 GB beside trainer and engine
+        if (model, case.arm, case.bucket_bytes) != ("qwen3-30b-a3b", "stock-bf16", ALL_IN_ONE)
     ),
     measure=measure,
     limit_s=300.0,

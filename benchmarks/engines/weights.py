@@ -1,11 +1,9 @@
 """The trainer's weights: random, on one device, renewed in place as an optimizer step would."""
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.engines.models import Parameter, Shape, parameters
@@ -16,7 +14,6 @@ STD = 0.02
 SCALES = (0.1 * STD / FP8_MAX, 5 * STD / FP8_MAX)
 """Range of the scales that ``renew`` draws; the largest of 16,384 normal values is 4 STD."""
 EXPERTS_AT_ONCE = 16
-SHARD_BYTES = 4 << 30
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -69,18 +66,6 @@ def renew(tensors: Iterable[torch.Tensor]) -> None:
 def draw(tensor: torch.Tensor) -> torch.Tensor:
     """New random values in place: norms around 1, matrices around 0."""
     return tensor.normal_(1.0 if tensor.dim() == 1 else 0.0, STD)
-
-
-def save(named: Named, folder: Path) -> None:
-    """Write a checkpoint in shards of about 4 GiB."""
-    shard: dict[str, torch.Tensor] = {}
-    size = count = 0
-    for index, (name, tensor) in enumerate(named):
-        shard[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-        if size >= SHARD_BYTES or index == len(named) - 1:
-            save_file(shard, folder / f"model-{count:05d}.safetensors")
-            shard, size, count = {}, 0, count + 1
 
 
 def split(

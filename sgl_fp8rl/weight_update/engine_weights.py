@@ -237,7 +237,8 @@ class EngineWeights:
         """
         if _in_order(self.model) == self._places:
             return
-        moved = [n for n, place in _addresses(self.model).items() if self._addresses.get(n) != place]
+        now = _addresses(self.model)
+        moved = [name for name, address in now.items() if self._addresses.get(name) != address]
         if moved:
             raise SessionError(f"{moved[0]} moved in memory; something rebinds engine parameters")
 

@@ -83,7 +83,6 @@ class LoadingEngine:
         self.version: int | None = None
         folder = Path(arguments["model_path"])
         assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
-        assert bool(list(folder.glob("*.safetensors"))) is ("flash_rl" in arguments.values())
 
     def update_weights_from_tensor(self, payloads: list[str], **_: Any) -> tuple[bool, str]:
         from sglang.srt.utils import MultiprocessingSerializer

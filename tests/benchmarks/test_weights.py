@@ -1,7 +1,6 @@
 """Shapes of the benchmarked models, the bytes that an update moves, and the trainer's weights."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -118,16 +117,3 @@ def test_codes_and_scales_belong_together_and_are_renewed(shape: models.Shape) -
         assert after.isfinite().all() and after.abs().max() < 0.2
         changed = after != before[name]
         assert changed[before[name] != 0].all()
-
-
-def test_a_checkpoint_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from safetensors.torch import load_file
-
-    monkeypatch.setattr(weights, "SHARD_BYTES", 1 << 20)
-    named = weights.hf_named(weights.bf16_module(TINY_MOE, "cpu"))
-    weights.save(named, tmp_path)
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    assert len(shards) > 1
-    read = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    assert len(read) == len(named)
-    assert all(torch.equal(read[name], tensor) for name, tensor in named)

@@ -49,7 +49,7 @@ class TorchLaunch:
 
     def run(self, bases: Bases, status: Any) -> None:
         several = [bases] if isinstance(bases, int) else bases.tolist()
-        assert isinstance(bases, int) or len(several) > 1, "a table of one is a copy to the device too many"
+        assert isinstance(bases, int) or len(several) > 1, "a table of one is a needless copy"
         assert not any(base % ACCESS for base in several), "the kernel reads whole accesses"
         self.runs += 1
         for descriptor in self.descriptors:
