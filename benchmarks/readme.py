@@ -42,7 +42,6 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **tables.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
-    "again": ("again.json", engine_tables.again),
     "links": ("links.json", links.links),
     "flips": ("flips.json", flips.flips),
     "sharded": ("sharded.json", sharded.sharded),

@@ -20,7 +20,7 @@ from benchmarks.engines import keywords, models, stock_push, traffic, weights
 
 DEVICE = "cuda"
 MIB = 1 << 20
-WARM_UP = 2  # the second finds the weights where they were, so the third and later are mapped
+WARM_UP = 3  # the second finds the weights where they were, and the third plans to map them
 WATCHED = 3
 """Updates after the timed ones, during which free memory is looked at; that may slow them."""
 PROMPT = list(range(1000, 1064))
@@ -71,8 +71,10 @@ class Case:
         return self.bucket_bytes is not None
 
 
-def _fp8rl(name: str, source: str, mapped: bool | None, streamed: bool = False) -> Case:
-    engine = {"quantization": "fp8rl", "load_format": "dummy"}
+def _fp8rl(
+    name: str, source: str, mapped: bool | None, streamed: bool = False, **more: Any
+) -> Case:
+    engine = {"quantization": "fp8rl", "load_format": "dummy", **more}
     return Case("fp8rl", name, engine, source, "fp8", mapped=mapped, streamed=streamed)
 
 
@@ -93,6 +95,7 @@ CASES = (
     _stock_fp8("buckets of 2 GiB", 2048 * MIB),
     _fp8rl("from BF16, mapped", "bf16", mapped=True),
     _fp8rl("from BF16, bucket", "bf16", mapped=False),
+    _fp8rl("from BF16, bucket of 4 GiB", "bf16", mapped=False, fp8rl_bucket_bytes=4 << 30),
     _fp8rl("from BF16, streamed", "bf16", mapped=False, streamed=True),
     _fp8rl("from FP8 + scales", "fp8", mapped=None),
 )

@@ -95,20 +95,6 @@ def copies(rows: Sequence[Row]) -> str:
     return f"Bandwidth of a copy: {min(found):.2f} to {max(found):.2f} TB/s." if found else ""
 
 
-def again(results: Results) -> str:
-    """What was measured again at a later commit, a line each."""
-    spread = "{median:.2f} ms ({min:.2f} to {max:.2f})"
-    columns = [
-        Column("update", {"update_wall_ms": spread}),
-        Column("engine's kernels", {"update_gpu_ms": "{median:.2f} ms"}),
-        Column("extra memory", {"peak_extra_gib": "{median:.2f} GiB"}),
-        Column("decode step", {"decode_step_ms": spread}),
-        Column("prefill", {"prefill_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
-    ]
-    made = table(results["rows"], ["model", "arm", "case"], columns, "measured again")
-    return joined(made, f"{facts(results['environment'])}. Medians (least to most).")
-
-
 def long_tail(results: Results) -> str:
     """Each rollout as a whole."""
     rows = with_ratio(results["rows"], "rollout_s", is_reference)
@@ -171,6 +157,7 @@ def update(results: Results) -> str:
     columns = [
         Column("update", {"update_wall_ms": "{median:.1f} ms ({min:.1f} to {max:.1f})"}),
         Column("faster than stock", {"faster": "{median:.2f}x"}),
+        Column("begin", {"update_begin_ms": "{median:.1f} ms"}),
         Column("floor", {"update_floor_ms": "{median:.1f} ms"}),
         Column("engine's kernels", {"update_gpu_ms": "{median:.1f} ms"}),
         Column("of copy", {"quantize_copy_fraction": "{median:.0%}"}),

@@ -60,11 +60,11 @@ def update(results: Results) -> str:
     for row in rows:
         if (row["arm"], row["case"]) == ("fp8rl", MAPPED):
             same = [r for r in rows if (r["model"], r["arm"]) == (row["model"], REFERENCE)]
-            faster = min(r["median"] for r in same) / row["median"]
-            parts.append(
-                f"{row['median']:.1f} ms for {row['model']} ({faster:.1f} times as fast as stock "
-                f"BF16's)"
-            )
+            part = f"{row['median']:.1f} ms for {row['model']}"
+            if same:
+                faster = min(r["median"] for r in same) / row["median"]
+                part += f" ({faster:.1f} times as fast as stock BF16's)"
+            parts.append(part)
     return f"- A full update takes {' and '.join(parts)}; {_where(results)}."
 
 
