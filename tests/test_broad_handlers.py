@@ -22,8 +22,10 @@ TELLS_THE_OTHERS = {
     "sgl_fp8rl.integrations.contract",
     "sgl_fp8rl.integrations.trl",
     "sgl_fp8rl.integrations.updates",
+    "trainer_bridge.chunk_sender",
     "trainer_bridge.collective",
     "trainer_bridge.shared_filling",
+    "trainer_bridge.shared_sending",
     "trainer_bridge.weights",
 }
 """Modules that call ``attempt``: each passes the error on to the other ranks."""

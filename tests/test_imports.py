@@ -30,6 +30,7 @@ LAYERS = (
     "trainer_bridge.placed_shards trainer_bridge.image_changes "
     "trainer_bridge.engine_connection trainer_bridge.connections trainer_bridge.collective "
     "trainer_bridge.filler trainer_bridge.shards trainer_bridge.shared_filling "
+    "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
     "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.update_session "
     "trainer_bridge.transaction "

@@ -1,7 +1,7 @@
 """Read a trainer's weights, one parameter at a time, whatever holds them.
 
 A parameter of an FSDP2 model (``fully_shard``) is a DTensor: every rank gathers it, in the same
-order, and only rank 0 goes on with it. The whole model is never gathered at once.
+order, and rank 0, or a few, go on with it. The whole model is never gathered at once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -19,9 +19,9 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
     give later.
 
     Args:
-        members: the engines of the update; where it is one, nobody waits.
+        members: the engines that wait; none where nobody does.
     """
-    if len(members) == 1:
+    if not members:
         yield
         return
     over = Event()

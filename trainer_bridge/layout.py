@@ -8,12 +8,17 @@ from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import MOST_SLOTS, ManifestError
 from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, Source, sources
+
+SLOTS = 2
+"""Of a bucket in host memory, for each rank that fills it: one is filled while another is read."""
+LEAST_CHUNK_BYTES = 32 << 20
+"""Smaller chunks are more round trips than work."""
 
 
 def check_layout(layout: dict[str, Any]) -> None:
@@ -47,7 +52,7 @@ def check_layout(layout: dict[str, Any]) -> None:
         )
 
 
-def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
+def comparable(layout: dict[str, Any], through_host: bool, is_far: bool) -> dict[str, Any]:
     """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
     read = ("dtype", "bucket_bytes", "fp32", "formats")
     return {
@@ -55,6 +60,7 @@ def comparable(layout: dict[str, Any], through_host: bool) -> dict[str, Any]:
         "kv_cache": layout.get("kv_cache"),
         "on_gpus": bool(layout["gpus"]),
         "through_host": through_host,
+        "is_far": is_far,
     }
 
 
@@ -90,11 +96,16 @@ def slots_for(device: torch.device | None, layout: dict[str, Any]) -> int:
         device: the trainer's GPU, or None where it has none that the engine can read.
     """
     if device is None or device.type != "cuda":
-        return 2  # two processes on a CPU do work at once
+        return SLOTS  # two processes on a CPU do work at once
     try:
         return 1 if {gpu_uuid(device.index)} == set(layout["gpus"]) else 2
     except CudaMemoryError:
         return 2  # whoever shares this GPU's memory will say what is wrong with it
+
+
+def senders_of(ranks: int, bucket_bytes: int) -> int:
+    """How many ranks send to engines on other hosts: each has slots of its own in the bucket."""
+    return max(1, min(ranks, bucket_bytes // (SLOTS * LEAST_CHUNK_BYTES), MOST_SLOTS // SLOTS))
 
 
 def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:

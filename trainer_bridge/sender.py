@@ -1,18 +1,21 @@
 """What a trainer keeps for engines of one layout: plans, and the memory that they read."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import by_tensor
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, ManifestError
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named
 from trainer_bridge.in_place import InPlace
-from trainer_bridge.layout import check_kv_scales, slots_for, sources_for
+from trainer_bridge.layout import check_kv_scales, senders_of, slots_for, sources_for
 from trainer_bridge.packer import HostPacker, Packer, QuantizePacker
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
@@ -48,6 +51,8 @@ class Sender:
         """Whether several engines have this memory open: what is put into the bucket is quantized
         once for all of them."""
         self._users: set[object] = set()
+        self.sends_alone = False
+        """Whether some rank of the trainer could not connect to these engines."""
 
     def share_with(self, engines: Iterable[object]) -> None:
         """Get ready for an update of these engines; others may have the memory open too."""
@@ -136,6 +141,7 @@ class Sender:
         device: torch.device | None,
         streamed: bool = False,
         shards: Shards | None = None,
+        ranks: int = 1,
     ) -> TransferPlan:
         """The plan for these tensors, made again where anything but values changed.
 
@@ -146,6 +152,7 @@ class Sender:
             family: see ``fsdp.sources``.
             streamed: the tensors come in another order than this one.
             shards: of all ranks, where none has moved since the last update.
+            ranks: how many may send together to engines on other hosts.
 
         Raises:
             ManifestError: the tensors cannot make an update.
@@ -168,26 +175,48 @@ class Sender:
             (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
             for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
         )
-        signature = family, device, tensors
+        layout = self.layout
+        slots = slots_for(device, layout)
+        senders = 1
+        if layout["is_far"] and not streamed and not self.sends_alone:
+            senders = senders_of(ranks, layout["bucket_bytes"])
+        signature = family, device, senders, tensors
         way = any(mapped), KV_SCALES in (name for name, _ in named)
         kept = self._plans.get(way)
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
         is_encoded = device is not None or self.layout["through_host"]
         quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
-        slots = slots_for(device, self.layout)
-        plan = TransferPlan(
+        make = partial(self._plan, named, family, mapped, quantized, resident, streamed)
+        try:
+            plan = make(slots * senders)
+        except ManifestError:
+            if senders == 1:
+                raise
+            plan = make(slots)  # a row of blocks is larger than such a chunk
+        if not streamed:
+            self._plans[way] = (signature, plan)
+        return plan
+
+    def _plan(
+        self,
+        named: Named,
+        family: str | None,
+        mapped: list[bool],
+        quantized: dict[str, WeightFormat],
+        resident: list[bool],
+        streamed: bool,
+        slots: int,
+    ) -> TransferPlan:
+        return TransferPlan(
             sources_for(named, family, self.layout),
             mapped,
-            self.layout["bucket_bytes"] // slots,
+            self.layout["bucket_bytes"] // slots // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT,
             quantized,
             [index for index, is_resident in enumerate(resident) if is_resident],
             streamed,
             slots,
         )
-        if not streamed:
-            self._plans[way] = (signature, plan)
-        return plan
 
     def share(
         self,

@@ -45,6 +45,8 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
+    is_far: bool
+    """Whether every engine is on another host, and sent the same."""
     is_second_try: bool
     """Whether the weights of an earlier try, which not every engine has, are known: these must be
     the same."""
@@ -80,7 +82,8 @@ class Transaction:
         required: int,
     ) -> None:
         self._named, self._make_plan, self._kv_scales = named, make_plan, kv_scales
-        self._everyone, self._active = participants, list(participants)
+        self._everyone, self.active = participants, list(participants)
+        """All engines, and those that are still in the update."""
         self._policy, self._required = policy, required
         self._decision = decision_on(policy, [p.connection.decided for p in participants])
         self.failed: dict[str, str] = {}
@@ -108,10 +111,11 @@ class Transaction:
         """The result for the other ranks."""
         return Begun(
             self._policy,
-            all(member.committed_before for member in self._active),
+            all(member.committed_before for member in self.active),
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
+            len(self.sessions) == 1 and all(member.connection.is_far for member in self.active),
             bool(self._decision.digests),
         )
 
@@ -155,6 +159,12 @@ class Transaction:
         for session in self.sessions:
             session.end_stream()
 
+    def send_rest(self) -> None:
+        """Send what is left, and wait until it is read."""
+        for session in self.sessions:
+            session.put_kv_scales()
+            session.send_rest()
+
     def finish(self) -> float | None:
         """Send what is left, and have every engine vote.
 
@@ -179,23 +189,23 @@ class Transaction:
             EngineError: an engine did not answer, and each was required.
         """
         self._decide(self._decision)
-        voted = [member for member in self._active if member.ranks is not None]
+        voted = [member for member in self.active if member.ranks is not None]
         lost: EngineError | None = None
         for member, error in _at_once({p: partial(p.commit, self._policy) for p in voted}):
             if error is not None:
-                self._active.remove(member)
+                self.active.remove(member)
                 self.failed[member.name] = str(error)
                 lost = error
         for session in self.sessions:
             session.committed()
         self._await_lost()
         self._end_sessions()
-        if lost is not None and len(self._active) < self._required:
+        if lost is not None and len(self.active) < self._required:
             if len(self._everyone) == 1:
                 raise EngineError(str(lost), lost.status) from lost
             missing = "; ".join(f"{name} ({why})" for name, why in self.failed.items())
             raise MissedCommitError(
-                f"{self._policy} is committed on {len(self._active)} of {len(self._everyone)} "
+                f"{self._policy} is committed on {len(self.active)} of {len(self._everyone)} "
                 f"engines, but not on {missing}; update again with the same version, or without "
                 f"what is gone",
                 lost.status,
@@ -221,11 +231,11 @@ class Transaction:
             for session in self.sessions
             for member in session.members
         }
-        with kept_alive(self._active):
+        with kept_alive(self.active if len(self.active) > 1 else ()):
             begun = _at_once(beginning)
         for member, error in begun:
             if error is not None:
-                self._lose(member, error)
+                self.lose(member, error)
         for session in self.sessions:
             try:
                 session.open()
@@ -240,14 +250,14 @@ class Transaction:
 
     def _by_layout(self) -> list[tuple[list[Participant], dict[str, Any]]]:
         """The engines that are equal in all that a plan depends on, together."""
-        asked = {p: partial(p.connection.layout, p.timeout_s) for p in self._active}
+        asked = {p: partial(p.connection.layout, p.timeout_s) for p in self.active}
         for member, error in _at_once(asked):
             if error is not None:
-                self._lose(member, error)
+                self.lose(member, error)
         together: list[tuple[list[Participant], dict[str, Any]]] = []
-        for member in self._active:
+        for member in self.active:
             connection = member.connection
-            layout = comparable(connection.layout(), connection.through_host)
+            layout = comparable(connection.layout(), connection.through_host, connection.is_far)
             for members, known in together:
                 if known == layout:
                     members.append(member)
@@ -281,17 +291,17 @@ class Transaction:
         except UnreachableMemoryError as error:
             _use_host_memory(members, error)
             return self._planned(members, {**layout, "through_host": True})
-        return UpdateSession(members, sender, plan, device, scales, self._lose)
+        return UpdateSession(members, sender, plan, device, scales, self.lose)
 
-    def _lose(self, member: Participant, error: EngineError) -> None:
+    def lose(self, member: Participant, error: EngineError) -> None:
         """Go on without an engine.
 
         Raises:
             EngineError: too few are left.
         """
-        self._active.remove(member)
+        self.active.remove(member)
         self.failed[member.name] = str(error)
-        if len(self._active) < self._required:
+        if len(self.active) < self._required:
             where = "" if len(self._everyone) == 1 else f"{member.name}: "
             # not the error itself: frames that refer to it would be in its traceback, and a cycle
             # keeps the trainer's tensors

@@ -20,9 +20,10 @@ _DTYPES = frozenset(DTYPES.values())
 Signature = tuple[
     str | None,
     torch.device | None,
+    int,
     tuple[tuple[str, torch.dtype, torch.Size, bool, bool, bool], ...],
 ]
-"""Family and GPU; name, dtype, shape, whether sharded, resident and mapped, of each parameter."""
+"""Family, GPU, senders; name, dtype, shape, whether sharded, resident, mapped of each tensor."""
 
 
 class Span(NamedTuple):

@@ -133,6 +133,8 @@ def update(
         SHARD_BOOK.forget()
         weights.exhaust()
         raise
+    finally:
+        weights.close()
     weights.exhaust()
     return result
 
@@ -191,6 +193,7 @@ def _update(
             raise
         if failed:
             leader.attempt(Transaction.remember, transaction, digests())
+        weights.committed()
         clock.lap("commit")
     except BaseException as error:
         try:

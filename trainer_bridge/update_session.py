@@ -71,6 +71,10 @@ class UpdateSession:
         """Tensors of a stream that the engines are told of with the next chunk."""
         self._read = self._in_flight = 0
         """Chunks that the engines have read, and that they are reading."""
+        self._senders = 1
+        """Ranks of the trainer that send chunks in turn; this one sends the first."""
+        self.network_bytes_of_others = 0
+        """Bytes of chunks that those sent to engines on other hosts."""
         self._filler = Filler(plan, self._send_chunk, self._await_slot)
 
     def open(self) -> None:
@@ -95,7 +99,22 @@ class UpdateSession:
     @property
     def network_bytes(self) -> int:
         """Bytes of chunks that engines on other hosts were sent."""
-        return sum(m.ranks.network_bytes for m in self._open_members() if m.ranks is not None)
+        own = sum(m.ranks.network_bytes for m in self._open_members() if m.ranks is not None)
+        return own + self.network_bytes_of_others
+
+    @property
+    def kv_scales(self) -> torch.Tensor | None:
+        """KV scales that are still to be put in."""
+        return self._kv_scales
+
+    @property
+    def images(self) -> tuple[str, str]:
+        """The images that changes are of, and that they make; empty where there are none."""
+        return ("", "") if self._changes is None else (self._changes.before, self._changes.name)
+
+    def send_every(self, senders: int) -> None:
+        """From now on other ranks of the trainer send chunks, all in turn."""
+        self._senders = senders
 
     def ask(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> list[dict[str, Any]]:
         """Send a message to every rank of every engine and wait for their replies."""
@@ -191,14 +210,10 @@ class UpdateSession:
         board.reset()
         board.allow(self.plan.manifest.slots)
 
-    def finish(self) -> float | None:
-        """Send what is left, and have every rank check that nothing is missing.
-
-        Returns:
-            seconds that the slowest GPU took to write, or None on a CPU.
-        """
+    def send_rest(self) -> None:
+        """Send what is left, and wait until it is read."""
         if not self._open_members():
-            return None
+            return
         try:
             self._filler.finish()
             while self._in_flight:
@@ -206,6 +221,16 @@ class UpdateSession:
         except BaseException:
             self._stop_ranks()
             raise
+
+    def finish(self) -> float | None:
+        """Send what is left, and have every rank check that nothing is missing.
+
+        Returns:
+            seconds that the slowest GPU took to write, or None on a CPU.
+        """
+        self.send_rest()
+        if not self._open_members():
+            return None
         if self._filler.packer is not None:
             self._filler.packer.finish()
         return slowest_gpu(self.ask({"op": "finish"}))
@@ -238,7 +263,12 @@ class UpdateSession:
         self.sender.leave(self)
         del self._filler  # it refers to here: a cycle would keep the trainer's tensors
 
+    def _is_mine(self, chunk: int) -> bool:
+        return chunk % self._senders == 0
+
     def _send_chunk(self, chunk: int) -> None:
+        if not self._is_mine(chunk):
+            return
         if self._board is not None:
             self._board.fill(chunk + 1)
             self._board.await_filled(chunk)
@@ -289,7 +319,9 @@ class UpdateSession:
         return content._replace(before=self._changes.before, change=change)
 
     def _await_slot(self, chunk: int) -> bool:
-        while self._in_flight >= self.plan.manifest.slots:
+        if not self._is_mine(chunk):
+            return False
+        while self._in_flight >= self.plan.manifest.slots // self._senders:
             self._wait_chunk()
         return bool(self._open_members())  # or the bucket may be gone
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge import hf_names
+from trainer_bridge import hf_names, shared_sending
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, check_ranks
@@ -21,6 +21,7 @@ from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import ShardBook, Shards
 from trainer_bridge.sender import Sender
 from trainer_bridge.shared_filling import SharedFilling, agree
+from trainer_bridge.shared_sending import SharedSending
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.weights_digest import weights_digest
@@ -54,7 +55,14 @@ class Weights(Protocol):
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        """Gather every tensor on all ranks, in one order; the leader puts them into the bucket."""
+        """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
+        others may send a part."""
+
+    def committed(self) -> None:
+        """The engines have them."""
+
+    def close(self) -> None:
+        """The update is over, however it ended."""
 
     def exhaust(self) -> None:
         """Take part in what is left of the collectives: other ranks wait for them."""
@@ -78,6 +86,8 @@ class WholeModel:
         named, self._fault = attempt(named_tensors, model_or_named_tensors)
         self.named = named or []
         self._shards: Shards | None = None
+        self._ranks = 1
+        self._sending: SharedSending | None = None
 
     def check(self, ranks: tuple[int, ...]) -> None:
         if self._fault is not None:
@@ -85,6 +95,7 @@ class WholeModel:
         check_ranks(self.named, ranks)
 
     def prepare(self, leader: Leader) -> None:
+        self._ranks = leader.size if shared_sending.is_on_all(self.named, leader.size) else 1
         if not leader.is_alone:  # whatever this rank holds, the leader waits for each
             placed, error = attempt(SHARD_BOOK.place, self.named)
             if error is not None:
@@ -100,7 +111,7 @@ class WholeModel:
         device: torch.device | None,
     ) -> TransferPlan:
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
-        return sender.plan(named, self._family, device, shards=self._shards)
+        return sender.plan(named, self._family, device, shards=self._shards, ranks=self._ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
@@ -119,6 +130,11 @@ class WholeModel:
         if leader.is_alone and leader.attempt(Transaction.put_residents, transaction, self.named):
             clock.lap("write")
             return
+        sending = None
+        if begun.is_far and not leader.is_alone:
+            sending = self._sending = shared_sending.agree(
+                leader, transaction, self.named, self._family
+            )
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
             [sources_for(self.named, self._family, layout) for layout in layouts]
@@ -135,7 +151,11 @@ class WholeModel:
                     wholes[source.held_as] = source.read(tensor)
                 clock.lap("read")
                 leader.attempt(Transaction.put, transaction, number, index, wholes[source.held_as])
+                if sending is not None:
+                    sending.put(index, wholes[source.held_as])
                 clock.lap("write")
+        if sending is not None:
+            sending.finish(leader, transaction)
 
     def _fill(
         self,
@@ -160,8 +180,16 @@ class WholeModel:
         if shared.follower is not None:
             shared.follower.finish()
 
+    def committed(self) -> None:
+        if self._sending is not None:
+            self._sending.committed()
+
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.close()
 
     def digest(self, kv_scales: torch.Tensor | None) -> str:
         scales = [] if kv_scales is None else [(KV_SCALES, kv_scales)]
@@ -214,6 +242,12 @@ class Stream:
             leader.attempt(Transaction.put_named, transaction, name, tensor)
             clock.lap("write")
         leader.attempt(Transaction.end_stream, transaction)
+
+    def committed(self) -> None:
+        """Nothing is kept here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def exhaust(self) -> None:
         for _ in self._tensors:

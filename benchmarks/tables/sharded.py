@@ -61,11 +61,15 @@ def predicted(results: Mapping[str, Any]) -> str:
         times = [update_time.sharded_kernels_ms(of, gpus) for gpus in PREDICTED_GPUS]
         cells.append([name, *(f"{each:.1f} ms" for each in times), f"{found:.1f} ms"])
     head = [f"{gpus} GPUs" for gpus in PREDICTED_GPUS]
-    far = ", ".join(
-        f"{update_time.far_s(QWEN3_235B, ENGINES, link):.0f} s at {link:.0f} Gb/s"
-        for link in GIGABITS
-    )
+    far = [
+        ", ".join(
+            f"{update_time.far_s(QWEN3_235B, ENGINES, link, senders):.0f} s at {link:.0f} Gb/s"
+            for link in GIGABITS
+        )
+        for senders in (1, ENGINES)
+    ]
     return joined(
         grid(["engine's kernels, predicted", *head, "measured, 2 GPUs"], cells),
-        f"Qwen3-235B to {ENGINES} engines on other hosts, by the first rank's link alone: {far}.",
+        f"Qwen3-235B to {ENGINES} engines on other hosts, by the links alone: {far[0]} from one "
+        f"host, {far[1]} from {ENGINES}.",
     )

@@ -36,6 +36,6 @@ def sharded_kernels_ms(shape: Shape, gpus: int) -> float:
     return own / gpus / H200_BYTES_MS + crossing / gpus / NVLINK_BYTES_MS
 
 
-def far_s(shape: Shape, engines: int, gigabits: float) -> float:
-    """The link of the rank that leads, which sends FP8 to each engine on another host."""
-    return shape.weight_bytes(fp8=True) * engines * 8 / gigabits / 1e9
+def far_s(shape: Shape, engines: int, gigabits: float, senders: int = 1) -> float:
+    """The links of trainer hosts, of which each sends its part of FP8 to engines on other hosts."""
+    return shape.weight_bytes(fp8=True) * engines / senders * 8 / gigabits / 1e9

@@ -61,14 +61,15 @@ class Image:
             apply(target, change.payload)
 
     def advance(self, changes: Mapping[int, Change], name: str) -> "Image":
-        """The image of the update with these changes. This one gives its chunks away and is empty:
-        whoever still holds it is refused, also where the changes are interrupted."""
-        chunks, self._chunks, self.name = self._chunks, {}, ""
+        """The image of the update with these changes, which holds the chunks that they name and no
+        others: what somebody else sends meanwhile is not known. This one gives its chunks away and
+        is empty: whoever still holds it is refused, also where the changes are interrupted."""
+        old, self._chunks, self.name = self._chunks, {}, ""
+        chunks = {}
         for chunk, change in changes.items():
+            chunks[chunk] = old[chunk] if change.is_delta else change.payload
             if change.is_delta:
                 apply(chunks[chunk], change.payload)
-            else:
-                chunks[chunk] = change.payload
         return Image(name, chunks)
 
 

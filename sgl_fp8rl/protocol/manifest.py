@@ -15,10 +15,12 @@ from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 10
+PROTOCOL = 11
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""
+MOST_SLOTS = 32
+"""Of a bucket; two for each rank of a trainer that sends to another host."""
 MOST_DIMENSIONS, MOST_ELEMENTS, LONGEST_NAME = 8, 2**48, 256
 """Of one tensor; what exceeds them comes from no model, and torch cannot count its bytes."""
 
@@ -46,7 +48,8 @@ class Manifest:
     """Whether tensors come in an order that is told with each chunk. Those may be left out that
     the engine keeps nothing of."""
     slots: int = 2
-    """Of the bucket: 2, which are filled and written in turn, or 1, where one GPU does both."""
+    """Of the bucket: 2, which are filled and written in turn, for each rank that sends, or 1, where
+    one GPU does both."""
 
     def __post_init__(self) -> None:
         for name, spec in self.tensors.items():
@@ -122,8 +125,8 @@ class Manifest:
                 f"is mapped"
             )
         slots = data.get("slots")
-        if type(slots) is not int or slots not in (1, 2):
-            raise ManifestError(f"slots is {excerpt(slots)}; give 1 or 2")
+        if type(slots) is not int or not 1 <= slots <= MOST_SLOTS:
+            raise ManifestError(f"slots is {excerpt(slots)}; give a number from 1 to {MOST_SLOTS}")
         specs = {name: parse_spec(name, entry) for name, entry in tensors.items()}
         return cls(version, specs, size, frozenset(mapped), streamed, slots)
 

@@ -119,15 +119,22 @@ def accept(listener: socket.socket, token: str) -> socket.socket:
     while (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
         peer, _ = listener.accept()
-        try:
-            peer.settimeout(min(left, HELLO_TIMEOUT_S))
-            if _holds(peer, token):
-                return peer
-            framing.send(peer, {"error": "this socket serves another session"})
-        except (framing.FramingError, ValueError, OSError) as error:
-            logger.warning("a peer was refused at the update's socket: %s", error)
+        if holds(peer, token, left):
+            return peer
         peer.close()
     raise TimeoutError("no trainer connected in time")
+
+
+def holds(peer: socket.socket, token: str, limit_s: float = HELLO_TIMEOUT_S) -> bool:
+    """Whether a peer shows a session's token, in time; if not, it is told."""
+    try:
+        peer.settimeout(min(limit_s, HELLO_TIMEOUT_S))
+        if _holds(peer, token):
+            return True
+        framing.send(peer, {"error": "this socket serves another session"})
+    except (framing.FramingError, ValueError, OSError) as error:
+        logger.warning("a peer was refused at the update's socket: %s", error)
+    return False
 
 
 def _holds(peer: socket.socket, token: str) -> bool:

@@ -3,16 +3,16 @@
 The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
 they read the memory of a trainer on their own host. Where this process has kept the trainer's last
 update, changes of its chunks follow instead. They are all here before a rank writes the first
-chunk, so where they are torn, nothing was written.
+chunk, so where they are torn, nothing was written. The trainer's first rank leads; others may send
+chunks of their own, each over a connection of its own.
 """
 
 import logging
 import socket
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from threading import Condition, Lock, Thread
+from threading import BoundedSemaphore, Condition, Lock, Thread
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.image import DeltaError
 from sgl_fp8rl.protocol.values import excerpt
-from sgl_fp8rl.weight_update.rank_server import accept
+from sgl_fp8rl.weight_update.rank_server import accept, holds
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
+from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ CHANGED = "changed chunk"
 """A chunk that ranks are told of when all changes are here."""
 SLOTS = 2
 """Of a bucket in host memory: so many chunks are written or filled at once."""
+HELLOS = 64
+"""Connections that may not have shown the session's token yet; others are closed."""
 PROBES = 3
 """TCP keep-alive probes after which the connection to a silent host is closed."""
 
@@ -52,17 +55,18 @@ class Relay:
         self.port: int = self._listener.getsockname()[1]
         self._silence_s, self._memories = silence_s, memories
         self._memory: HostMemory | None = None
-        self._ranks: list[socket.socket] = []
+        self._ranks = RelayRanks()
+        self._senders: list[socket.socket] | None = []
+        """Other ranks of the trainer, which send chunks; None when ranks answer no more."""
+        self._hellos = BoundedSemaphore(HELLOS)
         self._sending = Lock()
-        self._asked: deque[str] = deque()
-        """What ranks have still to answer, in order."""
         self._image = SessionImage(memories)
         self._writing = 0
         """Changed chunks that ranks are writing; -1 after one that they could not write."""
         self._written = Condition()
 
     def start(self, sockets: Sequence[str], token: str) -> None:
-        """Wait for the trainer, in two threads of this process.
+        """Wait for the trainer, in threads of this process.
 
         Args:
             sockets: of the ranks, whose session has begun.
@@ -77,8 +81,7 @@ class Relay:
     def _run(self, sockets: list[str], token: str) -> None:
         with ExitStack() as stack:
             try:
-                with self._listener:
-                    peer = stack.enter_context(accept(self._listener, token))
+                peer = stack.enter_context(accept(self._listener, token))
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _notice_its_death(peer, self._silence_s)
@@ -88,12 +91,15 @@ class Relay:
                 framing.send(out, {"ok": True, "known": known, **self._image.told})
             except (OSError, ValueError) as error:
                 logger.warning("no trainer on another host connected: %s", str(error))
+                self._listener.close()
                 return
+            stack.callback(self._turn_away)
             answers = Thread(target=self._pass_answers, args=(out,), daemon=True)
             answers.start()
+            Thread(target=self._admit_senders, args=(token,), daemon=True).start()
             try:
                 while True:
-                    self._pass_message(peer)
+                    self._pass_message(peer, out)
             except OSError as error:
                 if peer.gettimeout() is not None:  # in the middle of an update
                     logger.warning("the trainer on another host is gone: %s", str(error))
@@ -102,28 +108,73 @@ class Relay:
             except Exception as error:  # whatever it is, the trainer and the ranks must be told
                 logger.exception("an update over the network failed")
                 self._send(peer, {"replies": [{"error": f"the engine's relay failed: {error}"}]})
-            for rank in self._ranks:
-                with suppress(OSError):
-                    rank.shutdown(socket.SHUT_WR)
+            self._ranks.hang_up()
             answers.join()
 
     def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
         kept = dict(self._memories.by_name.items())  # none of them goes meanwhile
-        common = set(kept)
-        for path in sockets:
-            rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            rank.connect(path)
-            framing.send(rank, {"token": token})
-            reply, _ = framing.receive(rank)
-            common &= set(reply.get("known", ()))
-            self._ranks.append(rank)
+        common = set(kept).intersection(*self._ranks.connect(stack, sockets, token))
         for name in common:
             self._memory = kept[name]
         return sorted(common)
 
-    def _pass_message(self, peer: socket.socket) -> None:
+    def _admit_senders(self, token: str) -> None:
+        """Serve the other ranks of the trainer, until this session commits or ends."""
+        self._listener.settimeout(None)
+        with self._listener, suppress(OSError):  # the session is over
+            while True:
+                peer, _ = self._listener.accept()
+                if not self._hellos.acquire(blocking=False):
+                    peer.close()
+                    continue
+                Thread(target=self._serve_sender, args=(peer, token), daemon=True).start()
+
+    def _serve_sender(self, peer: socket.socket, token: str) -> None:
+        with peer:
+            try:
+                if not holds(peer, token):
+                    return
+            finally:
+                self._hellos.release()
+            with self._sending:
+                if self._senders is None:
+                    return
+                self._senders.append(peer)
+            try:
+                peer.settimeout(self._silence_s)
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                framing.send(peer, {"ok": True, "known": [], **self._image.told})
+                while True:
+                    self._pass_chunk(peer)
+            except OSError:  # it has sent all, or the vote misses what it has not
+                pass
+            except (ValueError, RuntimeError, MemoryError) as error:
+                logger.warning("a chunk of another rank of the trainer is refused: %s", str(error))
+                self._send(peer, {"replies": [{"error": str(error)}]})
+
+    def _pass_chunk(self, peer: socket.socket) -> None:
+        """Receive the next chunk of a rank that does not lead.
+
+        Raises:
+            OSError: it is gone, or silent.
+            ValueError: the message is something else.
+        """
+        message, _ = framing.receive(peer)
+        if message.get("op") != "chunk":
+            raise ValueError("only the trainer's first rank may send this message")
+        self._take_chunk(peer, message, peer)
+
+    def _turn_away(self) -> None:
+        """Admit no other rank any more."""
+        with suppress(OSError):  # not closed: the thread that waits would wait at another socket
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def _pass_message(self, peer: socket.socket, out: socket.socket) -> None:
         """Forward the trainer's next message to every rank.
+
+        Args:
+            out: where the answers go.
 
         Raises:
             OSError: it is gone, or silent.
@@ -138,71 +189,62 @@ class Relay:
             self._memory = self._made(message)
             fds = (self._memory.fd,)
         elif op == "chunk":
-            content = self._place(message.pop("offset", None), message.pop("bytes", None))
-            if "change" in message:
-                self._take_change(peer, message, content)
-                return
-            _receive(peer, content)
-            self._image.keep(message.get("index"), content)
+            self._take_chunk(peer, message, out)
+            return
         elif op == "finish":
-            self._write_changed()
+            self._write_changed(out)
         elif op == "commit":
+            self._turn_away()
             name = message.pop("image", "")
             self._image.name = name if isinstance(name, str) else ""
         if op == "wait":  # without a reply
-            self._tell(message)
+            self._ranks.tell(message)
         else:
-            self._ask(message, fds)
+            self._ranks.ask(message, out, fds)
 
-    def _take_change(
-        self, peer: socket.socket, message: dict[str, Any], content: torch.Tensor
-    ) -> None:
-        """Receive what changes in a chunk. The ranks, which write it later, hear of the trainer.
-
-        Args:
-            content: where the chunk will lie.
-        """
-        offset, size = int(content.storage_offset()), content.numel()
-        change = self._image.room_for(message.get("index"), message["change"], offset, size)
-        _receive(peer, change)
-        self._ask({"op": "staged"})
-
-    def _ask(self, message: dict[str, Any], fds: tuple[int, ...] = (), op: str = "") -> None:
-        """Send a message to every rank.
-
-        Args:
-            op: what its replies are to, by default its own.
-        """
-        self._asked.append(op or str(message.get("op")))
-        self._tell(message, fds)
-
-    def _tell(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-        for rank in self._ranks:
-            with suppress(OSError):  # it ended the session, and has said why
-                framing.send(rank, message, fds)
+    def _take_chunk(self, peer: socket.socket, message: dict[str, Any], out: socket.socket) -> None:
+        """Receive a chunk, and have the ranks write it; or what changes in it, which they write
+        later."""
+        content = self._place(message.pop("offset", None), message.pop("bytes", None))
+        if "change" not in message:
+            _receive(peer, content)
+            self._image.keep(message.get("index"), content)
+            self._ranks.ask(message, out)
+            return
+        index, offset, size = message.get("index"), int(content.storage_offset()), content.numel()
+        payload = self._image.room_for(index, message["change"], size)
+        _receive(peer, payload)
+        self._image.take(index, payload, offset, size)  # what is torn is none
+        self._ranks.ask({"op": "staged"}, out)  # the ranks hear of the trainer
 
     def _pass_answers(self, out: socket.socket) -> None:
-        """Forward the ranks' replies to the trainer, in one message."""
-        with suppress(OSError):  # a rank hangs up when the session is over, and so do we
-            while True:
-                replies = [framing.receive(rank)[0] for rank in self._ranks]
-                failed = any("error" in reply for reply in replies)
-                op = self._asked.popleft() if self._asked else ""
-                if op == CHANGED:
-                    with self._written:
-                        self._writing = -1 if failed else self._writing - 1
-                        self._written.notify()
-                    if not failed:
-                        self._send(out, {"progress": True})
-                        continue
-                if op == "commit" and not failed:
-                    self._keep_image()
-                self._send(out, {"replies": replies})
+        """Forward the ranks' replies to who awaits them, in one message.
+
+        Args:
+            out: to the rank that leads, which hears of each failure.
+        """
+        for (op, by), replies in self._ranks.answers(out):
+            failed = any("error" in reply for reply in replies)
+            if op == CHANGED:
+                with self._written:
+                    self._writing = -1 if failed else self._writing - 1
+                    self._written.notify()
+                if not failed:
+                    self._send(out, {"progress": True})
+                    continue
+            if op == "commit" and not failed:
+                self._keep_image()
+            for to in {by, out} if failed else {by}:
+                self._send(to, {"replies": replies})
+        # a rank hangs up when the session is over, and so do we
         with self._written:
             self._writing = -1
             self._written.notify()
-        with suppress(OSError):
-            out.shutdown(socket.SHUT_WR)
+        with self._sending:
+            senders, self._senders = self._senders or [], None
+        for to in (out, *senders):
+            with suppress(OSError):
+                to.shutdown(socket.SHUT_WR if to is out else socket.SHUT_RDWR)
 
     def _keep_image(self) -> None:
         try:
@@ -234,7 +276,7 @@ class Relay:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
         return self._memory.content[offset : offset + size]
 
-    def _write_changed(self) -> None:
+    def _write_changed(self, out: socket.socket) -> None:
         """Have every rank write the chunks that changed, two at a time."""
         for index, offset, size in self._image.places():
             with self._written:
@@ -243,7 +285,7 @@ class Relay:
                     return  # the trainer is told why, or a rank hangs and it gives up
                 self._writing += 1
             self._image.write(index, self._place(offset, size))
-            self._ask({"op": "chunk", "index": index}, op=CHANGED)
+            self._ranks.ask({"op": "chunk", "index": index}, out, op=CHANGED)
 
 
 def _receive(peer: socket.socket, content: torch.Tensor) -> None:

@@ -46,6 +46,10 @@ class SessionImage:
         self._places: dict[int, tuple[int, int]] = {}
         self._kept: dict[int, torch.Tensor] | None = {}
         """Chunks that came whole; None where they are too much."""
+        self._taken = 0
+        """Bytes of either."""
+        self._taking = Lock()
+        """Several ranks of a trainer may send at once."""
 
     @property
     def told(self) -> dict[str, Any]:
@@ -56,39 +60,53 @@ class SessionImage:
     def keep(self, index: Any, content: torch.Tensor) -> None:
         """Copy a chunk that came whole."""
         most = self._memories.most_image_bytes
-        if not most or self._kept is None or type(index) is not int:
-            return
-        if not self._kept:  # both would be twice the model
-            self._memories.image = self._before = Image("", {})
-        if sum(chunk.numel() for chunk in self._kept.values()) + content.numel() > most:
-            logger.warning(
-                "an update has more than %d bytes, so the next one travels whole too; give "
-                "--fp8rl-image-bytes more",
-                most,
-            )
-            self._kept = None
-        else:
-            self._kept[index] = content.clone()
+        with self._taking:
+            if not most or self._kept is None or type(index) is not int:
+                return
+            if not self._kept:  # both would be twice the model
+                self._memories.image = self._before = Image("", {})
+            self._taken += content.numel()
+            if self._taken > most:
+                logger.warning(
+                    "an update has more than %d bytes, so the next one travels whole too; give "
+                    "--fp8rl-image-bytes more",
+                    most,
+                )
+                self._kept = None
+            else:
+                self._kept[index] = content.clone()
 
-    def room_for(self, index: Any, size: Any, offset: int, of: int) -> torch.Tensor:
-        """Memory for the ``size`` bytes of a change of the chunk of ``of`` bytes at ``offset``.
+    def room_for(self, index: Any, size: Any, of: int) -> torch.Tensor:
+        """Memory for the ``size`` bytes of a change of a chunk of ``of`` bytes.
 
         Raises:
             ValueError: there can be no such change.
         """
         if type(index) is not int or index in self._changes or type(size) is not int:
             raise ValueError(f"chunk {excerpt(index)} cannot be changed; install one sgl-fp8rl")
-        taken = sum(change.payload.numel() for change in self._changes.values())
-        if not 0 <= size <= of or taken + size > self._memories.most_image_bytes:
-            raise ValueError(f"a change of {excerpt(size)} bytes is more than its chunk")
-        payload = torch.empty(size, dtype=torch.uint8)
-        self._changes[index] = Change(payload, is_delta=size != of)
-        self._places[index] = offset, of
-        return payload
+        if not 0 <= size <= of:
+            raise ValueError(f"a change of {size} bytes is more than its chunk")
+        with self._taking:
+            self._taken += size
+            if self._taken > self._memories.most_image_bytes:
+                raise ValueError(f"a change of {size} bytes is more than is kept of an update")
+        return torch.empty(size, dtype=torch.uint8)
+
+    def take(self, index: Any, payload: torch.Tensor, offset: int, of: int) -> None:
+        """Note a change that has come whole, of the chunk of ``of`` bytes at ``offset``.
+
+        Raises:
+            ValueError: there is one of this chunk.
+        """
+        with self._taking:
+            if index in self._changes:
+                raise ValueError(f"chunk {index} comes twice; install one sgl-fp8rl")
+            self._changes[index] = Change(payload, is_delta=payload.numel() != of)
+            self._places[index] = offset, of
 
     def places(self) -> Iterator[tuple[int, int, int]]:
-        """Index, offset and size of each chunk that changes, in the order of the trainer."""
-        return ((index, *place) for index, place in self._places.items())
+        """Index, offset and size of each chunk that changes; neighbours lie in other slots."""
+        return ((index, *place) for index, place in sorted(self._places.items()))
 
     def write(self, index: int, target: torch.Tensor) -> None:
         """Write a chunk as it will be.

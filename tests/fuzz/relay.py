@@ -4,7 +4,6 @@ A rank's own socket reads the same hello.
 """
 
 import socket
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Condition, Lock
@@ -13,10 +12,12 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.framing import FramingError
+from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.image import DeltaError, Image
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
+from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import TIMEOUT_S, arrived
 from trainer_bridge.engine_client import EngineError
@@ -31,6 +32,10 @@ SESSIONS = (
     [BUCKET, CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}, {"op": "finish"}],
     [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit", "image": "next"}],
     [BUCKET, {**CHUNK, "change": 3}, {**CHUNK, "index": 1, "change": ROOM}, {"op": "finish"}],
+)
+SENDERS = (
+    [CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}],
+    [{**CHUNK, "change": 3}, {**CHUNK, "index": 1, "change": ROOM}],
 )
 REPLIES = (
     [{"replies": [{"ok": True, "gpu_seconds": None}, {"ok": True}]}],
@@ -54,16 +59,30 @@ def decode_hello(data: bytes) -> None:
             rank_server._holds(sock, TOKEN)
 
 
-def decode(data: bytes) -> None:
-    relay = object.__new__(Relay)  # without its threads
+def threadless() -> Relay:
+    """A relay without its threads."""
+    relay = object.__new__(Relay)
     memories = Memories(ROOM, 2 * ROOM)
     memories.image = Image("before", {0: torch.zeros(ROOM, dtype=torch.uint8)})
     relay._memories, relay._memory, relay._image = memories, None, SessionImage(memories)
-    relay._ranks, relay._silence_s, relay._asked = [], TIMEOUT_S, deque()
+    relay._ranks, relay._silence_s = RelayRanks(), TIMEOUT_S
     relay._sending, relay._written, relay._writing = Lock(), Condition(), 0
+    return relay
+
+
+def decode(data: bytes) -> None:
+    relay = threadless()
+    with arrived(data) as sock, socket.socket() as relay._listener:
+        while sock.recv(1, socket.MSG_PEEK):
+            relay._pass_message(sock, sock)
+
+
+def decode_sender(data: bytes) -> None:
+    relay = threadless()
+    relay._memory = HostMemory(ROOM)
     with arrived(data) as sock:
         while sock.recv(1, socket.MSG_PEEK):
-            relay._pass_message(sock)
+            relay._pass_chunk(sock)
 
 
 def decode_replies(data: bytes) -> None:
@@ -81,5 +100,6 @@ def decoders() -> Iterator[list[Decoder]]:
     yield [
         Decoder("hello", HELLOS, decode_hello, hello_errors, to_frames),
         Decoder("relay", SESSIONS, decode, errors, with_content),
+        Decoder("relay sender", SENDERS, decode_sender, errors, with_content),
         Decoder("relay replies", REPLIES, decode_replies, (EngineError,), to_frames, relays=True),
     ]

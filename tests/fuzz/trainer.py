@@ -87,7 +87,9 @@ def decode_layout(data: bytes) -> None:
     connection = EngineConnection(client)
     layout = connection.layout()
     gpu_of(NAMED, layout)
-    sender = Sender({**comparable(layout, through_host=False), "gpus": layout["gpus"]})
+    sender = Sender(
+        {**comparable(layout, through_host=False, is_far=False), "gpus": layout["gpus"]}
+    )
     sender.plan(NAMED, None, None)
     sender.kv_scales(torch.ones(2, 3, 1), None)
     connection.committed(Policy("run", 0))

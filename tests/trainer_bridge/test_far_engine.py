@@ -64,9 +64,13 @@ def hang_up(engine: FakeEngine) -> None:
         time.sleep(0.01)
 
 
-def begin_by_hand(engine: FakeEngine) -> dict[str, Any]:
-    """The relay of a session that sends what the engine was sent before."""
-    fingerprint = next(iter(engine.ranks[0]._writers))
+def begin_by_hand(engine: FakeEngine, which: int = 0) -> dict[str, Any]:
+    """The relay of a session that sends what the engine was sent before.
+
+    Args:
+        which: of the manifests that it knows.
+    """
+    fingerprint = [*engine.ranks[0]._writers][which]
     begin = {"op": "begin", "run": "r", "version": 7, "transaction": "t", "retry": False}
     begin |= {"engines": 1, "relay": True, "in_flight": "abort", "fingerprint": fingerprint}
     return engine.control(begin)
@@ -402,6 +406,49 @@ def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str
         assert why in reply["error"]
     assert engine.control({"op": "end"}) == {"ended": True}
     assert {w.state for w in engine.ranks} == {State.SERVING}, "nothing was written"
+
+
+def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
+    """Half a change, and then nothing; the first rank, which nobody told, has engines vote."""
+    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    for version in range(2):
+        update(step(toy.checkpoint(0), version), engine, version=version)
+    hang_up(engine)
+    begun = begin_by_hand(engine, -1)
+    writer = [*engine.ranks[0]._writers.values()][-1]
+
+    def place(index: int) -> dict[str, int]:
+        slices = writer.chunks[index]
+        spec = writer.manifest.tensors[slices[-1].name]
+        start, (low, high) = slices[0].offset, slices[-1].rows
+        size = slices[-1].offset - start + spec.nbytes // spec.shape[0] * (high - low)
+        return {"offset": start, "bytes": size}
+
+    def connected() -> socket.socket:
+        peer = socket.create_connection(("127.0.0.1", begun["relay"]["port"]), timeout=GONE_S)
+        framing.send(peer, {"token": begun["token"]})
+        assert framing.receive(peer)[0]["ok"]
+        return peer
+
+    with connected() as first, connected() as other:
+        framing.send(first, {"op": "bucket", "name": "bucket", "bytes": SMALL})
+        framing.receive(first)
+        for index in range(len(writer.chunks)):
+            chunk = {"op": "chunk", "index": index, **place(index)}
+            size = chunk["bytes"]
+            if index == 0:
+                framing.send(other, {**chunk, "change": size})
+                other.sendall(b"\0" * (size // 2))
+                other.shutdown(socket.SHUT_RDWR)
+                continue
+            framing.send(first, {**chunk, "change": 0})
+            framing.receive(first)
+        framing.send(first, {"op": "finish"})
+        while "progress" in (answer := framing.receive(first)[0]):
+            continue
+        assert "missing" in answer["replies"][0]["error"]
+    assert engine.control({"op": "end"})["ended"]
+    assert {w.state for w in engine.ranks} == {State.QUARANTINED}
 
 
 def slow_reads(patch: pytest.MonkeyPatch, seconds: float) -> None:

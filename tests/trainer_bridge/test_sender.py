@@ -47,6 +47,7 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "visible_gpus": list(gpus),
         "place": here(),
         "through_host": False,
+        "is_far": False,
         **more,
     }
 

@@ -164,7 +164,6 @@ def test_it_stalls_in_a_chunk(
         if blocks:
             patch.setattr(socket, "create_connection", narrow(socket.create_connection))
             network.narrow()
-            why = "ended the update"  # as far as it knows: it closed its own end
         if require is None:
             with pytest.raises(EngineError, match=f"engine 1: .*{why}"):
                 update(toy.checkpoint(1), engines, version=1)

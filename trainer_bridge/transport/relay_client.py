@@ -1,9 +1,14 @@
-"""The ranks of an engine on another host, through the one connection of its relay."""
+"""The ranks of an engine on another host, through a connection to its relay."""
 
 import socket
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
+
+import torch
 
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.values import are_names, excerpt
@@ -16,18 +21,34 @@ from trainer_bridge.transport.rank_client import (
     receive,
 )
 
+FLUSH_S = 1.0
+"""Seconds that what was sent last has to leave, before the connection is closed."""
+Parcel = tuple[dict[str, Any], torch.Tensor | None]
+"""A message, and the bytes that follow it."""
+
 
 class RelayClient(EngineRanks):
     """The ranks of an engine on another host: what is in the bucket is sent with each chunk.
+
+    A thread sends, so that the trainer's ranks, which gather in lockstep, go on meanwhile.
 
     Args:
         where: the relay's port, and the host that the engine listens at.
         host: by which this process reaches the engine, where it knows; else the engine's own.
         timeout_s: seconds that a rank may take over a step.
+        connect_s: seconds that the connection may take, by default as many.
     """
 
-    def __init__(self, where: Any, token: Any, host: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        where: Any,
+        token: Any,
+        host: str | None,
+        timeout_s: float,
+        connect_s: float | None = None,
+    ) -> None:
         super().__init__(timeout_s)
+        self.timeout_s = timeout_s
         sound = isinstance(where, dict) and type(where.get("port")) is int
         if not sound or not isinstance(where.get("host"), str) or not isinstance(token, str):
             raise EngineError(
@@ -35,8 +56,11 @@ class RelayClient(EngineRanks):
                 f"both sides"
             )
         address = host or where["host"], where["port"]
+        self.where = {"host": address[0], "port": address[1]}
+        """Where other ranks of the trainer reach it, with ``token``."""
+        self.token = token
         try:
-            relay = socket.create_connection(address, timeout_s)
+            relay = socket.create_connection(address, connect_s or timeout_s)
         except OSError as error:
             raise EngineError(
                 f"the engine's relay at {address[0]}:{address[1]} cannot be reached ({error}); "
@@ -58,27 +82,27 @@ class RelayClient(EngineRanks):
             self.close()
             raise
         self.known, self.image, self.image_bytes = set(known), image, most
+        self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
+        out = relay.dup()  # its timeout is its own
+        out.settimeout(timeout_s)
+        sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
+        sender.start()
+        self._sender = sender
+        weakref.finalize(self, self._parcels.put, None)  # it does not hold this
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
             message = {**message, "image": self.next_image}
-        super().send(message)  # the relay opens memory of its own
+        self._parcels.put((message, None))  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
-        (relay,), (offset, data, before, change) = self._sockets, content()
+        offset, data, before, change = content()
         message = {**message, "offset": offset, "bytes": data.numel()}
         if before and before == self.image and change is not None:
             data = change.payload
             message["change"] = data.numel()
-        relay.settimeout(self._timeout_s)
         self.network_bytes += data.numel()
-        try:
-            framing.send(relay, message)
-            relay.sendall(data.numpy().data)
-        except TimeoutError:
-            self._give_up()
-        except OSError:
-            pass  # it ended the session; its last reply says why
+        self._parcels.put((message, data))
 
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         (relay,) = self._sockets
@@ -95,8 +119,32 @@ class RelayClient(EngineRanks):
             check(reply)
         return replies
 
+    def close(self) -> None:
+        if hasattr(self, "_sender"):  # it was connected
+            self._parcels.put(None)
+            self._sender.join(FLUSH_S)
+            if self._sender.is_alive():
+                self._give_up()
+        super().close()
+
     def _give_up(self) -> None:
         """After a timeout: what is still to be said would wait for as long again."""
         for relay in self._sockets:
             with suppress(OSError):
                 relay.shutdown(socket.SHUT_RDWR)
+
+
+def _send_all(parcels: "SimpleQueue[Parcel | None]", relay: socket.socket) -> None:
+    """Send what comes, until there is no more; nothing behind what could not be sent: the next
+    reply, or that none comes, says why."""
+    with relay:
+        is_open = True
+        while (parcel := parcels.get()) is not None:
+            if is_open:
+                message, data = parcel
+                try:
+                    framing.send(relay, message)
+                    if data is not None:
+                        relay.sendall(data.numpy().data)
+                except OSError:
+                    is_open = False

@@ -121,3 +121,13 @@ def test_a_change_of_what_is_not_kept_is_refused() -> None:
     with pytest.raises(DeltaError, match="chunk 4 does not fit"):
         Image("a", {4: torch.zeros(7, dtype=torch.uint8)}).write(4, delta, target)
     assert not target.any()
+
+
+def test_an_image_holds_what_its_update_brought() -> None:
+    """A chunk that another rank sent this time must not be the base of a later delta here."""
+    first = {chunk: torch.full((64,), chunk, dtype=torch.uint8) for chunk in range(2)}
+    image = Image("1", {}).advance({c: Change(v, is_delta=False) for c, v in first.items()}, "1")
+    change = image.change_to(0, torch.full((64,), 9, dtype=torch.uint8))
+    later = image.advance({0: change}, "2")
+    assert not later.change_to(1, first[1]).is_delta, "whole, since nothing is known of it"
+    assert later.change_to(0, torch.full((64,), 9, dtype=torch.uint8)).is_delta

@@ -1,0 +1,88 @@
+"""Two trainer ranks send to a server that they take for one on another host, chunks in turn."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import trainer_bridge
+from sgl_fp8rl.protocol import place
+from tests.engine import models
+from tests.engine.conftest import Policies
+from tests.engine.harness import SGLANG_SERVE, Server
+from tests.engine.serving import assert_serves
+from tests.engine.test_kv_cache import KV_HEADS, LAYERS
+from tests.trainer_bridge import ranks
+from trainer_bridge import layout
+from trainer_bridge.transport.relay_client import RelayClient
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+WORLD, COLLECTIVE_TIMEOUT_S = 2, 60.0
+BUCKET_BYTES = 512 << 10
+KEY = "a-shared-secret"
+SCALES = (torch.arange(1.0, 1 + LAYERS * 3) / 8).view(LAYERS, 3, 1)
+
+
+@pytest.fixture(scope="module")
+def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(
+        tmp_path_factory.mktemp("far") / "server.log",
+        SGLANG_SERVE,
+        policies("qwen3")[0],
+        *("--kv-cache-dtype", "fp8_e4m3", "--fp8rl-bucket-bytes", str(BUCKET_BYTES)),
+        *("--fp8rl-listen", "any", "--fp8rl-image-bytes", "64MiB"),
+        environment={"FP8RL_KEY": KEY},
+        key=KEY,
+    ) as started:
+        yield started
+
+
+def sharded_trainer(rank: int, folder: Path) -> None:
+    """One of two ranks, of which each holds half of the rows."""
+    address, *checkpoints = (folder / "arguments").read_text().split()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    sent: list[int] = []
+    send = RelayClient.send_chunk
+
+    def note(self: RelayClient, message: dict[str, int], *rest: object) -> None:
+        sent.append(message["index"])
+        send(self, message, *rest)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FP8RL_KEY", KEY)
+        patch.setattr(place, "BOOT", folder / "boot_id")
+        patch.setattr(layout, "LEAST_CHUNK_BYTES", BUCKET_BYTES // (layout.SLOTS * WORLD))
+        patch.setattr(RelayClient, "send_chunk", note)
+        for version, checkpoint in enumerate(checkpoints, start=1):
+            named = {
+                name: distribute_tensor(tensor, mesh, [Shard(0)])
+                for name, tensor in models.named_tensors(Path(checkpoint))
+            }
+            scales = None if rank else (SCALES * version).expand(LAYERS, 3, KV_HEADS)
+            sent.clear()
+            to = None if rank else address
+            result = trainer_bridge.update(named, to, version=version, kv_scales=scales)
+            of_ranks: list[set[int]] = [set()] * WORLD
+            dist.all_gather_object(of_ranks, set(sent))
+            assert all(of_ranks) and not set.intersection(*of_ranks)
+            whole = result.network_bytes >= result.bytes
+            assert whole == (version < len(checkpoints)), result
+
+
+@pytest.mark.guarantee("all-or-none", fault="two ranks that send to a server on another host")
+def test_ranks_send_in_turn(server: Server, policies: Policies, tmp_path: Path) -> None:
+    """The last update is that of before, of which only changes travel."""
+    (tmp_path / "boot_id").write_text("of another kernel")
+    _, first, second, *_ = policies("qwen3")
+    checkpoints = [first, second, second]
+    words = server.address, *checkpoints
+    (tmp_path / "arguments").write_text(" ".join(map(str, words)))
+    ranks.run(sharded_trainer, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
+    wanted = (SCALES * len(checkpoints)).expand(LAYERS, 3, KV_HEADS)
+    assert server.control({"op": "kv"})["scales"] == wanted.tolist()
+    assert_serves(server, second, len(checkpoints))

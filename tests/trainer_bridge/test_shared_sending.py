@@ -1,0 +1,300 @@
+"""Three ranks of a trainer send to engines on other hosts, each a part of the chunks.
+
+Real processes of one job over gloo, and TCP to the engines' relays; the engines are in this one.
+"""
+
+import logging
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.place import here
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import ranks
+from tests.trainer_bridge.served import left, served
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, failing_in_chunk, step
+from tests.trainer_bridge.test_fsdp import toy_trainer
+from tests.trainer_bridge.test_killed_follower import AFTER, Watched
+from trainer_bridge import chunk_sender, layout, shared_sending, update
+from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fsdp import sources
+from trainer_bridge.packer import HostPacker
+from trainer_bridge.shared_sending import is_on_all
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.relay_client import RelayClient
+
+pytestmark = pytest.mark.timeout(180)
+
+WORLD = 3
+COLLECTIVE_TIMEOUT_S = 30
+CHUNK = SMALL // 2
+BUCKET = CHUNK * layout.SLOTS * WORLD
+GIVE_UP_S = 2.0
+"""In the place of 240 s that the first rank waits for what another one sent."""
+
+
+def far(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+    """An engine whose sockets and memory a trainer cannot reach."""
+    engine = kind([toy.engine(toy.toy(rank, tp), toy.SHAPES) for rank in range(tp)], BUCKET)
+    engine.memories.most_image_bytes = image_bytes
+    engine.place = {**here(), "boot": "of another kernel"}
+    return engine
+
+
+def everywhere(value: Any) -> list[Any]:
+    values: list[Any] = [None] * WORLD
+    dist.all_gather_object(values, value)
+    return values
+
+
+def sent_by(patch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks that this rank sends from now on."""
+    sent: list[int] = []
+    send = RelayClient.send_chunk
+
+    def note(self: RelayClient, message: dict[str, int], *rest: object) -> None:
+        sent.append(message["index"])
+        send(self, message, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(RelayClient, "send_chunk", note)
+    return sent
+
+
+def step_of(version: int) -> toy.Tensors:
+    return step(toy.checkpoint(0), version) if version else toy.checkpoint(0)
+
+
+def in_turn(engines: list[str]) -> None:
+    """Each its own, to each engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        sent = sent_by(patch)
+        for version in range(3):
+            sent.clear()
+            result = update(toy_trainer(toy.checkpoint(version)), engines, version=version)
+            of_ranks = everywhere(sorted(set(sent)))
+            numbers = {chunk for of_rank in of_ranks for chunk in of_rank}
+            assert numbers == set(range(len(numbers))) and len(numbers) > 2 * WORLD
+            assert of_ranks == [sorted(c for c in numbers if c % WORLD == r) for r in range(WORLD)]
+            assert result.network_bytes >= len(engines) * result.bytes
+            assert everywhere(result.network_bytes) == [result.network_bytes] * WORLD
+
+
+def only_what_changed(rank: int, engine: str) -> None:
+    for version in range(4):
+        if version == 3 and rank == 2:  # as after a restart
+            chunk_sender.IMAGES = chunk_sender.Images()
+        result = update(toy_trainer(step_of(version)), engine, version=version)
+        part = result.network_bytes / result.bytes
+        assert [part > 0.9, part < 0.1, part < 0.1, 0.1 < part < 0.9][version], part
+
+
+def a_connection_fails(rank: int, engine: str, how: str) -> None:
+    update(toy_trainer(toy.checkpoint(0)), engine, version=0)
+    model = toy_trainer(toy.checkpoint(1))
+    failing = failing_in_chunk(1, how) if rank == 1 else nullcontext()
+    with failing, pytest.raises(EngineError) as error:
+        update(model, engine, version=1)
+    assert everywhere(str(error.value)) == [str(error.value)] * WORLD
+    update(toy_trainer(toy.checkpoint(AFTER)), engine, version=AFTER)
+
+
+def one_of_two_is_lost(rank: int, engines: list[str]) -> None:
+    update(toy_trainer(toy.checkpoint(0)), engines, version=0)
+    model = toy_trainer(toy.checkpoint(1))
+    with failing_in_chunk(1, "breaks") if rank == 2 else nullcontext():  # to the first engine
+        result = update(model, engines, version=1, require=1)
+    assert everywhere([*result.failed]) == [[engines[0]]] * WORLD
+
+
+def behind_a_firewall(rank: int, engine: str) -> None:
+    def refuse(*_: object) -> None:
+        raise EngineError("the relay cannot be reached")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(ChunkSender, "__init__", refuse)
+        sent = sent_by(patch)
+        update(toy_trainer(toy.checkpoint(0)), engine, version=0)
+        assert bool(sent) == (rank == 0)
+    with pytest.MonkeyPatch.context() as patch:  # it is not tried again: engines would wait
+        sent = sent_by(patch)
+        update(toy_trainer(toy.checkpoint(1)), engine, version=1)
+        assert bool(sent) == (rank == 0)
+
+
+def what_is_the_first_ranks_own(rank: int, engine: str) -> None:
+    """Tensors that are not sharded over all ranks, of which others may hold other ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        sent = sent_by(patch)
+        for version in range(2):
+            tensors = toy.checkpoint(version if rank == 0 else 5)
+            update(tensors, engine, version=version, group=dist.group.WORLD)
+        assert bool(sent) == (rank == 0)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    some = DeviceMesh("cpu", [0, 1])
+    of_all = [("a", distribute_tensor(torch.ones(6, 2), mesh))]
+    assert is_on_all(of_all, WORLD)
+    if rank < 2:
+        assert not is_on_all([*of_all, ("b", distribute_tensor(torch.ones(4, 2), some))], WORLD)
+
+
+def nan_of_another_rank(rank: int, engines: list[str]) -> None:
+    """The trainer's fault, and no engine's: none was written to, since only changes come."""
+    update(toy_trainer(toy.checkpoint(0)), engines, version=0)
+    tensors = toy.checkpoint(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+
+            def refuse(*_: object) -> None:
+                raise EngineError("a weight holds NaN")
+
+            patch.setattr(HostPacker, "put", refuse)
+        with pytest.raises(EngineError, match="on rank 2 of the trainer: a weight holds NaN"):
+            update(toy_trainer(step(tensors, 1)), engines, version=1, require=1)
+
+
+def with_small_chunks(patch: pytest.MonkeyPatch) -> None:
+    logging.disable(logging.CRITICAL)
+    patch.setattr(layout, "LEAST_CHUNK_BYTES", CHUNK)
+    patch.setattr(shared_sending, "WAIT_S", GIVE_UP_S)
+
+
+def each_way(rank: int, folder: Path, engines: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        with_small_chunks(patch)
+        in_turn(engines[:2])
+        only_what_changed(rank, engines[2])
+        a_connection_fails(rank, engines[3], "breaks")
+        a_connection_fails(rank, engines[4], "stalls")
+        one_of_two_is_lost(rank, engines[5:7])
+        behind_a_firewall(rank, engines[7])
+        what_is_the_first_ranks_own(rank, engines[8])
+        nan_of_another_rank(rank, engines[9:11])
+
+
+@pytest.mark.guarantee("all-or-none", fault="the network fails below a rank that sends its part")
+def test_ranks_send_chunks_in_turn(tmp_path: Path) -> None:
+    """Were a chunk not sent, the vote would miss it; were the memory of one rank's chunk given to
+    another's, the bytes would not be the oracle's."""
+    plain, changed = [far(1), far(2)], far(2, IMAGE_BYTES)
+    failing = [far(2, kind=Watched), far(1, kind=Watched)]
+    lost, alone, own = [far(1), far(2)], far(1), far(1)
+    sound = [far(1, IMAGE_BYTES), far(2, IMAGE_BYTES)]
+    engines = [*plain, changed, *failing, *lost, alone, own, *sound]
+    with served(engines) as addresses:
+        work = partial(each_way, engines=addresses)
+        ranks.run(work, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
+    assert [left(engine) for engine in plain] == ["2", "2"]
+    expected = [toy.expected(step_of(3), rank, 2) for rank in range(2)]
+    found = [toy.contents(weights.model) for weights in changed.ranks]
+    assert all(map(toy.same, found, expected))
+    check_healed(failing)
+    assert [left(engine) for engine in lost] == ["quarantined", "1"]
+    assert left(alone) == left(own) == "1"
+    assert [left(engine) for engine in sound] == ["0", "0"]
+
+
+def check_healed(engines: list[FakeEngine]) -> None:
+    """Each was quarantined, and has what came after that."""
+    for engine in engines:
+        assert isinstance(engine, Watched) and engine.before == "quarantined"
+        assert left(engine) == f"{AFTER}"
+
+
+class Recorder:
+    """Stands for ``RelayClient``: keeps what each rank sends."""
+
+    network_bytes = 0
+    sent: ClassVar[dict[int, bytes]] = {}
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def send_chunk(self, message: dict[str, int], content: Any) -> None:
+        assert message["index"] not in self.sent
+        self.sent[message["index"]] = bytes(content().data.numpy())
+
+    def wait(self, began: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("senders", [1, 2, 5])
+def test_all_chunks_together_are_those_of_one_rank(
+    senders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV scales too, which only the first rank of a trainer is given; it hands them on."""
+    monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
+    monkeypatch.setattr(Recorder, "sent", {})
+    scales = torch.rand(2, 3, 4)
+    named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
+    formats = dict.fromkeys(toy.FP8_NAMES, BLOCK_FP8)
+
+    def plan(slots: int) -> TransferPlan:
+        made = sources(named, None, torch.bfloat16, [KV_SCALES])
+        return TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
+
+    of_all = plan(layout.SLOTS * senders)
+    relays = {"engine": Relay({}, "", 1.0)}
+    for number in range(senders):
+        sender = ChunkSender(of_all, number, senders, relays, scales, ("", ""))
+        for index, (_, tensor) in enumerate(named[:-1]):
+            sender.put(index, tensor)
+        assert sender.finish() == Sent(None, {}, 0)
+    alone = plan(len(of_all.chunks))  # a slot for each: nothing is overwritten
+    content = torch.zeros(alone.manifest.bucket_bytes, dtype=torch.uint8)
+    packer = HostPacker(alone, content)
+    for chunk, index in alone.turns:
+        packer.put(index, named[index][1], 0, chunk)
+    assert Recorder.sent.keys() == set(range(len(alone.chunks))) and len(alone.chunks) > 5
+    for chunk, slices in enumerate(alone.chunks):
+        first, _ = alone.extent(chunk)
+        for offset, name, (start, stop) in ((s.offset, s.name, s.rows) for s in slices):
+            spec = alone.manifest.tensors[name]
+            size = spec.nbytes // spec.shape[0] * (stop - start)
+            found = Recorder.sent[chunk][offset - first :][:size]
+            assert found == bytes(content[offset : offset + size].numpy()), name
+
+
+def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a garbage collector's help: a part of a bucket is memory that a host may lack."""
+    monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
+    made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
+    sender = ChunkSender(TransferPlan(made, [False], CHUNK), 0, 1, {}, None, ("", ""))
+    gone = weakref.ref(sender)
+    sender.close()
+    del sender
+    assert gone() is None
+
+
+def killed(rank: int, folder: Path, engines: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        with_small_chunks(patch)
+        update(toy_trainer(toy.checkpoint(0)), engines, version=0)
+        if rank == 2:
+            patch.setattr(RelayClient, "wait", ranks.die)
+        with pytest.raises((EngineError, TimeoutError, RuntimeError)):
+            update(toy_trainer(toy.checkpoint(1)), engines, version=1)
+        if rank == 0:  # alone
+            update(toy.checkpoint(AFTER), engines, version=AFTER)
+
+
+@pytest.mark.guarantee("several-engines", fault="a rank that sends its part is killed")
+def test_a_rank_that_sends_is_killed(tmp_path: Path) -> None:
+    """The first rank waits no longer than it would for a bucket, and ends the update."""
+    engines = [far(1, kind=Watched), far(2, kind=Watched)]
+    with served(engines) as addresses:
+        work = partial(killed, engines=addresses)
+        ranks.run_and_lose(work, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=2)
+    check_healed(engines)

@@ -1,0 +1,197 @@
+"""What one rank of a trainer sends to engines on other hosts: every so many-th chunk."""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.filler import Filler
+from trainer_bridge.image_changes import ImageChanges
+from trainer_bridge.layout import SLOTS
+from trainer_bridge.packer import HostPacker
+from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.rank_client import Content
+from trainer_bridge.transport.relay_client import RelayClient
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+"""Seconds that a connection may take, while engines wait."""
+KEPT = 2
+"""Images of this rank's chunks that are remembered; each is its part of a model."""
+
+
+class Relay(NamedTuple):
+    """How a rank reaches an engine's relay."""
+
+    where: dict[str, Any]
+    token: str
+    """Of the session."""
+    timeout_s: float
+    """Seconds that the engine may take over a step."""
+
+
+class Sent(NamedTuple):
+    """What a rank has sent."""
+
+    fault: str | None
+    """What is wrong with this rank's part; no engine is to blame."""
+    errors: dict[str, str]
+    """Why engines did not get it, by name."""
+    network_bytes: int
+
+
+class Images:
+    """What this rank sent in updates before, by the names of their images."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Image] = OrderedDict()
+
+    def changes(self, before: str, name: str) -> ImageChanges:
+        """The changes of an update to the image ``before``, which make the image ``name``."""
+        kept = self._kept.get(before)
+        changes = ImageChanges([kept] if kept is not None else [Image(before, {})], {before})
+        changes.name = name
+        return changes
+
+    def keep(self, changes: ImageChanges) -> None:
+        """The update has committed."""
+        self._kept.pop(changes.before, None)
+        self._kept[changes.name] = changes.commit()
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+
+IMAGES = Images()
+
+
+class ChunkSender:
+    """The sending of a rank that does not lead.
+
+    Args:
+        number, senders: its place among the ranks that send, and how many there are.
+        relays: of the engines, by name.
+        kv_scales: those of the update, which its first rank has.
+        images: those that changes are of, and that they make; empty where there are none.
+
+    Raises:
+        EngineError: an engine cannot be reached from here.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        number: int,
+        senders: int,
+        relays: Mapping[str, Relay],
+        kv_scales: torch.Tensor | None,
+        images: tuple[str, str],
+    ) -> None:
+        self._plan, self._number, self._senders = plan, number, senders
+        self._kv_scales = kv_scales
+        self._changes = IMAGES.changes(*images) if images[1] else None
+        # of which only the pages of this rank's slots are ever touched
+        self._memory = HostMemory(plan.manifest.bucket_bytes)
+        self._bucket = self._memory.content
+        packer = HostPacker(plan, self._bucket)
+        self._filler: Filler | None = Filler(plan, self._send, self._await_slot, packer)
+        self._in_flight = 0
+        self._fault: str | None = None
+        self._errors: dict[str, str] = {}
+        self._relays: dict[str, RelayClient] = {}
+        try:
+            for engine, (where, token, timeout_s) in relays.items():
+                self._relays[engine] = RelayClient(where, token, None, timeout_s, CONNECT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, index: int, whole: torch.Tensor) -> None:
+        """Put a parameter in; whatever fails is told at the end."""
+        shape = self._plan.sources[index].shape
+        if whole.shape != shape:
+            self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
+        assert self._filler is not None
+        self._try(partial(self._filler.put, index, (whole, 0)))
+
+    def finish(self) -> Sent:
+        """Send what is left, and wait until engines have read it."""
+        scales = self._plan.index_of(KV_SCALES)
+        if scales is not None and self._kv_scales is not None:
+            self.put(scales, self._kv_scales)
+        assert self._filler is not None
+        self._try(self._filler.finish)
+        while self._in_flight:
+            self._wait()
+        return Sent(
+            self._fault, self._errors, sum(relay.network_bytes for relay in self._relays.values())
+        )
+
+    def committed(self) -> None:
+        """The engines have what was sent."""
+        if self._changes is not None:
+            _, error = attempt(IMAGES.keep, self._changes)
+            if error is not None:  # the next update is sent whole
+                logger.error("what was sent is not kept", exc_info=error)
+
+    def close(self) -> None:
+        """Hang up."""
+        for relay in self._relays.values():
+            relay.close()
+        self._filler = None  # it refers to here: a cycle would keep the bucket
+
+    def _try(self, action: Any) -> None:
+        if self._fault is not None:
+            return
+        _, error = attempt(action)
+        if error is not None:
+            logger.error("a rank could not send its part", exc_info=error)
+            self._fault = str(error) or type(error).__name__
+
+    def _open(self) -> list[str]:
+        return [engine for engine in self._relays if engine not in self._errors]
+
+    def _is_mine(self, chunk: int) -> bool:
+        return chunk % self._senders == self._number
+
+    def _await_slot(self, chunk: int) -> bool:
+        if not self._is_mine(chunk):
+            return False
+        while self._in_flight >= SLOTS:
+            self._wait()
+        return bool(self._open())
+
+    def _send(self, chunk: int) -> None:
+        if not self._is_mine(chunk):
+            return
+        content = cache(partial(self._content, chunk))
+        for engine in self._open():
+            self._relays[engine].send_chunk({"op": "chunk", "index": chunk}, content)
+        self._in_flight += 1
+
+    def _wait(self) -> None:
+        self._in_flight -= 1
+        began = time.monotonic()
+        for engine in self._open():
+            try:
+                self._relays[engine].wait(began)
+            except EngineError as error:
+                self._errors[engine] = str(error)
+                self._relays[engine].close()
+
+    def _content(self, chunk: int) -> Content:
+        offset, size = self._plan.extent(chunk)
+        content = Content(offset, self._bucket[offset : offset + size])
+        if self._changes is None:
+            return content
+        change = self._changes.of(chunk, content.data)
+        return content._replace(before=self._changes.before, change=change)
