@@ -14,6 +14,7 @@ BENCHMARKS = {
     "update": "benchmarks.update:BENCHMARK",
     "sharded": "benchmarks.sharded:BENCHMARK",
     "links": "benchmarks.links:BENCHMARK",
+    "far_ranks": "benchmarks.far_ranks:BENCHMARK",
     "flips": "benchmarks.flips:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:BENCHMARK",

@@ -80,7 +80,8 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         return results
 
     for keeps in (False, True):
-        with engine_behind(rate, run.folder, run.log, keeps) as address:
+        image = ["--fp8rl-image-bytes", "1GiB"] if keeps else []
+        with engine_behind(rate, run.folder, run.log, *image) as address:
             # the first is BF16: an engine of dummy weights does not know its layers yet
             first, count = updates(address, STEPS[0], 1), run.options["updates"]
             if not keeps:
@@ -94,9 +95,13 @@ def measure(case: Case, run: Run) -> list[Measurement]:
 
 
 @contextmanager
-def engine_behind(rate: float, folder: Path, log: Path, keeps_image: bool) -> Iterator[str]:
-    """The address of an engine at the other end of a link."""
-    name = f"fp8rl-{os.getpid()}"
+def engine_behind(rate: float, folder: Path, log: Path, *options: str) -> Iterator[str]:
+    """The address of an engine at the other end of a link.
+
+    Args:
+        options: of its command line.
+    """
+    name = namespace()
     hidden = folder / "hidden"
     hidden.mkdir(exist_ok=True)
     with ExitStack() as stack:
@@ -106,20 +111,17 @@ def engine_behind(rate: float, folder: Path, log: Path, keeps_image: bool) -> It
         stack.callback(ip, "link", "del", "fp8rl0")
         ip("addr", "add", f"{NEAR}/24", "dev", "fp8rl0")
         ip("-n", name, "addr", "add", f"{FAR}/24", "dev", "fp8rl1")
-        for device, *where in (["fp8rl0"], ["fp8rl1", "-n", name]):
-            ip(*where, "link", "set", device, "up")
-            shape = ["tbf", "rate", f"{rate:.0f}", "burst", f"{max(rate * BURST_S / 8, 65536):.0f}"]
-            call("tc", *where, "qdisc", "add", "dev", device, "root", *shape, "latency", "50ms")
+        shape("fp8rl0", rate)
+        shape("fp8rl1", rate, "-n", name)
         ip("-n", name, "link", "set", "lo", "up")
         # its temporary folder is not seen from here, so the trainer takes it for another host
         script = f'mount -t tmpfs tmpfs "{hidden}" && TMPDIR="{hidden}" exec "$@"'
-        image = ["--fp8rl-image-bytes", "1GiB"] if keeps_image else []
         command = [
             *("ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", script, "engine"),
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)),
             *("--quantization", "fp8rl", "--load-format", "dummy", "--dtype", "bfloat16"),
             *("--host", FAR, "--port", str(PORT), "--api-key", KEY, "--fp8rl-listen", "any"),
-            *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", *image),
+            *("--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", *options),
             *("--max-total-tokens", "2048", "--max-running-requests", "4"),
         ]
         with log.open("ab") as output:
@@ -128,6 +130,22 @@ def engine_behind(rate: float, folder: Path, log: Path, keeps_image: bool) -> It
         stack.callback(process.terminate)
         await_start(process)
         yield f"http://{FAR}:{PORT}"
+
+
+def namespace() -> str:
+    """The engine's, by the name of this process."""
+    return f"fp8rl-{os.getpid()}"
+
+
+def shape(device: str, rate: float, *where: str) -> None:
+    """Bring a device up, at ``rate`` bits a second.
+
+    Args:
+        where: options that name its namespace.
+    """
+    ip(*where, "link", "set", device, "up")
+    limits = ["tbf", "rate", f"{rate:.0f}", "burst", f"{max(rate * BURST_S / 8, 65536):.0f}"]
+    call("tc", *where, "qdisc", "add", "dev", device, "root", *limits, "latency", "50ms")
 
 
 def await_start(process: "subprocess.Popen[bytes]") -> None:

@@ -43,6 +43,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "update": ("update.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
     "links": ("links.json", links.links),
+    "far_ranks": ("far_ranks.json", links.far_ranks),
     "flips": ("flips.json", flips.flips),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),

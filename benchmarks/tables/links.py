@@ -10,6 +10,15 @@ SPREAD = "{median:,.0f} ms ({min:,.0f} to {max:,.0f})"
 
 def links(results: Mapping[str, Any]) -> str:
     """A line an update; its time is beside that of the bytes alone."""
+    return _table(results, "Medians of {}, BF16 once.")
+
+
+def far_ranks(results: Mapping[str, Any]) -> str:
+    """The same, by how many ranks send."""
+    return _table(results, "Medians of {}.")
+
+
+def _table(results: Mapping[str, Any], last: str) -> str:
     columns = [
         Column("sent", {"network_mb": "{median:.1f} MB"}),
         Column("the link alone", {"link_ms": "{median:,.0f} ms"}),
@@ -18,6 +27,4 @@ def links(results: Mapping[str, Any]) -> str:
     rows = results["rows"]
     made = table(rows, ["case"], columns, f"{rows[0]['model']} parameters")
     runs = max(row["n"] for row in rows)
-    return joined(
-        made, failures(results), f"{facts(results['environment'])}. Medians of {runs}, BF16 once."
-    )
+    return joined(made, failures(results), f"{facts(results['environment'])}. {last.format(runs)}")
