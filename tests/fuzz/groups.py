@@ -19,5 +19,5 @@ GROUPS: tuple[Group, ...] = (
     *(control, manifests, frames, memory),
     *(trainer, http_replies, replies, relay),
 )
-SHARES = 19
+SHARES = 20
 """Decoders in all; each gets an equal part of the inputs."""
