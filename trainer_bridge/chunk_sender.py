@@ -13,10 +13,10 @@ from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
+from sgl_fp8rl.protocol.manifest import SLOTS
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
 from trainer_bridge.image_changes import ImageChanges
-from trainer_bridge.layout import SLOTS
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.rank_client import Content
@@ -103,7 +103,7 @@ class ChunkSender:
         self._memory = HostMemory(plan.manifest.bucket_bytes)
         self._bucket = self._memory.content
         packer = HostPacker(plan, self._bucket)
-        self._filler: Filler | None = Filler(plan, self._send, self._await_slot, packer)
+        self._filler = Filler(plan, self._send, self._await_slot, packer)
         self._in_flight = 0
         self._fault: str | None = None
         self._errors: dict[str, str] = {}
@@ -120,7 +120,6 @@ class ChunkSender:
         shape = self._plan.sources[index].shape
         if whole.shape != shape:
             self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        assert self._filler is not None
         self._try(partial(self._filler.put, index, (whole, 0)))
 
     def finish(self) -> Sent:
@@ -128,7 +127,6 @@ class ChunkSender:
         scales = self._plan.index_of(KV_SCALES)
         if scales is not None and self._kv_scales is not None:
             self.put(scales, self._kv_scales)
-        assert self._filler is not None
         self._try(self._filler.finish)
         while self._in_flight:
             self._wait()
@@ -147,7 +145,7 @@ class ChunkSender:
         """Hang up."""
         for relay in self._relays.values():
             relay.close()
-        self._filler = None  # it refers to here: a cycle would keep the bucket
+        del self._filler  # it refers to here: a cycle would keep the bucket
 
     def _try(self, action: Any) -> None:
         if self._fault is not None:
@@ -191,7 +189,4 @@ class ChunkSender:
     def _content(self, chunk: int) -> Content:
         offset, size = self._plan.extent(chunk)
         content = Content(offset, self._bucket[offset : offset + size])
-        if self._changes is None:
-            return content
-        change = self._changes.of(chunk, content.data)
-        return content._replace(before=self._changes.before, change=change)
+        return content if self._changes is None else self._changes.added_to(content, chunk)

@@ -162,13 +162,14 @@ def _companions_behind(named: Named) -> Named:
 
 
 def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor) and _size(tensor.device_mesh) == 1:
+    if isinstance(tensor, DTensor) and mesh_size(tensor.device_mesh) == 1:
         return tensor.to_local()
     return tensor
 
 
 @lru_cache(64)  # torch counts anew at each call, and this is asked for every parameter
-def _size(mesh: DeviceMesh) -> int:
+def mesh_size(mesh: DeviceMesh) -> int:
+    """Ranks of a mesh."""
     return mesh.size()
 
 

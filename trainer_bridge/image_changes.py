@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from sgl_fp8rl.protocol.image import Change, Image
+from trainer_bridge.transport.rank_client import Content
 
 
 class ImageChanges:
@@ -36,6 +37,10 @@ class ImageChanges:
         """
         change = self._changes[chunk] = self._image.change_to(chunk, content)
         return change
+
+    def added_to(self, content: Content, chunk: int) -> Content:
+        """A chunk as ranks are sent it, with its change."""
+        return content._replace(before=self.before, change=self.of(chunk, content.data))
 
     def commit(self) -> Image:
         """The image of this update."""

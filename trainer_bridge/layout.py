@@ -8,15 +8,13 @@ from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
-from sgl_fp8rl.protocol.manifest import MOST_SLOTS, ManifestError
+from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS, ManifestError
 from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, Source, sources
 
-SLOTS = 2
-"""Of a bucket in host memory, for each rank that fills it: one is filled while another is read."""
 LEAST_CHUNK_BYTES = 32 << 20
 """Smaller chunks are more round trips than work."""
 

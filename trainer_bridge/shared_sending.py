@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import SLOTS, ManifestError
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import Named
+from trainer_bridge.fsdp import Named, mesh_size
 from trainer_bridge.keep_alive import kept_alive
-from trainer_bridge.layout import SLOTS, sources_for
+from trainer_bridge.layout import sources_for
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.board import WAIT_S
@@ -95,10 +95,10 @@ def agree(
     They can where each gathers every tensor: what is not sharded over all of them is the first
     rank's own.
     """
-    fits = is_on_all(named, leader.size)
-    offer = leader.share(leader.attempt(_offer, transaction, fits, leader.size))
+    offer = leader.share(leader.attempt(_offer, transaction))
     if offer is None:
         return None
+    fits = is_on_all(named, leader.size)
     sender, why = None, None if fits else f"rank {leader.rank} holds other tensors"
     # evenly among the ranks, which are ordered by host
     places = [number * leader.size // offer.senders for number in range(offer.senders)]
@@ -119,7 +119,8 @@ def agree(
 def is_on_all(named: Named, ranks: int) -> bool:
     """Whether every tensor is sharded over so many ranks, so that each of them gathers it."""
     return all(
-        isinstance(tensor, DTensor) and tensor.device_mesh.size() == ranks for _, tensor in named
+        isinstance(tensor, DTensor) and mesh_size(tensor.device_mesh) == ranks
+        for _, tensor in named
     )
 
 
@@ -139,14 +140,13 @@ def _all_can(
     return bool(leader.attempt(_begin, transaction, faults, senders))
 
 
-def _offer(transaction: Transaction, fits: bool, ranks: int) -> Offer | None:
+def _offer(transaction: Transaction) -> Offer | None:
+    """None where the plan is for one rank that sends."""
     (session,) = transaction.sessions
-    if not fits or session.sender.sends_alone:
-        return None
     layout, manifest = session.sender.layout, session.plan.manifest
     senders = manifest.slots // SLOTS
     relays = {member.name: member.ranks for member in transaction.active}
-    if senders < 2 or ranks < senders:
+    if senders < 2:
         return None
     return Offer(
         senders,

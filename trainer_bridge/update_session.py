@@ -313,10 +313,7 @@ class UpdateSession:
 
     def _content(self, chunk: int) -> Content:
         content = self.sender.content(self.plan, chunk)
-        if self._changes is None:
-            return content
-        change = self._changes.of(chunk, content.data)
-        return content._replace(before=self._changes.before, change=change)
+        return content if self._changes is None else self._changes.added_to(content, chunk)
 
     def _await_slot(self, chunk: int) -> bool:
         if not self._is_mine(chunk):

@@ -95,7 +95,7 @@ class WholeModel:
         check_ranks(self.named, ranks)
 
     def prepare(self, leader: Leader) -> None:
-        self._ranks = leader.size if shared_sending.is_on_all(self.named, leader.size) else 1
+        self._ranks = leader.size
         if not leader.is_alone:  # whatever this rank holds, the leader waits for each
             placed, error = attempt(SHARD_BOOK.place, self.named)
             if error is not None:
@@ -111,7 +111,10 @@ class WholeModel:
         device: torch.device | None,
     ) -> TransferPlan:
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
-        return sender.plan(named, self._family, device, shards=self._shards, ranks=self._ranks)
+        ranks = 1
+        if sender.layout["is_far"] and shared_sending.is_on_all(self.named, self._ranks):
+            ranks = self._ranks
+        return sender.plan(named, self._family, device, shards=self._shards, ranks=ranks)
 
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock

@@ -19,6 +19,8 @@ PROTOCOL = 11
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""
+SLOTS = 2
+"""Of a bucket in host memory, for each rank that fills it: one is filled while another is read."""
 MOST_SLOTS = 32
 """Of a bucket; two for each rank of a trainer that sends to another host."""
 MOST_DIMENSIONS, MOST_ELEMENTS, LONGEST_NAME = 8, 2**48, 256
@@ -47,7 +49,7 @@ class Manifest:
     streamed: bool = False
     """Whether tensors come in an order that is told with each chunk. Those may be left out that
     the engine keeps nothing of."""
-    slots: int = 2
+    slots: int = SLOTS
     """Of the bucket: 2, which are filled and written in turn, for each rank that sends, or 1, where
     one GPU does both."""
 

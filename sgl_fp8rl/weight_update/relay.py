@@ -20,6 +20,7 @@ import torch
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.image import DeltaError
+from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept, holds
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 CHANGED = "changed chunk"
 """A chunk that ranks are told of when all changes are here."""
-SLOTS = 2
-"""Of a bucket in host memory: so many chunks are written or filled at once."""
 HELLOS = 64
 """Connections that may not have shown the session's token yet; others are closed."""
 PROBES = 3

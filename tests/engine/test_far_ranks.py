@@ -5,20 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import trainer_bridge
 from sgl_fp8rl.protocol import place
+from sgl_fp8rl.protocol.manifest import SLOTS
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import SGLANG_SERVE, Server
 from tests.engine.serving import assert_serves
 from tests.engine.test_kv_cache import KV_HEADS, LAYERS
 from tests.trainer_bridge import ranks
+from tests.trainer_bridge.test_fsdp import gathered
+from tests.trainer_bridge.test_shared_sending import sent_by
 from trainer_bridge import layout
-from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -46,18 +47,11 @@ def sharded_trainer(rank: int, folder: Path) -> None:
     """One of two ranks, of which each holds half of the rows."""
     address, *checkpoints = (folder / "arguments").read_text().split()
     mesh = init_device_mesh("cpu", (WORLD,))
-    sent: list[int] = []
-    send = RelayClient.send_chunk
-
-    def note(self: RelayClient, message: dict[str, int], *rest: object) -> None:
-        sent.append(message["index"])
-        send(self, message, *rest)  # type: ignore[arg-type]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP8RL_KEY", KEY)
         patch.setattr(place, "BOOT", folder / "boot_id")
-        patch.setattr(layout, "LEAST_CHUNK_BYTES", BUCKET_BYTES // (layout.SLOTS * WORLD))
-        patch.setattr(RelayClient, "send_chunk", note)
+        patch.setattr(layout, "LEAST_CHUNK_BYTES", BUCKET_BYTES // (SLOTS * WORLD))
+        sent = sent_by(patch)
         for version, checkpoint in enumerate(checkpoints, start=1):
             named = {
                 name: distribute_tensor(tensor, mesh, [Shard(0)])
@@ -67,8 +61,7 @@ def sharded_trainer(rank: int, folder: Path) -> None:
             sent.clear()
             to = None if rank else address
             result = trainer_bridge.update(named, to, version=version, kv_scales=scales)
-            of_ranks: list[set[int]] = [set()] * WORLD
-            dist.all_gather_object(of_ranks, set(sent))
+            of_ranks = gathered(set(sent))
             assert all(of_ranks) and not set.intersection(*of_ranks)
             whole = result.network_bytes >= result.bytes
             assert whole == (version < len(checkpoints)), result

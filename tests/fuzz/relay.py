@@ -88,7 +88,7 @@ def decode_sender(data: bytes) -> None:
 def decode_replies(data: bytes) -> None:
     client = object.__new__(RelayClient)
     with arrived(data) as sock:
-        client._sockets, client._timeout_s = [sock], TIMEOUT_S
+        client._sockets, client.timeout_s = [sock], TIMEOUT_S
         while sock.recv(1, socket.MSG_PEEK):
             client.wait()
 

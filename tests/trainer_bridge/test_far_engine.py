@@ -37,10 +37,15 @@ IMAGE_BYTES = 4 << 20
 GONE_S = 20.0
 
 
-def far_engine(tp: int = 1, bucket_bytes: int = 1 << 20, image_bytes: int = 0) -> FakeEngine:
+def far_engine(
+    tp: int = 1,
+    bucket_bytes: int = 1 << 20,
+    image_bytes: int = 0,
+    kind: type[FakeEngine] = FakeEngine,
+) -> FakeEngine:
     """An engine whose sockets and memory this process cannot reach."""
     ranks = [toy.engine(toy.toy(rank, tp), toy.SHAPES) for rank in range(tp)]
-    engine = FakeEngine(ranks, bucket_bytes, image_bytes)
+    engine = kind(ranks, bucket_bytes, image_bytes)
     engine.place = {**here(), "boot": "of another kernel"}
     return engine
 

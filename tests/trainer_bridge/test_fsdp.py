@@ -35,7 +35,7 @@ run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
 
 
 def gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * WORLD
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 

@@ -4,6 +4,7 @@ Real processes of one job over gloo, and TCP to the engines' relays; the engines
 """
 
 import logging
+import socket
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -18,13 +19,19 @@ from torch.distributed.tensor import distribute_tensor
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.place import here
+from sgl_fp8rl.protocol.manifest import SLOTS
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, failing_in_chunk, step
-from tests.trainer_bridge.test_fsdp import toy_trainer
+from tests.trainer_bridge.test_far_engine import (
+    IMAGE_BYTES,
+    SMALL,
+    failing_in_chunk,
+    far_engine,
+    step,
+)
+from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from trainer_bridge import chunk_sender, layout, shared_sending, update
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
@@ -40,23 +47,13 @@ pytestmark = pytest.mark.timeout(180)
 WORLD = 3
 COLLECTIVE_TIMEOUT_S = 30
 CHUNK = SMALL // 2
-BUCKET = CHUNK * layout.SLOTS * WORLD
-GIVE_UP_S = 2.0
+BUCKET = CHUNK * SLOTS * WORLD
+GIVE_UP_S = 5.0
 """In the place of 240 s that the first rank waits for what another one sent."""
 
 
 def far(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
-    """An engine whose sockets and memory a trainer cannot reach."""
-    engine = kind([toy.engine(toy.toy(rank, tp), toy.SHAPES) for rank in range(tp)], BUCKET)
-    engine.memories.most_image_bytes = image_bytes
-    engine.place = {**here(), "boot": "of another kernel"}
-    return engine
-
-
-def everywhere(value: Any) -> list[Any]:
-    values: list[Any] = [None] * WORLD
-    dist.all_gather_object(values, value)
-    return values
+    return far_engine(tp, BUCKET, image_bytes, kind)
 
 
 def sent_by(patch: pytest.MonkeyPatch) -> list[int]:
@@ -83,12 +80,12 @@ def in_turn(engines: list[str]) -> None:
         for version in range(3):
             sent.clear()
             result = update(toy_trainer(toy.checkpoint(version)), engines, version=version)
-            of_ranks = everywhere(sorted(set(sent)))
+            of_ranks = gathered(sorted(set(sent)))
             numbers = {chunk for of_rank in of_ranks for chunk in of_rank}
             assert numbers == set(range(len(numbers))) and len(numbers) > 2 * WORLD
             assert of_ranks == [sorted(c for c in numbers if c % WORLD == r) for r in range(WORLD)]
             assert result.network_bytes >= len(engines) * result.bytes
-            assert everywhere(result.network_bytes) == [result.network_bytes] * WORLD
+            assert gathered(result.network_bytes) == [result.network_bytes] * WORLD
 
 
 def only_what_changed(rank: int, engine: str) -> None:
@@ -106,16 +103,31 @@ def a_connection_fails(rank: int, engine: str, how: str) -> None:
     failing = failing_in_chunk(1, how) if rank == 1 else nullcontext()
     with failing, pytest.raises(EngineError) as error:
         update(model, engine, version=1)
-    assert everywhere(str(error.value)) == [str(error.value)] * WORLD
+    assert gathered(str(error.value)) == [str(error.value)] * WORLD
     update(toy_trainer(toy.checkpoint(AFTER)), engine, version=AFTER)
+
+
+def breaking(patch: pytest.MonkeyPatch) -> None:
+    """The connection that this rank sends to first breaks: that of the first engine."""
+    send, first = RelayClient.send_chunk, []
+
+    def break_and_send(self: RelayClient, *rest: Any) -> None:
+        if not first:
+            first.append(self)
+            self._sockets[0].shutdown(socket.SHUT_RDWR)
+        send(self, *rest)
+
+    patch.setattr(RelayClient, "send_chunk", break_and_send)
 
 
 def one_of_two_is_lost(rank: int, engines: list[str]) -> None:
     update(toy_trainer(toy.checkpoint(0)), engines, version=0)
     model = toy_trainer(toy.checkpoint(1))
-    with failing_in_chunk(1, "breaks") if rank == 2 else nullcontext():  # to the first engine
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            breaking(patch)
         result = update(model, engines, version=1, require=1)
-    assert everywhere([*result.failed]) == [[engines[0]]] * WORLD
+    assert gathered([*result.failed]) == [[engines[0]]] * WORLD
 
 
 def behind_a_firewall(rank: int, engine: str) -> None:
@@ -168,7 +180,6 @@ def nan_of_another_rank(rank: int, engines: list[str]) -> None:
 def with_small_chunks(patch: pytest.MonkeyPatch) -> None:
     logging.disable(logging.CRITICAL)
     patch.setattr(layout, "LEAST_CHUNK_BYTES", CHUNK)
-    patch.setattr(shared_sending, "WAIT_S", GIVE_UP_S)
 
 
 def each_way(rank: int, folder: Path, engines: list[str]) -> None:
@@ -245,7 +256,7 @@ def test_all_chunks_together_are_those_of_one_rank(
         made = sources(named, None, torch.bfloat16, [KV_SCALES])
         return TransferPlan(made, [False] * len(named), CHUNK, formats, slots=slots)
 
-    of_all = plan(layout.SLOTS * senders)
+    of_all = plan(SLOTS * senders)
     relays = {"engine": Relay({}, "", 1.0)}
     for number in range(senders):
         sender = ChunkSender(of_all, number, senders, relays, scales, ("", ""))
@@ -282,6 +293,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_small_chunks(patch)
         update(toy_trainer(toy.checkpoint(0)), engines, version=0)
+        patch.setattr(shared_sending, "WAIT_S", GIVE_UP_S)
         if rank == 2:
             patch.setattr(RelayClient, "wait", ranks.die)
         with pytest.raises((EngineError, TimeoutError, RuntimeError)):

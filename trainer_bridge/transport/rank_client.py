@@ -72,7 +72,7 @@ class EngineRanks(ABC):
         """What it is called after this update."""
         self.network_bytes = 0
         """Bytes of chunks that were sent over a network."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._sockets: list[socket.socket] = []
 
     @abstractmethod
@@ -95,11 +95,11 @@ class EngineRanks(ABC):
     def _next_reply(self, sock: socket.socket, began: float | None) -> dict[str, Any]:
         late = 0.0 if began is None else time.monotonic() - began
         try:
-            sock.settimeout(max(self._timeout_s - late, min(self._timeout_s, LEAST_WAIT_S)))
+            sock.settimeout(max(self.timeout_s - late, min(self.timeout_s, LEAST_WAIT_S)))
             return receive(sock)
         except TimeoutError as error:
             raise SlowEngineError(
-                f"the engine took longer than {self._timeout_s:.0f} s over a step of the update; "
+                f"the engine took longer than {self.timeout_s:.0f} s over a step of the update; "
                 f"see its log"
             ) from error
         except OSError as error:

@@ -48,7 +48,7 @@ class RelayClient(EngineRanks):
         connect_s: float | None = None,
     ) -> None:
         super().__init__(timeout_s)
-        self.timeout_s = timeout_s
+        self._sender: Thread | None = None
         sound = isinstance(where, dict) and type(where.get("port")) is int
         if not sound or not isinstance(where.get("host"), str) or not isinstance(token, str):
             raise EngineError(
@@ -85,9 +85,8 @@ class RelayClient(EngineRanks):
         self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
         out = relay.dup()  # its timeout is its own
         out.settimeout(timeout_s)
-        sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
-        sender.start()
-        self._sender = sender
+        self._sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
+        self._sender.start()
         weakref.finalize(self, self._parcels.put, None)  # it does not hold this
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
@@ -120,7 +119,7 @@ class RelayClient(EngineRanks):
         return replies
 
     def close(self) -> None:
-        if hasattr(self, "_sender"):  # it was connected
+        if self._sender is not None:  # it was connected
             self._parcels.put(None)
             self._sender.join(FLUSH_S)
             if self._sender.is_alive():
