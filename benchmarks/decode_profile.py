@@ -71,7 +71,7 @@ def trace(engine: Any, folder: Path, prompts: list[list[int]], new: int) -> list
 
 
 def _benchmark(model: str) -> Benchmark:
-    jobs = rollout.jobs([model], rollout.ARMS)
+    jobs = rollout.jobs(model)
     return Benchmark(
         jobs=tuple(replace(job, by_default=job.spec.name in ARMS) for job in jobs),
         measure=measure,

@@ -1,4 +1,4 @@
-"""Prefill and decode of whole models on one GPU, ours beside stock SGLang's.
+"""Prefill and decode of a whole model on one GPU, ours beside stock SGLang's.
 
 A job is an engine; each case is a load, timed apart for prefill and decode. All engines of a model
 have CUDA graphs for all of its loads, whichever are run, because graphs take memory from the KV
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
-from benchmarks.engines import models, serving
+from benchmarks.engines import expert_tiles, models, serving
 from benchmarks.engines.keywords import (
     BLOCK_FP8,
     ENGINE,
@@ -34,8 +34,10 @@ class Arm:
     name: str
     engine: dict[str, Any]
     """Keywords of ``sglang.Engine`` besides those of all arms."""
-    by_default: tuple[str, ...] = ("qwen3-8b", "qwen3-30b-a3b")
-    """Models that it serves where no jobs are named."""
+    by_default: bool = True
+    """Whether it runs where no jobs are named."""
+    has_our_tiles: bool = False
+    """Whether stock SGLang is given the tiles of experts that this package ships."""
     model: str = "qwen3-8b"
 
     def keywords(self, batches: Sequence[int] | None = None, largest: int = 0) -> dict[str, Any]:
@@ -50,32 +52,42 @@ class Arm:
         return ENGINE | FULL | graphs | self.engine
 
 
-DENSE = ("qwen3-8b",)
+STOCK_FP8_XQA = {**BLOCK_FP8, **STOCK_XQA}
 # where no attention backend is named, stock SGLang takes FA3, its own default on Hopper
 ARMS = (
     Arm("stock-bf16", {}),
-    Arm("stock-bf16-kv8-xqa", STOCK_XQA, DENSE),
-    Arm("stock-block-fp8", BLOCK_FP8, DENSE),
-    Arm("stock-block-fp8-kv8", {**BLOCK_FP8, **KV8}, DENSE),
-    Arm("stock-block-fp8-kv8-xqa", {**BLOCK_FP8, **STOCK_XQA}),
+    Arm("stock-bf16-kv8-xqa", STOCK_XQA),
+    Arm("stock-block-fp8", BLOCK_FP8),
+    Arm("stock-block-fp8-kv8", {**BLOCK_FP8, **KV8}),
+    Arm("stock-block-fp8-kv8-xqa", STOCK_FP8_XQA),
     Arm("fp8rl", OURS),
     Arm("fp8rl-kv8", OURS_KV8),
     # what one piece gives, everything else being equal
-    Arm("stock-bf16-defaults", STOCK_DEFAULTS, ()),
-    Arm("stock-bf16-flashinfer", FLASHINFER, ()),
+    Arm("stock-bf16-defaults", STOCK_DEFAULTS, by_default=False),
+    Arm("stock-bf16-flashinfer", FLASHINFER, by_default=False),
     Arm(
         "stock-block-fp8-flashinfer",
         {**BLOCK_FP8, "fp8_gemm_runner_backend": "flashinfer_deepgemm"},
-        (),
+        by_default=False,
     ),
-    Arm("fp8rl-bf16", OURS_BF16, ()),
-    Arm("fp8rl-kv8-flashinfer", {**OURS_KV8, "prefill_attention_backend": "flashinfer"}, ()),
-    Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, ()),
+    Arm("fp8rl-bf16", OURS_BF16, by_default=False),
+    Arm(
+        "fp8rl-kv8-flashinfer",
+        {**OURS_KV8, "prefill_attention_backend": "flashinfer"},
+        by_default=False,
+    ),
+    Arm("fp8rl-deterministic", {**OURS, "enable_deterministic_inference": True}, by_default=False),
+)
+# the kernels that stock SGLang has for experts in block FP8; where none is named it takes Triton's
+EXPERTS = (
+    Arm("stock-block-fp8-kv8-xqa-tiles", STOCK_FP8_XQA, has_our_tiles=True),
+    Arm("stock-block-fp8-kv8-xqa-deepgemm", {**STOCK_FP8_XQA, "moe_runner_backend": "deep_gemm"}),
+    Arm("stock-block-fp8-kv8-xqa-cutlass", {**STOCK_FP8_XQA, "moe_runner_backend": "cutlass"}),
 )
 REFERENCE = ARMS[0]
 """What ratios are to."""
 COMMON = {name: value for name, value in (ENGINE | FULL).items() if "graph_max_bs" not in name}
-FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in ARMS}}
+FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in (*ARMS, *EXPERTS)}}
 """SGLang's keywords, in the result file beside what they gave: those of all arms, and of each. CUDA
 graphs are those of the loads."""
 
@@ -107,6 +119,8 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
     shape = models.MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
+    if arm.has_our_tiles:
+        expert_tiles.give_stock(run.folder)
     loads = LOADS[arm.model]
     keywords = arm.keywords(batches=[load.batch for load in loads])
     wanted = wanted_loads(arm.model, run)
@@ -127,24 +141,25 @@ def wanted_loads(model: str, run: Run) -> list[Load]:
     return wanted
 
 
-def jobs(models: Sequence[str], arms: Sequence[Arm]) -> tuple[Job, ...]:
-    """A job of each arm on each model."""
+def jobs(model: str) -> tuple[Job, ...]:
+    """A job of each arm that serves a model."""
+    arms = (*ARMS, *EXPERTS) if models.MODELS[model].experts else ARMS
     return tuple(
         Job(
             f"{model}/{arm.name}",
             replace(arm, model=model),
             stock=is_stock(arm.engine),
-            by_default=model in arm.by_default,
+            by_default=arm.by_default,
         )
-        for model in models
         for arm in arms
     )
 
 
-BENCHMARK = Benchmark(
-    jobs=jobs(tuple(LOADS), ARMS),
-    measure=measure,
-    limit_s=1800.0,
-    options=(LAYERS,),
-    facts=FLAGS,
-)
+def _benchmark(model: str) -> Benchmark:
+    return Benchmark(
+        jobs=jobs(model), measure=measure, limit_s=1800.0, options=(LAYERS,), facts=FLAGS
+    )
+
+
+DENSE = _benchmark("qwen3-8b")
+MOE = _benchmark("qwen3-30b-a3b")

@@ -79,7 +79,7 @@ def update_figures() -> dict[str, dict[str, float]]:
 
 def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
     """Figures of the long tail, to which nothing was fitted, predicted and measured."""
-    lengths = long_tail.output_lengths(512)
+    lengths = long_tail.output_lengths(long_tail.REQUESTS)
     requests = [Request(long_tail.PROMPT, length) for length in lengths]
     seen: dict[str, dict[str, float]] = {}
     for row in json.loads((RESULTS / "long_tail.json").read_text())["rows"]:

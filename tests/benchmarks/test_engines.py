@@ -22,10 +22,10 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
         yield job.name, job.stock, update.COMMON | job.spec.engine
     for job in start.BENCHMARK.jobs:
         yield job.name, job.stock, start.ENGINE | job.spec.engine
-    for job in rollout.BENCHMARK.jobs:
+    for job in (*rollout.DENSE.jobs, *rollout.MOE.jobs):
         yield job.name, job.stock, job.spec.keywords(batches=(64, 32))
     for job in long_tail.BENCHMARK.jobs:
-        yield job.name, job.stock, job.spec.keywords(largest=512)
+        yield job.name, job.stock, job.spec.keywords(largest=1024)
     for job in kv.BENCHMARK.jobs:
         if job.spec.kind not in ("attention", "prefill"):
             yield job.name, job.stock, job.spec.keywords
