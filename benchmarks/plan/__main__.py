@@ -24,6 +24,7 @@ from benchmarks.plan.fit import (
     error,
     fit,
     left_out,
+    measured_rows,
     predict,
     ranked_first,
     rows,
@@ -49,7 +50,7 @@ def memory_figures() -> dict[str, float]:
 
 def _capacities() -> dict[tuple[str, str], dict[str, float]]:
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for row in json.loads((RESULTS / "rollout.json").read_text())["rows"]:
+    for row in measured_rows():
         if row["case"] == "capacity" and row["arm"] in ARMS:
             found.setdefault((row["arm"], row["model"]), {})[row["metric"]] = row["median"]
     return found
@@ -122,10 +123,13 @@ def derive() -> dict[str, Any]:
     tail = rollouts(coefficients)
     times = [each for each in tail if each["metric"] == "rollout_s"]
     errors["rollouts"] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
-    environment = json.loads((RESULTS / "rollout.json").read_text())["environment"]
+    environments = [
+        json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+        for name in ("rollout", "rollout_moe")
+    ]
     return {
-        "source": f"{environment['device']}, SGLang {environment['sglang']}, "
-        f"{environment['date']}, {environment['commit']}",
+        "source": f"{environments[0]['device']}, SGLang {environments[0]['sglang']}, "
+        + " and ".join(f"{each['date']}, {each['commit']}" for each in environments),
         "coefficients_ms": coefficients,
         "memory": memory_figures(),
         "update": update_figures(),

@@ -43,10 +43,16 @@ class Row:
     quantities: dict[str, float]
 
 
-def rows(results: Path = RESULTS / "rollout.json") -> list[Row]:
+def measured_rows() -> list[dict[str, Any]]:
+    """Rows of both models."""
+    files = (RESULTS / "rollout.json", RESULTS / "rollout_moe.json")
+    return [row for file in files for row in json.loads(file.read_text())["rows"]]
+
+
+def rows() -> list[Row]:
     """Decode steps and prefills of every arm that ``plan`` knows."""
     found = []
-    for row in json.loads(results.read_text())["rows"]:
+    for row in measured_rows():
         arm = ARMS.get(row["arm"])
         if arm is None or row["metric"] not in ("decode_step_ms", "prefill_s"):
             continue

@@ -99,7 +99,7 @@ def long_tail(results: Results) -> str:
     """Each rollout as a whole."""
     rows = with_ratio(results["rows"], "rollout_s", is_reference)
     columns = [
-        Column("time", {"rollout_s": "{median:.0f} s"}),
+        Column("time", {"rollout_s": _spread}),
         Column("faster", {"faster": "{median:.2f}x"}),
         Column("tokens/s", {"rollout_tokens_s": "{median:,.0f}"}),
         Column("retractions", {"retractions": "{median:.0f}"}),
@@ -110,12 +110,42 @@ def long_tail(results: Results) -> str:
         Column("KV demand", {"kv_demand": "{median:.2f}"}),
     ]
     made = table(rows, ["model", "case", "arm"], columns, "rollout")
-    runs = max(row["n"] for row in rows if row["metric"] == "rollout_s")
     return joined(
         made,
         failures(results),
-        f"{facts(results['environment'])}. {runs_of_each_arm(runs)} {copies(rows)}",
+        f"{facts(results['environment'])}. {runs_of_each_arm(*_runs(rows))} {copies(rows)}",
     )
+
+
+def multi_turn(results: Results) -> str:
+    """Conversations of several turns."""
+    rows = with_ratio(results["rows"], "rollout_s", is_reference)
+    columns = [
+        Column("time", {"rollout_s": _spread}),
+        Column("faster", {"faster": "{median:.2f}x"}),
+        Column("answers, tokens/s", {"rollout_tokens_s": "{median:,.0f}"}),
+        Column("prompt tokens", {"prompt_tokens": "{median:,.0f}"}),
+        Column("from the prefix cache", {"cached_share": "{median:.0%}"}),
+        Column("KV tokens", {"kv_tokens": "{median:,.0f}"}),
+    ]
+    each = next(row["n"] for row in rows if row["metric"] == "rollout_s")
+    end = f"{facts(results['environment'])}. Medians of {each} rollouts of one engine."
+    return joined(
+        table(rows, ["model", "case", "arm"], columns, "rollout"),
+        failures(results),
+        f"{end} {copies(rows)}",
+    )
+
+
+def _spread(row: Row) -> str:
+    least, most = f"{row['min']:.1f}", f"{row['max']:.1f}"
+    return f"{row['median']:.1f} s" + (f" ({least} to {most})" if least != most else "")
+
+
+def _runs(rows: Sequence[Row]) -> tuple[int, int]:
+    """The fewest and the most runs of an arm."""
+    counts = [row["n"] for row in rows if row["metric"] == "rollout_s"]
+    return min(counts), max(counts)
 
 
 def decode_profile(results: Results) -> str:

@@ -1,6 +1,6 @@
-"""The first figures of the README, a sentence from each of three result files."""
+"""The first figures of the README, a sentence from each of some result files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.tables.engines import REFERENCE
@@ -22,11 +22,15 @@ def decode(results: Results) -> str:
     batches, contexts = zip(*(map(int, row["case"].split("x")) for row in rows), strict=True)
     models = " and ".join(dict.fromkeys(row["model"] for row in rows))
     return (
-        f"- A decode step is {min(ratios):.2f} to {max(ratios):.2f} times as fast as in BF16, and "
-        f"{min(stock):.2f} to {max(stock):.2f} times as fast as in the best stock arm ({models}, "
-        f"{min(batches)} to {max(batches)} sequences, {min(contexts)} to {max(contexts)} tokens of "
-        f"context; {_where(results)})."
+        f"- A decode step is {_range(ratios, '.2f')} times as fast as in BF16, and "
+        f"{_range(stock, '.2f')} times as fast as in the best stock arm ({models}, "
+        f"{_range(batches)} sequences, {_range(contexts)} tokens of context; {_where(results)})."
     )
+
+
+def _range(values: Sequence[float], form: str = "d") -> str:
+    least, most = (format(each, form) for each in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def _best(rows: list[Row], ours: Row, prefix: str) -> float:
@@ -39,17 +43,29 @@ def _best(rows: list[Row], ours: Row, prefix: str) -> float:
 
 
 def rollout(results: Results) -> str:
-    """How much faster the longest rollout is as a whole."""
-    found = {(row["arm"], row["case"], row["metric"]): row for row in results["rows"]}
-    cases = {case for arm, case, metric in found if (arm, metric) == (OURS, "rollout_s")}
-    case = max(cases, key=lambda name: int(name.rpartition(" ")[2]))
-    time, reference = found[OURS, case, "rollout_s"], found[REFERENCE, case, "rollout_s"]
-    retracted = [found[arm, case, "retracted_requests"]["median"] for arm in (REFERENCE, OURS)]
+    """How much faster the rollout with a long tail is as a whole."""
+    runs = [row["n"] for row in results["rows"] if row["metric"] == "rollout_s"]
+    case, text = _whole(results)
     return (
-        f"- A {case} requests with a long tail of lengths is "
-        f"{reference['median'] / time['median']:.2f} times as fast as in BF16: BF16 retracts "
-        f"{retracted[0]:.0f} of them, FP8 {retracted[1]:.0f} ({time['model']}; "
-        f"{_where(results)}). {runs_of_each_arm(time['n'])}"
+        f"- A {case} requests with a long tail of lengths {text} "
+        f"{runs_of_each_arm(min(runs), max(runs))}"
+    )
+
+
+def turns(results: Results) -> str:
+    """How much faster conversations of several turns are."""
+    case, text = _whole(results)
+    return f"- A rollout of {case}, each of four turns with a tool's output between them, {text}"
+
+
+def _whole(results: Results) -> tuple[str, str]:
+    """The case, and how many times as fast ours is."""
+    times = [row for row in results["rows"] if row["metric"] == "rollout_s"]
+    ours = next(row for row in times if row["arm"] == OURS)
+    ratios = [_best(times, ours, prefix) / ours["median"] for prefix in (REFERENCE, "stock")]
+    return ours["case"], (
+        f"is {ratios[0]:.2f} times as fast as in BF16, and {ratios[1]:.2f} times as fast as in the "
+        f"best stock arm ({ours['model']}; {_where(results)})."
     )
 
 

@@ -100,9 +100,11 @@ def facts(environment: Mapping[str, Any], gpus: int = 1) -> str:
     return ", ".join([*words, environment["date"], f"commit {environment['commit']}"])
 
 
-def runs_of_each_arm(count: int) -> str:
+def runs_of_each_arm(fewest: int, most: int) -> str:
     """The sentence that says how many runs a table is made of."""
-    return "One run of each arm." if count == 1 else f"{count} runs of each arm."
+    if fewest < most:
+        return f"{fewest} to {most} runs of each arm."
+    return "One run of each arm." if most == 1 else f"{most} runs of each arm."
 
 
 def failures(results: Mapping[str, Any], prefix: str = "") -> str:

@@ -42,6 +42,6 @@ def accuracy(figures: dict[str, Any]) -> str:
     head = ["what was predicted", "rows", "mean error", "worst", "worst of ours", "best arm first"]
     return joined(
         grid(head, errors),
-        grid(["rollout of 512 samples", "figure", "predicted", "measured"], rollouts),
+        grid(["rollout with a long tail", "figure", "predicted", "measured"], rollouts),
         f"Of {figures['source']}.",
     )

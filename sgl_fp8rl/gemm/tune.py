@@ -22,8 +22,9 @@ BF16, at most 2.7e-6 of every kernel on an H200 (tests/gpu/test_gemms.py)."""
 MARGIN = 0.02
 """How much faster than the stock choice a kernel must be; medians repeat within 1%."""
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 31, 48, 64, 96, 128, 160, 192, 256)
-PREFILL_ROWS = (384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
-"""Upper bounds of M, one table entry each."""
+PREFILL_ROWS = (*range(320, 1025, ROW_STEP), *range(1152, 2049, 2 * ROW_STEP), 4096, 8192, 16384)
+"""Upper bounds of M, one table entry each. Up to 2048 DeepGEMM takes up to five times as long at
+single M as beside them: a wide range would have such an M and others at once."""
 NEVER = float("inf")
 
 Choice = tuple[str, tuple[tuple[str, int], ...]]

@@ -10,10 +10,9 @@ pytest.importorskip("scipy")
 from benchmarks.plan import __main__ as plan
 from benchmarks.plan.fit import Row, fit, left_out, predict
 
-ROLLOUT_ERROR = 0.09
-"""Of a whole rollout's time, to which nothing was fitted: 8.4% and 7.7%. Both were measured at
-ed12c41 with FlashInfer's attention, and the costs at 719654d with FA3's: both are predicted too
-short."""
+ROLLOUT_ERROR = 0.14
+"""Of a whole rollout's time, to which nothing was fitted: 1.0%, 9.3% and 13.6%. FP8 is predicted
+too short: DeepGEMM is slow at 768 and 1024 rows, and no fitted batch has more than 256."""
 
 
 @pytest.fixture(scope="module")
