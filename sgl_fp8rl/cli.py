@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _precision(arguments)
     if arguments.command == "export":
         return _export(arguments)
+    if arguments.command == "follow":
+        return _follow(arguments)
     if arguments.command == "plan":
         return plan.run(arguments)
     return _print_layers(arguments.model, arguments.tp, arguments.json)
@@ -104,6 +106,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--tp", type=int, help="leave layers BF16 that an engine of this size does (of a folder)"
     )
+
+    follow = commands.add_parser(
+        "follow", help="keep an engine at the newest version of a chain in a folder"
+    )
+    follow.add_argument("folder", type=Path, help="that a trainer publishes in, or a copy of it")
+    follow.add_argument("engine", help="its http:// address")
+    follow.add_argument(
+        "--poll-s", type=float, default=1.0, help="seconds between two looks (default 1)"
+    )
+    follow.add_argument("--once", action="store_true", help="end when the engine has a version")
 
     report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
     report.add_argument("source", help="an engine's http:// address, or a file from --json")
@@ -219,6 +231,20 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     except (EngineError, ImportError, OSError, ValueError, SafetensorError) as error:
         sys.exit(f"sgl-fp8rl export: {error}")
+    return 0
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    import logging
+
+    from trainer_bridge.chain import follow
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+
+    def is_over(policy: Any) -> bool:
+        return arguments.once and policy is not None
+
+    follow(arguments.folder, arguments.engine, poll_s=arguments.poll_s, is_over=is_over)
     return 0
 
 

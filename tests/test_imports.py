@@ -39,6 +39,7 @@ LAYERS = (
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
     "trainer_bridge.update trainer_bridge.controller",
+    "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine
     "sgl_fp8rl.integrations",
