@@ -15,6 +15,7 @@ BENCHMARKS = {
     "sharded": "benchmarks.sharded:BENCHMARK",
     "links": "benchmarks.links:BENCHMARK",
     "far_ranks": "benchmarks.far_ranks:BENCHMARK",
+    "chain": "benchmarks.chain:BENCHMARK",
     "flips": "benchmarks.flips:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:DENSE",

@@ -44,6 +44,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "update_h100": ("update_h100.json", engine_tables.update),
     "links": ("links.json", links.links),
     "far_ranks": ("far_ranks.json", links.far_ranks),
+    "chain": ("chain.json", links.chain),
     "flips": ("flips.json", flips.flips),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),

@@ -1,4 +1,4 @@
-"""The measured block of docs/scale.md about links of several speeds."""
+"""The measured blocks of docs/scale.md about engines that are far away."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,3 +28,18 @@ def _table(results: Mapping[str, Any], last: str) -> str:
     made = table(rows, ["case"], columns, f"{rows[0]['model']} parameters")
     runs = max(row["n"] for row in rows)
     return joined(made, failures(results), f"{facts(results['environment'])}. {last.format(runs)}")
+
+
+def chain(results: Mapping[str, Any]) -> str:
+    """A line for a version that is whole, and for each size of steps."""
+    columns = [
+        Column("files", {"files_mb": "{median:.1f} MB"}),
+        Column("of its tensors", {"of_whole": "{median:.1%}"}),
+        Column("publish", {"publish_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
+        Column("read", {"follow_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
+    ]
+    rows = results["rows"]
+    made = table(rows, ["case"], columns, f"{rows[0]['model']} parameters")
+    runs = max(row["n"] for row in rows)
+    end = f"{facts(results['environment'])}. Medians of {runs}, the whole version once."
+    return joined(made, failures(results), end)
