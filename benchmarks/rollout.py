@@ -17,6 +17,8 @@ from benchmarks.engines.keywords import (
     FLASHINFER,
     FULL,
     KV8,
+    NCCL_ALONE,
+    NO_MULTICAST,
     OURS,
     OURS_BF16,
     OURS_KV8,
@@ -49,7 +51,8 @@ class Arm:
         graphs: dict[str, Any] = {"cuda_graph_max_bs_decode": max(batches or (largest,))}
         if batches is not None:
             graphs["cuda_graph_bs_decode"] = sorted(set(batches))
-        return ENGINE | FULL | graphs | self.engine
+        ranks = {**NCCL_ALONE, "tp_size": TWO} if self.model not in models.MODELS else {}
+        return ENGINE | FULL | ranks | graphs | self.engine
 
 
 STOCK_FP8_XQA = {**BLOCK_FP8, **STOCK_XQA}
@@ -91,6 +94,8 @@ FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in (*ARMS, *EXP
 """SGLang's keywords, in the result file beside what they gave: those of all arms, and of each. CUDA
 graphs are those of the loads."""
 
+TWO = 2
+"""GPUs of a model that does not fit on one beside BF16 KV."""
 NEW = 128
 """Tokens of a timed decode."""
 LOADS = {
@@ -102,6 +107,7 @@ LOADS = {
         Load(16, 30000, NEW),
     ),
     "qwen3-30b-a3b": (Load(64, 4096, NEW),),
+    "qwen3-32b": (Load(128, 512, NEW), Load(64, 4096, NEW)),
 }
 
 
@@ -116,7 +122,7 @@ def measure(arm: Arm, run: Run) -> list[Measurement]:
     Raises:
         RuntimeError: the engine did not do what it should.
     """
-    shape = models.MODELS[arm.model]
+    shape = models.SHAPES[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     if arm.has_our_tiles:
@@ -143,13 +149,14 @@ def wanted_loads(model: str, run: Run) -> list[Load]:
 
 def jobs(model: str) -> tuple[Job, ...]:
     """A job of each arm that serves a model."""
-    arms = (*ARMS, *EXPERTS) if models.MODELS[model].experts else ARMS
+    arms = (*ARMS, *EXPERTS) if models.SHAPES[model].experts else ARMS
     return tuple(
         Job(
             f"{model}/{arm.name}",
             replace(arm, model=model),
             stock=is_stock(arm.engine),
             by_default=arm.by_default,
+            environ={} if model in models.MODELS else NO_MULTICAST,
         )
         for arm in arms
     )
@@ -163,3 +170,4 @@ def _benchmark(model: str) -> Benchmark:
 
 DENSE = _benchmark("qwen3-8b")
 MOE = _benchmark("qwen3-30b-a3b")
+ON_TWO_GPUS = _benchmark("qwen3-32b")

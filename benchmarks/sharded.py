@@ -21,23 +21,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from benchmarks import update
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, stock_push, weights
+from benchmarks.engines.keywords import NCCL_ALONE, NO_MULTICAST
 
-SHAPES = {
-    **models.MODELS,
-    "qwen3-32b": models.Shape(hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8),
-}
 DEVICE, BACKEND = "cuda", "cpu:gloo,cuda:nccl"
 GIB = 1 << 30
 ENGINE: dict[str, Any] = {
     **update.COMMON,
     "load_format": "dummy",
-    # NCCL alone: SGLang's own kernels may use NVLink multicast, which a shared host may not allow
-    "disable_custom_all_reduce": True,
-    "enforce_disable_flashinfer_allreduce_fusion": True,
+    **NCCL_ALONE,
     # the trainer's shards and stock SGLang's buckets must fit beside it
     "mem_fraction_static": 0.35,
 }
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     """
     import sglang
 
-    shape = SHAPES[case.model]
+    shape = models.SHAPES[case.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     gpus = run.options["gpus"]

@@ -18,6 +18,13 @@ ENGINE: Keywords = {
 }
 FULL: Keywords = {"mem_fraction_static": 0.88, "cuda_graph_max_bs_decode": 128}
 """Where capacity and speed are measured."""
+# SGLang's own kernels may use NVLink multicast, which a shared host may not allow
+NCCL_ALONE: Keywords = {
+    "disable_custom_all_reduce": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,
+}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
+"""Of the environment."""
 SMALL: Keywords = {
     "mem_fraction_static": 0.5,
     "cuda_graph_max_bs_decode": 16,

@@ -46,6 +46,10 @@ MODELS = {
         experts_per_token=8,
     ),
 }
+"""Those that run on one GPU."""
+SHAPES = MODELS | {
+    "qwen3-32b": Shape(hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8),
+}
 
 
 @dataclass(frozen=True)

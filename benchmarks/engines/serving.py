@@ -57,7 +57,8 @@ def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
         RuntimeError: they did not take the place of the dummy ones.
     """
     if is_stock(keywords):
-        stock_push.push(engine, kv_weights.shared(shape, DEVICE, weight_format(keywords)))
+        named = kv_weights.shared(shape, DEVICE, weight_format(keywords))
+        stock_push.push(engine, named, keywords.get("tp_size", 1))
     else:
         import trainer_bridge
 
@@ -184,10 +185,11 @@ def seconds(action: Any) -> float:
 def capacity(keywords: Keywords, shape: models.Shape, free: int) -> float:
     """Tokens that fit: the static share of what was free, less the weights, over a token's bytes.
 
-    What the engine's process takes for itself (context, kernels, workspaces) is not taken off.
+    Ranks share weights and KV evenly. What the engine's processes take for themselves (context,
+    kernels, workspaces) is not taken off.
     """
     held = traffic.payload_bytes(models.parameters(shape), weight_format(keywords))
-    static = float(keywords["mem_fraction_static"] * free)
+    static = float(keywords["mem_fraction_static"] * free * keywords.get("tp_size", 1))
     return (static - held) / traffic.kv_token_bytes(shape, keywords.get("kv_cache_dtype", "auto"))
 
 
@@ -197,7 +199,8 @@ def decode_floor_ms(keywords: Keywords, shape: models.Shape, load: Load, copy_tb
     weights = traffic.step_weight_bytes(
         models.parameters(shape), weight_format(keywords), shape.experts_read(load.batch)
     )
-    return traffic.floor_ms(round(weights + load.batch * load.mean_length * token), copy_tb_s)
+    moved = (weights + load.batch * load.mean_length * token) / keywords.get("tp_size", 1)
+    return traffic.floor_ms(round(moved), copy_tb_s)
 
 
 def measurements(

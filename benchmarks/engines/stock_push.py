@@ -30,9 +30,9 @@ def sum_bytes(named: Named) -> int:
     return sum(tensor.nbytes for _, tensor in named)
 
 
-def send(engine: Any, named: Named, last: bool, update: str) -> None:
-    """Send one flattened bucket to an engine of one rank; see ``send_payloads``."""
-    send_payloads(engine, [payload(named)], last, update)
+def send(engine: Any, named: Named, last: bool, update: str, ranks: int = 1) -> None:
+    """Send one flattened bucket to each rank of an engine; see ``send_payloads``."""
+    send_payloads(engine, [payload(named) for _ in range(ranks)], last, update)
 
 
 def payload(named: Named) -> str:
@@ -67,7 +67,7 @@ def send_payloads(engine: Any, payloads: list[str], last: bool, update: str) -> 
         raise RuntimeError(f"the engine refused {update}: {message}")
 
 
-def push(engine: Any, named: Named) -> None:
+def push(engine: Any, named: Named, ranks: int = 1) -> None:
     """Replace the dummy weights of a stock engine, and check that each group of them is in force.
 
     Of SGLang's dummy FP8 codes 98% are zero: it draws from +-1e-3, and up to half of E4M3's least
@@ -80,7 +80,7 @@ def push(engine: Any, named: Named) -> None:
     before = probe(engine)
     for group, tensors in weight_groups(named).items():
         for bucket, _ in buckets(tensors, BUCKET_BYTES):
-            send(engine, bucket, False, f"the weights of {group}")
+            send(engine, bucket, False, f"the weights of {group}", ranks)
         flush(engine)
         after = probe(engine)
         if not all(map(math.isfinite, after)):

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.engines.models import config
-from benchmarks.sharded import SHAPES
+from benchmarks.engines.models import SHAPES, config
 from benchmarks.tables.engines import is_reference
 from benchmarks.tables.markdown import Column, facts, failures, grid, joined, table, with_ratio
 from sgl_fp8rl.plan import shape, update_time

@@ -22,7 +22,7 @@ def keywords() -> Iterator[tuple[str, bool, dict[str, Any]]]:
         yield job.name, job.stock, update.COMMON | job.spec.engine
     for job in start.BENCHMARK.jobs:
         yield job.name, job.stock, start.ENGINE | job.spec.engine
-    for job in (*rollout.DENSE.jobs, *rollout.MOE.jobs):
+    for job in (*rollout.DENSE.jobs, *rollout.MOE.jobs, *rollout.ON_TWO_GPUS.jobs):
         yield job.name, job.stock, job.spec.keywords(batches=(64, 32))
     for job in long_tail.BENCHMARK.jobs:
         yield job.name, job.stock, job.spec.keywords(largest=1024)

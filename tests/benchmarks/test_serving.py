@@ -37,6 +37,17 @@ def test_decode_floor(arm: str, load: serving.Load, floor_ms: float) -> None:
     )
 
 
+def test_two_ranks_share_weights_and_kv() -> None:
+    load, shape = serving.Load(64, 4096, 128), models.SHAPES["qwen3-32b"]
+    (arm,) = (job.spec for job in rollout.ON_TWO_GPUS.jobs if job.spec.name == "fp8rl-kv8")
+    both = arm.keywords(batches=(64,))
+    one = {**both, "tp_size": 1}
+    floors = [serving.decode_floor_ms(keywords, shape, load, 4.3) for keywords in (one, both)]
+    assert floors[0] == pytest.approx(2 * floors[1])
+    tokens = [serving.capacity(keywords, shape, 140 << 30) for keywords in (one, both)]
+    assert tokens[1] > 2 * tokens[0] > 0, "the second GPU's memory holds no weights again"
+
+
 def test_a_step_reads_the_experts_that_its_tokens_use() -> None:
     assert QWEN3_8B.experts_read(1) == 1.0
     moe = models.MODELS["qwen3-30b-a3b"]
@@ -74,8 +85,8 @@ class Stock:
     def __init__(self, deaf: Callable[[str], bool] = lambda name: False) -> None:
         self.deaf, self.sums, self.flushes = deaf, 0.0, 0
 
-    def load(self, named: weights.Named, last: bool, update: str) -> None:
-        assert not last
+    def load(self, named: weights.Named, last: bool, update: str, ranks: int) -> None:
+        assert not last and ranks == 1
         self.sums += sum(float(t.float().sum()) for name, t in named if not self.deaf(name))
 
     def flush_cache(self) -> Any:

@@ -123,7 +123,7 @@ def test_the_kernels_take_what_the_formula_predicts() -> None:
     assert len(measured) == 3
     control = []
     for name, found in measured.items():
-        of = shape.of(models.config(sharded.SHAPES[name]))
+        of = shape.of(models.config(models.SHAPES[name]))
         assert update_time.sharded_kernels_ms(of, 2) == pytest.approx(found, rel=WITHIN)
         control.append(update_time.moved_bytes(of, "mapped") / 2 / speed.H200_BYTES_MS / found)
     assert min(control) < 1 - WITHIN
