@@ -23,6 +23,7 @@ from benchmarks.plan.fit import (
     Row,
     error,
     fit,
+    gemm_lines,
     left_out,
     measured_rows,
     predict,
@@ -90,7 +91,7 @@ def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
         engine = schedule.Engine(
             ARMS[name],
             shape.of(config(MODELS["qwen3-8b"])),
-            speed.Speed(coefficients),
+            speed.Speed(coefficients, gemm_lines()),
             int(measured["kv_tokens"]),
             CHUNK,
         )
@@ -131,6 +132,7 @@ def derive() -> dict[str, Any]:
         "source": f"{environments[0]['device']}, SGLang {environments[0]['sglang']}, "
         + " and ".join(f"{each['date']}, {each['commit']}" for each in environments),
         "coefficients_ms": coefficients,
+        "gemm_lines": {stack: list(line) for stack, line in gemm_lines().items()},
         "memory": memory_figures(),
         "update": update_figures(),
         "errors": errors,

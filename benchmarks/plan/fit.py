@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,30 @@ from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from benchmarks.engines.models import MODELS, config
 from benchmarks.rollout import LOADS
-from sgl_fp8rl.plan import shape, speed
+from sgl_fp8rl.plan import gemms, shape, speed
 
 RESULTS = Path(__file__).parents[1] / "results"
 CHUNK = 16384
 """Tokens of a prefill batch in the benchmarks."""
 PROMPT_BATCHES = 4
 """Batches that the prompts of a load come in."""
-PRIORS = {
+DATA_SHEET = {
     "read ": 1.0,  # at the bandwidth of a copy
     # 989 and 1979 TFLOP/s, of NVIDIA's data sheet of the H200 SXM
     "compute bf16": 1.0 / 0.989,
-    "compute fp8": 1.0 / 1.979,
+    "compute experts bf16": 1.0 / 0.989,
+    "compute experts fp8": 1.0 / 1.979,
+    # as they are in the table
+    "GEMMs": 1.0,
+    "prefill GEMMs": 1.0,
 }
+"""Coefficients by the beginning of their names, from before any step was measured."""
+PROFILED = {"stock-bf16": "bf16", "stock-block-fp8-kv8-xqa": "fp8", "fp8rl-kv8": "fp8"}
+"""Arms of ``decode_profile.json``, and what their prefill attends with: the other priors are from
+there, of another day and commit than the rows."""
+SHORT, LONG = "128x512, prefill of 16384 tokens", "64x8192, prefill of 16384 tokens"
+ACTIVATIONS = ("SiLU x up", "quantize", "norm", "copies", "QK-norm, RoPE", "KV scales", "KV write")
+"""Classes of kernels whose time is in proportion to the tokens."""
 PRIOR_WEIGHT = 0.5
 """Of a prior, where a measured row has 1."""
 ARMS = {arm.name: arm for arm in speed.ARMS}
@@ -60,13 +72,14 @@ def rows() -> list[Row]:
         load = next(load for load in LOADS[row["model"]] if load.name == row["case"])
         if row["metric"] == "decode_step_ms":
             tokens = load.batch * load.mean_length
-            ms, parts = row["median"], speed.decode_quantities(arm, model, load.batch, tokens)
+            ms = row["median"]
+            parts = speed.decode_quantities(arm, model, load.batch, tokens, gemm_lines())
         else:
             part = load.batch // PROMPT_BATCHES * load.length
             batches = PROMPT_BATCHES * -(-part // CHUNK)
             lengths = [load.length] * load.batch
             ms = 1e3 * row["median"]
-            parts = speed.prefill_quantities(arm, model, lengths, batches)
+            parts = speed.prefill_quantities(arm, model, lengths, batches, gemm_lines())
         found.append(Row(row["arm"], row["model"], row["case"], row["metric"], ms, parts))
     return found
 
@@ -81,11 +94,10 @@ def fit(known: Iterable[Row]) -> dict[str, float]:
     matrix = [[row.quantities.get(name, 0.0) / row.ms for name in names] for row in known]
     wanted = [1.0] * len(known)
     for index, name in enumerate(names):
-        for what, prior in PRIORS.items():
-            if name.startswith(what):
-                matrix.append([0.0] * len(names))
-                matrix[-1][index] = PRIOR_WEIGHT / prior
-                wanted.append(PRIOR_WEIGHT)
+        if (prior := _prior(name)) is not None:
+            matrix.append([0.0] * len(names))
+            matrix[-1][index] = PRIOR_WEIGHT / prior
+            wanted.append(PRIOR_WEIGHT)
     solution, _ = nnls(np.array(matrix), np.array(wanted))
     return dict(zip(names, map(float, solution), strict=True))
 
@@ -100,11 +112,55 @@ def predict(coefficients: dict[str, float], row: Row) -> float:
 
 
 def _find(coefficients: dict[str, float], name: str) -> float:
-    if name not in coefficients:
-        what, _, whose = name.partition(" fp8 ")
-        if what.endswith(("KV", "attention")) and whose:
-            name = f"{what} {OTHERWISE[f'fp8 {whose}']}"
-    return coefficients[name]
+    if name in coefficients:
+        return coefficients[name]
+    what, _, whose = name.partition(" fp8 ")
+    if what.endswith(("KV", "attention")) and whose:
+        return coefficients[f"{what} {OTHERWISE[f'fp8 {whose}']}"]
+    prior = _prior(name)
+    if prior is None:
+        raise KeyError(name)
+    return prior
+
+
+def _prior(name: str) -> float | None:
+    known = DATA_SHEET | profiled()
+    return next((prior for what, prior in known.items() if name.startswith(what)), None)
+
+
+@cache
+def profiled() -> dict[str, float]:
+    """Coefficients of a prefill by the beginning of their names, from its profile."""
+    seen: dict[tuple[str, str, str], float] = {
+        (row["arm"], row["case"], row["metric"].removesuffix(", us")): row["median"] / 1e3
+        for row in json.loads((RESULTS / "decode_profile.json").read_text())["rows"]
+    }
+    model = shape.of(config(MODELS["qwen3-8b"]))
+    found = {}
+    for name, attends in PROFILED.items():
+        arm = ARMS[name]
+        elsewhere = sum(seen.get((name, SHORT, each), 0.0) for each in ACTIVATIONS)
+        passes = elsewhere / speed.activations(model, CHUNK)
+        found[f"prefill activations {arm.weights}"] = passes
+        found[f"prefill layer {arm.stack}"] = seen[name, SHORT, "idle"] / model.layers
+        flops = sum(model.attention_flops(8192) for _ in range(CHUNK // 8192))
+        found[f"prefill attention {attends}"] = seen[name, LONG, "attention"] / (flops / 1e12)
+    return found
+
+
+@cache
+def gemm_lines() -> gemms.Lines:
+    """The line through the measured GEMMs of each stack, with the least relative errors."""
+    found = {}
+    for stack in gemms.STACKS:
+        matrix = [
+            [1.0 / us, *(each / us for each in gemms.quantities(n, k, m))]
+            for (n, k), measured in gemms.table(stack).items()
+            for m, us in zip(*measured, strict=True)
+        ]
+        solution, _ = nnls(np.array(matrix), np.ones(len(matrix)))
+        found[stack] = gemms.Line(*map(float, solution))
+    return found
 
 
 def left_out(all_rows: list[Row], key: Callable[[Row], Any]) -> list[tuple[Row, float]]:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from sgl_fp8rl.plan import memory, schedule, speed
+from sgl_fp8rl.plan import gemms, memory, schedule, speed
 from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.workload import Request, Workload
 
 MOST_TP = 8
-LONGEST, LARGEST = 30000, 512
+LONGEST, LARGEST = 30000, 1024
 """Tokens of a sequence, and running requests, up to which times were measured."""
 
 
@@ -86,7 +86,7 @@ def busiest(workload: Workload, engines: int) -> list[Request]:
     return max(shares, key=lambda share: sum(request.response for request in share))
 
 
-def unmeasured(workload: Workload, best: Prediction) -> list[str]:
+def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
     """What of a prediction lies outside of what was measured."""
     found = []
     longest = max(request.prompt + request.response for request in workload.requests)
@@ -95,6 +95,15 @@ def unmeasured(workload: Workload, best: Prediction) -> list[str]:
     if best.outcome.peak_running > LARGEST:
         found.append(
             f"more than {LARGEST} running requests (at most {best.outcome.peak_running} run)"
+        )
+    others = [
+        f"{n} x {k}"
+        for n, k in gemms.shapes_of(shape, best.tp)
+        if best.arm.fp8 and (n, k) not in gemms.table(best.arm.stack)
+    ]
+    if others:
+        found.append(
+            f"FP8 GEMMs of {', '.join(others)}, taken from a line through those of other shapes"
         )
     if best.tp > 1:
         found.append("communication between GPUs, which is left out: times are lower bounds")

@@ -52,7 +52,7 @@ def render(
     lines += _reasons(found)
     lines += [_step(shape, best, train_s), ""]
     lines += [f"Figures: {cluster.gpu.source}.", _error()]
-    lines += [f"Not measured: {what}." for what in prediction.unmeasured(workload, best)]
+    lines += [f"Not measured: {what}." for what in prediction.unmeasured(shape, workload, best)]
     return "\n".join(lines)
 
 

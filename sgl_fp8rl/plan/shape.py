@@ -72,18 +72,12 @@ class Shape:
         """All weights as an engine holds them; norms are left out."""
         layer = self.attention_weights + self.mlp_weights * max(self.experts, 1)
         rest = self.head_weights * (1 if self.tied else 2) + self._router
-        return self.layers * layer * _element_bytes(fp8) + rest * BF16_BYTES
+        return self.layers * layer * element_bytes(fp8) + rest * BF16_BYTES
 
-    def read_bytes(self, fp8: bool, tokens: int) -> float:
-        """Weights that a step over so many tokens reads: of the embeddings it takes single rows."""
-        layer = self.attention_weights + self.mlp_weights * self.experts_read(tokens)
-        rest = self.head_weights + self._router
-        return self.layers * layer * _element_bytes(fp8) + rest * BF16_BYTES
-
-    def token_flops(self) -> float:
-        """Floating-point operations of a layer stack's matrices for one token."""
-        active = max(self.experts_per_token, 1)
-        return 2.0 * self.layers * (self.attention_weights + self.mlp_weights * active)
+    @property
+    def linear_weights(self) -> int:
+        """Elements of a layer's linears; experts are none of them."""
+        return self.attention_weights + (0 if self.experts else self.mlp_weights)
 
     def attention_flops(self, length: int) -> float:
         """Floating-point operations of causal attention over a prompt."""
@@ -99,7 +93,8 @@ class Shape:
         return self.layers * self.hidden * self.experts
 
 
-def _element_bytes(fp8: bool) -> float:
+def element_bytes(fp8: bool) -> float:
+    """Bytes of a weight, with its share of a scale."""
     return FP8_BYTES + SCALE_BYTES / math.prod(BLOCK_FP8.block) if fp8 else BF16_BYTES
 
 

@@ -1,15 +1,17 @@
-"""Time of a decode step, of a prefill and of an update: sums of measured costs.
+"""Time of a decode step and of a prefill: sums of measured costs.
 
-A step reads its weights and its KV cache, computes, and has overhead in each layer. Each cost is a
-coefficient times a quantity that the shape gives; ``benchmarks/plan`` fits the coefficients to
-measured rows, and the file says to which, and how well it predicts rows that it was not fitted to.
+A step reads its weights and its KV cache, computes, and has overhead in each layer. The FP8 GEMMs
+of a layer are measured ones (``gemms``); each other cost is a coefficient times a quantity that the
+shape gives. ``benchmarks/plan`` fits the coefficients to measured rows, and the file says to which,
+and how well it predicts rows that it was not fitted to.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sgl_fp8rl.plan import gemms
 from sgl_fp8rl.plan.measured import figures
-from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.shape import BF16_BYTES, Shape, element_bytes
 
 H200_BYTES_MS = 4.27e9
 """Bytes that a copy on an H200 reads and writes in a millisecond: the unit of the quantities."""
@@ -51,38 +53,87 @@ Quantities = dict[str, float]
 
 
 def decode_quantities(
-    arm: Arm, shape: Shape, batch: int, kv_tokens: float, tp: int = 1
+    arm: Arm,
+    shape: Shape,
+    batch: int,
+    kv_tokens: float,
+    lines: gemms.Lines,
+    tp: int = 1,
 ) -> Quantities:
     """What a decode step costs, by coefficient.
 
     Args:
         kv_tokens: of all sequences together.
+        lines: see ``gemms.layer_ms``.
     """
-    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv)
-    return {
+    found: Quantities = {
         f"layer {arm.stack}": float(shape.layers),
-        f"read weights {arm.weights}": shape.read_bytes(arm.fp8, batch) / H200_BYTES_MS / tp,
-        f"compute {arm.weights}": shape.token_flops() * batch / 1e12 / tp,
-        f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / tp,
+        f"read KV {arm.kv}": kv_tokens * shape.kv_token_bytes(arm.fp8_kv) / H200_BYTES_MS / tp,
         f"attention {arm.kv}": float(batch * shape.layers),
     }
 
+    def add(weights: str, element_bytes: float, read: float, used: float) -> None:
+        """Weights of which a step reads some, and computes with some for each token."""
+        for name, quantity in (
+            (f"read {weights}", read * element_bytes / H200_BYTES_MS),
+            (f"compute {weights}", 2.0 * used * batch / 1e12),
+        ):
+            found[name] = found.get(name, 0.0) + quantity / tp
+
+    # the head, which SGLang runs in BF16 in every arm
+    add("bf16", BF16_BYTES, shape.head_weights, shape.head_weights)
+    linears = shape.layers * shape.linear_weights
+    if arm.fp8:
+        found[f"GEMMs {arm.stack}"] = shape.layers * gemms.layer_ms(
+            shape, batch, arm.stack, lines, tp
+        )
+    else:
+        add("bf16", BF16_BYTES, linears, linears)
+    if shape.experts:
+        read = shape.layers * shape.mlp_weights * shape.experts_read(batch)
+        used = shape.layers * shape.mlp_weights * shape.experts_per_token
+        add(f"experts {arm.weights}", element_bytes(arm.fp8), read, used)
+    return found
+
 
 def prefill_quantities(
-    arm: Arm, shape: Shape, lengths: Sequence[int], batches: int, tp: int = 1
+    arm: Arm,
+    shape: Shape,
+    lengths: Sequence[int],
+    batches: int,
+    lines: gemms.Lines,
+    tp: int = 1,
 ) -> Quantities:
     """What a prefill costs, by coefficient.
 
     Args:
         lengths: of the prompts.
         batches: forward passes that they take.
+        lines: see ``gemms.layer_ms``.
     """
+    tokens = sum(lengths)
     attention = sum(shape.attention_flops(length) for length in lengths)
-    return {
-        f"prefill batch {arm.stack}": float(batches),
-        f"prefill compute {arm.weights}": shape.token_flops() * sum(lengths) / 1e12 / tp,
+    found: Quantities = {
+        f"prefill layer {arm.stack}": float(batches * shape.layers),
         f"prefill attention {'fp8' if arm.fp8_kv else 'bf16'}": attention / 1e12 / tp,
+        f"prefill activations {arm.weights}": activations(shape, tokens),
     }
+    if arm.fp8:
+        ms = gemms.layer_ms(shape, tokens / batches, arm.stack, lines, tp)
+        found[f"prefill GEMMs {arm.stack}"] = batches * shape.layers * ms
+    else:
+        flops = 2.0 * shape.layers * shape.linear_weights * tokens
+        found["prefill compute bf16"] = flops / 1e12 / tp
+    if shape.experts:
+        used = shape.layers * shape.mlp_weights * shape.experts_per_token
+        found[f"prefill experts {arm.weights}"] = 2.0 * used * tokens / 1e12 / tp
+    return found
+
+
+def activations(shape: Shape, tokens: int) -> float:
+    """The activations of all layers, at the bandwidth of a copy; a layer passes over them several
+    times."""
+    return shape.layers * shape.hidden * BF16_BYTES * tokens / H200_BYTES_MS
 
 
 @dataclass(frozen=True)
@@ -91,18 +142,19 @@ class Speed:
 
     coefficients: Mapping[str, float]
     """In ms, of one of each quantity."""
+    lines: gemms.Lines
     scale: float = 1.0
     """Time on this GPU over time on the measured one."""
 
     def decode_ms(self, arm: Arm, shape: Shape, batch: int, kv_tokens: float, tp: int = 1) -> float:
         """One step of a batch."""
-        return self._sum(decode_quantities(arm, shape, batch, kv_tokens, tp))
+        return self._sum(decode_quantities(arm, shape, batch, kv_tokens, self.lines, tp))
 
     def prefill_ms(
         self, arm: Arm, shape: Shape, lengths: Sequence[int], batches: int, tp: int = 1
     ) -> float:
         """All of these prompts."""
-        return self._sum(prefill_quantities(arm, shape, lengths, batches, tp))
+        return self._sum(prefill_quantities(arm, shape, lengths, batches, self.lines, tp))
 
     def _sum(self, quantities: Quantities) -> float:
         each = self.coefficients
@@ -111,4 +163,6 @@ class Speed:
 
 def speed_of(scale: float) -> Speed:
     """Of a GPU on which a step takes ``scale`` times as long as on an H200."""
-    return Speed(figures()["coefficients_ms"], scale)
+    stored = figures()
+    lines = {stack: gemms.Line(*line) for stack, line in stored["gemm_lines"].items()}
+    return Speed(stored["coefficients_ms"], lines, scale)

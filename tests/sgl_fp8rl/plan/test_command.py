@@ -64,7 +64,7 @@ def test_a_model_is_spread_over_as_few_gpus_as_hold_it() -> None:
     )
     sizes = {each.arm.name: (each.engines, each.tp) for each in found}
     assert sizes["fp8rl-kv8"] == (4, 1) and sizes["stock-bf16"] == (2, 2)
-    assert any("lower bounds" in what for what in prediction.unmeasured(asked, found[-1]))
+    assert any("lower bounds" in what for what in prediction.unmeasured(QWEN, asked, found[-1]))
     assert prediction.predictions(MOE, asked, prediction.Cluster(small, gpus=1)) != []
     nothing = prediction.Cluster(small, gpus=1, reserved_bytes=60e9)
     assert prediction.predictions(MOE, asked, nothing) == []
@@ -79,10 +79,10 @@ def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
 def test_what_lies_outside_of_the_measurements_is_said() -> None:
     asked = Workload([Request(30000, 8000)] * 2, 8000)
     (best, *_) = prediction.predictions(QWEN, asked, prediction.Cluster(H200))
-    assert any("30000" in what for what in prediction.unmeasured(asked, best))
+    assert any("30000" in what for what in prediction.unmeasured(QWEN, asked, best))
     many = lognormal(2000, 100, 200, 0.5, 1000)
     (best, *_) = prediction.predictions(QWEN, many, prediction.Cluster(H200))
-    assert any("512" in what for what in prediction.unmeasured(many, best))
+    assert any("1024" in what for what in prediction.unmeasured(QWEN, many, best))
 
 
 def test_lengths_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
