@@ -23,7 +23,7 @@ from benchmarks.plan.fit import (
     Row,
     error,
     fit,
-    gemm_lines,
+    kernels,
     left_out,
     measured_rows,
     predict,
@@ -91,7 +91,7 @@ def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
         engine = schedule.Engine(
             ARMS[name],
             shape.of(config(MODELS["qwen3-8b"])),
-            speed.Speed(coefficients, gemm_lines()),
+            speed.Speed(coefficients, kernels()),
             int(measured["kv_tokens"]),
             CHUNK,
         )
@@ -132,7 +132,8 @@ def derive() -> dict[str, Any]:
         "source": f"{environments[0]['device']}, SGLang {environments[0]['sglang']}, "
         + " and ".join(f"{each['date']}, {each['commit']}" for each in environments),
         "coefficients_ms": coefficients,
-        "gemm_lines": {stack: list(line) for stack, line in gemm_lines().items()},
+        "gemm_lines": {stack: list(line) for stack, line in kernels().lines.items()},
+        "xqa_shares": {s: [list(pair) for pair in pairs] for s, pairs in kernels().xqa.items()},
         "memory": memory_figures(),
         "update": update_figures(),
         "errors": errors,

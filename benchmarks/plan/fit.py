@@ -12,7 +12,7 @@ from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from benchmarks.engines.models import MODELS, config
 from benchmarks.rollout import LOADS
-from sgl_fp8rl.plan import gemms, shape, speed
+from sgl_fp8rl.plan import gemms, shape, speed, xqa
 
 RESULTS = Path(__file__).parents[1] / "results"
 CHUNK = 16384
@@ -39,8 +39,8 @@ ACTIVATIONS = ("SiLU x up", "quantize", "norm", "copies", "QK-norm, RoPE", "KV s
 PRIOR_WEIGHT = 0.5
 """Of a prior, where a measured row has 1."""
 ARMS = {arm.name: arm for arm in speed.ARMS}
-OTHERWISE = {"fp8 ours": "fp8 stock", "fp8 stock": "fp8 ours"}
-"""Whose KV coefficients stand in for those of an arm that was left out."""
+LONG_CONTEXT = 4096
+"""Tokens from which XQA's time is mostly that of reading."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ def rows() -> list[Row]:
         if row["metric"] == "decode_step_ms":
             tokens = load.batch * load.mean_length
             ms = row["median"]
-            parts = speed.decode_quantities(arm, model, load.batch, tokens, gemm_lines())
+            parts = speed.decode_quantities(arm, model, load.batch, tokens, kernels())
         else:
             part = load.batch // PROMPT_BATCHES * load.length
             batches = PROMPT_BATCHES * -(-part // CHUNK)
             lengths = [load.length] * load.batch
             ms = 1e3 * row["median"]
-            parts = speed.prefill_quantities(arm, model, lengths, batches, gemm_lines())
+            parts = speed.prefill_quantities(arm, model, lengths, batches, kernels())
         found.append(Row(row["arm"], row["model"], row["case"], row["metric"], ms, parts))
     return found
 
@@ -112,15 +112,10 @@ def predict(coefficients: dict[str, float], row: Row) -> float:
 
 
 def _find(coefficients: dict[str, float], name: str) -> float:
-    if name in coefficients:
-        return coefficients[name]
-    what, _, whose = name.partition(" fp8 ")
-    if what.endswith(("KV", "attention")) and whose:
-        return coefficients[f"{what} {OTHERWISE[f'fp8 {whose}']}"]
-    prior = _prior(name)
-    if prior is None:
+    found = coefficients.get(name, _prior(name))
+    if found is None:
         raise KeyError(name)
-    return prior
+    return found
 
 
 def _prior(name: str) -> float | None:
@@ -149,6 +144,30 @@ def profiled() -> dict[str, float]:
 
 
 @cache
+def kernels() -> speed.Kernels:
+    """Of single kernels, from benchmarks that ran none of the rows."""
+    return speed.Kernels(gemm_lines(), xqa_shares())
+
+
+def xqa_shares() -> xqa.Shares:
+    """Of the kernels' benchmark, which has one floor for both."""
+    seen: dict[tuple[int, int], dict[str, float]] = {}
+    for row in json.loads((RESULTS / "kernels.json").read_text())["rows"]:
+        what, _, place = row["case"].partition(": ")
+        if what == "XQA decode" and row["unit"] == "us":
+            batch, context = map(int, place.split("x"))
+            name = "floor" if row["metric"] == "kernel_floor_us" else row["arm"]
+            seen.setdefault((batch, context), {})[name] = row["median"]
+    return {
+        stack: [
+            (batch, us["floor"] / us[stack])
+            for (batch, context), us in sorted(seen.items())
+            if context >= LONG_CONTEXT
+        ]
+        for stack in gemms.STACKS
+    }
+
+
 def gemm_lines() -> gemms.Lines:
     """The line through the measured GEMMs of each stack, with the least relative errors."""
     found = {}

@@ -8,8 +8,9 @@ and how well it predicts rows that it was not fitted to.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from sgl_fp8rl.plan import gemms
+from sgl_fp8rl.plan import gemms, xqa
 from sgl_fp8rl.plan.measured import figures
 from sgl_fp8rl.plan.shape import BF16_BYTES, Shape, element_bytes
 
@@ -34,8 +35,8 @@ class Arm:
 
     @property
     def kv(self) -> str:
-        """How attention reads the KV cache in decode: what FlashInfer reads is the same in both."""
-        return f"fp8 {self.stack}" if self.fp8_kv else "bf16"
+        """What attends in decode; both stacks have the same for a BF16 cache."""
+        return "XQA" if self.fp8_kv else "bf16"
 
 
 KV8 = "--kv-cache-dtype fp8_e4m3"
@@ -52,23 +53,32 @@ ARMS = (
 Quantities = dict[str, float]
 
 
+class Kernels(NamedTuple):
+    """What single kernels take, besides the table of GEMMs."""
+
+    lines: gemms.Lines
+    xqa: xqa.Shares
+
+
 def decode_quantities(
     arm: Arm,
     shape: Shape,
     batch: int,
     kv_tokens: float,
-    lines: gemms.Lines,
+    kernels: Kernels,
     tp: int = 1,
 ) -> Quantities:
     """What a decode step costs, by coefficient.
 
     Args:
         kv_tokens: of all sequences together.
-        lines: see ``gemms.layer_ms``.
+        kernels: times of single ones.
     """
+    share = xqa.share(kernels.xqa, arm.stack, batch) if arm.fp8_kv else 1.0
+    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv)
     found: Quantities = {
         f"layer {arm.stack}": float(shape.layers),
-        f"read KV {arm.kv}": kv_tokens * shape.kv_token_bytes(arm.fp8_kv) / H200_BYTES_MS / tp,
+        f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / share / tp,
         f"attention {arm.kv}": float(batch * shape.layers),
     }
 
@@ -85,7 +95,7 @@ def decode_quantities(
     linears = shape.layers * shape.linear_weights
     if arm.fp8:
         found[f"GEMMs {arm.stack}"] = shape.layers * gemms.layer_ms(
-            shape, batch, arm.stack, lines, tp
+            shape, batch, arm.stack, kernels.lines, tp
         )
     else:
         add("bf16", BF16_BYTES, linears, linears)
@@ -101,7 +111,7 @@ def prefill_quantities(
     shape: Shape,
     lengths: Sequence[int],
     batches: int,
-    lines: gemms.Lines,
+    kernels: Kernels,
     tp: int = 1,
 ) -> Quantities:
     """What a prefill costs, by coefficient.
@@ -109,7 +119,7 @@ def prefill_quantities(
     Args:
         lengths: of the prompts.
         batches: forward passes that they take.
-        lines: see ``gemms.layer_ms``.
+        kernels: times of single ones.
     """
     tokens = sum(lengths)
     attention = sum(shape.attention_flops(length) for length in lengths)
@@ -119,7 +129,7 @@ def prefill_quantities(
         f"prefill activations {arm.weights}": activations(shape, tokens),
     }
     if arm.fp8:
-        ms = gemms.layer_ms(shape, tokens / batches, arm.stack, lines, tp)
+        ms = gemms.layer_ms(shape, tokens / batches, arm.stack, kernels.lines, tp)
         found[f"prefill GEMMs {arm.stack}"] = batches * shape.layers * ms
     else:
         flops = 2.0 * shape.layers * shape.linear_weights * tokens
@@ -142,19 +152,19 @@ class Speed:
 
     coefficients: Mapping[str, float]
     """In ms, of one of each quantity."""
-    lines: gemms.Lines
+    kernels: Kernels
     scale: float = 1.0
     """Time on this GPU over time on the measured one."""
 
     def decode_ms(self, arm: Arm, shape: Shape, batch: int, kv_tokens: float, tp: int = 1) -> float:
         """One step of a batch."""
-        return self._sum(decode_quantities(arm, shape, batch, kv_tokens, self.lines, tp))
+        return self._sum(decode_quantities(arm, shape, batch, kv_tokens, self.kernels, tp))
 
     def prefill_ms(
         self, arm: Arm, shape: Shape, lengths: Sequence[int], batches: int, tp: int = 1
     ) -> float:
         """All of these prompts."""
-        return self._sum(prefill_quantities(arm, shape, lengths, batches, self.lines, tp))
+        return self._sum(prefill_quantities(arm, shape, lengths, batches, self.kernels, tp))
 
     def _sum(self, quantities: Quantities) -> float:
         each = self.coefficients
@@ -165,4 +175,4 @@ def speed_of(scale: float) -> Speed:
     """Of a GPU on which a step takes ``scale`` times as long as on an H200."""
     stored = figures()
     lines = {stack: gemms.Line(*line) for stack, line in stored["gemm_lines"].items()}
-    return Speed(stored["coefficients_ms"], lines, scale)
+    return Speed(stored["coefficients_ms"], Kernels(lines, stored["xqa_shares"]), scale)
