@@ -4,7 +4,6 @@ Weights and steps are those of the benchmark ``links``: Gaussian, with FP32 mast
 follower have the cores of one CPU, one after the other; copying the folder is not timed.
 """
 
-import shutil
 import time
 
 import torch
@@ -42,12 +41,11 @@ def measure(_: None, run: Run) -> list[Measurement]:
     trainer_bridge.update(module, engine, version=0)  # dummy weights do not know their layers
     found: list[Measurement] = []
     for step in STEPS:
-        folder = run.folder / "chain"
-        shutil.rmtree(folder, ignore_errors=True)
-        publisher = ChainPublisher(folder, engine, every=1000)
+        folder = run.folder / f"{step:g}"
+        publisher = ChainPublisher(folder, engine, anchor_every=1000)
         follower = ChainFollower(folder)
         values: dict[str, list[float]] = {
-            name: [] for name in ("files_mb", "of_whole", "publish_s", "follow_s")
+            name: [] for name in ("files_mb", "of_whole", "publish_s", "advance_s")
         }
         for version in range(run.options["versions"] + 1):
             for parameter, master in zip(module.parameters(), masters, strict=True):
@@ -56,15 +54,15 @@ def measure(_: None, run: Run) -> list[Measurement]:
             started = time.perf_counter()
             nbytes = publisher.publish(module, version=version, run="benchmark")
             published = time.perf_counter()
-            assert follower.advance()
-            times = {
-                "publish_s": [published - started],
-                "follow_s": [time.perf_counter() - published],
-            }
+            follower.advance()
+            ended = time.perf_counter()
+            if follower.policy is None or follower.policy.version != version:
+                raise RuntimeError(f"the follower is at {follower.policy}, not at {version}")
+            times = {"publish_s": [published - started], "advance_s": [ended - published]}
             if version == 0:
                 whole = nbytes
                 if step == STEPS[0]:
-                    (link,) = files.read_index(folder)
+                    (link,) = files.read_index(folder).links
                     tensors = sum(t.nbytes for _, t in files.read(folder, link.anchor))
                     of_whole = {"files_mb": [whole / 1e6], "of_whole": [whole / tensors]}
                     found.append(_measurement("whole", of_whole | times))

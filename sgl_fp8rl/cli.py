@@ -108,14 +108,20 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     follow = commands.add_parser(
-        "follow", help="keep an engine at the newest version of a chain in a folder"
+        "follow", help="keep engines at the newest version of a chain in a folder"
     )
     follow.add_argument("folder", type=Path, help="that a trainer publishes in, or a copy of it")
-    follow.add_argument("engine", help="its http:// address")
+    follow.add_argument("engines", nargs="+", metavar="ENGINE", help="its http:// address")
     follow.add_argument(
         "--poll-s", type=float, default=1.0, help="seconds between two looks (default 1)"
     )
-    follow.add_argument("--once", action="store_true", help="end when the engine has a version")
+    follow.add_argument(
+        "--in-flight",
+        choices=["abort", "finish", "retract"],
+        default="abort",
+        help="what happens to running requests (default abort)",
+    )
+    follow.add_argument("--once", action="store_true", help="end when the engines are up to date")
 
     report = commands.add_parser("kv-report", help="report scales and errors of an FP8 KV cache")
     report.add_argument("source", help="an engine's http:// address, or a file from --json")
@@ -237,14 +243,23 @@ def _export(arguments: argparse.Namespace) -> int:
 def _follow(arguments: argparse.Namespace) -> int:
     import logging
 
-    from trainer_bridge.chain import follow
+    from trainer_bridge.chain import ChainError, follow
+    from trainer_bridge.engine_client import EngineError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
-    def is_over(policy: Any) -> bool:
-        return arguments.once and policy is not None
-
-    follow(arguments.folder, arguments.engine, poll_s=arguments.poll_s, is_over=is_over)
+    try:
+        follow(
+            arguments.folder,
+            arguments.engines,
+            poll_s=arguments.poll_s,
+            once=arguments.once,
+            in_flight=arguments.in_flight,
+        )
+    except KeyboardInterrupt:
+        return 130
+    except (ChainError, EngineError) as error:
+        sys.exit(f"sgl-fp8rl follow: {error}")
     return 0
 
 

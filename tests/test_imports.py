@@ -23,7 +23,7 @@ LAYERS = (
     "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
     "trainer_bridge.routed_experts "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock "
-    "trainer_bridge.decision",
+    "trainer_bridge.decision trainer_bridge.agreement",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "

@@ -1,19 +1,19 @@
 """``update``: bring the engine to the trainer's weights, as one new policy version."""
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
-from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
+from trainer_bridge.agreement import Asked, agree, ask
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of
@@ -153,8 +153,8 @@ def _update(
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
 
-    def begin(asked: list[_Asked | str]) -> Transaction:
-        policy = _agreed(ranks, asked)
+    def begin(asked: list[Asked | str]) -> Transaction:
+        policy = agree(ranks, asked)
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
@@ -162,7 +162,7 @@ def _update(
 
     transaction: Any = None
     try:
-        asked = leader.each(_asked, partial(weights.check, ranks), run, version, in_flight)
+        asked = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
         weights.prepare(leader)
         transaction = leader.attempt(begin, leader.collect(asked))
         begun: Any = leader.share(transaction and transaction.begun())
@@ -216,51 +216,3 @@ def _close_failed(transaction: Transaction | None, leader: Leader) -> None:
 def _digests(leader: Leader, weights: Weights, kv_scales: torch.Tensor | None) -> list[str] | None:
     """Of what each rank holds, on the leader; the KV scales that are sent are its own."""
     return leader.collect(weights.digest(kv_scales if leader.rank == 0 else None), PRESENCE_S)
-
-
-class _Asked(NamedTuple):
-    """What one rank asks for."""
-
-    policy: Policy
-    in_flight: str
-    names_run: bool
-    """Whether it names the run; otherwise that is the first rank's."""
-
-
-def _asked(check: Callable[[], None], run: Any, version: Any, in_flight: Any) -> _Asked:
-    """Checked before the engine is told of anything.
-
-    Args:
-        check: raises what is wrong with the weights on this rank.
-
-    Raises:
-        ManifestError: the policy is invalid.
-    """
-    check()
-    policy = check_policy(RUN if run is None else run, version)
-    return _Asked(policy, check_in_flight(in_flight), run is not None)
-
-
-def _agreed(ranks: tuple[int, ...], asked: list[_Asked | str]) -> Policy:
-    """The policy that all ranks ask for.
-
-    Args:
-        asked: by each of them; of one that cannot update, why.
-
-    Raises:
-        ManifestError: a rank cannot, or asks for another policy.
-    """
-    first, *others = asked
-    assert isinstance(first, _Asked)
-    for rank, other in zip(ranks[1:], others, strict=True):
-        if isinstance(other, str):
-            raise ManifestError(other)
-        run = other.policy.run if other.names_run else first.policy.run
-        policy = other.policy._replace(run=run)
-        if (policy, other.in_flight) != (first.policy, first.in_flight):
-            raise ManifestError(
-                f"on rank {rank}: the update is to {policy} with in_flight={other.in_flight!r}, "
-                f"but on the first rank to {first.policy} with in_flight={first.in_flight!r}; "
-                f"pass the same on all ranks"
-            )
-    return first.policy

@@ -36,7 +36,7 @@ def chain(results: Mapping[str, Any]) -> str:
         Column("files", {"files_mb": "{median:.1f} MB"}),
         Column("of its tensors", {"of_whole": "{median:.1%}"}),
         Column("publish", {"publish_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
-        Column("read", {"follow_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
+        Column("read", {"advance_s": "{median:.2f} s ({min:.2f} to {max:.2f})"}),
     ]
     rows = results["rows"]
     made = table(rows, ["case"], columns, f"{rows[0]['model']} parameters")

@@ -1,44 +1,46 @@
-"""Brings an engine to the versions of a chain, from a copy of its folder."""
+"""Brings engines to the versions of a chain, from a copy of its folder."""
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.protocol.image import DeltaError, apply
+from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.image import apply
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.chain import files
-from trainer_bridge.chain.files import ChainError, Link
-from trainer_bridge.chain.publisher import DELTA, Tensors, as_bytes
+from trainer_bridge.chain.files import ChainError, Index, Link, Tensors, as_bytes
+from trainer_bridge.chain.publisher import DELTA
 from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import EngineError
-from trainer_bridge.update import update
-from trainer_bridge.weights_digest import weights_digest
+from trainer_bridge.update import UpdateResult, update
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S, MOST_POLL_S = 1.0, 60.0
+"""Seconds between two looks; after looks that failed they double, up to the second."""
 STATUS_S = 30.0
-"""Seconds for the engine to say what it serves."""
+"""Seconds for an engine to say what it serves."""
 
 
 class ChainFollower:
     """The newest version of a chain that can be made from the files that are there.
 
-    It keeps one version in host memory.
+    It keeps one version in host memory, and the next one while it is made.
 
     Args:
         folder: of the chain, or a copy of it.
+
+    Raises:
+        ChainError: zstandard is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
+        files.zstandard()
         self._folder = Path(folder)
-        self._state: Tensors = {}
-        self._digest = ""
+        self._tensors: Tensors = {}
+        self._serial = 0
         self.policy: Policy | None = None
         """Of the version that it has."""
 
@@ -49,66 +51,26 @@ class ChainFollower:
         later version is there whole.
 
         Raises:
-            ChainError: no version at all can be made, or the index cannot be read.
+            ChainError: it cannot go on to the newest version; it may have come a part of the way.
         """
-        before = self.policy
-        links = files.read_index(self._folder)
-        error = self._apply_deltas(links)
-        later = links[self._place_in(links) + 1 :]
-        for link in reversed([link for link in later if link.anchor]):
-            try:
-                self._take(link, dict(files.read(self._folder, link.anchor)))
-            except ChainError as torn:
-                error = error or torn
-            else:
-                error = self._apply_deltas(links)
+        before = self._serial
+        index = files.read_index(self._folder)
+        if index.serial <= before:  # the copy may be an older one
+            return False
+        error = self._apply_deltas(index)
+        later = [link for link in index.links if link.anchor and link.serial > self._serial]
+        for link in reversed(later if error is not None else []):
+            _, torn = attempt(self._take_anchor, link)
+            if torn is None:
+                error = self._apply_deltas(index)
                 break
-        if error is not None:
             if self.policy is None:
-                raise error
-            logger.warning("the chain ends for now at %s: %s", self.policy, error)
-        return self.policy != before
+                error = torn
+        if error is not None:
+            raise ChainError(f"the chain ends for now at {self.policy or 'nothing'}: {error}")
+        return self._serial != before
 
-    def _place_in(self, links: list[Link]) -> int:
-        """The index of the version that it has, -1 where it is not among them."""
-        here = self.policy, self._digest
-        return next((i for i, link in enumerate(links) if (link.policy, link.digest) == here), -1)
-
-    def _apply_deltas(self, links: list[Link]) -> ChainError | None:
-        """Go on as far as deltas lead; why it ended before the last version, if by a fault."""
-        for link in links[self._place_in(links) + 1 :]:
-            if not link.delta or link.base != self._digest:
-                return None
-            try:
-                self._take(link, self._changed(link))
-            except ChainError as error:
-                return error
-        return None
-
-    def _changed(self, link: Link) -> Tensors:
-        """The tensors of the next version; those of this one stay as they are."""
-        state = dict(self._state)
-        for name, tensor in files.read(self._folder, link.delta):
-            if not name.startswith(DELTA):
-                state[name] = tensor
-                continue
-            name = name.removeprefix(DELTA)
-            try:
-                state[name] = state[name].clone()
-                apply(as_bytes(state[name]), tensor)
-            except (KeyError, DeltaError) as error:
-                raise ChainError(f"the delta of {link.policy} does not fit: {error}") from error
-        return state
-
-    def _take(self, link: Link, state: Tensors) -> None:
-        if weights_digest([*state.items()]) != link.digest:
-            raise ChainError(
-                f"the tensors of {link.policy} are not those that were published; use one "
-                f"sgl-fp8rl on both sides"
-            )
-        self._state, self._digest, self.policy = state, link.digest, link.policy
-
-    def update(self, engine: Any, **options: Any) -> None:
+    def update(self, engine: Any, **options: Any) -> UpdateResult:
         """Bring an engine, or a list of them, to the version that it has.
 
         Args:
@@ -119,51 +81,118 @@ class ChainFollower:
             EngineError, ManifestError: as ``trainer_bridge.update``.
         """
         if self.policy is None:
-            raise ChainError("there is no version yet; call advance() first")
-        scales = self._state.get(KV_SCALES)
-        named = {name: tensor for name, tensor in self._state.items() if name != KV_SCALES}
+            raise ChainError(f"{self._folder} has no version yet; call advance() first")
+        scales = self._tensors.get(KV_SCALES)
+        named = {name: tensor for name, tensor in self._tensors.items() if name != KV_SCALES}
         run, version = self.policy
-        update(named, engine, version=version, run=run, kv_scales=scales, **options)
+        return update(named, engine, version=version, run=run, kv_scales=scales, **options)
+
+    def serve(self, engines: list[Any], **options: Any) -> bool:
+        """Update those engines that do not serve the version that it has; whether all can.
+
+        One that serves a later version of the run is left alone, and so is one that is quarantined
+        at this version, until the next one: a version is committed once.
+
+        Args:
+            options: as for ``trainer_bridge.update``.
+
+        Raises:
+            EngineError, ManifestError: as ``trainer_bridge.update``.
+        """
+        if self.policy is None:
+            return False
+        states = [_state_of(engine) for engine in engines]
+        behind = [
+            engine
+            for engine, (_, run, version) in zip(engines, states, strict=True)
+            if run != self.policy.run or version < self.policy.version
+        ]
+        if behind:
+            self.update(behind if len(behind) > 1 else behind[0], **options)
+            logger.info("%d of %d engines took %s", len(behind), len(engines), self.policy)
+            states = [_state_of(engine) for engine in engines]
+        return all(state == State.SERVING.value for state, _, _ in states)
+
+    def _apply_deltas(self, index: Index) -> Exception | None:
+        """Go on as far as deltas lead; why they do not lead to the newest version."""
+        for link in index.links:
+            if link.serial <= self._serial:
+                continue
+            if not link.delta or link.base != self._serial:
+                return ChainError(f"{link.policy} is a change of a version that is not here")
+            _, error = attempt(self._take_delta, link)
+            if error is not None:
+                return error
+        return None
+
+    def _take_anchor(self, link: Link) -> None:
+        self._take(link, dict(files.read(self._folder, link.anchor)))
+
+    def _take_delta(self, link: Link) -> None:
+        tensors = dict(self._tensors)
+        for name, tensor in files.read(self._folder, link.delta):
+            if name.startswith(DELTA):
+                name = name.removeprefix(DELTA)
+                tensors[name] = tensors[name].clone()  # this version's stays as it is
+                apply(as_bytes(tensors[name]), tensor)
+            else:
+                tensors[name] = tensor
+        self._take(link, tensors)
+
+    def _take(self, link: Link, tensors: Tensors) -> None:
+        if files.digest(tensors) != link.digest:
+            raise ChainError(
+                f"the tensors of {link.policy} are not those that were published; use the same "
+                f"version of sgl-fp8rl on both sides"
+            )
+        self._tensors, self._serial, self.policy = tensors, link.serial, link.policy
 
 
 def follow(
     folder: str | Path,
-    engine: Any,
+    engines: Any,
     *,
     poll_s: float = POLL_S,
-    is_over: Callable[[Policy | None], bool] = lambda _: False,
+    once: bool = False,
+    **options: Any,
 ) -> None:
-    """Keep an engine at the newest version of a chain; faults are logged, and tried again.
-
-    An engine that restarts, or is quarantined, gets its version again.
+    """Keep engines at the newest version of a chain; faults are logged, and tried again.
 
     Args:
-        engine: as for ``update``: one engine.
-        poll_s: seconds between two looks at the folder and at the engine.
-        is_over: whether to return, given the version that the engine has now.
+        engines: an engine or a list of them, as for ``update``. One that restarts gets its version
+            again.
+        poll_s: seconds between two looks at the folder and at the engines.
+        once: return when all engines serve the newest version.
+        options: as for ``trainer_bridge.update``, such as ``in_flight``.
+
+    Raises:
+        ChainError: ``poll_s`` is not positive, or zstandard is not installed.
+        EngineError: an engine is neither an engine nor an address.
     """
+    if not poll_s > 0:
+        raise ChainError(f"poll_s is {poll_s!r}; give seconds, more than 0")
+    engines = list(engines) if isinstance(engines, list | tuple) else [engines]
+    for engine in engines:
+        connection_to(engine)
     follower = ChainFollower(folder)
-    last_fault = ""
+    logged, wait_s = "", poll_s
     while True:
-        try:
-            follower.advance()
-            if follower.policy is not None and _policy_of(engine) != follower.policy:
-                follower.update(engine)
-                logger.info("the engine has %s of the chain", follower.policy)
-            last_fault, has = "", follower.policy
-        except (ChainError, EngineError, ManifestError) as error:
-            has = None
-            if str(error) != last_fault:
-                logger.warning("the engine does not follow the chain for now: %s", error)
-            last_fault = str(error)
-        if is_over(has):
+        # whatever the folder is, engines that restart get what there is
+        _, torn = attempt(follower.advance)
+        serve, error = attempt(lambda: follower.serve(engines, **options))
+        error = torn or error
+        if error is None and follower.policy is None:
+            error = ChainError(f"{folder} has no version yet")
+        if error is not None and str(error) != logged:
+            logger.warning("engines do not follow the chain for now: %s", error)
+        logged = "" if error is None else str(error)
+        if once and error is None and serve:
             return
-        time.sleep(poll_s)
+        wait_s = poll_s if error is None else min(2 * wait_s, max(MOST_POLL_S, poll_s))
+        time.sleep(wait_s)
 
 
-def _policy_of(engine: Any) -> Policy | None:
-    """What the engine serves; None in quarantine, or where it does not generate yet."""
+def _state_of(engine: Any) -> tuple[str, str, int]:
+    """State, run and version of an engine."""
     status = connection_to(engine).client.control({"op": "status"}, STATUS_S)
-    if status.get("state") != State.SERVING.value:
-        return None
-    return Policy(str(status.get("run")), int(status.get("version", -1)))
+    return str(status["state"]), str(status["run"]), int(status["version"])
