@@ -63,6 +63,8 @@ class Link:
     delta: tuple[Part, ...]
     anchor: tuple[Part, ...]
     """All tensors; none at most versions."""
+    is_exact: bool = True
+    """Whether it is the trainer's version, and not what a budget left of it."""
 
     @property
     def policy(self) -> Policy:

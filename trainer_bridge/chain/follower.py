@@ -43,6 +43,8 @@ class ChainFollower:
         self._serial = 0
         self.policy: Policy | None = None
         """Of the version that it has."""
+        self.is_exact = True
+        """Whether it is the trainer's version, and not what a budget left of it."""
 
     def advance(self) -> bool:
         """Go on to the newest version that can be made; whether that is another one.
@@ -109,7 +111,8 @@ class ChainFollower:
         ]
         if behind:
             self.update(behind if len(behind) > 1 else behind[0], **options)
-            logger.info("%d of %d engines took %s", len(behind), len(engines), self.policy)
+            how = "" if self.is_exact else ", of which a budget left a part"
+            logger.info("%d of %d engines took %s%s", len(behind), len(engines), self.policy, how)
             states = [_state_of(engine) for engine in engines]
         return all(state == State.SERVING.value for state, _, _ in states)
 
@@ -146,6 +149,7 @@ class ChainFollower:
                 f"version of sgl-fp8rl on both sides"
             )
         self._tensors, self._serial, self.policy = tensors, link.serial, link.policy
+        self.is_exact = link.is_exact
 
 
 def follow(

@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
 from trainer_bridge import hf_names
 from trainer_bridge.agreement import Asked, agree, ask
-from trainer_bridge.chain import files
+from trainer_bridge.chain import budget, files
 from trainer_bridge.chain.files import (
     ChainError,
     Index,
@@ -53,16 +53,28 @@ class ChainPublisher:
             not lead, None.
         anchor_every: every so many-th version is written whole besides, for those who join late.
             The files of the last two such versions, and of all since, are kept.
+        budget_bytes: of a delta, before it is compressed: the largest changes are published, and
+            what is left of them with a later version. By default versions are exact; those that
+            are written whole besides always are, and so is each that fits.
 
     Raises:
-        ChainError: ``anchor_every`` is no number from 1, or zstandard is not installed.
+        ChainError: ``anchor_every`` or ``budget_bytes`` is no number from 1, or zstandard is not
+            installed.
     """
 
-    def __init__(self, folder: str | Path, like: Any, anchor_every: int = 16) -> None:
-        if type(anchor_every) is not int or anchor_every < 1:
-            raise ChainError(f"anchor_every is {anchor_every!r}; give a number from 1")
+    def __init__(
+        self,
+        folder: str | Path,
+        like: Any,
+        anchor_every: int = 16,
+        budget_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("anchor_every", anchor_every), ("budget_bytes", budget_bytes)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ChainError(f"{name} is {value!r}; give a number from 1")
         files.zstandard()
         self._folder, self._like, self._anchor_every = Path(folder), like, anchor_every
+        self._budget_bytes = budget_bytes
         self._lock: BinaryIO | None = None
         self._tensors: Tensors = {}
         self._serial = 0
@@ -163,7 +175,8 @@ class ChainPublisher:
         before = self._tensors if index.serial == self._serial else {}
         is_anchor = not before or self._since + 1 >= self._anchor_every
         serial = max(index.serial + 1, time.time_ns())  # later than those of a chain that is gone
-        return _Version(self._folder, policy, serial, layout, before, is_anchor, kv_scales)
+        most = None if is_anchor else self._budget_bytes
+        return _Version(self._folder, policy, serial, layout, before, is_anchor, most, kv_scales)
 
     def _finish(self, new: "_Version") -> int:
         link = new.finish(self._serial)
@@ -189,6 +202,7 @@ class _Version:
         layout: of the engine whose formats are used.
         before: the tensors of the version before.
         is_anchor: whether it is written whole besides.
+        budget_bytes: of its delta, or None.
     """
 
     def __init__(
@@ -199,12 +213,13 @@ class _Version:
         layout: dict[str, Any],
         before: Tensors,
         is_anchor: bool,
+        budget_bytes: int | None,
         kv_scales: torch.Tensor | None,
     ) -> None:
         self.layout = {name: layout[name] for name in ("dtype", "fp32", "formats")}
         self.tensors: Tensors = {}
         self._folder, self._policy, self._serial, self._before = folder, policy, serial, before
-        self._formats = by_tensor(layout["formats"])
+        self._formats, self._budget_bytes = by_tensor(layout["formats"]), budget_bytes
         self._delta = PartWriter(folder, f"{serial}-delta") if before else None
         self._anchor = PartWriter(folder, f"{serial}-anchor") if is_anchor else None
         scales = before.get(KV_SCALES) if kv_scales is None else kv_scales
@@ -242,7 +257,7 @@ class _Version:
         self.tensors[name] = tensor = tensor.contiguous()
         if self._anchor is not None:
             self._anchor.put(name, tensor)
-        if self._delta is not None:
+        if self._delta is not None and self._budget_bytes is None:
             put_change(self._delta, name, self._before.get(name), tensor)
 
     def finish(self, base: int) -> Link:
@@ -261,9 +276,26 @@ class _Version:
                 f"{min(odd)} is only in one of the last two versions; publish another model in "
                 f"another folder"
             )
+        is_exact = True
+        if self._delta is not None and self._budget_bytes is not None:
+            self.tensors, is_exact = self._within(self._budget_bytes)
+            for name, tensor in self.tensors.items():
+                put_change(self._delta, name, self._before.get(name), tensor)
         delta, anchor = (w.finish() if w is not None else () for w in (self._delta, self._anchor))
         digest = files.digest(self.tensors)
-        return Link(self._serial, *self._policy, digest, base if delta else 0, delta, anchor)
+        base = base if delta else 0
+        return Link(self._serial, *self._policy, digest, base, delta, anchor, is_exact)
+
+    def _within(self, budget_bytes: int) -> tuple[Tensors, bool]:
+        """What of this version fits; what was not there before is not counted."""
+        same = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if (old := self._before.get(name)) is not None
+            and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
+        }
+        chosen, is_exact = budget.within(self._before, same, budget_bytes)
+        return {**self.tensors, **chosen}, is_exact
 
     def delete(self) -> None:
         """Delete its files, unless the index has them already."""
