@@ -22,6 +22,7 @@ from benchmarks.engines.keywords import (
     OURS,
     OURS_BF16,
     OURS_KV8,
+    PREFILL_GRAPHS,
     STOCK_DEFAULTS,
     STOCK_XQA,
     is_stock,
@@ -67,6 +68,8 @@ ARMS = (
     Arm("fp8rl-kv8", OURS_KV8),
     # what one piece gives, everything else being equal
     Arm("stock-bf16-defaults", STOCK_DEFAULTS, by_default=False),
+    Arm("stock-block-fp8-kv8-xqa-graphs", {**STOCK_FP8_XQA, **PREFILL_GRAPHS}, by_default=False),
+    Arm("fp8rl-kv8-graphs", {**OURS_KV8, **PREFILL_GRAPHS}, by_default=False),
     Arm("stock-bf16-flashinfer", FLASHINFER, by_default=False),
     Arm(
         "stock-block-fp8-flashinfer",
