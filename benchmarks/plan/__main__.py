@@ -7,15 +7,18 @@ the dense one) and rollouts that nothing was fitted to. ``--write`` stores the f
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from benchmarks import long_tail
+from benchmarks import long_tail, result_rows
 from benchmarks.engines.keywords import FULL
-from benchmarks.engines.models import MODELS, config
+from benchmarks.engines.models import MODELS, config, save_config
+from benchmarks.environment import environment
 from benchmarks.plan.fit import (
     ARMS,
     CHUNK,
@@ -30,10 +33,14 @@ from benchmarks.plan.fit import (
     ranked_first,
     rows,
 )
+from benchmarks.rollout import LOADS
 from benchmarks.tables.plan import accuracy
-from sgl_fp8rl.plan import schedule, shape, speed, update_time
+from sgl_fp8rl.plan import aiconfigurator, schedule, shape, speed, update_time
 from sgl_fp8rl.plan.workload import Request
 
+AICONFIGURATOR = RESULTS / "aiconfigurator.json"
+WITH_FA3 = ("stock-bf16", "stock-block-fp8")
+"""Arms whose kernels it models."""
 FIGURES = Path(speed.__file__).with_name("nvidia-h200.json")
 
 
@@ -106,6 +113,35 @@ def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
     return found
 
 
+def by_aiconfigurator() -> dict[str, Any]:
+    """Measured decode steps of stock arms, those that were predicted without their load, and
+    AIConfigurator's."""
+    decode = [row for row in rows() if row.metric == "decode_step_ms"]
+    found = []
+    for row, ms in left_out(decode, _load):
+        if row.arm not in WITH_FA3:
+            continue
+        load = next(each for each in LOADS[row.model] if each.name == row.case)
+        with TemporaryDirectory() as folder:
+            save_config(MODELS[row.model], Path(folder))
+            of = shape.of(config(MODELS[row.model]))
+            place = load.batch, round(load.mean_length)
+            theirs = aiconfigurator.step_ms(Path(folder), "h200", ARMS[row.arm], of, *place)
+        values = {"measured_ms": row.ms, "plan_ms": ms, "aiconfigurator_ms": theirs}
+        print(row.model, row.case, row.arm, values, flush=True)
+        one = {"arm": row.arm, "model": row.model, "case": row.case}
+        found.append(one | {"values": {name: [value] for name, value in values.items()}})
+    facts = environment("python -m benchmarks.plan --aiconfigurator")
+    asked = subprocess.run([aiconfigurator.COMMAND, "version"], capture_output=True, text=True)
+    version = asked.stdout.split()[-1]
+    return {
+        "benchmark": "aiconfigurator",
+        "environment": facts | {"aiconfigurator": version},
+        "failures": {},
+        "rows": result_rows.rows_of(found),
+    }
+
+
 def derive() -> dict[str, Any]:
     """All figures, and how far predictions are off."""
     measured = rows()
@@ -172,7 +208,13 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--aiconfigurator", action="store_true", help="record its decode steps beside these"
+    )
     arguments = parser.parse_args()
+    if arguments.aiconfigurator:
+        result_rows.write(AICONFIGURATOR, by_aiconfigurator())
+        return
     figures = rounded(derive())
     print(accuracy(figures))
     if arguments.write:

@@ -4,6 +4,7 @@ import argparse
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import Any
@@ -23,6 +24,26 @@ def example(_: Any) -> str:
         save_config(MODELS["qwen3-8b"], Path(folder))
         command.run(parser.parse_args([folder, *FLAGS.split()]))
     return indent(f"sgl-fp8rl plan PATH {FLAGS}\n\n{printed.getvalue().rstrip()}", " " * 4)
+
+
+def beside_aiconfigurator(results: dict[str, Any]) -> str:
+    """Measured steps of stock arms, and two predictions of each."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in results["rows"]:
+        place = row["model"], row["case"], row["arm"]
+        found.setdefault(place, {})[row["metric"]] = row["median"]
+    lines = []
+    errors: dict[str, list[float]] = {"plan_ms": [], "aiconfigurator_ms": []}
+    for place, ms in found.items():
+        cells = [", ".join(place), f"{ms['measured_ms']:.1f} ms"]
+        for name, off in errors.items():
+            off.append(ms[name] / ms["measured_ms"] - 1.0)
+            cells.append(f"{ms[name]:.1f} ms, {off[-1]:+.0%}")
+        lines.append(cells)
+    mean = [f"{fmean(map(abs, off)):.1%}" for off in errors.values()]
+    version = results["environment"]["aiconfigurator"]
+    head = ["decode step", "measured", "plan, without this load", f"AIConfigurator {version}"]
+    return grid(head, [*lines, ["mean error", "", *mean]])
 
 
 def accuracy(figures: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from sgl_fp8rl.plan import memory, prediction, report, shape, workload
+from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, workload
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -40,6 +40,12 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--chunked-prefill-size", type=int, default=8192, help="of SGLang (default 8192)"
     )
     plan.add_argument("--train-s", type=float, help="seconds of a training step, if known")
+    plan.add_argument(
+        "--source",
+        choices=["measured", aiconfigurator.COMMAND],
+        default="measured",
+        help="aiconfigurator: show its decode steps beside these",
+    )
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument(
         "--check", metavar="RUN.json", type=Path, help="compare with the figures of a run"
@@ -86,6 +92,17 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.as_json(found))
         else:
             print(report.render(model, asked, cluster, found, arguments.train_s))
-    except (shape.UnknownModelError, workload.WorkloadError) as error:
+        if arguments.source == aiconfigurator.COMMAND:
+            path = Path(arguments.model)
+            config = path / "config.json" if path.is_dir() else path
+            print()
+            print(
+                aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, found),
+            )
+    except (
+        shape.UnknownModelError,
+        workload.WorkloadError,
+        aiconfigurator.NoEstimateError,
+    ) as error:
         sys.exit(f"sgl-fp8rl plan: {error}")
     return 0
