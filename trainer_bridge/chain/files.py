@@ -136,16 +136,16 @@ def read(folder: Path, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Ten
         ChainError: a file is missing, before any is read, or is not what was written.
     """
     for part in parts:
-        found, error = attempt((folder / part.name).stat)
-        if found is None or found.st_size != part.bytes:
-            size = "is not there" if found is None else f"has {found.st_size} bytes"
-            raise ChainError(
-                f"{part.name} of the chain {size}, of {part.bytes}; copy it"
-            ) from error
+        try:
+            size = (folder / part.name).stat().st_size
+        except OSError as error:
+            raise ChainError(f"{part.name} of the chain is not there ({error}); copy it") from error
+        if size != part.bytes:
+            raise ChainError(f"{part.name} of the chain has {size} of {part.bytes} bytes; copy it")
     for part in parts:
-        tensors, error = attempt(_tensors, folder, part)
+        tensors, fault = attempt(_tensors, folder, part)
         if tensors is None:
-            raise ChainError(f"{part.name} of the chain cannot be read: {error}") from error
+            raise ChainError(f"{part.name} of the chain cannot be read: {fault}") from fault
         yield from tensors.items()
 
 
