@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sgl_fp8rl.formats import QUANTIZED, format_of, split_name, suffixes_of
+from sgl_fp8rl.formats import format_of, split_name, suffixes_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.protocol.image import RECORD_BYTES
 from trainer_bridge.chain.files import Tensors
@@ -58,19 +58,22 @@ def within(before: Tensors, after: Tensors, budget_bytes: int) -> tuple[Tensors,
     chosen: Tensors = {}
     for name in _weights(after):
         found = _changes(name, before, after, budget_bytes)
-        taken, used = _taken(found, border, left)
+        format_ = format_of(after[name].dtype)
+        taken, used = _taken(found, border, left, format_)
         left -= used
         chosen[name] = _mixed(before[name], after[name], taken)
         for suffix in _companions(name, after):
-            mask = _blocks(taken.float(), format_of(after[name].dtype)).bool()
+            mask = _blocks(taken.float(), format_).bool()
             chosen[name + suffix] = _mixed(before[name + suffix], after[name + suffix], mask)
     return chosen, False
 
 
-def _taken(found: Changes, border: int, left: float) -> tuple[torch.Tensor, float]:
+def _taken(
+    found: Changes, border: int, left: float, format_: WeightFormat
+) -> tuple[torch.Tensor, float]:
     """Which elements are published: those above the border, and of those in it what fits; and the
     bytes of the latter. The first change in it fits, so something is published each time."""
-    taken = found.bins > max(border, 0)
+    taken = found.bins > border
     if not border:
         return taken, 0.0
     at = (found.bins == border).view(-1)
@@ -80,7 +83,6 @@ def _taken(found: Changes, border: int, left: float) -> tuple[torch.Tensor, floa
     used = float(costs[fits].sum())
     fits = fits.view(taken.shape)
     if bool((found.is_block & fits).any()):
-        format_ = QUANTIZED
         whole = _spread(_blocks((fits & found.is_block).float(), format_), fits.shape, format_)
         fits = fits | (whole.bool() & found.is_block)
     return taken | fits, used
@@ -99,8 +101,10 @@ def _companions(name: str, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _changes(name: str, before: Tensors, after: Tensors, most_bytes: int) -> Changes:
-    """Args:
-    most_bytes: of a block; a larger one is in bin 0.
+    """What changes of a weight.
+
+    Args:
+        most_bytes: of a block; a larger one is in bin 0.
     """
     old, new = before[name], after[name]
     nbytes = RECORD_BYTES * _bytes_that_differ(old, new)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.formats import FORMATS, by_tensor, format_of, split_name
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, WeightFormat
+from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.image import difference
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
@@ -234,22 +234,26 @@ class _Version:
         """
         if name == KV_SCALES:
             raise ManifestError(f"{KV_SCALES} is no tensor of a checkpoint; pass kv_scales")
-        format_: WeightFormat | None = self._formats.get(name)
         try:
-            if format_ is not None and tensor.dtype in WEIGHT_DTYPES:
-                for suffix, part in format_.encode(tensor).items():
-                    self._put(name + suffix, part.cpu())
-                return
-            owner, suffix = split_name(name)
-            is_companion = bool(suffix) and owner in self._formats
-            (self._formats[owner] if is_companion else format_of(tensor.dtype)).check_values(
-                suffix if is_companion else "", tensor
-            )
+            encoded = self._encoded(name, tensor)
         except KeyError as error:
             raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {_KNOWN}") from error
         except ValueError as error:
             raise ManifestError(f"{name} {error}") from error
-        self._put(name, tensor.to("cpu", copy=True))
+        for suffix, part in encoded.items():
+            self._put(name + suffix, part)
+
+    def _encoded(self, name: str, tensor: torch.Tensor) -> Encoded:
+        """As the engine keeps it: checked, on the CPU, in memory of its own."""
+        format_ = self._formats.get(name)
+        if format_ is not None and tensor.dtype in WEIGHT_DTYPES:
+            return {suffix: part.cpu() for suffix, part in format_.encode(tensor).items()}
+        owner, suffix = split_name(name)
+        if suffix and owner in self._formats:
+            self._formats[owner].check_values(suffix, tensor)
+        else:
+            format_of(tensor.dtype).check_values("", tensor)
+        return {"": tensor.to("cpu", copy=True)}
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         if name in self.tensors:
@@ -287,11 +291,12 @@ class _Version:
         return Link(self._serial, *self._policy, digest, base, delta, anchor, is_exact)
 
     def _within(self, budget_bytes: int) -> tuple[Tensors, bool]:
-        """What of this version fits; what was not there before is not counted."""
+        """What of this version fits; KV scales go together, and are not counted."""
         same = {
             name: tensor
             for name, tensor in self.tensors.items()
-            if (old := self._before.get(name)) is not None
+            if name != KV_SCALES
+            and (old := self._before.get(name)) is not None
             and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
         }
         chosen, is_exact = budget.within(self._before, same, budget_bytes)
