@@ -398,7 +398,7 @@ class Looks:
                 raise StopFollowingError
             event()
 
-        patch.setattr(follower_module.time, "sleep", sleep)
+        patch.setattr(follower_module, "sleep", sleep)
 
 
 class StopFollowingError(BaseException):

@@ -1,8 +1,8 @@
 """Brings engines to the versions of a chain, from a copy of its folder."""
 
 import logging
-import time
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from sgl_fp8rl.protocol.attempt import attempt
@@ -193,7 +193,7 @@ def follow(
         if once and error is None and serve:
             return
         wait_s = poll_s if error is None else min(2 * wait_s, max(MOST_POLL_S, poll_s))
-        time.sleep(wait_s)
+        sleep(wait_s)
 
 
 def _state_of(engine: Any) -> tuple[str, str, int]:
