@@ -3,7 +3,17 @@
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tests.fuzz import control, frames, http_replies, manifests, memory, relay, replies, trainer
+from tests.fuzz import (
+    chains,
+    control,
+    frames,
+    http_replies,
+    manifests,
+    memory,
+    relay,
+    replies,
+    trainer,
+)
 from tests.fuzz.decoder import Decoder
 
 
@@ -17,7 +27,7 @@ class Group(Protocol):
 # control first: it imports SGLang, whose platform must be resolved before our modules are loaded
 GROUPS: tuple[Group, ...] = (
     *(control, manifests, frames, memory),
-    *(trainer, http_replies, replies, relay),
+    *(trainer, http_replies, replies, relay, chains),
 )
-SHARES = 20
+SHARES = 22
 """Decoders in all; each gets an equal part of the inputs."""

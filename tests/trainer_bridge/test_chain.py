@@ -268,6 +268,28 @@ def test_an_index_that_is_none(tmp_path: Path, index: str, why: str) -> None:
         ChainFollower(tmp_path).advance()
 
 
+@pytest.mark.parametrize(
+    ("where", "field", "value"),
+    [
+        ("link", "serial", "1"),
+        ("link", "is_exact", 1),
+        ("part", "bytes", 1.0),
+        ("part", "sha256", 1),
+    ],
+)
+def test_an_index_of_other_types(
+    tmp_path: Path, publisher: ChainPublisher, where: str, field: str, value: object
+) -> None:
+    publisher.publish(toy.checkpoint(0), version=0, run="r")
+    index = tmp_path / "chain" / INDEX
+    content = json.loads(index.read_text())
+    (link,) = content["links"]
+    (link if where == "link" else link["anchor"][0])[field] = value
+    index.write_text(json.dumps(content))
+    with pytest.raises(ChainError, match=f"TypeError: {field} is"):
+        ChainFollower(tmp_path / "chain").advance()
+
+
 def test_an_index_names_no_file_outside_of_its_folder(
     tmp_path: Path, publisher: ChainPublisher
 ) -> None:

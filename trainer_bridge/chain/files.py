@@ -12,7 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +20,7 @@ import torch
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.policy import Policy, check_policy
+from sgl_fp8rl.protocol.values import excerpt
 
 INDEX, LOCK = "chain.json", ".lock"
 FORMAT = 1
@@ -145,7 +146,7 @@ def read(folder: Path, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Ten
     for part in parts:
         tensors, fault = attempt(_tensors, folder, part)
         if tensors is None:
-            raise ChainError(f"{part.name} of the chain cannot be read: {fault}") from fault
+            raise ChainError(f"{part.name} of the chain cannot be read: {brief(fault)}") from fault
         yield from tensors.items()
 
 
@@ -190,8 +191,8 @@ def read_index(folder: Path) -> Index:
     found, fault = attempt(_index, text)
     if found is None:
         raise ChainError(
-            f"{folder / INDEX} is not the index of a chain ({type(fault).__name__}: {fault}); copy "
-            f"it again, and use the same version of sgl-fp8rl on both sides"
+            f"{folder / INDEX} is not the index of a chain ({brief(fault)}); copy it again, and "
+            f"use the same version of sgl-fp8rl on both sides"
         ) from fault
     return found
 
@@ -207,10 +208,24 @@ def _link(found: dict[str, Any]) -> Link:
     delta, anchor = (tuple(Part(**part) for part in found[kind]) for kind in ("delta", "anchor"))
     for part in (*delta, *anchor):
         if not _NAME.fullmatch(part.name):
-            raise ValueError(f"{part.name!r} is no name of a file of a chain")
+            raise ValueError(f"{excerpt(part.name)} is no name of a file of a chain")
+        _check_types(part)
     link = Link(**{**found, "delta": delta, "anchor": anchor})
+    _check_types(link)
     check_policy(link.run, link.version)
     return link
+
+
+def _check_types(found: Part | Link) -> None:
+    for field in fields(found):
+        value = getattr(found, field.name)
+        if field.type in (int, str, bool) and type(value) is not field.type:
+            raise TypeError(f"{field.name} is {excerpt(value)}")
+
+
+def brief(error: Exception | None) -> str:
+    """The type and the beginning of an error that may have anything in its text."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 def write_index(folder: Path, index: Index) -> None:

@@ -69,7 +69,8 @@ class ChainFollower:
             if self.policy is None:
                 error = torn
         if error is not None:
-            raise ChainError(f"the chain ends for now at {self.policy or 'nothing'}: {error}")
+            why = str(error) if isinstance(error, ChainError) else files.brief(error)
+            raise ChainError(f"the chain ends for now at {self.policy or 'nothing'}: {why}")
         return self._serial != before
 
     def update(self, engine: Any, **options: Any) -> UpdateResult:
