@@ -30,6 +30,7 @@ def measure(_: None, run: Run) -> list[Measurement]:
 
     import trainer_bridge
     from trainer_bridge.chain import ChainFollower, ChainPublisher, files
+    from trainer_bridge.chain.index import read_index
 
     models.save_config(SHAPE, run.folder)
     module = weights.bf16_module(SHAPE, "cpu")
@@ -62,7 +63,7 @@ def measure(_: None, run: Run) -> list[Measurement]:
             if version == 0:
                 whole = nbytes
                 if step == STEPS[0]:
-                    (link,) = files.read_index(folder).links
+                    (link,) = read_index(folder).links
                     tensors = sum(t.nbytes for _, t in files.read(folder, link.anchor))
                     of_whole = {"files_mb": [whole / 1e6], "of_whole": [whole / tensors]}
                     found.append(_measurement("whole", of_whole | times))

@@ -25,7 +25,9 @@ TELLS_THE_OTHERS = {
     # whatever a decoder makes of a file, it is not sound; and a follower looks again
     "trainer_bridge.chain.files",
     "trainer_bridge.chain.follower",
+    "trainer_bridge.chain.index",
     "trainer_bridge.chain.publisher",
+    "trainer_bridge.chain.version_writer",
     "trainer_bridge.chunk_sender",
     "trainer_bridge.collective",
     "trainer_bridge.shared_filling",

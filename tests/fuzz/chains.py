@@ -14,7 +14,8 @@ from safetensors.torch import save
 
 from tests.fuzz.decoder import Decoder
 from trainer_bridge.chain import ChainError, ChainFollower, files
-from trainer_bridge.chain.files import Index, Link, Part
+from trainer_bridge.chain import index as chain_index
+from trainer_bridge.chain.index import Index, Link, Part
 
 PART: dict[str, Any] = {
     "name": "1-anchor-0.safetensors.zst",
@@ -33,7 +34,7 @@ LINK: dict[str, Any] = {
     "is_exact": True,
 }
 LATER = {**LINK, "serial": 2, "version": 4, "base": 1, "delta": [PART], "anchor": []}
-INDEX: dict[str, Any] = {"format": files.FORMAT, "links": [LINK, LATER], "replaced": ["q"]}
+INDEX: dict[str, Any] = {"format": chain_index.FORMAT, "links": [LINK, LATER], "replaced": ["q"]}
 CHANGES: dict[str, list[int]] = {"delta:w": [1, 0, 63, 0, 7, 8], "other": [1, 2, 3], "delta:v": []}
 
 
@@ -44,8 +45,8 @@ def decoders() -> Iterator[list[Decoder]]:
         patch.setattr(files, "digest", lambda _: "d")
 
         def read_index(data: bytes) -> None:
-            (folder / files.INDEX).write_bytes(data)
-            files.read_index(folder)
+            (folder / chain_index.INDEX).write_bytes(data)
+            chain_index.read_index(folder)
 
         def apply(data: bytes) -> None:
             """A file that is sound, whatever it holds, behind a version of two tensors."""
@@ -54,7 +55,7 @@ def decoders() -> Iterator[list[Decoder]]:
             part = Part("2-delta-0.safetensors.zst", len(content), len(data), sha256)
             (folder / part.name).write_bytes(content)
             link = Link(2, "r", 4, "d", 1, (part,), ())
-            files.write_index(folder, Index((link,)))
+            chain_index.write_index(folder, Index((link,)))
             follower = ChainFollower(folder)
             follower._serial = 1
             follower._tensors = {

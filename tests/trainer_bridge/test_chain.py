@@ -25,7 +25,9 @@ from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import update
 from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, files, follow
 from trainer_bridge.chain import follower as follower_module
-from trainer_bridge.chain.files import INDEX, LOCK, Link
+from trainer_bridge.chain import publisher as publisher_module
+from trainer_bridge.chain.disk import LOCK
+from trainer_bridge.chain.index import INDEX, Link, read_index, write_index
 from trainer_bridge.engine_client import EngineError
 
 pytestmark = pytest.mark.timeout(120)
@@ -60,7 +62,7 @@ def versions(count: int) -> Iterator[tuple[int, toy.Tensors]]:
 
 
 def links(folder: Path) -> tuple[Link, ...]:
-    return files.read_index(folder).links
+    return read_index(folder).links
 
 
 def bring(follower: ChainFollower, engine: FakeEngine) -> int:
@@ -197,7 +199,9 @@ def test_a_version_that_fails_is_not_in_the_chain(
             {n: t for n, t in toy.checkpoint(1).items() if n != "norm.weight"}, version=1, run="r"
         )
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_index", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        patch.setattr(
+            publisher_module, "write_index", lambda *_: (_ for _ in ()).throw(OSError("no space"))
+        )
         with pytest.raises(OSError, match="no space"):
             publisher.publish(toy.checkpoint(1), version=1, run="r")
     assert sorted(path.name for path in folder.iterdir()) == before
@@ -313,12 +317,11 @@ def interrupted(publisher: ChainPublisher, tensors: toy.Tensors, version: int) -
     """A version whose publisher is interrupted right behind its index."""
 
     def write_and_stop(*arguments: Any) -> None:
-        write(*arguments)
+        write_index(*arguments)
         raise KeyboardInterrupt
 
-    write = files.write_index
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "write_index", write_and_stop)
+        patch.setattr(publisher_module, "write_index", write_and_stop)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(tensors, version=version, run="r")
 

@@ -11,8 +11,10 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.chain import files
-from trainer_bridge.chain.files import ChainError, Index, Link, Tensors, as_bytes
-from trainer_bridge.chain.publisher import DELTA
+from trainer_bridge.chain.disk import ChainError, brief
+from trainer_bridge.chain.files import Tensors, as_bytes
+from trainer_bridge.chain.index import Index, Link, read_index
+from trainer_bridge.chain.version_writer import DELTA
 from trainer_bridge.connections import connection_to
 from trainer_bridge.update import UpdateResult, update
 
@@ -56,7 +58,7 @@ class ChainFollower:
             ChainError: it cannot go on to the newest version; it may have come a part of the way.
         """
         before = self._serial
-        index = files.read_index(self._folder)
+        index = read_index(self._folder)
         if index.serial <= before:  # the copy may be an older one
             return False
         error = self._apply_deltas(index)
@@ -69,7 +71,7 @@ class ChainFollower:
             if self.policy is None:
                 error = torn
         if error is not None:
-            why = str(error) if isinstance(error, ChainError) else files.brief(error)
+            why = str(error) if isinstance(error, ChainError) else brief(error)
             raise ChainError(f"the chain ends for now at {self.policy or 'nothing'}: {why}")
         return self._serial != before
 

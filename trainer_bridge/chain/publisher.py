@@ -11,24 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sgl_fp8rl.formats import FORMATS, by_tensor, format_of, split_name
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.image import difference
-from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError, describe
-from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 from trainer_bridge.agreement import Asked, agree, ask
-from trainer_bridge.chain import budget, files
-from trainer_bridge.chain.files import (
-    ChainError,
-    Index,
-    Link,
-    PartWriter,
-    Tensors,
-    as_bytes,
-)
+from trainer_bridge.chain import files
+from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
+from trainer_bridge.chain.files import Tensors
+from trainer_bridge.chain.index import Index, Link, read_index, write_index
+from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
@@ -36,9 +27,6 @@ from trainer_bridge.layout import check_kv_scales, sources_for
 from trainer_bridge.update import RUN
 
 logger = logging.getLogger(__name__)
-
-DELTA = "delta:"
-"""Before the name of a tensor that is given by what changed in it (``protocol/image.py``)."""
 
 
 class ChainPublisher:
@@ -118,7 +106,7 @@ class ChainPublisher:
                 raise fault
             check_ranks(named or [], ranks)
 
-        new: _Version | None = None
+        new: VersionWriter | None = None
         try:
             asked = leader.collect(leader.each(ask, check, RUN, run, version))
             new = leader.attempt(self._begin, ranks, asked, kv_scales)
@@ -153,12 +141,12 @@ class ChainPublisher:
         ranks: tuple[int, ...],
         asked: list[Asked | str],
         kv_scales: torch.Tensor | None,
-    ) -> "_Version":
+    ) -> VersionWriter:
         policy = agree(ranks, asked)
         if self._lock is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = files.lock(self._folder)
-        index = files.read_index(self._folder)
+            self._lock = lock(self._folder)
+        index = read_index(self._folder)
         last = index.links[-1] if index.links else None
         if policy.run in index.replaced:
             raise ChainError(f"run {policy.run!r} was replaced in the chain by a later one")
@@ -176,154 +164,25 @@ class ChainPublisher:
         is_anchor = not before or self._since + 1 >= self._anchor_every
         serial = max(index.serial + 1, time.time_ns())  # later than those of a chain that is gone
         most = None if is_anchor else self._budget_bytes
-        return _Version(self._folder, policy, serial, layout, before, is_anchor, most, kv_scales)
+        return VersionWriter(
+            self._folder, policy, serial, layout, before, is_anchor, most, kv_scales
+        )
 
-    def _finish(self, new: "_Version") -> int:
+    def _finish(self, new: VersionWriter) -> int:
         link = new.finish(self._serial)
-        index = files.read_index(self._folder)
+        index = read_index(self._folder)
         if index.serial >= link.serial or (link.base and index.serial != link.base):
             raise ChainError(f"another process published in {self._folder}; end one of them")
-        files.write_index(self._folder, _extended(index, link))
+        write_index(self._folder, _extended(index, link))
         self._tensors, self._serial = new.tensors, link.serial
         self._since = 0 if link.anchor else self._since + 1
         return sum(part.bytes for part in link.delta or link.anchor)
 
     def _clean(self) -> None:
         try:
-            files.delete_all_but(self._folder, files.read_index(self._folder).parts)
+            delete_all_but(self._folder, read_index(self._folder).parts)
         except (ChainError, OSError) as error:
             logger.warning("old files of the chain are left: %s", error)
-
-
-class _Version:
-    """One version as it is written.
-
-    Args:
-        layout: of the engine whose formats are used.
-        before: the tensors of the version before.
-        is_anchor: whether it is written whole besides.
-        budget_bytes: of its delta, or None.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        policy: Policy,
-        serial: int,
-        layout: dict[str, Any],
-        before: Tensors,
-        is_anchor: bool,
-        budget_bytes: int | None,
-        kv_scales: torch.Tensor | None,
-    ) -> None:
-        self.layout = {name: layout[name] for name in ("dtype", "fp32", "formats")}
-        self.tensors: Tensors = {}
-        self._folder, self._policy, self._serial, self._before = folder, policy, serial, before
-        self._formats, self._budget_bytes = by_tensor(layout["formats"]), budget_bytes
-        self._delta = PartWriter(folder, f"{serial}-delta") if before else None
-        self._anchor = PartWriter(folder, f"{serial}-anchor") if is_anchor else None
-        scales = before.get(KV_SCALES) if kv_scales is None else kv_scales
-        if scales is not None:
-            self._put(KV_SCALES, scales.detach().to("cpu", copy=True))
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor of the checkpoint.
-
-        Raises:
-            ManifestError: it holds what no engine takes.
-        """
-        if name == KV_SCALES:
-            raise ManifestError(f"{KV_SCALES} is no tensor of a checkpoint; pass kv_scales")
-        try:
-            encoded = self._encoded(name, tensor)
-        except KeyError as error:
-            raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {_KNOWN}") from error
-        except ValueError as error:
-            raise ManifestError(f"{name} {error}") from error
-        for suffix, part in encoded.items():
-            self._put(name + suffix, part)
-
-    def _encoded(self, name: str, tensor: torch.Tensor) -> Encoded:
-        """As the engine keeps it: checked, on the CPU, in memory of its own."""
-        format_ = self._formats.get(name)
-        if format_ is not None and tensor.dtype in WEIGHT_DTYPES:
-            return {suffix: part.cpu() for suffix, part in format_.encode(tensor).items()}
-        owner, suffix = split_name(name)
-        if suffix and owner in self._formats:
-            self._formats[owner].check_values(suffix, tensor)
-        else:
-            format_of(tensor.dtype).check_values("", tensor)
-        return {"": tensor.to("cpu", copy=True)}
-
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self.tensors:
-            raise ManifestError(f"{name} comes twice; give each tensor once")
-        self.tensors[name] = tensor = tensor.contiguous()
-        if self._anchor is not None:
-            self._anchor.put(name, tensor)
-        if self._delta is not None and self._budget_bytes is None:
-            put_change(self._delta, name, self._before.get(name), tensor)
-
-    def finish(self, base: int) -> Link:
-        """The version, all files of which are on disk.
-
-        Args:
-            base: the serial of the version before.
-
-        Raises:
-            ManifestError: it has other tensors than the version before.
-        """
-        weights = {name: t for name, t in self.tensors.items() if name != KV_SCALES}
-        describe(weights.items(), self._policy.version)
-        if self._before and (odd := (self._before.keys() - {KV_SCALES}) ^ weights.keys()):
-            raise ManifestError(
-                f"{min(odd)} is only in one of the last two versions; publish another model in "
-                f"another folder"
-            )
-        is_exact = True
-        if self._delta is not None and self._budget_bytes is not None:
-            self.tensors, is_exact = self._within(self._budget_bytes)
-            for name, tensor in self.tensors.items():
-                put_change(self._delta, name, self._before.get(name), tensor)
-        delta, anchor = (w.finish() if w is not None else () for w in (self._delta, self._anchor))
-        digest = files.digest(self.tensors)
-        base = base if delta else 0
-        return Link(self._serial, *self._policy, digest, base, delta, anchor, is_exact)
-
-    def _within(self, budget_bytes: int) -> tuple[Tensors, bool]:
-        """What of this version fits; KV scales go together, and are not counted."""
-        same = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if name != KV_SCALES
-            and (old := self._before.get(name)) is not None
-            and (old.shape, old.dtype) == (tensor.shape, tensor.dtype)
-        }
-        chosen, is_exact = budget.within(self._before, same, budget_bytes)
-        return {**self.tensors, **chosen}, is_exact
-
-    def delete(self) -> None:
-        """Delete its files, unless the index has them already."""
-        index, _ = attempt(files.read_index, self._folder)
-        if index is None:
-            return  # which version it ends with is not known
-        written = [w.parts for w in (self._delta, self._anchor) if w is not None]
-        for name in {part.name for parts in written for part in parts} - index.parts:
-            (self._folder / name).unlink(missing_ok=True)
-
-
-_KNOWN = ", ".join(str(dtype) for format_ in FORMATS.values() for dtype in format_.dtypes)
-
-
-def put_change(writer: PartWriter, name: str, old: torch.Tensor | None, new: torch.Tensor) -> None:
-    """Write what makes a tensor out of an old one: nothing where they are equal, or all of it."""
-    change = None
-    if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
-        change = difference(as_bytes(old), as_bytes(new))
-    if change is None:
-        writer.put(name, new)
-    elif change.numel():
-        writer.put(DELTA + name, change)
 
 
 def _named(given: nn.Module | NamedTensors) -> Named:
@@ -333,7 +192,7 @@ def _named(given: nn.Module | NamedTensors) -> Named:
 
 
 def _put(
-    new: _Version, name: str, cut: hf_names.Cut, whole: torch.Tensor, dtype: torch.dtype
+    new: VersionWriter, name: str, cut: hf_names.Cut, whole: torch.Tensor, dtype: torch.dtype
 ) -> None:
     new.put(name, cut(whole).to(dtype))
 
