@@ -53,7 +53,7 @@ class FakeEngine:
         self.requests: list[tuple[int, int, int]] = []
         self.pushed: list[str] = []
 
-    def load(self, named: weights.Named, last: bool, update: str) -> None:
+    def load(self, named: weights.Named, last: bool, update: str, ranks: int) -> None:
         """Stands for SGLang's own update."""
         form = self.keywords.get("quantization")
         wanted = {name for name, _ in kv_weights.shared(TINY, "cpu", form or "bf16")}
