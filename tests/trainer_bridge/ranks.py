@@ -1,5 +1,6 @@
 """Trainers of several ranks: processes of one job over gloo, on this machine."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -97,6 +98,7 @@ def _main(
     collective_timeout_s: float,
     meets: bool = True,
 ) -> None:
+    faulthandler.enable()  # where a rank is aborted, its log says where each thread was
     torch.set_num_threads(1)
     meet(rank, Path(folder), "imported", world)  # some take longer than the timeout below
     dist.init_process_group(
