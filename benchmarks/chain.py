@@ -6,8 +6,6 @@ follower have the cores of one CPU, one after the other; copying the folder is n
 
 import time
 
-import torch
-
 from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, weights
 from benchmarks.links import MODEL, SHAPE, STEPS
@@ -34,10 +32,7 @@ def measure(_: None, run: Run) -> list[Measurement]:
 
     models.save_config(SHAPE, run.folder)
     module = weights.bf16_module(SHAPE, "cpu")
-    masters = [
-        torch.randn(p.shape).mul_(weights.STD).add_(1.0 if p.dim() == 1 else 0.0)
-        for p in module.parameters()
-    ]
+    masters = weights.masters_of(module)
     engine = sglang.Engine(model_path=str(run.folder), **ENGINE)
     trainer_bridge.update(module, engine, version=0)  # dummy weights do not know their layers
     found: list[Measurement] = []
@@ -49,9 +44,7 @@ def measure(_: None, run: Run) -> list[Measurement]:
             name: [] for name in ("files_mb", "of_whole", "publish_s", "advance_s")
         }
         for version in range(run.options["versions"] + 1):
-            for parameter, master in zip(module.parameters(), masters, strict=True):
-                master.add_(torch.randn_like(master), alpha=step)
-                parameter.data.copy_(master)
+            weights.take_step(module, masters, step)
             started = time.perf_counter()
             nbytes = publisher.publish(module, version=version, run="benchmark")
             published = time.perf_counter()

@@ -71,9 +71,8 @@ def trace(engine: Any, folder: Path, prompts: list[list[int]], new: int) -> list
 
 
 def _benchmark(model: str) -> Benchmark:
-    jobs = rollout.jobs(model)
     return Benchmark(
-        jobs=tuple(replace(job, by_default=job.spec.name in ARMS) for job in jobs),
+        jobs=rollout.jobs(model, ARMS),
         measure=measure,
         limit_s=300.0,
         options=(LAYERS,),

@@ -17,8 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, weights
 
@@ -48,11 +46,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     rate = RATES[case.link]
     models.save_config(SHAPE, run.folder)
     module = weights.bf16_module(SHAPE, "cpu")
-    # drawn in FP32: torch draws BF16 on a CPU from few values, many of them between two codes
-    masters = [
-        torch.randn(p.shape).mul_(weights.STD).add_(1.0 if p.dim() == 1 else 0.0)
-        for p in module.parameters()
-    ]
+    masters = weights.masters_of(module)
     os.environ["FP8RL_KEY"] = KEY
     found: list[Measurement] = []
 
@@ -71,9 +65,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     def updates(engine: str, step: float, count: int) -> list[tuple[float, int]]:
         results = []
         for version in itertools.islice(versions, count):
-            for parameter, master in zip(module.parameters(), masters, strict=True):
-                master.add_(torch.randn_like(master), alpha=step)
-                parameter.data.copy_(master)
+            weights.take_step(module, masters, step)
             started = time.perf_counter()
             result = trainer_bridge.update(module, engine, version=version)
             results.append((time.perf_counter() - started, result.network_bytes))

@@ -26,8 +26,6 @@ SEED = 0
 USAGE = re.compile(r"Decode batch.*?#running-req: (\d+),.*? token usage: ([\d.]+)")
 INTERVAL = 40
 """Decode steps from one line of the scheduler's log to the next, SGLang's default."""
-ARMS = ("stock-bf16", "stock-block-fp8-kv8", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
-"""By default."""
 BEGINS = "the rollout begins"
 """Printed into the process's log, where the scheduler's lines follow."""
 
@@ -114,7 +112,7 @@ def usage(log: str) -> dict[str, list[float]]:
 
 
 BENCHMARK = Benchmark(
-    jobs=tuple(replace(job, by_default=job.spec.name in ARMS) for job in rollout.jobs("qwen3-8b")),
+    jobs=rollout.jobs("qwen3-8b", rollout.STRONGEST),
     measure=measure,
     limit_s=1800.0,
     options=(Option("requests", "of a rollout", default=REQUESTS), LAYERS),

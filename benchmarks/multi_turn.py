@@ -17,8 +17,6 @@ from benchmarks.engines import models, serving, stock_push
 PROMPT, ANSWER, TOOL = 1024, 512, 2048
 """Tokens of a first prompt, of each answer, and of the tool's output behind it."""
 TURNS = 4
-ARMS = ("stock-bf16", "stock-block-fp8-kv8", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
-"""By default."""
 LONGEST = PROMPT + (TURNS - 1) * (ANSWER + TOOL)
 """Tokens of the last turn's prompt."""
 
@@ -92,7 +90,7 @@ async def _conversation(engine: Any, given: serving.Prompts) -> list[dict[str, A
 
 
 BENCHMARK = Benchmark(
-    jobs=tuple(replace(job, by_default=job.spec.name in ARMS) for job in rollout.jobs("qwen3-8b")),
+    jobs=rollout.jobs("qwen3-8b", rollout.STRONGEST),
     measure=measure,
     limit_s=600.0,
     options=(

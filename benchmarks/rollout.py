@@ -5,7 +5,7 @@ have CUDA graphs for all of its loads, whichever are run, because graphs take me
 cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,7 +52,7 @@ class Arm:
         graphs: dict[str, Any] = {"cuda_graph_max_bs_decode": max(batches or (largest,))}
         if batches is not None:
             graphs["cuda_graph_bs_decode"] = sorted(set(batches))
-        ranks = {**NCCL_ALONE, "tp_size": TWO} if self.model not in models.MODELS else {}
+        ranks = {**NCCL_ALONE, "tp_size": TP} if self.model not in models.MODELS else {}
         return ENGINE | FULL | ranks | graphs | self.engine
 
 
@@ -97,8 +97,8 @@ FLAGS = {"engine": COMMON, "arms": {arm.name: arm.engine for arm in (*ARMS, *EXP
 """SGLang's keywords, in the result file beside what they gave: those of all arms, and of each. CUDA
 graphs are those of the loads."""
 
-TWO = 2
-"""GPUs of a model that does not fit on one beside BF16 KV."""
+TP = 2
+"""Of a model that does not fit on one GPU beside BF16 KV."""
 NEW = 128
 """Tokens of a timed decode."""
 LOADS = {
@@ -150,15 +150,23 @@ def wanted_loads(model: str, run: Run) -> list[Load]:
     return wanted
 
 
-def jobs(model: str) -> tuple[Job, ...]:
-    """A job of each arm that serves a model."""
+STRONGEST = ("stock-bf16", "stock-block-fp8-kv8", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
+"""Stock BF16, the strongest arms of stock FP8, and ours: what whole rollouts run by default."""
+
+
+def jobs(model: str, by_default: Collection[str] | None = None) -> tuple[Job, ...]:
+    """A job of each arm that serves a model.
+
+    Args:
+        by_default: the arms that run where none is named, if not those that say so themselves.
+    """
     arms = (*ARMS, *EXPERTS) if models.SHAPES[model].experts else ARMS
     return tuple(
         Job(
             f"{model}/{arm.name}",
             replace(arm, model=model),
             stock=is_stock(arm.engine),
-            by_default=arm.by_default,
+            by_default=arm.by_default if by_default is None else arm.name in by_default,
             environ={} if model in models.MODELS else NO_MULTICAST,
         )
         for arm in arms

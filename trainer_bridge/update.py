@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.agreement import Asked, agree, ask
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
-from trainer_bridge.collective import Leader, ranks_of
+from trainer_bridge.collective import Leader, ranks_of, unwrapped
 from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
 from trainer_bridge.transaction import MissedCommitError, Transaction
@@ -123,9 +122,7 @@ def update(
     if isinstance(model_or_named_tensors, Iterator):
         weights: Weights = Stream(model_or_named_tensors, announce)
     else:
-        if isinstance(model_or_named_tensors, DistributedDataParallel):
-            group = group or model_or_named_tensors.process_group
-            model_or_named_tensors = model_or_named_tensors.module
+        model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)
         weights = WholeModel(model_or_named_tensors)
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)

@@ -34,7 +34,7 @@ SMALL: Keywords = {
 
 # what ENGINE sets, as SGLang itself does
 STOCK_DEFAULTS: Keywords = {"chunked_prefill_size": 8192, "cuda_graph_backend_prefill": None}
-# graphs as SGLang takes them by default, and up to the smallest batches of the loads' prompts
+# SGLang's own choice of prefill graphs, and up to 4096 tokens, a batch of the prompts of 32x512
 PREFILL_GRAPHS: Keywords = {
     "cuda_graph_backend_prefill": None,
     "cuda_graph_max_bs_prefill": 4096,

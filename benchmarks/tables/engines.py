@@ -96,11 +96,8 @@ def copies(rows: Sequence[Row]) -> str:
 
 
 def long_tail(results: Results) -> str:
-    """Each rollout as a whole."""
-    rows = with_ratio(results["rows"], "rollout_s", is_reference)
+    """The rollout with a long tail of lengths."""
     columns = [
-        Column("time", {"rollout_s": _spread}),
-        Column("faster", {"faster": "{median:.2f}x"}),
         Column("tokens/s", {"rollout_tokens_s": "{median:,.0f}"}),
         Column("retractions", {"retractions": "{median:.0f}"}),
         Column("of requests", {"retracted_requests": "{median:.0f}"}),
@@ -109,31 +106,38 @@ def long_tail(results: Results) -> str:
         Column("KV in use", {"kv_used": "{median:.0%}"}),
         Column("KV demand", {"kv_demand": "{median:.2f}"}),
     ]
-    made = table(rows, ["model", "case", "arm"], columns, "rollout")
-    return joined(
-        made,
-        failures(results),
-        f"{facts(results['environment'])}. {runs_of_each_arm(*_runs(rows))} {copies(rows)}",
-    )
+    counts = _counts(results)
+    return _whole_rollouts(results, columns, runs_of_each_arm(min(counts), max(counts)))
 
 
 def multi_turn(results: Results) -> str:
     """Conversations of several turns."""
-    rows = with_ratio(results["rows"], "rollout_s", is_reference)
     columns = [
-        Column("time", {"rollout_s": _spread}),
-        Column("faster", {"faster": "{median:.2f}x"}),
         Column("answers, tokens/s", {"rollout_tokens_s": "{median:,.0f}"}),
         Column("prompt tokens", {"prompt_tokens": "{median:,.0f}"}),
         Column("from the prefix cache", {"cached_share": "{median:.0%}"}),
         Column("KV tokens", {"kv_tokens": "{median:,.0f}"}),
     ]
-    each = next(row["n"] for row in rows if row["metric"] == "rollout_s")
-    end = f"{facts(results['environment'])}. Medians of {each} rollouts of one engine."
+    each = _counts(results)[0]
+    return _whole_rollouts(results, columns, f"Medians of {each} rollouts of one engine.")
+
+
+def _whole_rollouts(results: Results, more: Sequence[Column], runs: str) -> str:
+    """A line for each arm: its time, beside stock BF16, and more columns.
+
+    Args:
+        runs: the sentence that says what the times are of.
+    """
+    rows = with_ratio(results["rows"], "rollout_s", is_reference)
+    columns = [
+        Column("time", {"rollout_s": _spread}),
+        Column("faster", {"faster": "{median:.2f}x"}),
+        *more,
+    ]
     return joined(
         table(rows, ["model", "case", "arm"], columns, "rollout"),
         failures(results),
-        f"{end} {copies(rows)}",
+        f"{facts(results['environment'])}. {runs} {copies(rows)}",
     )
 
 
@@ -142,10 +146,9 @@ def _spread(row: Row) -> str:
     return f"{row['median']:.1f} s" + (f" ({least} to {most})" if least != most else "")
 
 
-def _runs(rows: Sequence[Row]) -> tuple[int, int]:
-    """The fewest and the most runs of an arm."""
-    counts = [row["n"] for row in rows if row["metric"] == "rollout_s"]
-    return min(counts), max(counts)
+def _counts(results: Results) -> list[int]:
+    """The number of times of each arm."""
+    return [row["n"] for row in results["rows"] if row["metric"] == "rollout_s"]
 
 
 def decode_profile(results: Results) -> str:

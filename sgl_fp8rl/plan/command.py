@@ -93,12 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(report.render(model, asked, cluster, found, arguments.train_s))
         if arguments.source == aiconfigurator.COMMAND:
-            path = Path(arguments.model)
-            config = path / "config.json" if path.is_dir() else path
-            print()
-            print(
-                aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, found),
-            )
+            config = shape.config_of(arguments.model)
+            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, found)
+            print(f"\n{beside}")
     except (
         shape.UnknownModelError,
         workload.WorkloadError,

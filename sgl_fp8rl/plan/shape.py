@@ -104,8 +104,7 @@ def read(model: str) -> Shape:
     Raises:
         UnknownModelError: it cannot be read, or is of a family without a formula.
     """
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
+    path = config_of(model)
     try:
         config = json.loads(path.read_text())
         return of(config)
@@ -116,6 +115,12 @@ def read(model: str) -> Shape:
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
             f"folder that has one"
         ) from None
+
+
+def config_of(model: str) -> Path:
+    """The ``config.json`` of a model: of its folder, or itself."""
+    path = Path(model)
+    return path / "config.json" if path.is_dir() else path
 
 
 def of(config: Any) -> Shape:

@@ -61,6 +61,17 @@ def versions(count: int) -> Iterator[tuple[int, toy.Tensors]]:
         tensors = step(tensors, version)
 
 
+def encoded(tensors: toy.Tensors) -> toy.Tensors:
+    """As they are published."""
+    return {
+        name + suffix: part
+        for name, tensor in tensors.items()
+        for suffix, part in (
+            BLOCK_FP8.encode(tensor) if name in toy.FP8_NAMES else {"": tensor}
+        ).items()
+    }
+
+
 def links(folder: Path) -> tuple[Link, ...]:
     return read_index(folder).links
 
@@ -243,14 +254,7 @@ def test_codes_and_scales_are_published_as_they_are(
 ) -> None:
     engine, follower = trained(), ChainFollower(tmp_path / "chain")
     tensors = toy.checkpoint(0)
-    encoded = {
-        name + suffix: part
-        for name, tensor in tensors.items()
-        for suffix, part in (
-            BLOCK_FP8.encode(tensor) if name in toy.FP8_NAMES else {"": tensor}
-        ).items()
-    }
-    publisher.publish(encoded, version=0, run="r")
+    publisher.publish(encoded(tensors), version=0, run="r")
     assert bring(follower, engine) == 0 and holds(engine, tensors)
     publisher.publish(step(tensors, 1), version=1, run="r")
     assert bring(follower, engine) == 1 and holds(engine, step(tensors, 1))
@@ -302,7 +306,7 @@ def test_an_index_names_no_file_outside_of_its_folder(
     content = json.loads(index.read_text())
     content["links"][0]["anchor"][0]["name"] = "../secret"
     index.write_text(json.dumps(content))
-    with pytest.raises(ChainError, match="no name of a file"):
+    with pytest.raises(ChainError, match="not the name of a chain's file"):
         ChainFollower(tmp_path / "chain").advance()
 
 

@@ -8,7 +8,7 @@ import torch
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.image import RECORD_BYTES, difference
 from tests.sgl_fp8rl.weight_update import toy
-from tests.trainer_bridge.test_chain import bring, links, trained
+from tests.trainer_bridge.test_chain import bring, encoded, links, trained
 from tests.trainer_bridge.test_far_engine import step
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, budget
@@ -17,17 +17,6 @@ from trainer_bridge.chain.files import as_bytes
 pytestmark = pytest.mark.timeout(120)
 
 Tensors = dict[str, torch.Tensor]
-
-
-def encoded(tensors: Tensors) -> Tensors:
-    """As they are published."""
-    return {
-        name + suffix: part
-        for name, tensor in tensors.items()
-        for suffix, part in (
-            BLOCK_FP8.encode(tensor) if name in toy.FP8_NAMES else {"": tensor}
-        ).items()
-    }
 
 
 def decoded(tensors: Tensors) -> Tensors:

@@ -43,7 +43,7 @@ class Link:
     digest: str
     """Of all tensors."""
     base: int
-    """The serial of the version that ``delta`` changes; 0 where there is no delta."""
+    """The serial of the version that ``delta`` changes, or 0 without a delta."""
     delta: tuple[Part, ...]
     anchor: tuple[Part, ...]
     """All tensors; none at most versions."""
@@ -107,7 +107,7 @@ def _link(found: dict[str, Any]) -> Link:
     delta, anchor = (tuple(Part(**part) for part in found[kind]) for kind in ("delta", "anchor"))
     for part in (*delta, *anchor):
         if not _NAME.fullmatch(part.name):
-            raise ValueError(f"{excerpt(part.name)} is no name of a file of a chain")
+            raise ValueError(f"{excerpt(part.name)} is not the name of a chain's file")
         _check_types(part)
     link = Link(**{**found, "delta": delta, "anchor": anchor})
     _check_types(link)

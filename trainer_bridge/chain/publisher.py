@@ -9,7 +9,6 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
@@ -20,7 +19,7 @@ from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
 from trainer_bridge.chain.index import Index, Link, read_index, write_index
 from trainer_bridge.chain.version_writer import VersionWriter
-from trainer_bridge.collective import Leader, check_ranks, ranks_of
+from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
 from trainer_bridge.connections import connection_to
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import check_kv_scales, sources_for
@@ -39,15 +38,15 @@ class ChainPublisher:
         folder: is made, where there is none. One process at a time writes to it.
         like: the engine (as for ``update``) whose layers decide what is FP8; on the ranks that do
             not lead, None.
-        anchor_every: every so many-th version is written whole besides, for those who join late.
+        anchor_every: 16 writes every 16th version whole as well, for those who join late.
             The files of the last two such versions, and of all since, are kept.
         budget_bytes: of a delta, before it is compressed: the largest changes are published, and
             what is left of them with a later version. By default versions are exact; those that
             are written whole besides always are, and so is each that fits.
 
     Raises:
-        ChainError: ``anchor_every`` or ``budget_bytes`` is no number from 1, or zstandard is not
-            installed.
+        ChainError: ``anchor_every`` or ``budget_bytes`` is not a whole number from 1 up, or
+            zstandard is not installed.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ChainPublisher:
     ) -> None:
         for name, value in (("anchor_every", anchor_every), ("budget_bytes", budget_bytes)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ChainError(f"{name} is {value!r}; give a number from 1")
+                raise ChainError(f"{name} is {value!r}; give a whole number from 1 up")
         files.zstandard()
         self._folder, self._like, self._anchor_every = Path(folder), like, anchor_every
         self._budget_bytes = budget_bytes
@@ -94,9 +93,7 @@ class ChainPublisher:
             ChainError: it cannot be written, or is older than what is there.
             ManifestError: weights, version, run or scales are not valid, or ranks differ.
         """
-        if isinstance(model_or_named_tensors, DistributedDataParallel):
-            group = group or model_or_named_tensors.process_group
-            model_or_named_tensors = model_or_named_tensors.module
+        model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)
         named, fault = attempt(_named, model_or_named_tensors)
         ranks = ranks_of(named or [], group)
         leader = Leader(ranks)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import FORMATS, by_tensor, format_of, split_name
+from sgl_fp8rl.formats import DTYPES, by_tensor, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.image import difference
@@ -18,7 +18,6 @@ from trainer_bridge.chain.index import Link, read_index
 
 DELTA = "delta:"
 """Before the name of a tensor that is given by what changed in it (``protocol/image.py``)."""
-_KNOWN = ", ".join(str(dtype) for format_ in FORMATS.values() for dtype in format_.dtypes)
 
 
 class VersionWriter:
@@ -59,11 +58,12 @@ class VersionWriter:
             ManifestError: it holds what no engine takes.
         """
         if name == KV_SCALES:
-            raise ManifestError(f"{KV_SCALES} is no tensor of a checkpoint; pass kv_scales")
+            raise ManifestError(f"{KV_SCALES} is not a tensor of a checkpoint; pass kv_scales")
         try:
             encoded = self._encoded(name, tensor)
         except KeyError as error:
-            raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {_KNOWN}") from error
+            known = ", ".join(DTYPES)
+            raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {known}") from error
         except ValueError as error:
             raise ManifestError(f"{name} {error}") from error
         for suffix, part in encoded.items():
