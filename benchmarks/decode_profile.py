@@ -16,7 +16,7 @@ from benchmarks.engines import models, serving
 
 ARMS = ("stock-bf16", "stock-block-fp8-kv8-xqa", "fp8rl-kv8")
 """By default."""
-CASES = {"qwen3-8b": ("128x512", "256x512", "64x8192"), "qwen3-30b-a3b": ("64x4096",)}
+CASES = {"qwen3-8b": ("32x512", "128x512", "256x512", "64x8192"), "qwen3-30b-a3b": ("64x4096",)}
 """Loads that are profiled."""
 STEPS = 16
 """Decode steps that are averaged."""
@@ -39,7 +39,9 @@ def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
             continue
         serving.warm_up(engine, load, seed, shape, keywords)
         prompts = serving.prompts_of(seed, load.batch, load.length, shape.vocab)
-        chunk = prompts[: max(1, keywords["chunked_prefill_size"] // load.length)]
+        # a chunk of a batch that the rollout benchmark times
+        batch = load.batch // serving.QUARTERS
+        chunk = prompts[: max(1, min(batch, keywords["chunked_prefill_size"] // load.length))]
         found = trace(engine, run.folder, chunk, 1)
         phases = {f"prefill of {sum(map(len, chunk))} tokens": [traces.whole(found)]}
         serving.generate(engine, prompts, serving.BEGIN)
