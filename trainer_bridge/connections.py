@@ -67,7 +67,8 @@ def close(engine: Any) -> None:
 
 
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
+    """Disconnect from every engine."""
     connections = list(_alive)
     for connection in connections:  # close all before waiting for one that is busy
         connection.hang_up()

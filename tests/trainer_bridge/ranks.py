@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,8 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from trainer_bridge import connections
+
 JOIN_S = 150.0
 """Seconds that a job may take, on a busy machine and with the imports of its processes."""
+THREADS_S = 10.0
+"""Seconds that threads of engines may take to notice that their trainer is gone."""
 POLL_S = 0.02
 _forkserver = multiprocessing.get_context("forkserver")
 
@@ -114,3 +119,15 @@ def _main(
             meet(rank, Path(folder), "ended", world)
     finally:
         dist.destroy_process_group()
+        _end_threads()
+
+
+def _end_threads() -> None:
+    """End the connections, and with them the threads of engines in this process: torch aborts a
+    process ("terminate called without an active exception") one of whose threads is inside of
+    torch when the interpreter ends."""
+    connections.close_all()
+    deadline = time.monotonic() + THREADS_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -145,7 +145,7 @@ def test_at_exit_every_engine_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_alive", [connection_to(each) for each in engines])
     monkeypatch.setattr(connection_module, "EXIT_TIMEOUT_S", 60.0)
     with looping(engines[0]), looping(engines[1]):
-        connection_module._close_all()
+        connection_module.close_all()
         assert [opened(engine) for engine in engines] == [[0], [0]]
 
 
@@ -174,5 +174,5 @@ def test_at_exit_no_engine_waits_for_a_busy_one(monkeypatch: pytest.MonkeyPatch)
         close = hang_up
 
     monkeypatch.setattr(connection_to(busy), "_ranks", Waited())
-    connection_module._close_all()
+    connection_module.close_all()
     assert let_go.is_set()

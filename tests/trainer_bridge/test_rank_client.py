@@ -1,9 +1,12 @@
 """The sockets between trainer and ranks: failures that end at once, and nobody left waiting."""
 
+import gc
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +176,9 @@ def test_engines_that_hang_are_waited_for_together(ranks: list[Rank]) -> None:
     hanging.close()
 
 
-def test_a_stalled_connection_is_waited_for_once() -> None:
-    """To another host: neither what is sent nor what is awaited comes through."""
+@contextmanager
+def silent_relay(timeout_s: float) -> Iterator[RelayClient]:
+    """A connection to a relay that says hello, and then neither answers nor reads."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         opened: list[socket.socket] = []
 
@@ -187,8 +191,15 @@ def test_a_stalled_connection_is_waited_for_once() -> None:
         thread = threading.Thread(target=stall, daemon=True)
         thread.start()
         where = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
-        relay = RelayClient(where, TOKEN, None, timeout_s=2.0)
+        relay = RelayClient(where, TOKEN, None, timeout_s)
         thread.join(10)
+        yield relay
+        opened[0].close()
+
+
+def test_a_stalled_connection_is_waited_for_once() -> None:
+    """To another host: neither what is sent nor what is awaited comes through."""
+    with silent_relay(timeout_s=2.0) as relay:
         began = time.monotonic()
         content = Content(0, torch.zeros(64 << 20, dtype=torch.uint8))
         relay.send_chunk({"op": "chunk", "index": 0}, lambda: content)
@@ -200,4 +211,20 @@ def test_a_stalled_connection_is_waited_for_once() -> None:
         relay.send({"op": "abort", "reason": "x" * (1 << 20)})
         relay.close()
         assert time.monotonic() - began < stalled_s + 2.0
-        opened[0].close()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_no_thread_outlives_a_connection(is_closed: bool) -> None:
+    """Torch aborts a process one of whose threads lets go of a tensor while the interpreter ends:
+    a trainer whose training is over."""
+    before = set(threading.enumerate())
+    with silent_relay(timeout_s=2.0) as relay:
+        relay.send_chunk({"op": "chunk"}, lambda: Content(0, torch.zeros(8, dtype=torch.uint8)))
+        (sender,) = set(threading.enumerate()) - before
+        if is_closed:
+            relay.close()
+        kept = weakref.ref(relay)
+    del relay
+    gc.collect()
+    assert kept() is None
+    assert not sender.is_alive()

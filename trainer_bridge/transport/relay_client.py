@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class RelayClient(EngineRanks):
         out.settimeout(timeout_s)
         self._sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
         self._sender.start()
-        weakref.finalize(self, self._parcels.put, None)  # it does not hold this
+        weakref.finalize(self, _end, self._parcels, self._sender)  # the thread does not hold this
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
@@ -120,8 +120,7 @@ class RelayClient(EngineRanks):
 
     def close(self) -> None:
         if self._sender is not None:  # it was connected
-            self._parcels.put(None)
-            self._sender.join(FLUSH_S)
+            _end(self._parcels, self._sender)
             if self._sender.is_alive():
                 self._give_up()
         super().close()
@@ -131,6 +130,14 @@ class RelayClient(EngineRanks):
         for relay in self._sockets:
             with suppress(OSError):
                 relay.shutdown(socket.SHUT_RDWR)
+
+
+def _end(parcels: "SimpleQueue[Parcel | None]", sender: Thread) -> None:
+    """End the thread, before the interpreter ends: torch aborts a process one of whose threads lets
+    go of a tensor after that."""
+    parcels.put(None)
+    if sender is not current_thread():  # which may collect garbage
+        sender.join(FLUSH_S)
 
 
 def _send_all(parcels: "SimpleQueue[Parcel | None]", relay: socket.socket) -> None:
