@@ -1,0 +1,41 @@
+"""The two tables of GEMMs that ship, from one set of times."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kernels import gemm_tables
+from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
+from sgl_fp8rl.gemm.command import BUCKETS
+from sgl_fp8rl.gemm.table import FILES, SHIPPED
+from sgl_fp8rl.gemm.tune import Measurement, rows_of
+from sgl_fp8rl.gemm.tune_cache import Machine
+
+SHAPE = (4096, 4096)
+US = {STOCK: 10.0, FLASHINFER: 8.0, "deep_gemm_split_n": 9.0}
+CONFIGS = {"deep_gemm_split_n": {"splits": 2}}
+
+
+def times() -> list[Measurement]:
+    return [
+        Measurement(m, kernel, CONFIGS.get(kernel, {}), us, 0.0)
+        for m in rows_of(BUCKETS)
+        for kernel, us in US.items()
+    ]
+
+
+def test_a_start_without_flashinfer_has_a_table_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, _: cls.of("NVIDIA H200", 132)))
+    gemm_tables.save({SHAPE: times()}, tmp_path)
+    taken = {
+        path.stem: {entry.kernel for entry in FILES.read(path)[1][SHAPE]}
+        for path in tmp_path.iterdir()
+    }
+    assert taken == {"nvidia-h200": {"deep_gemm_split_n"}, "nvidia-h200-flashinfer": {FLASHINFER}}
+
+
+def test_the_tables_that_ship_have_the_benchmarked_models() -> None:
+    for path in SHIPPED.glob("*.json"):
+        assert sorted(FILES.read(path)[1]) == gemm_tables.shapes()
