@@ -69,6 +69,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "plan_accuracy": (PLAN / "nvidia-h200.json", plan.accuracy),
     "rollout": ("rollout.json", engine_tables.rollout),
     "rollout_moe": ("rollout_moe.json", engine_tables.rollout),
+    "rollout_graphs": ("rollout_graphs.json", engine_tables.rollout),
+    "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),
     "multi_turn": ("multi_turn.json", engine_tables.multi_turn),
     "long_tail": ("long_tail.json", engine_tables.long_tail),
     "decode_profile": ("decode_profile.json", engine_tables.decode_profile),

@@ -172,7 +172,7 @@ def decode_profile(results: Results) -> str:
     return joined(
         *parts,
         failures(results),
-        f"{facts(results['environment'])}. Means of {steps} decode steps or of one prefill.",
+        f"{facts(results['environment'])}. Means of {steps:g} decode steps or of one prefill.",
     )
 
 

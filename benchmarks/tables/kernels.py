@@ -15,6 +15,7 @@ from benchmarks.tables.markdown import (
     with_ratio,
     with_share,
 )
+from sgl_fp8rl.gemm.candidates import FLASHINFER, STOCK
 
 Results = Mapping[str, Any]
 STOCK_US = ("stock", "kernel_us")
@@ -59,18 +60,23 @@ def _us(value: float) -> str:
 
 
 def gemms(content: Results) -> str:
-    """A shipped table of GEMMs: the batches where another kernel than SGLang's is taken."""
-    versions, stock = content["versions"], "deep_gemm"
+    """A shipped table of GEMMs: the batches where another kernel than SGLang's is taken, or where
+    there is FlashInfer's, the batches that take it."""
+    versions = content["versions"]
     rows = [
         entry | {"rows": str(entry["m"]), "shape": shape.replace("x", " x "), "metric": "us"}
         for shape, found in content["shapes"].items()
         for entry in found
     ]
-    taken = {row["rows"] for row in rows if row["kernel"] != stock}
+    # of the table with FlashInfer's GEMM, the batches that take it: the others are in both tables
+    told = {FLASHINFER} & {row["kernel"] for row in rows} or {row["kernel"] for row in rows} - {
+        STOCK
+    }
+    taken = {row["rows"] for row in rows if row["kernel"] in told}
     shown = sorted((row for row in rows if row["rows"] in taken), key=lambda row: int(row["rows"]))
 
     def cell(row: Row) -> str:
-        faster = f", {row['stock_us'] / row['us']:.2f}x" if row["kernel"] != stock else ""
+        faster = f", {row['stock_us'] / row['us']:.2f}x" if row["kernel"] != STOCK else ""
         return f"{_us(row['us'])}{faster}"
 
     shapes = [name.replace("x", " x ") for name in content["shapes"]]
@@ -81,5 +87,5 @@ def gemms(content: Results) -> str:
         f"{content['gpu']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
         f"{versions['sgl-deep-gemm']}, FlashInfer {versions['flashinfer-python']}. Measured at "
         f"{len(batches)} batches up to {max(batches, default=0)} rows; at those that are not here "
-        f"all are SGLang's.",
+        f"{'all are as in the table above' if FLASHINFER in told else 'all are of SGLang'}.",
     )
