@@ -11,7 +11,7 @@ CLASSES = tuple(
     for name, pattern in (
         (
             "scheduling",
-            r"kv_indices|graph_metadata|alloc_(decode|extend)|req_to_token|last_loc"
+            r"prepare_varlen|kv_indices|graph_metadata|alloc_(decode|extend)|req_to_token|last_loc"
             r"|(compute|clamp)_position|cumsum|DeviceScan|CUDAFunctorOnSelf_add<(int|long)>",
         ),
         (

@@ -128,6 +128,12 @@ def test_one_linear_may_be_several_kernels() -> None:
     assert found.count("GEMM lm_head") == 2 and "GEMM" not in found
 
 
+def test_fa3_plans_a_step_before_its_layers() -> None:
+    plan = ("scheduling", "void flash::prepare_varlen_num_blocks_kernel<1, true>()")
+    wanted, names = zip(*([plan, *STEP] + AFTER) * 2, strict=True)
+    assert kernel_classes.classes(names) == list(wanted)
+
+
 def test_plain_norms_between_qkv_and_attention_are_qk_norms() -> None:
     rms = "void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>()"
     layer = [rms, NVJET, rms, rms, "kernel_mha", NVJET, rms, NVJET, "silu_and_mul", NVJET]
