@@ -1,9 +1,10 @@
-"""Full updates from a trainer sharded over several GPUs to an engine over the same GPUs.
+"""Full updates from a trainer sharded over several GPUs to engines on the same GPUs, or on others.
 
 Each rank of the trainer is a process with a GPU of its own; the first is the job's process and
-holds the engine. FSDP2 shards the parameters by rows. Stock SGLang is sent what frameworks send it:
-each rank gathers every parameter, all gathers of a bucket queued at once, flattens the bucket and
-passes it to the engine's rank on its GPU over CUDA IPC.
+holds the engines. FSDP2 shards the parameters by rows. Stock SGLang is sent what frameworks send
+it: each rank gathers every parameter, all gathers of a bucket queued at once, flattens the bucket
+and passes it to the engine's rank on its GPU over CUDA IPC. To an engine on other GPUs the first
+rank broadcasts it.
 """
 
 import multiprocessing
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks import update
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
-from benchmarks.engines import models, stock_push, weights
+from benchmarks.engines import models, weights
 from benchmarks.engines.keywords import NCCL_ALONE, NO_MULTICAST
+from benchmarks.sharded_stock import by_broadcast, meet, over_ipc, parameters, stock_update
 
 DEVICE, BACKEND = "cuda", "cpu:gloo,cuda:nccl"
 GIB = 1 << 30
@@ -34,12 +35,17 @@ ENGINE: dict[str, Any] = {
 }
 
 
+SAME, OTHERS, EACH = "", "to other GPUs", "to an engine on each GPU"
+"""Where engines are: one over the trainer's GPUs, one over as many others, one on each."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One engine, and what the trainer holds."""
+    """The engines, and what the trainer holds."""
 
     arm: str
     model: str
+    place: str = SAME
     dtype: torch.dtype = torch.bfloat16
     buckets: tuple[int, ...] = ()
     """Stock only: the least bytes of a bucket, each size a case of its own."""
@@ -49,12 +55,24 @@ class Case:
         """Whether SGLang runs as it is, without plugins."""
         return bool(self.buckets)
 
+    def engines(self, gpus: int, shape: models.Shape) -> list[dict[str, Any]]:
+        """Keywords of each ``sglang.Engine``.
+
+        Args:
+            gpus: of the trainer.
+        """
+        common = ENGINE | ({} if self.stock else {"quantization": "fp8rl"})
+        if self.place == EACH:
+            return [common | {"base_gpu_id": gpu} for gpu in range(gpus)]
+        ranks = {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
+        return [common | ranks | {"base_gpu_id": gpus if self.place == OTHERS else 0}]
+
 
 def measure(case: Case, run: Run) -> list[Measurement]:
-    """Start the engine and the other ranks, and update again and again.
+    """Start the engines and the other ranks, and update again and again.
 
     Raises:
-        RuntimeError: shards were not read in place, or the engine does not serve the last weights.
+        RuntimeError: shards were not read in place, or an engine does not serve the last weights.
     """
     import sglang
 
@@ -62,10 +80,10 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     gpus = run.options["gpus"]
-    keywords = ENGINE | {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
-    if not case.stock:
-        keywords["quantization"] = "fp8rl"
-    engine = sglang.Engine(model_path=str(run.folder), **keywords)
+    engines = [
+        sglang.Engine(model_path=str(run.folder), **keywords)
+        for keywords in case.engines(gpus, shape)
+    ]
     spawn = multiprocessing.get_context("spawn")
     arguments = gpus, str(run.folder / "store"), case, shape, run.options["updates"]
     others = [
@@ -75,10 +93,11 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     ]
     for process in others:
         process.start()
-    found = train(0, *arguments, engine)
+    found = train(0, *arguments, engines)
     for process in others:
         process.join()
-    engine.shutdown()
+    for engine in engines:
+        engine.shutdown()
     return [{"arm": case.arm, "model": case.model} | each for each in found]
 
 
@@ -89,33 +108,48 @@ def train(
     case: Case,
     shape: models.Shape,
     updates: int,
-    engine: Any = None,
+    engines: list[Any] | None = None,
 ) -> list[Measurement]:
     """One rank of the trainer: case and values of each way to update.
 
     Args:
-        engine: on the first rank.
+        engines: on the first rank.
     """
     torch.cuda.set_device(rank)
     dist.init_process_group(BACKEND, init_method=f"file://{store}", rank=rank, world_size=ranks)
     module = sharded(shape, case.dtype, ranks)
     shards = [parameter.to_local() for _, parameter in parameters(module)]
     found = []
-    for bucket in case.buckets or (None,):
-        if bucket is None:
-            step = update.our_update(engine, module)
-            name = f"from {str(case.dtype).removeprefix('torch.')} shards"
-        else:
-            step = stock_update(module, engine, bucket)
-            name = f"buckets of {bucket / GIB:g} GiB"
+    for name, step in steps(case, module, ranks, engines):
         measured = update.timed_updates(
-            step, lambda: renew(shards), lambda: on_all(update.logprobs, engine), updates, meet
+            step, lambda: renew(shards), lambda: on_all(logprobs, engines), updates, meet
         )
         extra: list[Any] = [None] * ranks
         dist.all_gather_object(extra, measured.extra_gib)
+        name = ", ".join(filter(None, (name, case.place)))
         found.append({"case": name, "values": values_of(measured, case, extra)})
     dist.destroy_process_group()
     return found
+
+
+def steps(
+    case: Case, module: nn.Module, ranks: int, engines: list[Any] | None
+) -> Iterator[tuple[str, update.Update]]:
+    """Each way to update, with its name."""
+    engine = None if engines is None else engines[0]
+    if not case.stock:
+        several = engines if case.place == EACH else engine
+        yield (
+            f"from {str(case.dtype).removeprefix('torch.')} shards",
+            update.our_update(several, module),
+        )
+        return
+    if case.place == OTHERS:
+        send = by_broadcast(engine, ranks, BACKEND.split(":")[-1])
+    else:
+        send = over_ipc(engine)
+    for bucket in case.buckets:
+        yield f"buckets of {bucket / GIB:g} GiB", stock_update(module, send, bucket)
 
 
 def sharded(shape: models.Shape, dtype: torch.dtype, ranks: int) -> nn.Module:
@@ -128,62 +162,29 @@ def sharded(shape: models.Shape, dtype: torch.dtype, ranks: int) -> nn.Module:
     return module.to_empty(device=DEVICE)
 
 
-def parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
-    """Each with its name, as ``fully_shard`` left it."""
-    return [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
-
-
 def renew(shards: list[torch.Tensor]) -> None:
     """New random values in place, as an optimizer step would write them."""
     for shard in shards:
         weights.draw(shard)
 
 
-def meet() -> None:
-    """Wait for all ranks."""
-    dist.all_reduce(torch.zeros(1))
-
-
-def on_all(ask: Any, engine: Any) -> Any:
-    """What the first rank's engine answers, on every rank."""
-    answers = [None if engine is None else ask(engine)]
+def on_all(ask: Any, engines: list[Any] | None) -> Any:
+    """What the first rank's engines answer, on every rank."""
+    answers = [None if engines is None else ask(engines)]
     dist.broadcast_object_list(answers)
     return answers[0]
 
 
-def stock_update(module: nn.Module, engine: Any, bucket_bytes: int) -> update.Update:
-    """Gather a bucket at a time, and pass each rank's copy to the engine's rank on its GPU."""
+def logprobs(engines: list[Any]) -> tuple[list[float], list[int] | None]:
+    """Of engines that all serve the same.
 
-    def step(version: int) -> None:
-        for bucket, last in gathered_buckets(module, bucket_bytes):
-            mine = stock_push.payload(bucket)
-            payloads: list[Any] | None = None if engine is None else [None] * dist.get_world_size()
-            dist.gather_object(mine, payloads)
-            if payloads is not None:
-                stock_push.send_payloads(engine, payloads, last, f"update {version}")
-            meet()  # this rank's bucket is read until the engine has answered
-
-    return step
-
-
-def gathered_buckets(module: nn.Module, bucket_bytes: int) -> Iterator[tuple[weights.Named, bool]]:
-    """Whole tensors under their HF names, a bucket at a time, and whether it is the last."""
-    pending: list[tuple[str, torch.Tensor]] = []
-    remaining = parameters(module)
-    while remaining:
-        name, parameter = remaining.pop(0)
-        whole = [Replicate()] * parameter.device_mesh.ndim
-        # the gathers of a bucket are queued, and waited for together
-        gathered = parameter.redistribute(placements=whole, async_op=True).to_local()
-        pending.append((name, gathered))
-        if not remaining or stock_push.sum_bytes(pending) >= bucket_bytes:
-            bucket = [
-                (hf_name, cut(tensor))
-                for name, tensor in pending
-                for hf_name, cut in weights.split(module, name, tensor)
-            ]
-            pending = []
-            yield bucket, not remaining
+    Raises:
+        RuntimeError: they do not.
+    """
+    first, *others = map(update.logprobs, engines)
+    if any(each != first for each in others):
+        raise RuntimeError("the engines do not serve the same weights")
+    return first
 
 
 def values_of(
@@ -218,17 +219,28 @@ CASES = (
     Case("fp8rl", "qwen3-30b-a3b"),
     Case("stock-bf16", "qwen3-30b-a3b", buckets=(2 * GIB,)),
     Case("fp8rl-fp32", "qwen3-8b", dtype=torch.float32),
+    Case("fp8rl", "qwen3-8b", OTHERS),
+    Case("stock-bf16", "qwen3-8b", OTHERS, buckets=(2 * GIB,)),
+    Case("fp8rl", "qwen3-30b-a3b", OTHERS),
+    Case("stock-bf16", "qwen3-30b-a3b", OTHERS, buckets=(2 * GIB,)),
+    Case("fp8rl", "qwen3-30b-a3b", EACH),
 )
 BENCHMARK = Benchmark(
     jobs=tuple(
-        Job(f"{case.model}/{case.arm}", case, stock=case.stock, environ=NO_MULTICAST)
+        Job(
+            "/".join(filter(None, (case.model, case.arm, case.place))),
+            case,
+            stock=case.stock,
+            by_default=case.place == SAME,
+            environ=NO_MULTICAST,
+        )
         for case in CASES
     ),
     measure=measure,
     limit_s=300.0,
     options=(
         Option("updates", "timed updates of a case", default=10),
-        Option("gpus", "GPUs of trainer and engine", default=2),
+        Option("gpus", "GPUs of the trainer", default=2),
         LAYERS,
     ),
 )

@@ -13,7 +13,8 @@ SPREAD = "{median:.0f} ms ({min:.0f} to {max:.0f})"
 
 def sharded(results: Mapping[str, Any]) -> str:
     """A line for each way to update a model, beside the fastest of stock SGLang's."""
-    rows = with_ratio(results["rows"], "update_wall_ms", is_reference, same=["model"])
+    placed = [row | {"place": row["case"].partition(", ")[2]} for row in results["rows"]]
+    rows = with_ratio(placed, "update_wall_ms", is_reference, same=["model", "place"])
     columns = [
         Column("update", {"update_wall_ms": SPREAD}),
         Column("faster than the best stock row", {"faster": "{median:.1f}x"}),
@@ -47,9 +48,13 @@ ENGINES, GIGABITS = 8, (100.0, 400.0)
 
 
 def kernels_ms(results: Mapping[str, Any]) -> dict[str, float]:
-    """Median time of the engine's kernels, of each model with BF16 shards."""
-    rows = [row for row in results["rows"] if row["metric"] == "update_gpu_ms"]
-    return {row["model"]: row["median"] for row in rows if row["arm"] == "fp8rl"}
+    """Median time of the engine's kernels, of each model with BF16 shards on its GPUs."""
+    what = "fp8rl", "from bfloat16 shards", "update_gpu_ms"
+    return {
+        row["model"]: row["median"]
+        for row in results["rows"]
+        if (row["arm"], row["case"], row["metric"]) == what
+    }
 
 
 def predicted(results: Mapping[str, Any]) -> str:

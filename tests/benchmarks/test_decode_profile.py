@@ -130,7 +130,7 @@ def test_one_linear_may_be_several_kernels() -> None:
 
 def test_fa3_plans_a_step_before_its_layers() -> None:
     plan = ("scheduling", "void flash::prepare_varlen_num_blocks_kernel<1, true>()")
-    wanted, names = zip(*([plan, *STEP] + AFTER) * 2, strict=True)
+    wanted, names = zip(*[plan, *STEP, *AFTER] * 2, strict=True)
     assert kernel_classes.classes(names) == list(wanted)
 
 

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
+from benchmarks.sharded_stock import parameters
 from benchmarks.tables.sharded import kernels_ms
 from sgl_fp8rl.plan import shape, speed, update_time
 
@@ -53,7 +54,7 @@ class LoadingEngine:
 
 def take_update(module: Any, engine: Any, version: int) -> Any:
     """Stands for ``trainer_bridge.update``; every rank calls it."""
-    whole = [(name, parameter.full_tensor()) for name, parameter in sharded.parameters(module)]
+    whole = [(name, parameter.full_tensor()) for name, parameter in parameters(module)]
     if engine is not None:
         named = [
             (name, cut(tensor))
@@ -76,8 +77,8 @@ def train(rank: int, folder: str, case: sharded.Case) -> None:
     torch.cuda.empty_cache = lambda: None
     measuring.free_bytes = lambda: 100 << 30
     trainer_bridge.update = take_update
-    engine = LoadingEngine() if rank == 0 else None
-    found = sharded.train(rank, RANKS, f"{folder}/store", case, SHAPE, UPDATES, engine)
+    engines = [LoadingEngine()] if rank == 0 else None
+    found = sharded.train(rank, RANKS, f"{folder}/store", case, SHAPE, UPDATES, engines)
     torch.save(found, f"{folder}/{rank}")
 
 
@@ -104,7 +105,7 @@ def test_stock_is_sent_every_whole_tensor_on_each_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
-    (found,) = measured(sharded.Case("fp8rl", "tiny", dtype), tmp_path)
+    (found,) = measured(sharded.Case("fp8rl", "tiny", dtype=dtype), tmp_path)
     assert found["case"] == f"from {str(dtype).removeprefix('torch.')} shards"
     assert found["values"]["update_write_ms"] == [1.0] * UPDATES
     assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES

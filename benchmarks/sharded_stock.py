@@ -1,0 +1,91 @@
+"""What frameworks send a stock engine from a trainer sharded over several GPUs: buckets of whole
+tensors, which every rank gathers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from benchmarks import update
+from benchmarks.engines import stock_push, weights
+from benchmarks.engines.stock_broadcast import BroadcastGroup
+
+
+def parameters(module: nn.Module) -> list[tuple[str, DTensor]]:
+    """Each with its name, as ``fully_shard`` left it."""
+    return [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
+
+
+def meet() -> None:
+    """Wait for all ranks."""
+    dist.all_reduce(torch.zeros(1))
+
+
+Send = Callable[[weights.Named, bool, str], None]
+"""``send(bucket, last, update)``, on every rank."""
+
+
+def over_ipc(engine: Any) -> Send:
+    """Each rank's bucket to the engine's rank on its GPU.
+
+    Args:
+        engine: on the first rank.
+    """
+
+    def send(bucket: weights.Named, last: bool, what: str) -> None:
+        payloads: list[Any] | None = None if engine is None else [None] * dist.get_world_size()
+        dist.gather_object(stock_push.payload(bucket), payloads)
+        if payloads is not None:
+            stock_push.send_payloads(engine, payloads, last, what)
+
+    return send
+
+
+def by_broadcast(engine: Any, ranks: int, backend: str) -> Send:
+    """The first rank's bucket to all of an engine on other GPUs.
+
+    Args:
+        engine: on the first rank.
+        ranks: of the engine.
+    """
+    group = None if engine is None else BroadcastGroup(engine, ranks, backend)
+
+    def send(bucket: weights.Named, last: bool, what: str) -> None:
+        if group is not None:
+            group.send(bucket, last, what)
+
+    return send
+
+
+def stock_update(module: nn.Module, send: Send, bucket_bytes: int) -> update.Update:
+    """Gather a bucket at a time, and send it."""
+
+    def step(version: int) -> None:
+        for bucket, last in gathered_buckets(module, bucket_bytes):
+            send(bucket, last, f"update {version}")
+            meet()  # this rank's bucket is read until the engine has answered
+
+    return step
+
+
+def gathered_buckets(module: nn.Module, bucket_bytes: int) -> Iterator[tuple[weights.Named, bool]]:
+    """Whole tensors under their HF names, a bucket at a time, and whether it is the last."""
+    pending: list[tuple[str, torch.Tensor]] = []
+    remaining = parameters(module)
+    while remaining:
+        name, parameter = remaining.pop(0)
+        whole = [Replicate()] * parameter.device_mesh.ndim
+        # the gathers of a bucket are queued, and waited for together
+        gathered = parameter.redistribute(placements=whole, async_op=True).to_local()
+        pending.append((name, gathered))
+        if not remaining or stock_push.sum_bytes(pending) >= bucket_bytes:
+            bucket = [
+                (hf_name, cut(tensor))
+                for name, tensor in pending
+                for hf_name, cut in weights.split(module, name, tensor)
+            ]
+            pending = []
+            yield bucket, not remaining

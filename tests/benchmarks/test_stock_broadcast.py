@@ -1,0 +1,52 @@
+"""Broadcasts into a real stock engine on a CPU, over gloo."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks import update
+from benchmarks.engines import models, stock_push, weights
+from benchmarks.engines.keywords import ENGINE
+from benchmarks.engines.stock_broadcast import BroadcastGroup
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+SHAPE = models.Shape(256, 256, 2, 2, 2, vocab=2048)
+SMALL, WHOLE = 1 << 18, 1 << 30
+"""Bytes of a bucket."""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Any]:
+    sglang = pytest.importorskip("sglang")
+    models.save_config(SHAPE, tmp_path)
+    small = {"device": "cpu", "max_total_tokens": 2048, "mem_fraction_static": 0.3}
+    engine = sglang.Engine(model_path=str(tmp_path), **ENGINE | small)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield engine
+    dist.destroy_process_group()
+    engine.shutdown()
+
+
+def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:
+    """The logprobs are those of the same weights by SGLang's other path."""
+    dummy, _ = update.logprobs(engine)
+    group = BroadcastGroup(engine, 1, "gloo")
+    named = [(name, tensor.detach()) for name, tensor in weights.hf_named(module())]
+    for bucket, last in stock_push.buckets(named, SMALL):
+        group.send(bucket, last, "update 1")
+    found, _ = update.logprobs(engine)
+    assert found != dummy
+    for bucket, last in stock_push.buckets(named, WHOLE):
+        stock_push.send(engine, bucket, last, "the same again")
+    assert update.logprobs(engine)[0] == found
+
+
+def module() -> Any:
+    made = weights.bf16_module(SHAPE, "cpu")
+    for parameter in made.parameters():
+        weights.draw(parameter.detach())
+    return made
