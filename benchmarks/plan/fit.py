@@ -125,7 +125,7 @@ def _prior(name: str) -> float | None:
 
 @cache
 def profiled() -> dict[str, float]:
-    """Coefficients of a prefill by the beginning of their names, from its profile."""
+    """Coefficients by the beginning of their names, from the profile of a prefill."""
     seen: dict[tuple[str, str, str], float] = {
         (row["arm"], row["case"], row["metric"].removesuffix(", us")): row["median"] / 1e3
         for row in json.loads((RESULTS / "decode_profile.json").read_text())["rows"]
@@ -136,7 +136,8 @@ def profiled() -> dict[str, float]:
         arm = ARMS[name]
         elsewhere = sum(seen.get((name, SHORT, each), 0.0) for each in ACTIVATIONS)
         passes = elsewhere / speed.activations(model, CHUNK)
-        found[f"prefill activations {arm.weights}"] = passes
+        for phase in ("prefill ", ""):  # the same kernels
+            found[f"{phase}activations {arm.weights}"] = passes
         found[f"prefill layer {arm.stack}"] = seen[name, SHORT, "idle"] / model.layers
         flops = sum(model.attention_flops(8192) for _ in range(CHUNK // 8192))
         found[f"prefill attention {attends}"] = seen[name, LONG, "attention"] / (flops / 1e12)

@@ -1,9 +1,9 @@
 """Time of a decode step and of a prefill: sums of measured costs.
 
-A step reads its weights and its KV cache, computes, and has overhead in each layer. The FP8 GEMMs
-of a layer are measured ones (``gemms``); each other cost is a coefficient times a quantity that the
-shape gives. ``benchmarks/plan`` fits the coefficients to measured rows, and the file says to which,
-and how well it predicts rows that it was not fitted to.
+A step reads its weights and its KV cache, computes, passes over its activations, and has overhead
+in each layer. The FP8 GEMMs of a layer are measured ones (``gemms``); each other cost is a
+coefficient times a quantity that the shape gives. ``benchmarks/plan`` fits the coefficients to
+measured rows, and the file says to which, and how well it predicts rows that it was not fitted to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,6 +80,7 @@ def decode_quantities(
         f"layer {arm.stack}": float(shape.layers),
         f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / share / tp,
         f"attention {arm.kv}": float(batch * shape.layers),
+        f"activations {arm.weights}": activations(shape, batch),
     }
 
     def add(weights: str, element_bytes: float, read: float, used: float) -> None:

@@ -11,10 +11,10 @@ from benchmarks.plan import __main__ as plan
 from benchmarks.plan.fit import Row, error, fit, kernels, left_out, predict
 from sgl_fp8rl.plan import gemms
 
-ROLLOUT_ERROR = 0.03
-"""Of a whole rollout's time, to which nothing was fitted: 0.0%, 1.2% and 2.4%."""
-DECODE_ERROR, DECODE_WORST = 0.042, 0.12
-"""Of a step of a load that was left out: 3.9% in the mean, 11.2% at worst."""
+ROLLOUT_ERROR = 0.025
+"""Of a whole rollout's time, to which nothing was fitted: 0.2%, 1.5% and 2.0%."""
+DECODE_ERROR, DECODE_WORST = 0.042, 0.11
+"""Of a step of a load that was left out: 3.9% in the mean, 10.1% at worst."""
 
 
 @pytest.fixture(scope="module")
