@@ -87,6 +87,11 @@ ATTRIBUTES: dict[str, str] = {
     ),
     "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator": "available_size",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer kv_cache_layout",
+    "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry": (
+        "register"
+    ),
+    "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
+    ".AttnForwardMethod": "MLA",
     "sglang.srt.platforms.device_mixin.DeviceMixin": "_enum",
     "sglang.srt.platforms.device_mixin.PlatformEnum": "OOT",
     # loading

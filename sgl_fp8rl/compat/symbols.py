@@ -83,6 +83,11 @@ SYMBOLS = {
     "PlatformEnum": "sglang.srt.platforms.device_mixin:PlatformEnum",
     "SRTPlatform": "sglang.srt.platforms.interface:SRTPlatform",
     "MHATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+    "MLATokenToKVPool": "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool",
+    "AttentionBackendRegistry": "sglang.srt.models.deepseek_common.attention_backend_handler"
+    ":AttentionBackendRegistry",
+    "AttnForwardMethod": "sglang.srt.models.deepseek_common.attention_forward_methods"
+    ".forward_methods:AttnForwardMethod",
     "TokenToKVPoolAllocator": "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator",
     # answers
     **{name: f"sglang.srt.managers.io_struct:{name}" for name in STOCK_UPDATES.values()},

@@ -76,6 +76,9 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
     def get_mha_kv_pool_cls(self) -> type:
         return compat.MHATokenToKVPool  # type: ignore[no-any-return]
 
+    def get_mla_kv_pool_cls(self) -> Any:
+        return latent_pool
+
     def get_paged_allocator_cls(self) -> Any:
         return token_allocator
 
@@ -105,11 +108,29 @@ def token_allocator(size: int, page_size: int, *args: Any, **kwargs: Any) -> Any
     return compat.TokenToKVPoolAllocator(size, *args, **kwargs)
 
 
-def without_amx(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """AROUND ``KVCacheConfigurator.configure``: from 0.5.23 on SGLang serves a CPU's FP8 KV cache
-    with kernels that need AMX, and refuses it elsewhere."""
+def latent_pool(*args: Any, index_head_dim: int | None = None, **kwargs: Any) -> Any:
+    """SGLang's pool of MLA, to which 0.5.17 passes an argument that it does not take.
+
+    Raises:
+        ValueError: the model has sparse attention (DSA).
+    """
+    if index_head_dim is not None:
+        raise ValueError("the CPU platform has no sparse attention (DSA); run this model on a GPU")
+    return compat.MLATokenToKVPool(*args, **kwargs)
+
+
+def _attend_to_latents(*_: Any) -> Any:
+    """MLA in the form that torch_native computes. By default SGLang prefills with K and V beside
+    the KV cache, but torch_native attends to what is in the cache, which is their latents."""
+    return compat.AttnForwardMethod.MLA
+
+
+def with_plain_pools(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """AROUND ``KVCacheConfigurator.configure``: torch_native attends to all caches. From 0.5.23 on
+    SGLang serves a CPU's FP8 KV cache with kernels that need AMX, and refuses it elsewhere."""
     if not is_active():
         return original(configurator, **kwargs)
+    compat.AttentionBackendRegistry.register("torch_native", _attend_to_latents)
     with compat.current_platform.making_pools():
         return original(configurator, **kwargs)
 

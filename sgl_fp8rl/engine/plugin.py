@@ -85,7 +85,7 @@ def _register() -> None:
         "init_model_parallel_group": cpu_platform.without_pynccl,
         "pad_for_amx": loader.without_padding,
         "precompile_kernels": startup.prepare,
-        "configure_kv_cache": cpu_platform.without_amx,
+        "configure_kv_cache": cpu_platform.with_plain_pools,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,
         "generate_request": internal_requests.tag_warm_up,

@@ -117,7 +117,8 @@ FAMILIES = {
                 "original_max_position_embeddings": 512,
             },
         },
-        {"moe_layer_freq": 1},  # transformers no longer writes what SGLang reads
+        # transformers no longer writes what SGLang reads
+        {"moe_layer_freq": 1, "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
     ),
     # Its shared expert's gate is a Triton kernel on a GPU.
     "qwen2_moe": Family("qwen2_moe", {**WIDE, **MOE, "shared_expert_intermediate_size": 256}),
