@@ -88,9 +88,9 @@ def timed(action: Callable[[], T], meet: Callable[[], object] = lambda: None) ->
     return 1e3 * (time.perf_counter() - start), result
 
 
-def free_bytes() -> int:
-    """Memory of the device that no process holds."""
-    return int(torch.cuda.mem_get_info()[0])
+def free_bytes(device: int | None = None) -> int:
+    """Memory of the device, of this thread where none is named, that no process holds."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def idle_bytes() -> int:
@@ -112,7 +112,8 @@ class LeastFree:
     """Context that looks at the device's free memory every millisecond: ``bytes`` is the least."""
 
     def __init__(self) -> None:
-        self.bytes = free_bytes()
+        self._device = torch.cuda.current_device()  # of this thread; another one has the first
+        self.bytes = free_bytes(self._device)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -131,7 +132,7 @@ class LeastFree:
 
     def _look(self) -> None:
         while not self._over.wait(POLL_S):
-            self.bytes = min(self.bytes, free_bytes())
+            self.bytes = min(self.bytes, free_bytes(self._device))
 
 
 def _event_us(action: Call) -> float:

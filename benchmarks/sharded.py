@@ -22,9 +22,10 @@ from benchmarks import update
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, weights
 from benchmarks.engines.keywords import NCCL_ALONE, NO_MULTICAST
+from benchmarks.engines.stock_broadcast import BroadcastGroup
 from benchmarks.sharded_stock import by_broadcast, meet, over_ipc, parameters, stock_update
 
-DEVICE, BACKEND = "cuda", "cpu:gloo,cuda:nccl"
+DEVICE, BACKEND, GPU_BACKEND = "cuda", "cpu:gloo,cuda:nccl", "nccl"
 GIB = 1 << 30
 ENGINE: dict[str, Any] = {
     **update.COMMON,
@@ -73,6 +74,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
 
     Raises:
         RuntimeError: shards were not read in place, or an engine does not serve the last weights.
+        ValueError: there are too few GPUs.
     """
     import sglang
 
@@ -80,6 +82,8 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     gpus = run.options["gpus"]
+    if (needed := gpus * (2 if case.place == OTHERS else 1)) > torch.cuda.device_count():
+        raise ValueError(f"{gpus} ranks {case.place} need {needed} GPUs; name other jobs by --only")
     engines = [
         sglang.Engine(model_path=str(run.folder), **keywords)
         for keywords in case.engines(gpus, shape)
@@ -138,18 +142,18 @@ def steps(
     """Each way to update, with its name."""
     engine = None if engines is None else engines[0]
     if not case.stock:
-        several = engines if case.place == EACH else engine
-        yield (
-            f"from {str(case.dtype).removeprefix('torch.')} shards",
-            update.our_update(several, module),
-        )
+        given = engines if case.place == EACH else engine
+        dtype = str(case.dtype).removeprefix("torch.")
+        yield f"from {dtype} shards", update.our_update(given, module)
         return
-    if case.place == OTHERS:
-        send = by_broadcast(engine, ranks, BACKEND.split(":")[-1])
-    else:
-        send = over_ipc(engine)
+    group = None
+    if case.place == OTHERS and engine is not None:
+        group = BroadcastGroup(engine, ranks, GPU_BACKEND)
+    send = by_broadcast(group) if case.place == OTHERS else over_ipc(engine)
     for bucket in case.buckets:
         yield f"buckets of {bucket / GIB:g} GiB", stock_update(module, send, bucket)
+    if group is not None:
+        group.close()
 
 
 def sharded(shape: models.Shape, dtype: torch.dtype, ranks: int) -> nn.Module:
@@ -198,10 +202,9 @@ def values_of(
     Raises:
         RuntimeError: ours gathered something.
     """
-    values = {
-        "update_wall_ms": measured.times_ms,
-        "peak_extra_gib": [max(gpus) for gpus in zip(*extra, strict=True)],
-    }
+    values = {"update_wall_ms": measured.times_ms, "trainer_gpus": [float(len(extra))]}
+    if case.place != OTHERS:  # where the engine's GPUs are not looked at
+        values["peak_extra_gib"] = [max(gpus) for gpus in zip(*extra, strict=True)]
     if case.stock:
         return values
     results = measured.results

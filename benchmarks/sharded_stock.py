@@ -44,14 +44,12 @@ def over_ipc(engine: Any) -> Send:
     return send
 
 
-def by_broadcast(engine: Any, ranks: int, backend: str) -> Send:
+def by_broadcast(group: BroadcastGroup | None) -> Send:
     """The first rank's bucket to all of an engine on other GPUs.
 
     Args:
-        engine: on the first rank.
-        ranks: of the engine.
+        group: on the first rank.
     """
-    group = None if engine is None else BroadcastGroup(engine, ranks, backend)
 
     def send(bucket: weights.Named, last: bool, what: str) -> None:
         if group is not None:

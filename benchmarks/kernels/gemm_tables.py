@@ -8,6 +8,7 @@ before any is timed.
 
 import argparse
 import multiprocessing
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -63,7 +64,17 @@ def measure_shapes(gpu: int, some: Sequence[Shape]) -> dict[Shape, list[Measurem
 
 
 def save(measured: dict[Shape, list[Measurement]], folder: Path) -> None:
-    """Both tables of these times."""
+    """Both tables of these times.
+
+    Raises:
+        RuntimeError: a kernel has none: it does not run here.
+    """
+    faults = Counter(x.fault for times in measured.values() for x in times if x.fault is not None)
+    for fault, count in faults.most_common():
+        print(f"skipped {count} times: {fault}")
+    timed = {x.kernel for times in measured.values() for x in times if x.us is not None}
+    if missing := {x.kernel for times in measured.values() for x in times} - timed:
+        raise RuntimeError(f"no shape has a time of {', '.join(sorted(missing))}; see above")
     machine = Machine.here(0)
     for name, all_kernels in ((machine.slug, False), (f"{machine.slug}-flashinfer", True)):
         found = {
@@ -80,6 +91,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=SHIPPED, help="folder of the tables")
     folder = parser.parse_args().output
     gpus = range(torch.cuda.device_count())
+    if not gpus:
+        parser.error("there is no GPU here")
     dealt = {gpu: shapes()[gpu :: len(gpus)] for gpu in gpus}
     shares = [
         (gpu, shape, ROWS[first::COMPILERS])

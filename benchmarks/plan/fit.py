@@ -32,7 +32,7 @@ DATA_SHEET = {
 """Coefficients by the beginning of their names, from before any step was measured."""
 PROFILED = {"stock-bf16": "bf16", "stock-block-fp8-kv8-xqa": "fp8", "fp8rl-kv8": "fp8"}
 """Arms of ``decode_profile.json``, and what their prefill attends with: the other priors are from
-there, of another day and commit than the rows."""
+there, of another day and commit than the rows of ``rollout.json``."""
 SHORT, LONG = "128x512, prefill of 16384 tokens", "64x8192, prefill of 16384 tokens"
 ACTIVATIONS = ("SiLU x up", "quantize", "norm", "copies", "QK-norm, RoPE", "KV scales", "KV write")
 """Classes of kernels whose time is in proportion to the tokens."""

@@ -68,11 +68,10 @@ def gemms(content: Results) -> str:
         for shape, found in content["shapes"].items()
         for entry in found
     ]
-    # of the table with FlashInfer's GEMM, the batches that take it: the others are in both tables
-    told = {FLASHINFER} & {row["kernel"] for row in rows} or {row["kernel"] for row in rows} - {
-        STOCK
-    }
-    taken = {row["rows"] for row in rows if row["kernel"] in told}
+    names = {row["kernel"] for row in rows}
+    # what takes another kernel is in the table without FlashInfer's GEMM
+    listed = {FLASHINFER} if FLASHINFER in names else names - {STOCK}
+    taken = {row["rows"] for row in rows if row["kernel"] in listed}
     shown = sorted((row for row in rows if row["rows"] in taken), key=lambda row: int(row["rows"]))
 
     def cell(row: Row) -> str:
@@ -87,5 +86,5 @@ def gemms(content: Results) -> str:
         f"{content['gpu']}, torch {versions['torch']}, SGLang {versions['sglang']}, DeepGEMM "
         f"{versions['sgl-deep-gemm']}, FlashInfer {versions['flashinfer-python']}. Measured at "
         f"{len(batches)} batches up to {max(batches, default=0)} rows; at those that are not here "
-        f"{'all are as in the table above' if FLASHINFER in told else 'all are of SGLang'}.",
+        f"{'all are as in the table above' if FLASHINFER in names else 'all are of SGLang'}.",
     )

@@ -26,9 +26,15 @@ def sharded(results: Mapping[str, Any]) -> str:
     ]
     made = table(rows, ["model", "arm", "case"], columns, "model, engine, weights")
     runs = max(row["n"] for row in rows)
-    environment = results["environment"]
-    end = f"{facts(environment, gpus=environment['count'])}. Medians of {runs} (least to most)."
+    gpus = trainer_gpus(results)
+    end = f"{facts(results['environment'], gpus=gpus)}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
+
+
+def trainer_gpus(results: Mapping[str, Any]) -> int:
+    """Of the trainer; two where the file is older than this metric."""
+    found = [row["median"] for row in results["rows"] if row["metric"] == "trainer_gpus"]
+    return int(max(found, default=2))
 
 
 PREDICTED_GPUS = (2, 4, 8)
@@ -73,7 +79,9 @@ def predicted(results: Mapping[str, Any]) -> str:
         for senders in (1, ENGINES)
     ]
     return joined(
-        grid(["engine's kernels, predicted", *head, "measured, 2 GPUs"], cells),
+        grid(
+            ["engine's kernels, predicted", *head, f"measured, {trainer_gpus(results)} GPUs"], cells
+        ),
         f"Qwen3-235B to {ENGINES} engines on other hosts, by the links alone: {far[0]} from one "
         f"host, {far[1]} from {ENGINES}.",
     )

@@ -36,6 +36,16 @@ def test_a_start_without_flashinfer_has_a_table_without_it(
     assert taken == {"nvidia-h200": {"deep_gemm_split_n"}, "nvidia-h200-flashinfer": {FLASHINFER}}
 
 
+def test_a_kernel_that_runs_nowhere_is_not_left_out(tmp_path: Path) -> None:
+    broken = Measurement(1, FLASHINFER, {}, None, None, "it does not build")
+    whole = [x for x in times() if x.kernel != FLASHINFER]
+    with pytest.raises(RuntimeError, match=FLASHINFER):
+        gemm_tables.save({SHAPE: [*whole, broken]}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_tables_that_ship_have_the_benchmarked_models() -> None:
-    for path in SHIPPED.glob("*.json"):
+    paths = list(SHIPPED.glob("*.json"))
+    assert {path.stem for path in paths} == {"nvidia-h200", "nvidia-h200-flashinfer"}
+    for path in paths:
         assert sorted(FILES.read(path)[1]) == gemm_tables.shapes()

@@ -141,8 +141,8 @@ def test_sglang_s_own_dummy_codes_are_nearly_all_zero() -> None:
 def test_a_gpu_that_another_process_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine would be given the memory a moment later, and its floor would be wrong."""
     total = 140 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (1 << 30), total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (total - (1 << 30), total))
     assert measuring.idle_bytes() == total - (1 << 30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (60 << 30), total))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (total - (60 << 30), total))
     with pytest.raises(RuntimeError, match=r"64\.4 GB of the GPU are in use"):
         measuring.idle_bytes()

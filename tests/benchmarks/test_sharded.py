@@ -13,7 +13,7 @@ from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import parameters
-from benchmarks.tables.sharded import kernels_ms
+from benchmarks.tables.sharded import kernels_ms, trainer_gpus
 from sgl_fp8rl.plan import shape, speed, update_time
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
@@ -75,7 +75,8 @@ def train(rank: int, folder: str, case: sharded.Case) -> None:
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda: None
     torch.cuda.empty_cache = lambda: None
-    measuring.free_bytes = lambda: 100 << 30
+    torch.cuda.current_device = lambda: 0
+    measuring.free_bytes = lambda device=None: 100 << 30
     trainer_bridge.update = take_update
     engines = [LoadingEngine()] if rank == 0 else None
     found = sharded.train(rank, RANKS, f"{folder}/store", case, SHAPE, UPDATES, engines)
@@ -99,6 +100,7 @@ def test_stock_is_sent_every_whole_tensor_on_each_rank(tmp_path: Path) -> None:
     for each in found:
         assert {metric: len(values) for metric, values in each["values"].items()} == {
             "update_wall_ms": UPDATES,
+            "trainer_gpus": 1,
             "peak_extra_gib": 3,
         }
 
@@ -111,6 +113,30 @@ def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES
 
 
+@pytest.mark.parametrize(
+    ("place", "wanted"),
+    [
+        (sharded.SAME, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 0}]),
+        (sharded.OTHERS, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 2}]),
+        (sharded.EACH, [{"base_gpu_id": 0}, {"base_gpu_id": 1}]),
+    ],
+)
+def test_engines_are_placed(place: str, wanted: list[dict[str, int]]) -> None:
+    found = sharded.Case("stock-bf16", "tiny", place, buckets=(1,)).engines(2, SHAPE)
+    assert found == [sharded.ENGINE | each for each in wanted]
+
+
+def test_engines_that_differ_are_not_measured() -> None:
+    engines = [LoadingEngine(), LoadingEngine()]
+    for engine, norm in zip(engines, (1.0, 2.0), strict=True):
+        module = weights.bf16_module(SHAPE, "meta")
+        named = {n: torch.zeros(t.shape) for n, t in weights.hf_named(module)}
+        engine.held = [named | {"model.norm.weight": torch.full((256,), norm)}] * RANKS
+    assert sharded.logprobs(engines[:1])[0] == [1.0] * 255
+    with pytest.raises(RuntimeError, match="do not serve the same"):
+        sharded.logprobs(engines)
+
+
 def test_what_was_gathered_is_not_measured_as_read_in_place() -> None:
     result = SimpleNamespace(bytes=8, mapped_bytes=4, gpu_seconds=0.001, seconds={})
     found = update.Measured([1.0], [result], [0.0])
@@ -120,11 +146,12 @@ def test_what_was_gathered_is_not_measured_as_read_in_place() -> None:
 
 def test_the_kernels_take_what_the_formula_predicts() -> None:
     """Of the recorded run; the control leaves out what crosses NVLink."""
-    measured = kernels_ms(json.loads((RESULTS / "sharded.json").read_text()))
+    results = json.loads((RESULTS / "sharded.json").read_text())
+    measured, gpus = kernels_ms(results), trainer_gpus(results)
     assert len(measured) == 3
     control = []
     for name, found in measured.items():
         of = shape.of(models.config(models.SHAPES[name]))
-        assert update_time.sharded_kernels_ms(of, 2) == pytest.approx(found, rel=WITHIN)
-        control.append(update_time.moved_bytes(of, "mapped") / 2 / speed.H200_BYTES_MS / found)
+        assert update_time.sharded_kernels_ms(of, gpus) == pytest.approx(found, rel=WITHIN)
+        control.append(update_time.moved_bytes(of, "mapped") / gpus / speed.H200_BYTES_MS / found)
     assert min(control) < 1 - WITHIN

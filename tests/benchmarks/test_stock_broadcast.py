@@ -40,6 +40,8 @@ def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:
         group.send(bucket, last, "update 1")
     found, _ = update.logprobs(engine)
     assert found != dummy
+    group.close()
+    stock_push.flush(engine)  # it is idle then
     for bucket, last in stock_push.buckets(named, WHOLE):
         stock_push.send(engine, bucket, last, "the same again")
     assert update.logprobs(engine)[0] == found

@@ -131,7 +131,8 @@ def test_a_whole_arm(case: update.Case, tmp_path: Path, monkeypatch: pytest.Monk
     expandable: list[bool] = []
     without_gpu(monkeypatch)
     monkeypatch.setattr(measuring, "copy_tb_s", lambda: 4.0)
-    monkeypatch.setattr(measuring, "free_bytes", lambda: 100 << 30)
+    monkeypatch.setattr(measuring, "free_bytes", lambda *_: 100 << 30)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sglang, "Engine", LoadingEngine)
     monkeypatch.setattr(trainer_bridge, "update", take_update)
     monkeypatch.setattr(update, "use_expandable_segments", lambda: expandable.append(True))
@@ -161,7 +162,8 @@ class FakeRun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free: int = 100 << 30
         without_gpu(monkeypatch)
-        monkeypatch.setattr(measuring, "free_bytes", lambda: self.free)
+        monkeypatch.setattr(measuring, "free_bytes", lambda *_: self.free)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         self.weight = torch.zeros(1)
         self.held = torch.zeros(1)
         self.version = -1
@@ -253,7 +255,8 @@ def test_an_engine_that_names_another_version_is_seen(monkeypatch: pytest.Monkey
 
 def test_least_free_memory_is_seen_between_the_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [100]
-    monkeypatch.setattr(measuring, "free_bytes", lambda: free[0])
+    monkeypatch.setattr(measuring, "free_bytes", lambda *_: free[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with measuring.LeastFree() as least:
         free[0] = 40
         deadline = time.monotonic() + 10

@@ -48,7 +48,7 @@ class RelayClient(EngineRanks):
         connect_s: float | None = None,
     ) -> None:
         super().__init__(timeout_s)
-        self._sender: Thread | None = None
+        self._end: Callable[[], object] | None = None
         sound = isinstance(where, dict) and type(where.get("port")) is int
         if not sound or not isinstance(where.get("host"), str) or not isinstance(token, str):
             raise EngineError(
@@ -85,9 +85,10 @@ class RelayClient(EngineRanks):
         self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
         out = relay.dup()  # its timeout is its own
         out.settimeout(timeout_s)
-        self._sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
-        self._sender.start()
-        weakref.finalize(self, _end, self._parcels, self._sender)  # the thread does not hold this
+        sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
+        sender.start()
+        # the thread does not hold this
+        self._end = weakref.finalize(self, _end, self._parcels, sender, out)
 
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
@@ -119,10 +120,8 @@ class RelayClient(EngineRanks):
         return replies
 
     def close(self) -> None:
-        if self._sender is not None:  # it was connected
-            _end(self._parcels, self._sender)
-            if self._sender.is_alive():
-                self._give_up()
+        if self._end is not None:  # it was connected
+            self._end()
         super().close()
 
     def _give_up(self) -> None:
@@ -132,11 +131,16 @@ class RelayClient(EngineRanks):
                 relay.shutdown(socket.SHUT_RDWR)
 
 
-def _end(parcels: "SimpleQueue[Parcel | None]", sender: Thread) -> None:
+def _end(parcels: "SimpleQueue[Parcel | None]", sender: Thread, out: socket.socket) -> None:
     """End the thread, before the interpreter ends: torch aborts a process one of whose threads lets
-    go of a tensor after that."""
+    go of a tensor after that. What is still to be said after ``FLUSH_S`` is not."""
     parcels.put(None)
-    if sender is not current_thread():  # which may collect garbage
+    if sender is current_thread():  # which may collect garbage
+        return
+    sender.join(FLUSH_S)
+    if sender.is_alive():
+        with suppress(OSError):  # the network stalls
+            out.shutdown(socket.SHUT_RDWR)
         sender.join(FLUSH_S)
 
 
