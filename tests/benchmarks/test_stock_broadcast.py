@@ -22,6 +22,8 @@ SMALL, WHOLE = 1 << 18, 1 << 30
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Any]:
     sglang = pytest.importorskip("sglang")
+    if hasattr(sglang.Engine, "begin_weight_update"):
+        pytest.skip("the stock arms are of SGLang 0.5.17; this one asks for a session of updates")
     models.save_config(SHAPE, tmp_path)
     small = {"device": "cpu", "max_total_tokens": 2048, "mem_fraction_static": 0.3}
     engine = sglang.Engine(model_path=str(tmp_path), **ENGINE | small)
