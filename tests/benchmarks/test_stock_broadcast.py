@@ -37,7 +37,8 @@ def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:
     """The logprobs are those of the same weights by SGLang's other path."""
     dummy, _ = update.logprobs(engine)
     group = BroadcastGroup(engine, 1, "gloo")
-    named = [(name, tensor.detach()) for name, tensor in weights.hf_named(module())]
+    named = [(n, t.detach()) for n, t in weights.hf_named(weights.bf16_module(SHAPE, "cpu"))]
+    weights.renew(tensor for _, tensor in named)
     for bucket, last in stock_push.buckets(named, SMALL):
         group.send(bucket, last, "update 1")
     found, _ = update.logprobs(engine)
@@ -47,10 +48,3 @@ def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:
     for bucket, last in stock_push.buckets(named, WHOLE):
         stock_push.send(engine, bucket, last, "the same again")
     assert update.logprobs(engine)[0] == found
-
-
-def module() -> Any:
-    made = weights.bf16_module(SHAPE, "cpu")
-    for parameter in made.parameters():
-        weights.draw(parameter.detach())
-    return made

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ def prompt_logprobs(
     *,
     fault: Fault | None = None,
     fp8: bool = True,
+    prepare: Callable[[Any], None] | None = None,
 ) -> list[float]:
     """Logprob of each token given those before it.
 
@@ -35,6 +37,7 @@ def prompt_logprobs(
         token_ids: T token ids.
         fault: plants a fault in layer 0, see below.
         fp8: with ``False`` the weights stay BF16.
+        prepare: changes the model before it computes.
 
     Returns:
         T - 1 natural logarithms, of the second token to the last.
@@ -56,6 +59,8 @@ def prompt_logprobs(
         )
     if info["missing_keys"] or info["unexpected_keys"]:
         raise RuntimeError(f"transformers did not load {path} completely: {info}")
+    if prepare is not None:
+        prepare(model)
     ids_T = torch.tensor(token_ids)
     with torch.inference_mode():
         logprobs_TV = model(ids_T[None]).logits[0].double().log_softmax(-1)

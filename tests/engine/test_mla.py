@@ -1,16 +1,16 @@
 """MLA in BF16 on the CPU platform, against transformers: ground to stand on before it is FP8."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine import models
 from tests.engine.harness import EngineProcess
-from tests.engine.test_families import PROMPT, REQUEST
+from tests.engine.hf_oracle import mean_difference, prompt_logprobs
+from tests.engine.test_families import score
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -22,39 +22,25 @@ YARN = (0.1 * math.log(FACTOR) + 1.0) ** 2
 (modeling_deepseek.py of DeepSeek-V2). transformers 5.19's class does so, that of 5.12 does not."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.make_checkpoint("deepseek_v2", tmp_path_factory.mktemp("deepseek"))
+def scaled_by(factor: float) -> Callable[[Any], None]:
+    """Scale the logits of attention, whatever this version of transformers does."""
+
+    def prepare(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = factor / math.sqrt(layer.self_attn.qk_head_dim)
+
+    return prepare
 
 
-@pytest.fixture(scope="module")
-def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[float]]:
-    log = tmp_path_factory.mktemp("log") / "engine.log"
-    with EngineProcess(log, checkpoint, quantization=None) as engine:
-        (reply,) = engine.generate(REQUEST)
-        yield [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-
-
-def by_transformers(checkpoint: Path, scale: float) -> list[float]:
-    """Of attention whose logits are scaled besides, whatever this version does."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager"
+def test_mla_is_that_of_transformers(tmp_path: Path) -> None:
+    checkpoint = models.make_checkpoint("deepseek_v2", tmp_path / "checkpoint")
+    with EngineProcess(tmp_path / "engine.log", checkpoint, quantization=None) as engine:
+        tokens, served = score(engine)
+    apart, control = (
+        mean_difference(
+            served, prompt_logprobs(checkpoint, tokens, fp8=False, prepare=scaled_by(factor))
+        )
+        for factor in (YARN, 1.0)
     )
-    for layer in model.model.layers:
-        layer.self_attn.scaling = scale / math.sqrt(layer.self_attn.qk_head_dim)
-    ids_T = torch.tensor(PROMPT)
-    with torch.inference_mode():
-        logprobs_TV = model(ids_T[None]).logits[0].double().log_softmax(-1)
-    return [float(x) for x in logprobs_TV[:-1].gather(-1, ids_T[1:, None]).squeeze(-1)]
-
-
-def difference(found: list[float], wanted: list[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
-
-
-def test_mla_is_that_of_transformers(checkpoint: Path, served: list[float]) -> None:
-    assert difference(served, by_transformers(checkpoint, YARN)) < BF16_ERROR
-    # control: without that factor, 0.21
-    assert difference(served, by_transformers(checkpoint, 1.0)) > 3 * BF16_ERROR
+    assert apart < BF16_ERROR
+    assert control > 3 * BF16_ERROR  # without that factor, 0.21
