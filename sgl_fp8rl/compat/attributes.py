@@ -44,11 +44,12 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.server_args.PortArgs": "rpc_ipc_name",
     "sglang.srt.server_args.ServerArgs": (
         "admin_api_key api_key attention_backend chunked_prefill_size "
-        "cuda_graph_backend_prefill cuda_graph_config decode_attention_backend device "
-        "disable_cuda_graph enable_deterministic_inference enable_fused_moe_sum_all_reduce "
-        "enable_symm_mem kv_cache_dtype max_running_requests model_path "
-        "prefill_attention_backend quantization revision rl_on_policy_target sampling_backend "
-        "tp_size"
+        "cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_config "
+        "decode_attention_backend device "
+        "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
+        "enable_fused_moe_sum_all_reduce enable_symm_mem kv_cache_dtype max_running_requests "
+        "model_path prefill_attention_backend quantization revision rl_on_policy_target "
+        "sampling_backend tp_size"
     ),
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
     # requests and answers
@@ -105,11 +106,11 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source": "init_new model_or_path revision",
     # forward pass
-    f"{_FORWARD}.cuda_graph_config.CudaGraphConfig": "prefill",
-    f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend",
+    f"{_FORWARD}.cuda_graph_config.CudaGraphConfig": "decode prefill",
+    f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend bs",
     f"{_FORWARD}.model_runner.ModelRunner": (
         "decode_attention_backend_str gpu_id model model_config page_size "
-        "prefill_attention_backend_str token_to_kv_pool"
+        "prefill_attention_backend_str server_args token_to_kv_pool"
     ),
     f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",

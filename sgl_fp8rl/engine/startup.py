@@ -5,6 +5,7 @@ The KV cache does not exist yet: SGLang sizes it after this, by the free memory.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,14 @@ import torch
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, cpu_platform, deep_gemm, fusion
 from sgl_fp8rl.engine.attached import options_of
+from sgl_fp8rl.engine.graph_sizes import leave_out_slow_sizes
 from sgl_fp8rl.engine.hooks import wrap_kernels
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
-from sgl_fp8rl.engine.startup_experts import assign_tile_configs, compile_experts
+from sgl_fp8rl.engine.startup_experts import (
+    assign_tile_configs,
+    compile_experts,
+    has_experts,
+)
 from sgl_fp8rl.gemm import quick_tune, warmup
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
 from sgl_fp8rl.gemm.dispatch import Choices
@@ -52,6 +58,9 @@ def prepare(original: Any, runner: Any) -> None:
         compile_choices(layer)
     logger.info("%d of %d FP8 weight shapes run measured kernels", len(chosen), len(shapes))
     compile_experts(runner.model)
+    if not has_experts(runner.model):  # they are most of a step, and have no table by batch
+        counts = Counter((n, k) for n, k in (layer.weight.shape for layer in layers))
+        leave_out_slow_sizes(runner.server_args, counts, chosen)
     fusion.fuse(runner.model)
 
 

@@ -55,6 +55,11 @@ def compile_experts(model: Any) -> None:
     )
 
 
+def has_experts(model: Any) -> bool:
+    """Whether the model has FP8 experts."""
+    return any(True for _ in _layers(model))
+
+
 def _shape(layer: Any) -> ExpertShape:
     return ExpertShape.of(layer.w2_weight.shape, layer.moe_runner_config.top_k)
 

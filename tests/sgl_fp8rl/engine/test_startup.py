@@ -44,7 +44,14 @@ class Rank:
             rank_in_group=rank, world_size=world_size, ranks=[0, 1], cpu_group="gloo"
         )
         self.layers = [self._layer(*shape) for shape in (BIG, SMALL, BIG)]
+        self.decode = SimpleNamespace(bs=[16, 32, 256, 512])
+        self.server_args = SimpleNamespace(
+            cuda_graph_config=SimpleNamespace(decode=self.decode),
+            disable_cuda_graph_padding=False,
+            cuda_graph_bs_decode=None,
+        )
         self.runner = SimpleNamespace(
+            server_args=self.server_args,
             gpu_id=0,
             model=nn.Module(),
             model_config=SimpleNamespace(dtype=torch.bfloat16),
@@ -150,6 +157,16 @@ def test_ranks_take_the_table_of_the_first(monkeypatch: pytest.MonkeyPatch, numb
     assert rank.start() == [(64,), (), (64,)]
     assert len(rank.found) == 1 - number
     assert rank.broadcast == [[{BIG: SPLIT}] if number == 0 else [None]]
+
+
+def test_batches_that_are_faster_padded_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    slow_at_256 = [Entry(m, STOCK, {}, us, us) for m, us in ((256, 9.0), (512, 8.0))]
+    monkeypatch.setattr(
+        quick_tune, "find", lambda *_, **__: dict.fromkeys((BIG, SMALL), slow_at_256)
+    )
+    rank.start()
+    assert rank.decode.bs == [16, 32, 512]
 
 
 def test_engines_without_cuda_graphs_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,61 @@
+"""Leave out CUDA graphs of decode batches that are faster in the graph of the next size.
+
+A batch between two sizes is padded to the next one. GEMM kernels compute whole tiles, so one of 320
+rows can take longer than one of 384.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sgl_fp8rl.gemm.table import Shape, Table
+
+logger = logging.getLogger(__name__)
+
+SMALLEST = 128
+"""Up to this batch a GEMM waits for its weight, and what differs between sizes is mostly noise."""
+MIN_GAIN = 0.07
+"""Part of the GEMMs' time by which the next size must be faster, since other kernels of a step have
+more rows in it. Qwen3-8B on an H200: 0.13 for 320 and 448; 0.05 for 160, which stays."""
+
+
+def leave_out_slow_sizes(server_args: Any, counts: Mapping[Shape, int], table: Table) -> None:
+    """Shorten SGLang's list of decode batch sizes.
+
+    It stays with --cuda-graph-bs-decode or --disable-cuda-graph-padding, or if the table lacks a
+    shape.
+
+    Args:
+        counts: how many GEMMs of each shape a step runs.
+    """
+    decode = server_args.cuda_graph_config.decode
+    set_by_user = server_args.cuda_graph_bs_decode is not None
+    if not decode.bs or set_by_user or server_args.disable_cuda_graph_padding:
+        return
+    if counts.keys() - table.keys():
+        return
+
+    def gemms_us(size: int) -> float:
+        def one(shape: Shape) -> float:
+            return next((entry.us for entry in table[shape] if size <= entry.m), 0.0)
+
+        return sum(count * one(shape) for shape, count in counts.items())
+
+    kept = fast_sizes(decode.bs, gemms_us)
+    if left_out := sorted(set(decode.bs) - set(kept)):
+        logger.info("decode batches of %s run padded to the next size: faster GEMMs", left_out)
+        decode.bs = kept
+
+
+def fast_sizes(sizes: Sequence[int], us: Callable[[int], float]) -> list[int]:
+    """The sizes that are not slower than the next one that stays, ascending.
+
+    Args:
+        us: the time of a batch of a size; 0 if unknown, and such a size and the one before it stay.
+    """
+    kept: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        is_slow = kept and size > SMALLEST and 0 < us(kept[-1]) < (1 - MIN_GAIN) * us(size)
+        if not is_slow:
+            kept.append(size)
+    return kept[::-1]
