@@ -5,7 +5,7 @@ A row has ``arm``, ``model``, ``case``, ``metric``, ``unit``, ``median``, ``min`
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -75,8 +75,11 @@ def updated(results: Results, job: str, rows: list[Row], failure: str | None) ->
 def merged(benchmark: str, paths: Sequence[Path]) -> Results:
     """Several files of one run as one.
 
+    Where several have a row, since an arm was started on several GPUs, it becomes one: the median
+    of their medians, the least and the most of all values, and how many there were.
+
     Raises:
-        ValueError: they are of different machines, boots, commits or commands, or hold a row twice.
+        ValueError: they are of different machines, boots, commits or commands.
     """
     contents = [json.loads(path.read_text()) for path in paths]
     facts = contents[0]["environment"]
@@ -86,10 +89,11 @@ def merged(benchmark: str, paths: Sequence[Path]) -> Results:
                 f"{path.name} is of another machine, boot, commit or command than "
                 f"{paths[0].name}; merge files of one run"
             )
-    rows = [row for content in contents for row in content["rows"]]
-    counts = Counter(map(identity, rows))
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"more than one file has {', '.join(twice[0])}; measure each arm once")
+    starts: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for content in contents:
+        for row in content["rows"]:
+            starts[identity(row)].append(row)
+    rows = [_pooled(found) for found in starts.values()]
     failures = {job: text for content in contents for job, text in content["failures"].items()}
     return {"benchmark": benchmark, "environment": facts, "failures": failures, "rows": rows}
 
@@ -127,6 +131,15 @@ def _summary(metric: str, values: list[float]) -> Row:
     spread = {"median": median(values), "min": min(values), "max": max(values)}
     spread = {name: float(f"{value:.5g}") for name, value in spread.items()}
     return {"metric": metric, "unit": _unit(metric), **spread, "n": len(values)}
+
+
+def _pooled(starts: Sequence[Row]) -> Row:
+    return starts[0] | {
+        "median": float(f"{median(row['median'] for row in starts):.5g}"),
+        "min": min(row["min"] for row in starts),
+        "max": max(row["max"] for row in starts),
+        "n": sum(row["n"] for row in starts),
+    }
 
 
 def _unit(metric: str) -> str:

@@ -5,7 +5,7 @@ becomes a failure with the exception's line. Rows go to ``results/NAME.json`` af
 rows of other jobs stay there where machine, boot, versions and commit are the same: a run may be
 cut into calls. With ``--restarts N`` the jobs run in turn, N times: A, B, A, B. A run may also be
 spread over several GPUs of one host, each call with a CUDA_VISIBLE_DEVICES and an --output of its
-own; ``--merge A.json B.json`` then makes one file.
+own; ``--merge A.json B.json`` then makes one file, and one row of the starts of an arm on several.
 """
 
 import argparse

@@ -59,8 +59,15 @@ def test_files_of_one_host_are_merged(tmp_path: Path) -> None:
         result_rows.write(path, results(rows=rows(arm, 1.0), failures={arm: "x"}))
     found = result_rows.merged("b", paths)
     assert found == results(rows=rows("a", 1.0) + rows("b", 1.0), failures={"a": "x", "b": "x"})
-    with pytest.raises(ValueError, match="more than one file has m, a, c, step_ms"):
-        result_rows.merged("b", [paths[0], paths[0]])
     result_rows.write(paths[1], results(environment=ENVIRONMENT | {"commit": "def5678"}))
     with pytest.raises(ValueError, match=r"2\.json is of another machine, boot, commit"):
         result_rows.merged("b", paths)
+
+
+def test_starts_of_an_arm_on_several_gpus_become_one_row(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("1.json", "2.json", "3.json")]
+    for path, values in zip(paths, ((1.0, 2.0, 9.0), (4.0, 5.0, 6.0), (3.0,)), strict=True):
+        result_rows.write(path, results(rows=rows("a", *values)))
+    (found,) = result_rows.merged("b", paths)["rows"]
+    spread = {"median": 3.0, "min": 1.0, "max": 9.0, "n": 7}
+    assert found == rows("a", 1.0)[0] | spread
