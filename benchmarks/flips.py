@@ -16,7 +16,7 @@ from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from examples.grpo import loop, tiny_model
 from examples.grpo.engine import KEYWORDS, running_engine
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.protocol.image import RECORD_BYTES
+from sgl_fp8rl.ops.delta import RECORD_BYTES
 from trainer_bridge import update
 
 SIZE = {

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.protocol.image import DeltaError
 from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept, holds

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.flips import changes, image
-from sgl_fp8rl.protocol.image import RECORD_BYTES
+from sgl_fp8rl.ops.delta import RECORD_BYTES
 
 
 @pytest.fixture

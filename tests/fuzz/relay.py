@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.protocol.image import DeltaError, Image
+from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage

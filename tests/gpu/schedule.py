@@ -32,7 +32,7 @@ TOGETHER = (
     ("expert_tiles", "experts"),
     ("kv_triton", "qk_rope"),
     ("flashinfer_plans", "kv_attention", "activation", "correction", "precision"),
-    ("expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
+    ("delta", "expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
 )
 """Files of a part, the longest first."""
 ALONE = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.protocol.image import RECORD_BYTES, difference
+from sgl_fp8rl.ops.delta import RECORD_BYTES, difference
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_chain import bring, encoded, links, trained
 from tests.trainer_bridge.test_far_engine import step

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from sgl_fp8rl.formats import format_of, split_name, suffixes_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
-from sgl_fp8rl.protocol.image import RECORD_BYTES
+from sgl_fp8rl.ops.delta import RECORD_BYTES
 from trainer_bridge.chain.files import Tensors
 
 BINS_AN_OCTAVE, LOWEST_OCTAVE, BINS = 8, -160, 4096

@@ -5,8 +5,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from sgl_fp8rl.ops.delta import apply
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.image import apply
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State

@@ -7,8 +7,8 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, by_tensor, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
+from sgl_fp8rl.ops.delta import difference
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.image import difference
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy
@@ -17,7 +17,7 @@ from trainer_bridge.chain.files import PartWriter, Tensors, as_bytes
 from trainer_bridge.chain.index import Link, read_index
 
 DELTA = "delta:"
-"""Before the name of a tensor that is given by what changed in it (``protocol/image.py``)."""
+"""Before the name of a tensor that is given by what changed in it (``ops/delta.py``)."""
 
 
 class VersionWriter:

@@ -16,6 +16,7 @@ from triton.runtime.errors import PTXASError
 
 from sgl_fp8rl.ops import (
     activation_triton,
+    delta_triton,
     expert_rows_triton,
     heads_triton,
     kv_triton,
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[3]
         ("test_sample_triton.py", 70, 1),
         ("test_expert_rows.py", 12, 0),
         ("test_expert_tiles.py", 13, 3),
+        ("test_delta.py", 30, 4),
     ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
@@ -76,6 +78,7 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
         activation_triton,
         sample_triton,
         expert_rows_triton,
+        delta_triton,
     ],
 )
 def test_kernels_call_nothing_of_triton_that_sglang_replaces(module: ModuleType) -> None:

@@ -1,0 +1,209 @@
+"""Deltas on the GPU, byte for byte those of the CPU and of an oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops import delta, delta_triton
+from sgl_fp8rl.ops.delta_triton import Comparison
+from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.states import State
+from tests import delta_oracle
+from tests.gpu.conftest import INTERPRETED
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, holds, step
+from trainer_bridge.connections import connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+
+Tensor = torch.Tensor
+BLOCK = delta_triton._BYTES
+SIZES = (
+    *(1, 7, 8, 9, 15, 16, 17, 127),
+    *(BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 7, BLOCK + 8, BLOCK + 9),
+    *(65534, 65535, 65543, 131071),
+    200_003,
+)
+"""Around the ends of words, of programs, and of regular distances."""
+PARTS = (0.0, 0.002, 0.05, 0.17, 1.0)
+"""Of bytes that are drawn anew; a delta of a sixth is not worth it."""
+
+
+def difference(old: Tensor, new: Tensor) -> Tensor | None:
+    """As of ``delta``."""
+    comparison = Comparison(old, new)
+    return comparison.delta() if comparison.encode() else None
+
+
+def edited(size: int, part: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Bytes before and after."""
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    drawn = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return old, torch.where(torch.rand(size, generator=generator) < part, drawn, old)
+
+
+def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
+    """Kernel and CPU make the same, and leave what they read."""
+    wanted = delta.difference(old, new)
+    mine = old.to(device, copy=True), new.to(device, copy=True)
+    found = difference(*mine)
+    assert torch.equal(mine[0].cpu(), old) and torch.equal(mine[1].cpu(), new)
+    assert (found is None) == (wanted is None)
+    if found is None or wanted is None:
+        return None
+    assert found.dtype == torch.uint8 and torch.equal(found, wanted)
+    assert found.device.type == "cpu"
+    delta.apply(mine[0], found.to(device))
+    assert torch.equal(mine[0].cpu(), new)
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_byte_is_that_of_the_cpu(device: str, size: int) -> None:
+    found = [check(*edited(size, part), device) for part in PARTS]
+    assert found[-1] is None, "all of it changed"
+    assert found[0] is not None and found[0].numel() == 3 * (size // delta.MOST_DISTANCE)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.16])
+@pytest.mark.parametrize("size", [23, 65535, 70_001])
+def test_every_byte_is_that_of_the_oracle(device: str, size: int, part: float) -> None:
+    old, new = edited(size, part)
+    found = difference(old.to(device), new.to(device))
+    wanted = delta_oracle.delta_of(old.numpy().tobytes(), new.numpy().tobytes())
+    assert (None if found is None else found.numpy().tobytes()) == wanted
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        (0,),
+        (65533, 65534, 65535),
+        (0, 15, 16, 17, BLOCK - 1, BLOCK, 5 * BLOCK + 3),
+        (199_998, 199_999),
+        tuple(range(BLOCK - 40, BLOCK + 40)),
+    ],
+    ids=["first", "regular", "borders", "last", "run"],
+)
+def test_single_bytes(device: str, at: tuple[int, ...]) -> None:
+    old = edited(200_000, 0.0)[0]
+    new = old.clone()
+    new[list(at)] ^= 0x80
+    assert check(old, new, device) is not None
+
+
+def test_the_limits_are_those_of_the_cpu(device: str) -> None:
+    """One word more, and one record more, than a delta may have."""
+    old = torch.zeros(8 * 6000, dtype=torch.uint8)
+    for words, each in ((3000, 1), (1000, 8)):
+        for more in (0, 1):
+            new = old.clone()
+            new.view(-1, 8)[:words, :each] = 1
+            new.view(-1, 8)[words : words + more] = 1
+            assert (check(old, new, device) is None) == bool(more)
+
+
+def test_tensors_of_several_dtypes_in_one_chunk(device: str) -> None:
+    """Codes, scales and BF16 that move by a step of their own."""
+    torch.manual_seed(0)
+    codes = torch.randint(0, 120, (9000,), dtype=torch.uint8)
+    scales, weight = torch.rand(301), torch.randn(5001).bfloat16()
+    old = torch.cat([each.view(torch.uint8) for each in (codes, scales, weight)])
+    codes[::97] += 1
+    scales[7] *= 1.01
+    weight[::53] *= 1.02
+    new = torch.cat([each.view(torch.uint8) for each in (codes, scales, weight)])
+    assert check(old, new, device) is not None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="many programs at once")
+def test_large_chunks_are_the_same_each_time(device: str) -> None:
+    size = (64 << 20) + 5
+    old = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    new = torch.where(torch.rand(size, device=device) < 0.01, old ^ 3, old)
+    found = [difference(old, new) for _ in range(3)]
+    wanted = delta.difference(old.cpu(), new.cpu())
+    assert wanted is not None
+    assert all(each is not None and torch.equal(each, wanted) for each in found)
+
+
+def test_control_a_byte_that_is_missed_is_seen(device: str) -> None:
+    old, new = edited(3 * BLOCK, 0.01)
+    other = new.clone()
+    other[BLOCK + 5] ^= 1
+    found = difference(old.to(device), other.to(device))
+    wanted = delta.difference(old, new)
+    assert found is not None and wanted is not None
+    assert not torch.equal(found, wanted)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+def test_no_size_compiles_anew_or_spills(device: str) -> None:
+    for size in (BLOCK, BLOCK + 1, 5 * BLOCK + 8):
+        difference(*(each.to(device) for each in edited(size, 0.01)))
+    for kernel in (delta_triton._compare, delta_triton._encode):
+        made = [each for cache in kernel.device_caches.values() for each in cache[0].values()]
+        assert len(made) == 1 and not made[0].n_spills
+
+
+def test_an_image_goes_on_where_it_lies(device: str) -> None:
+    """On a GPU as on the CPU, with a chunk that changes too much and updates that fail."""
+    torch.manual_seed(0)
+    sizes = (BLOCK + 8, 70_000, 4000)
+    now = {n: torch.randint(0, 256, (size,), dtype=torch.uint8) for n, size in enumerate(sizes)}
+    whole = {n: Image("", {}).change_to(n, chunk.to(device)) for n, chunk in now.items()}
+    there = Image("", {}).advance(whole, "0", device)
+    here = Image("", {}).advance(whole, "0")
+    for version, part in enumerate([0.001, 0.013, 0.0, 0.01], 1):
+        torn = {n: edited(len(chunk), 0.02, seed=9)[1] for n, chunk in now.items()}
+        for n, chunk in torn.items():
+            there.change_to(n, chunk.to(device))  # an update that does not commit
+        for n, chunk in now.items():
+            more = 1.0 if n == version % 3 else part
+            drawn = edited(len(chunk), 1.0, seed=version)[1]
+            now[n] = torch.where(torch.rand(len(chunk)) < more, drawn, chunk)
+        changes = {n: there.change_to(n, chunk.to(device)) for n, chunk in now.items()}
+        wanted = {n: here.change_to(n, chunk) for n, chunk in now.items()}
+        assert [c.is_delta for c in changes.values()] == [n != version % 3 for n in now]
+        for found, same in zip(changes.values(), wanted.values(), strict=True):
+            assert found.is_delta == same.is_delta and torch.equal(found.payload, same.payload)
+            assert found.payload.device.type == "cpu"
+        there = there.advance(changes, str(version), device)
+        here = here.advance(wanted, str(version))
+        for n, chunk in now.items():
+            assert there._chunks[n].device.type == torch.device(device).type
+            assert torch.equal(there._chunks[n].cpu(), chunk)
+            assert torch.equal(here._chunks[n], chunk)
+
+
+class FarEngine(FakeEngine):
+    """Its ranks are on another host, and say that they are on GPUs; they write on the CPU."""
+
+    def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
+        reply = super().control(message)
+        return {**reply, "gpus": ["GPU-1"]} if message["op"] == "layout" else reply
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a trainer on a GPU")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trainer_on_a_gpu_sends_what_changed(fails: bool) -> None:
+    """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
+    engine = far_engine(2, SMALL, IMAGE_BYTES, FarEngine)
+    tensors = toy.checkpoint(0)
+    for version in range(0, 12, 2):
+        tensors = step(tensors, version)
+        named = {name: tensor.cuda() for name, tensor in tensors.items()}
+        result = update(named, engine, version=version)
+        assert holds(engine, tensors)
+        if version:
+            assert result.network_bytes < 0.1 * result.bytes
+        image = connection_to(engine).image
+        assert image is not None and all(c.is_cuda for c in image[1]._chunks.values())
+        if fails:
+            named[toy.FP8_NAMES[0]].view(-1)[0] = torch.nan
+            with pytest.raises(EngineError, match="NaN"):
+                update(named, engine, version=version + 1)
+            assert {weights.state for weights in engine.ranks} == {State.SERVING}
