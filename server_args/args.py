@@ -101,8 +101,8 @@ class Fp8RLServerArgs:
     """Bytes of host memory for what a trainer on another host sent last; default 0, which keeps
     nothing.
 
-    Where all of it fits, the next update sends only the bytes that changed. The trainer's host
-    keeps as much. The bytes of the changes themselves may come to as many again.
+    Where all of it fits, the next update sends only the bytes that changed. The trainer keeps as
+    much, on its GPU if it has one. The bytes of the changes themselves may come to as many again.
     """
     session_timeout_s: float = field(
         default=300.0,

@@ -4,21 +4,22 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.image import Image, Steps
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.filler import Filler
-from trainer_bridge.image_changes import ImageChanges
-from trainer_bridge.packer import HostPacker
+from trainer_bridge.image_changes import ImageChanges, sent_as
+from trainer_bridge.lookahead import Lookahead
+from trainer_bridge.packer import packer_on
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport.bucket import bucket_on
 from trainer_bridge.transport.rank_client import Content
 from trainer_bridge.transport.relay_client import RelayClient
 
@@ -78,6 +79,8 @@ class ChunkSender:
     """The sending of a rank that does not lead.
 
     Args:
+        device: this rank's GPU, where weights are quantized; None where they are in host memory.
+        dtype: the engine's.
         number, senders: its place among the ranks that send, and how many there are.
         relays: of the engines, by name.
         kv_scales: those of the update, which its first rank has.
@@ -90,6 +93,8 @@ class ChunkSender:
     def __init__(
         self,
         plan: TransferPlan,
+        device: torch.device | None,
+        dtype: torch.dtype,
         number: int,
         senders: int,
         relays: Mapping[str, Relay],
@@ -99,11 +104,13 @@ class ChunkSender:
         self._plan, self._number, self._senders = plan, number, senders
         self._kv_scales = kv_scales
         self._changes = IMAGES.changes(*images) if images[1] else None
-        # of which only the pages of this rank's slots are ever touched
-        self._memory = HostMemory(plan.manifest.bucket_bytes)
+        # in host memory, only the pages of this rank's slots are ever touched
+        self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_far=True)
         self._bucket = self._memory.content
-        packer = HostPacker(plan, self._bucket)
-        self._filler = Filler(plan, self._send, self._await_slot, packer)
+        self._packer = packer_on(device, plan, self._bucket, dtype)
+        self._packer.begin()
+        self._ahead = Lookahead[tuple[int, Content]]()
+        self._filler = Filler(plan, self._send, self._await_slot, self._packer)
         self._in_flight = 0
         self._fault: str | None = None
         self._errors: dict[str, str] = {}
@@ -120,16 +127,17 @@ class ChunkSender:
         shape = self._plan.sources[index].shape
         if whole.shape != shape:
             self._fault = f"a parameter of shape {tuple(shape)} was gathered as {whole.shape}"
-        self._try(partial(self._filler.put, index, (whole, 0)))
+        self._try(partial(self._filler.put, index, (whole.to(self._bucket.device), 0)))
 
     def finish(self) -> Sent:
         """Send what is left, and wait until engines have read it."""
         scales = self._plan.index_of(KV_SCALES)
         if scales is not None and self._kv_scales is not None:
             self.put(scales, self._kv_scales)
-        self._try(self._filler.finish)
+        self._try(self._send_rest)
         while self._in_flight:
             self._wait()
+        self._try(self._packer.finish)
         return Sent(
             self._fault, self._errors, sum(relay.network_bytes for relay in self._relays.values())
         )
@@ -145,7 +153,7 @@ class ChunkSender:
         """Hang up."""
         for relay in self._relays.values():
             relay.close()
-        del self._filler  # it refers to here: a cycle would keep the bucket
+        del self._filler, self._ahead  # they refer to here: a cycle would keep the bucket
 
     def _try(self, action: Any) -> None:
         if self._fault is not None:
@@ -164,17 +172,36 @@ class ChunkSender:
     def _await_slot(self, chunk: int) -> bool:
         if not self._is_mine(chunk):
             return False
-        while self._in_flight >= SLOTS:
-            self._wait()
+        self._await_engine()
         return bool(self._open())
 
+    def _await_engine(self) -> None:
+        """Wait until engines have read so much that a slot is free."""
+        while self._in_flight >= SLOTS:
+            self._wait()
+
     def _send(self, chunk: int) -> None:
-        if not self._is_mine(chunk):
+        if not self._is_mine(chunk) or not self._open():
             return
-        content = cache(partial(self._content, chunk))
+        for ready in self._ahead.push(self._filled(chunk)):
+            self._send_filled(*ready)
+
+    def _filled(self, chunk: int) -> Steps[tuple[int, Content]]:
+        offset, size = self._plan.extent(chunk)
+        content = Content(offset, self._bucket[offset : offset + size])
+        held = [self._relays[engine].image for engine in self._open()]
+        return chunk, (yield from sent_as(self._changes, chunk, content, held))
+
+    def _send_filled(self, chunk: int, content: Content) -> None:
+        self._await_engine()
         for engine in self._open():
             self._relays[engine].send_chunk({"op": "chunk", "index": chunk}, content)
         self._in_flight += 1
+
+    def _send_rest(self) -> None:
+        self._filler.finish()
+        for ready in self._ahead.drain():
+            self._send_filled(*ready)
 
     def _wait(self) -> None:
         self._in_flight -= 1
@@ -185,8 +212,3 @@ class ChunkSender:
             except EngineError as error:
                 self._errors[engine] = str(error)
                 self._relays[engine].close()
-
-    def _content(self, chunk: int) -> Content:
-        offset, size = self._plan.extent(chunk)
-        content = Content(offset, self._bucket[offset : offset + size])
-        return content if self._changes is None else self._changes.added_to(content, chunk)

@@ -68,7 +68,7 @@ class EngineConnection:
     @property
     def through_host(self) -> bool:
         """Whether updates go through host memory, because the engine cannot open the GPU's."""
-        return self._cannot_open_gpu_memory or self.is_far
+        return self._cannot_open_gpu_memory
 
     def use(self, sender: Sender | None) -> None:
         """Go on with other plans and memory: every rank has let go of what there was."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from sgl_fp8rl.protocol.image import Change, Image
+from sgl_fp8rl.protocol.image import Change, Image, Steps
 from trainer_bridge.transport.rank_client import Content
 
 
@@ -21,6 +21,7 @@ class ImageChanges:
         self._before = next((i for i in kept if i.name and i.name in held), None)
         self._image = self._before or Image("", {})
         self._changes: dict[int, Change] = {}
+        self._device = torch.device("cpu")
         self.name = secrets.token_hex(16)
         """Of the image after this update."""
 
@@ -29,19 +30,34 @@ class ImageChanges:
         """The name of the image that changes are of; empty where chunks travel whole."""
         return "" if self._before is None else self._before.name
 
-    def of(self, chunk: int, content: torch.Tensor) -> Change:
+    def of(self, chunk: int, content: torch.Tensor) -> Steps[Change]:
         """What becomes of a chunk.
 
         Args:
-            content: uint8; it is copied where it is needed later.
+            content: uint8, where weights are quantized: the image lies there too. It is copied
+                where it is needed later than after two steps.
         """
-        change = self._changes[chunk] = self._image.change_to(chunk, content)
+        self._device = content.device
+        change = self._changes[chunk] = yield from self._image.changing(chunk, content)
         return change
-
-    def added_to(self, content: Content, chunk: int) -> Content:
-        """A chunk as ranks are sent it, with its change."""
-        return content._replace(before=self.before, change=self.of(chunk, content.data))
 
     def commit(self) -> Image:
         """The image of this update."""
-        return self._image.advance(self._changes, self.name)
+        return self._image.advance(self._changes, self.name, self._device)
+
+
+def sent_as(
+    changes: ImageChanges | None, chunk: int, content: Content, held: Iterable[str | None]
+) -> Steps[Content]:
+    """A chunk as engines on other hosts are sent it: with its change, if they keep images.
+
+    Args:
+        held: the images of all of them.
+    """
+    offset, data, *_ = content
+    if changes is None:
+        return Content(offset, data.cpu())
+    before = changes.before
+    whole = data if all(image == before for image in held) else data.cpu()
+    change = yield from changes.of(chunk, data)
+    return Content(offset, whole if change.is_delta else change.payload, before, change)

@@ -93,8 +93,8 @@ def slots_for(device: torch.device | None, layout: dict[str, Any]) -> int:
     Args:
         device: the trainer's GPU, or None where it has none that the engine can read.
     """
-    if device is None or device.type != "cuda":
-        return SLOTS  # two processes on a CPU do work at once
+    if device is None or device.type != "cuda" or layout["is_far"]:
+        return SLOTS  # two processes on a CPU, or on two hosts, do work at once
     try:
         return 1 if {gpu_uuid(device.index)} == set(layout["gpus"]) else 2
     except CudaMemoryError:

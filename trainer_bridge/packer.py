@@ -45,6 +45,24 @@ class Packer(Protocol):
         """
 
 
+def packer_on(
+    device: torch.device | None, plan: TransferPlan, content: torch.Tensor, dtype: torch.dtype
+) -> Packer:
+    """What fills a bucket that lies there.
+
+    Args:
+        device: a GPU, or None for host memory.
+        content: the bucket, uint8.
+        dtype: the engine's.
+
+    Raises:
+        EngineError: the GPU cannot quantize here.
+    """
+    if device is None:
+        return HostPacker(plan, content)
+    return QuantizePacker(plan, content, dtype)
+
+
 class HostPacker:
     """Copies parameters into host memory: codes and scales where the plan says so, made in plain
     torch where the parameter lies, and the others as they are.

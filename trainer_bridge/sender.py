@@ -16,7 +16,7 @@ from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.fsdp import Named
 from trainer_bridge.in_place import InPlace
 from trainer_bridge.layout import check_kv_scales, senders_of, slots_for, sources_for
-from trainer_bridge.packer import HostPacker, Packer, QuantizePacker
+from trainer_bridge.packer import Packer, packer_on
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
@@ -157,16 +157,16 @@ class Sender:
         Raises:
             ManifestError: the tensors cannot make an update.
         """
+        layout = self.layout
         readable = [can_be_mapped(tensor) and tensor.device == device for _, tensor in named]
         scales = self._kv_scales
         # for several engines, what is whole here is quantized once
         alone = [
-            is_readable and (tensor is scales or not self.is_shared)
+            is_readable and not layout["is_far"] and (tensor is scales or not self.is_shared)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
         ]
-        mapped = self._in_place.choose(
-            named, family, alone, scales, None if device is None else shards
-        )
+        in_reach = None if device is None or layout["is_far"] else shards
+        mapped = self._in_place.choose(named, family, alone, scales, in_reach)
         resident = [
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
@@ -175,7 +175,6 @@ class Sender:
             (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
             for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
         )
-        layout = self.layout
         slots = slots_for(device, layout)
         senders = 1
         if layout["is_far"] and not streamed and not self.sends_alone:
@@ -185,7 +184,7 @@ class Sender:
         kept = self._plans.get(way)
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
-        is_encoded = device is not None or self.layout["through_host"]
+        is_encoded = device is not None or layout["through_host"] or layout["is_far"]
         quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
         make = partial(self._plan, named, family, mapped, quantized, resident, streamed)
         try:
@@ -248,12 +247,8 @@ class Sender:
         if previous is not None and previous is not bucket:
             previous.close()  # every rank let go of it as it opened the new one
         if self._packer is None or self._packer[:2] != (plan, bucket):
-            packer: Packer
-            if device is None:
-                packer = HostPacker(plan, bucket.content)
-            else:
-                packer = QuantizePacker(plan, bucket.content, getattr(torch, self.layout["dtype"]))
-            self._packer = plan, bucket, packer
+            dtype = getattr(torch, self.layout["dtype"])
+            self._packer = plan, bucket, packer_on(device, plan, bucket.content, dtype)
         return self._packer[2]
 
     @property
@@ -285,5 +280,5 @@ class Sender:
         place = torch.device("cpu") if device is None else device
         kept = self._bucket
         if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
-            return bucket_on(device, nbytes)
+            return bucket_on(device, nbytes, self.layout["is_far"])
         return kept

@@ -20,7 +20,7 @@ from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fsdp import Named, mesh_size
 from trainer_bridge.keep_alive import kept_alive
-from trainer_bridge.layout import sources_for
+from trainer_bridge.layout import gpu_of, sources_for
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.board import WAIT_S
@@ -155,7 +155,7 @@ def _offer(transaction: Transaction) -> Offer | None:
             for name, relay in relays.items()
             if isinstance(relay, RelayClient)
         },
-        {name: layout[name] for name in ("dtype", "fp32", "formats")},
+        {name: layout[name] for name in ("dtype", "fp32", "formats", "gpus")},
         manifest.fingerprint,
         manifest.chunk_bytes,
         manifest.slots,
@@ -202,7 +202,16 @@ def _follow(offer: Offer, number: int, named: Named, family: str | None) -> Chun
     plan = _plan(offer, named, family)
     if plan.manifest.fingerprint != offer.fingerprint:
         raise ManifestError("it has other tensors than the first rank")
-    return ChunkSender(plan, number, offer.senders, offer.relays, offer.kv_scales, offer.images)
+    return ChunkSender(
+        plan,
+        gpu_of(named, offer.layout),
+        getattr(torch, offer.layout["dtype"]),
+        number,
+        offer.senders,
+        offer.relays,
+        offer.kv_scales,
+        offer.images,
+    )
 
 
 def _plan(offer: Offer, named: Named, family: str | None) -> TransferPlan:

@@ -1,12 +1,13 @@
 """The sending side of one update to the engines of one layout: chunks, and the vote."""
 
+import logging
 import time
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import torch
 
+from sgl_fp8rl.protocol.image import Steps
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.values import excerpt
@@ -15,7 +16,8 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.filler import Filler
 from trainer_bridge.fsdp import Named
-from trainer_bridge.image_changes import ImageChanges
+from trainer_bridge.image_changes import ImageChanges, sent_as
+from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
@@ -23,6 +25,9 @@ from trainer_bridge.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.rank_client import Content, UnreachableMemoryError
 
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
 TIED_HEAD = "lm_head.weight"
 """Frameworks stream it where it is tied too."""
 
@@ -75,6 +80,7 @@ class UpdateSession:
         """Ranks of the trainer that send chunks in turn; this one sends the first."""
         self.network_bytes_of_others = 0
         """Bytes of chunks that those sent to engines on other hosts."""
+        self._ahead = Lookahead[tuple[Message, Content | None]]()
         self._filler = Filler(plan, self._send_chunk, self._await_slot)
 
     def open(self) -> None:
@@ -216,6 +222,8 @@ class UpdateSession:
             return
         try:
             self._filler.finish()
+            for ready in self._ahead.drain():
+                self._send_filled(*ready)
             while self._in_flight:
                 self._wait_chunk()
         except BaseException:
@@ -240,9 +248,16 @@ class UpdateSession:
         update as changes of this one where engines have kept it."""
         if self._changes is not None:
             changes, self._changes = self._changes, None
-            image = changes.commit()
+            kept = None
+            try:
+                kept = self.plan.manifest.fingerprint, changes.commit()
+            except (RuntimeError, MemoryError):  # the engines have committed all the same
+                logger.exception(
+                    "what was sent is not kept, so the next update is sent whole; leave memory for "
+                    "it on the trainer's side, or start the engines without --fp8rl-image-bytes"
+                )
             for connection in self._keeping:
-                connection.image = self.plan.manifest.fingerprint, image
+                connection.image = kept
                 connection.image_failed = False
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
@@ -261,7 +276,10 @@ class UpdateSession:
         if self._came:  # it failed, perhaps for what was held of it in the order of the last one
             self.sender.forget_stream()
         self.sender.leave(self)
-        del self._filler  # it refers to here: a cycle would keep the trainer's tensors
+        del (
+            self._filler,
+            self._ahead,
+        )  # a cycle would keep the trainer's tensors
 
     def _is_mine(self, chunk: int) -> bool:
         return chunk % self._senders == 0
@@ -272,15 +290,27 @@ class UpdateSession:
         if self._board is not None:
             self._board.fill(chunk + 1)
             self._board.await_filled(chunk)
-        if self.device is not None:
+        if self.device is not None and not self.sender.layout["is_far"]:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
         message = {"op": "chunk", "index": chunk, **order}
-        content = cache(partial(self._content, chunk))
+        self._order = []
+        for ready in self._ahead.push(self._filled(message, chunk)):
+            self._send_filled(*ready)
+
+    def _filled(self, message: Message, chunk: int) -> Steps[tuple[Message, Content | None]]:
+        """A message and what it is about, for engines that do not read the bucket."""
+        if not self.sender.layout["is_far"] or not self._open_members():
+            return message, None
+        content = self.sender.content(self.plan, chunk)
+        held = [member.ranks.image for member in self._open_members() if member.ranks is not None]
+        return message, (yield from sent_as(self._changes, chunk, content, held))
+
+    def _send_filled(self, message: Message, content: Content | None) -> None:
+        self._await_engine()
         for member in self._open_members():
             assert member.ranks is not None
             member.ranks.send_chunk(message, content)
-        self._order = []
         self._in_flight += 1
 
     def _begin_changes(self) -> None:
@@ -311,16 +341,16 @@ class UpdateSession:
         chunks = range(len(self.plan.chunks))
         return not self.plan.streamed and sum(self.plan.extent(i)[1] for i in chunks) <= most
 
-    def _content(self, chunk: int) -> Content:
-        content = self.sender.content(self.plan, chunk)
-        return content if self._changes is None else self._changes.added_to(content, chunk)
-
     def _await_slot(self, chunk: int) -> bool:
         if not self._is_mine(chunk):
             return False
+        self._await_engine()
+        return bool(self._open_members())  # or the bucket may be gone
+
+    def _await_engine(self) -> None:
+        """Wait until engines have read so much that a slot is free."""
         while self._in_flight >= self.plan.manifest.slots // self._senders:
             self._wait_chunk()
-        return bool(self._open_members())  # or the bucket may be gone
 
     def _wait_chunk(self) -> None:
         self._wait()

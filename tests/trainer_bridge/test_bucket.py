@@ -53,7 +53,7 @@ class Way:
         as a trainer stays."""
         connected = self.connect(ranks)
         bucket.share(connected)
-        connected.send_chunk({"op": "chunk"}, lambda: Content(0, bucket.content))
+        connected.send_chunk({"op": "chunk"}, Content(0, bucket.content))
         connected.wait()
         connected.ask({"op": "commit"})
         self.close()

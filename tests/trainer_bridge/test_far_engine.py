@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_fp8rl.ops.delta import apply
 from sgl_fp8rl.protocol import framing, image
 from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import here
@@ -567,7 +568,7 @@ def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.Mo
     engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     tensors = toy.checkpoint(0)
     update(tensors, engines, version=0)
-    apply, left = image.apply, [3]
+    left = [3]
 
     def interrupted(content: torch.Tensor, delta: torch.Tensor) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -202,7 +202,7 @@ def test_a_stalled_connection_is_waited_for_once() -> None:
     with silent_relay(timeout_s=2.0) as relay:
         began = time.monotonic()
         content = Content(0, torch.zeros(64 << 20, dtype=torch.uint8))
-        relay.send_chunk({"op": "chunk", "index": 0}, lambda: content)
+        relay.send_chunk({"op": "chunk", "index": 0}, content)
         assert time.monotonic() - began < 1.0, "the trainer gathers on meanwhile"
         with pytest.raises(EngineError, match="longer than 2 s"):
             relay.wait(began)
@@ -219,7 +219,7 @@ def test_no_thread_outlives_a_connection(is_closed: bool) -> None:
     a trainer whose training is over."""
     before = set(threading.enumerate())
     with silent_relay(timeout_s=2.0) as relay:
-        relay.send_chunk({"op": "chunk"}, lambda: Content(0, torch.zeros(8, dtype=torch.uint8)))
+        relay.send_chunk({"op": "chunk"}, Content(0, torch.zeros(8, dtype=torch.uint8)))
         (sender,) = set(threading.enumerate()) - before
         if is_closed:
             relay.close()

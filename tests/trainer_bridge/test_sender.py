@@ -19,6 +19,7 @@ from sgl_fp8rl.protocol.place import here
 from tests.trainer_bridge.fake_rank import TOKEN, Rank
 from trainer_bridge import in_place
 from trainer_bridge import layout as layout_module
+from trainer_bridge import packer as packer_module
 from trainer_bridge import sender as sender_module
 from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import HostPacker
@@ -479,7 +480,7 @@ def test_a_bucket_on_another_gpu_takes_its_place(monkeypatch: pytest.MonkeyPatch
     """The old one is freed when no rank has it open any more."""
     monkeypatch.setattr(GpuBucket, "made", [], raising=False)
     monkeypatch.setattr("trainer_bridge.transport.bucket.DeviceBucket", GpuBucket)
-    monkeypatch.setattr(sender_module, "QuantizePacker", lambda *_: object())
+    monkeypatch.setattr(packer_module, "QuantizePacker", lambda *_: object())
     sender = Sender(layout())
     plan = plan_for(sender, weights(a=(4, 4)))
     for device in (CUDA[0], CUDA[0], CUDA[1], CUDA[0]):

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import SLOTS
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.test_triton_writer import FakeDeviceMemory
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_far_engine import (
@@ -33,6 +35,7 @@ from tests.trainer_bridge.test_far_engine import (
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
+from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import chunk_sender, layout, shared_sending, update
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.engine_client import EngineError
@@ -40,6 +43,7 @@ from trainer_bridge.fsdp import sources
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.shared_sending import is_on_all
 from trainer_bridge.transfer_plan import TransferPlan
+from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(180)
@@ -227,7 +231,7 @@ def check_healed(engines: list[FakeEngine]) -> None:
 class Recorder:
     """Stands for ``RelayClient``: keeps what each rank sends."""
 
-    network_bytes = 0
+    network_bytes, image = 0, None
     sent: ClassVar[dict[int, bytes]] = {}
 
     def __init__(self, *_: object) -> None:
@@ -235,18 +239,24 @@ class Recorder:
 
     def send_chunk(self, message: dict[str, int], content: Any) -> None:
         assert message["index"] not in self.sent
-        self.sent[message["index"]] = bytes(content().data.numpy())
+        self.sent[message["index"]] = bytes(content.data.numpy())
 
     def wait(self, began: float) -> None:
         pass
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("senders", [1, 2, 5])
 def test_all_chunks_together_are_those_of_one_rank(
-    senders: int, monkeypatch: pytest.MonkeyPatch
+    senders: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV scales too, which only the first rank of a trainer is given; it hands them on."""
+    """KV scales too, which only the first rank of a trainer is given; it hands them on. Host memory
+    stands for a GPU's, and torch for its kernel."""
     monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
+    monkeypatch.setattr(cuda_ipc, "DeviceMemory", FakeDeviceMemory)
+    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
+    monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
+    device = torch.device("cpu") if on_gpu else None
     monkeypatch.setattr(Recorder, "sent", {})
     scales = torch.rand(2, 3, 4)
     named = [*toy.checkpoint(0).items(), (KV_SCALES, scales)]
@@ -259,7 +269,9 @@ def test_all_chunks_together_are_those_of_one_rank(
     of_all = plan(SLOTS * senders)
     relays = {"engine": Relay({}, "", 1.0)}
     for number in range(senders):
-        sender = ChunkSender(of_all, number, senders, relays, scales, ("", ""))
+        sender = ChunkSender(
+            of_all, device, torch.bfloat16, number, senders, relays, scales, ("", "")
+        )
         for index, (_, tensor) in enumerate(named[:-1]):
             sender.put(index, tensor)
         assert sender.finish() == Sent(None, {}, 0)
@@ -282,7 +294,8 @@ def test_a_rank_keeps_nothing_of_an_update(monkeypatch: pytest.MonkeyPatch) -> N
     """Without a garbage collector's help: a part of a bucket is memory that a host may lack."""
     monkeypatch.setattr(chunk_sender, "RelayClient", Recorder)
     made = sources([("w", torch.ones(128, 128))], None, torch.bfloat16)
-    sender = ChunkSender(TransferPlan(made, [False], CHUNK), 0, 1, {}, None, ("", ""))
+    plan = TransferPlan(made, [False], CHUNK)
+    sender = ChunkSender(plan, None, torch.bfloat16, 0, 1, {}, None, ("", ""))
     gone = weakref.ref(sender)
     sender.close()
     del sender

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from trainer_bridge.transport.cuda_ipc import DeviceBucket
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, FarBucket
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import Ranks
 
@@ -37,14 +37,17 @@ class Bucket(Protocol):
         """
 
 
-def bucket_on(device: torch.device | None, nbytes: int) -> Bucket:
+def bucket_on(device: torch.device | None, nbytes: int, is_far: bool = False) -> Bucket:
     """A new one.
 
     Args:
         device: the GPU of this process, or None for host memory.
+        is_far: its content is sent to ranks on other hosts.
 
     Raises:
         EngineError: there is not enough memory.
         UnreachableMemoryError: this system does not share the GPU's.
     """
-    return HostBucket(nbytes) if device is None else DeviceBucket(nbytes, device)
+    if device is None:
+        return HostBucket(nbytes)
+    return FarBucket(nbytes, device) if is_far else DeviceBucket(nbytes, device)

@@ -1,4 +1,4 @@
-"""Device memory that trainer and engine share on one host: a bucket, or parameters in place.
+"""Device memory of a trainer that engines read: a bucket, or on one host parameters in place.
 
 A rank on the trainer's own GPU reads at memory speed, one on another GPU over NVLink.
 """
@@ -58,6 +58,32 @@ class DeviceBucket:
         """Have every rank open it, unless all have."""
         if self.name not in ranks.known:
             ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
+
+
+class FarBucket:
+    """The same for ranks on other hosts, which get its content, and do not open it.
+
+    Raises:
+        EngineError: there is not enough memory.
+    """
+
+    path: str | None = None
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        try:
+            memory = DeviceMemory(nbytes, device.index)
+        except CudaMemoryError as error:
+            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
+        self.close = weakref.finalize(self, memory.close)
+        """Free the memory."""
+        self.close.atexit = False  # the driver frees it anyway
+        self.name = secrets.token_hex(16)
+        self.content = memory.tensor
+
+    def share(self, ranks: Ranks) -> None:
+        """Have each engine's relay make one of this size, unless it has."""
+        if self.name not in ranks.known:
+            ranks.ask({"op": "bucket", "name": self.name, "bytes": self.content.numel()})
 
 
 @dataclass(frozen=True)

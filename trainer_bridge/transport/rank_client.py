@@ -4,7 +4,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ class Content(NamedTuple):
     offset: int
     """Bytes from the start of the bucket."""
     data: torch.Tensor
-    """uint8: what it holds."""
+    """uint8: what it holds, in host memory; on a GPU where only ``change`` is sent."""
     before: str = ""
     """The image that ``change`` is of."""
     change: Change | None = None
@@ -76,11 +76,11 @@ class EngineRanks(ABC):
         self._sockets: list[socket.socket] = []
 
     @abstractmethod
-    def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
+    def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
         """Send a chunk.
 
         Args:
-            content: what it holds, for ranks that do not share the bucket.
+            content: what it holds, for ranks that do not share the bucket; None where all do.
         """
 
     @abstractmethod
@@ -165,7 +165,7 @@ class RankClients(EngineRanks):
             self.close()  # or ranks that did connect would wait for what never comes
             raise
 
-    def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
+    def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
         self.send(message)
 
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:

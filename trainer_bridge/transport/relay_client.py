@@ -95,8 +95,9 @@ class RelayClient(EngineRanks):
             message = {**message, "image": self.next_image}
         self._parcels.put((message, None))  # the relay opens memory of its own
 
-    def send_chunk(self, message: dict[str, Any], content: Callable[[], Content]) -> None:
-        offset, data, before, change = content()
+    def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
+        assert content is not None
+        offset, data, before, change = content
         message = {**message, "offset": offset, "bytes": data.numel()}
         if before and before == self.image and change is not None:
             data = change.payload
