@@ -17,6 +17,7 @@ BENCHMARKS = {
     "far_ranks": "benchmarks.far_ranks:BENCHMARK",
     "chain": "benchmarks.chain:BENCHMARK",
     "flips": "benchmarks.flips:BENCHMARK",
+    "delta": "benchmarks.delta:BENCHMARK",
     "start": "benchmarks.start:BENCHMARK",
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",

@@ -47,6 +47,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "far_ranks": ("far_ranks.json", links.far_ranks),
     "chain": ("chain.json", links.chain),
     "flips": ("flips.json", flips.flips),
+    "delta": ("delta.json", links.delta),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),

@@ -30,6 +30,27 @@ def _table(results: Mapping[str, Any], last: str) -> str:
     return joined(made, failures(results), f"{facts(results['environment'])}. {last.format(runs)}")
 
 
+def delta(results: Mapping[str, Any]) -> str:
+    """A line a model and share of changes; the times of a pass are beside those of the CPU."""
+    ms = "{median:,.1f} ms ({min:,.1f} to {max:,.1f})"
+    gpu = {"arm": "gpu"}
+    columns = [
+        Column("records", {"records_mb": "{median:,.0f} MB", "of_image": "{median:.1%}"}),
+        Column("quantize", {"quantize_ms": ms}),
+        Column("quantize, compare, encode", {"changes_ms": ms}, gpu),
+        Column("GPU at work", {"busy_ms": "{median:,.1f} ms"}),
+        Column("into the image", {"commit_ms": ms}),
+        Column("all, of a pass", {"times_quantize": "{median:.2f}x"}),
+        Column("on the engine's host", {"engine_ms": "{median:,.0f} ms"}),
+        Column("compare on the CPU", {"changes_ms": "{median:,.0f} ms"}, {"arm": "cpu"}),
+    ]
+    rows = results["rows"]
+    made = table(rows, ["model", "case"], columns, "model, bytes that change")
+    runs = max((row["n"] for row in rows), default=0)
+    end = f"{facts(results['environment'])}. Medians of {runs} (least to most)."
+    return joined(made, failures(results), end)
+
+
 def chain(results: Mapping[str, Any]) -> str:
     """A line for a version that is whole, and for each size of steps."""
     columns = [
