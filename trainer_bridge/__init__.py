@@ -22,12 +22,19 @@ For an MoE model, the experts that the engine chose:
 >>> rollout = trainer_bridge.rollout(engine, prompts, sampling, routed_experts=True)
 >>> with trainer_bridge.replay_routing(model, rollout.routed_experts, attention_mask=mask_BS):
 ...     logits = model(tokens_BS, attention_mask=mask_BS).logits
+
+To compute the forward with the very FP8 codes that the engine serves:
+
+>>> fp8 = trainer_bridge.fp8_forward(model, like=engine)
+>>> trainer_bridge.update(model, engine, version=step)
+>>> fp8.check(engine)
 """
 
 from trainer_bridge.connections import close
 from trainer_bridge.controller import Controller, Decision, Request
 from trainer_bridge.correction import PRESETS, Correction, CorrectionConfig, correct, policy_loss
 from trainer_bridge.engine_client import EngineError, connect
+from trainer_bridge.fp8_forward import FP8Forward, fp8_forward
 from trainer_bridge.kv_calibrator import KVCalibrator
 from trainer_bridge.logprobs import response_logprobs
 from trainer_bridge.metrics import (
@@ -50,6 +57,7 @@ __all__ = [
     "CorrectionConfig",
     "Decision",
     "EngineError",
+    "FP8Forward",
     "KVCalibrator",
     "Request",
     "Rollout",
@@ -59,6 +67,7 @@ __all__ = [
     "close",
     "connect",
     "correct",
+    "fp8_forward",
     "mismatch_metrics",
     "policy_loss",
     "record_routing",

@@ -52,7 +52,8 @@ class Source:
 def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     """(Name, tensor) of a module's checkpoint, of a mapping, or of an iterable of pairs.
 
-    A parameter that is whole on this rank comes as a plain tensor.
+    A parameter that is whole on this rank comes as a plain tensor. One that ``fp8_forward`` has
+    quantized comes as codes and scales, unless FSDP2 gathers it as it is.
 
     Raises:
         ManifestError: the parameters of a module are not those of its checkpoint.
@@ -130,10 +131,15 @@ def _checkpointed(model: nn.Module) -> Named:
     seen: set[int] = set()
     for prefix, module in model.named_modules():  # those outside come before those inside
         _reshard(module)
+        quantized = vars(module).get("fp8_parameters", {})
         for name, parameter in () if is_own else module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append((f"{prefix}.{name}" if prefix else name, parameter))
+                whole_name = f"{prefix}.{name}" if prefix else name
+                if name in quantized:
+                    found.extend(quantized[name].tensors(whole_name, parameter))
+                else:
+                    found.append((whole_name, parameter))
         for name, buffer in module.named_buffers(prefix, recurse=False) if module._buffers else ():
             last = name.rpartition(".")[2]
             saved = last not in module._non_persistent_buffers_set

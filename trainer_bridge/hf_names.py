@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from sgl_fp8rl.formats import split_name
+
 Cut = Callable[[torch.Tensor], torch.Tensor]
 """Takes one HF tensor out of the parameter that holds it."""
 
@@ -40,7 +42,8 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
     """The HF tensors that one parameter holds.
 
     Args:
-        name: the parameter's name in the model, already ``clean``.
+        name: the parameter's name in the model, already ``clean``; that of its scales is the same
+            with their suffix, and they are cut as it is.
         shape: its whole shape; fused experts are ``[E, 2I, H]`` (gate rows, then up rows) and
             ``[E, H, I]``.
         family: ``model_type`` of the model.
@@ -48,6 +51,12 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
     Yields:
         The HF name, and how to cut it out of the whole parameter.
     """
+    name, suffix = split_name(name)
+    for hf_name, cut in _split(name, shape, family):
+        yield hf_name + suffix, cut
+
+
+def _split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, Cut]]:
     mixtral = family in _MIXTRAL_STYLE
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     if mixtral:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import export, routed_experts, update_steps
+from sgl_fp8rl.engine import code_sums, export, routed_experts, update_steps
 from sgl_fp8rl.engine.attached import scheduler_weights, status_of
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
@@ -23,7 +23,7 @@ from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 RPC_METHOD = "fp8rl"
-READS_MEMORY = ("digest", "export", "kv", "kv_observe", "kv_recalibrate")
+READS_MEMORY = ("code_sums", "digest", "export", "kv", "kv_observe", "kv_recalibrate")
 """Messages whose answer lies in memory that the memory saver takes away with the weights."""
 RELEASED = "the weights' memory is released; resume_memory_occupation first"
 Reply = dict[str, Any]
@@ -100,6 +100,10 @@ def _digest(asked: Asked) -> Reply:
     return {"ranks": gather(found, asked.group)}
 
 
+def _code_sums(asked: Asked) -> Reply:
+    return code_sums.read(asked.weights, asked.group)
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
@@ -171,6 +175,7 @@ ANSWERS: dict[str, Callable[[Asked], Reply]] = {
     "idle": _idle,
     "layers": _layers,
     "digest": _digest,
+    "code_sums": _code_sums,
     "export_layout": _export_layout,
     "export": _export,
     "kv": _kv,

@@ -40,7 +40,17 @@ BEGIN = {
 SEEDS = (
     *(
         {"op": op}
-        for op in ("layout", "status", "layers", "tensors", "digest", "kv", "kv_observe", "end")
+        for op in (
+            "layout",
+            "status",
+            "layers",
+            "tensors",
+            "digest",
+            "code_sums",
+            "kv",
+            "kv_observe",
+            "end",
+        )
     ),
     *(BEGIN, {**BEGIN, "manifest": MANIFEST.to_json()}),
     {"op": "export_layout", "manifest": MANIFEST.to_json()},

@@ -696,7 +696,7 @@ def test_an_engine_does_not_go_back_where_others_went_on(
 
 
 @pytest.mark.guarantee("released", fault="messages that read released memory")
-@pytest.mark.parametrize("op", ["digest", "kv", "kv_observe", "kv_recalibrate"])
+@pytest.mark.parametrize("op", ["code_sums", "digest", "kv", "kv_observe", "kv_recalibrate"])
 def test_released_memory_is_not_read(
     engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

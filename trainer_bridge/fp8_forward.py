@@ -1,0 +1,191 @@
+"""``fp8_forward``: a trainer computes its forward with the codes that its engines serve."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.formats import QUANTIZED, split_name
+from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
+from sgl_fp8rl.protocol.manifest import ManifestError
+from trainer_bridge import hf_names
+from trainer_bridge.collective import Leader, ranks_of
+from trainer_bridge.connections import connection_to
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fp8_weights import moves_codes
+from trainer_bridge.fsdp import Source, named_tensors, sources
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FP8Forward:
+    """What ``fp8_forward`` made of a model."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    """The engine's, to which weights are rounded before they are quantized."""
+    names: tuple[str, ...]
+    """HF tensors whose codes the forward computes with, sorted."""
+
+    @property
+    def gathered_whole(self) -> list[str]:
+        """Parameters that FSDP2 gathers as they are and each rank quantizes at each all-gather: its
+        ranks' rows are not whole blocks. All others are gathered as codes."""
+        return [
+            name
+            for name, parameter in _quantized(self.model)
+            if isinstance(parameter, DTensor) and not moves_codes(parameter)
+        ]
+
+    def check(self, engine: Any, *, group: dist.ProcessGroup | None = None) -> None:
+        """Check that an engine serves the very codes that the forward computes with now.
+
+        It compares sums over the bits of each tensor's codes and scales. With FSDP2 every rank
+        calls, and gathers each tensor once.
+
+        Args:
+            engine, group: as for ``update``; only the engine of the first rank is asked.
+
+        Raises:
+            EngineError: a tensor differs, on every rank; or the engine cannot be reached.
+        """
+        named = named_tensors(self.model)
+        leader = Leader(ranks_of(named, group))
+        try:
+            theirs = leader.attempt(_sums_of, engine)
+            ours: dict[tuple[str, str], torch.Tensor] = {}
+            family = hf_names.model_type(self.model)
+            of_forward = {n + suffix for n in self.names for suffix in ("", *QUANTIZED.suffixes)}
+            planned = sources(named, family, self.dtype)
+            for (_, tensor), source in zip(named, planned, strict=True):
+                if any(name in of_forward for name, _ in source.cuts):
+                    whole = source.read(tensor)
+                    leader.attempt(_add_sums, ours, source, whole, self.dtype)
+            leader.attempt(_compare, ours, theirs)
+            leader.share(None)
+        except BaseException as error:
+            leader.tell(error)
+            raise
+
+
+def fp8_forward(
+    model: nn.Module, like: Any, *, group: dist.ProcessGroup | None = None
+) -> FP8Forward:
+    """Compute the forward of the layers that an engine keeps in FP8 as it does.
+
+    Weights are rounded to the engine's dtype and quantized once a step, activations in each
+    forward. Weight gradients are those of BF16 layers; input gradients are computed with the
+    weights that the codes stand for. ``update`` then sends the codes. Parameters, their names and
+    the optimizer stay; call it before ``fully_shard`` and before a wrapper of the layers.
+
+    Args:
+        model: a causal language model of transformers; its linears are ``nn.Linear``, and experts
+            3-D parameters with [gate; up] rows.
+        like: the engine (as for ``update``) whose layers decide; on ranks that do not lead, None.
+        group: where the job has several ranks, those that call together, by default all.
+
+    Returns:
+        the tensors in question, and a check of the engine's codes.
+
+    Raises:
+        EngineError: the engine cannot be reached, or has no weights yet.
+        ManifestError: the model has not the layers that the engine keeps in FP8.
+        ValueError: a layer is of a kind that is not known, or sharded already.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    leader = Leader(ranks_of([], group))
+    layout: Any = leader.share(leader.attempt(_layout_of, like))
+    names, dtype = set(layout["formats"][QUANTIZED.name]), getattr(torch, layout["dtype"])
+    return convert_layers(model, names, dtype)
+
+
+def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8Forward:
+    """``fp8_forward`` for an engine that keeps these HF tensors in FP8; nothing is asked."""
+    from trainer_bridge.fp8_layers import convert  # torch._dynamo, which takes a second
+
+    family, found, modules = hf_names.model_type(model), set[str](), dict[str, nn.Module]()
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = hf_names.clean(f"{prefix}.{attribute}")
+            parts = {part for part, _ in hf_names.split(name, tuple(parameter.shape), family)}
+            if parts & names:
+                if parts - names:
+                    raise ManifestError(
+                        f"the engine keeps {min(parts & names)} in FP8 and {min(parts - names)} "
+                        f"not, which are one parameter of the model; ignore both or none"
+                    )
+                found |= parts
+                modules[hf_names.clean(prefix)] = module
+    if names - found or not names:
+        raise ManifestError(
+            f"the engine keeps {min(names - found, default='nothing')} in FP8, which is no "
+            f"parameter of the model; pass a model of the engine's checkpoint"
+        )
+    for name, module in modules.items():
+        convert(module, name, dtype)
+    logger.info("fp8_forward: %d tensors of %d modules", len(found), len(modules))
+    return FP8Forward(model, dtype, tuple(sorted(found)))
+
+
+def _layout_of(engine: Any) -> dict[str, Any]:
+    layout = connection_to(engine).layout()
+    if not layout["formats"].get(QUANTIZED.name):
+        raise EngineError("the engine does not know yet what it keeps in FP8; update it first")
+    return {name: layout[name] for name in ("formats", "dtype")}
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter that has codes."""
+    for prefix, module in model.named_modules():
+        for attribute in vars(module).get("fp8_parameters", ()):
+            yield hf_names.clean(f"{prefix}.{attribute}"), getattr(module, attribute)
+
+
+def _sums_of(engine: Any) -> Sums:
+    sums = connection_to(engine).client.control({"op": "code_sums"}).get("sums")
+    if not isinstance(sums, dict):
+        raise EngineError(
+            "the engine's reply has no sums; install the same sgl-fp8rl on both sides"
+        )
+    return sums
+
+
+def _add_sums(
+    ours: dict[tuple[str, str], torch.Tensor],
+    source: Source,
+    whole: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Of what an update reads from one source: codes, scales, or a weight to be quantized."""
+    (scales,) = QUANTIZED.suffixes
+    for name, cut in source.cuts:
+        part, (owner, suffix) = cut(whole), split_name(name)
+        if part.dtype in QUANTIZED.dtypes:
+            ours[name, ""] = code_sum(part)
+        elif suffix:
+            ours[owner, suffix] = scale_sum(part)
+        else:  # as each rank quantizes what FSDP2 gathered as it is
+            encoded = QUANTIZED.encode(part.to(dtype))
+            ours[name, ""], ours[name, scales] = code_sum(encoded[""]), scale_sum(encoded[scales])
+
+
+def _compare(ours: dict[tuple[str, str], torch.Tensor], theirs: Sums) -> None:
+    (scales,) = QUANTIZED.suffixes
+    values = torch.stack(list(ours.values())).tolist()  # one wait for all
+    found = {key: total([value]) for key, value in zip(ours, values, strict=True)}
+    names = {name for name, _ in found}
+    odd = {name for name in names if theirs.get(name) != [found[name, ""], found[name, scales]]}
+    odd |= theirs.keys() - names
+    if odd:
+        raise EngineError(
+            f"{len(odd)} of {len(names | theirs.keys())} tensors differ between this forward and "
+            f"the engine, {min(odd)} among them; update the engine to these weights, and change "
+            f"them by an optimizer or in place, not through .data"
+        )

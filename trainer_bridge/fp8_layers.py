@@ -1,0 +1,195 @@
+"""Layers of a trainer that compute as the engine's FP8 layers do, with gradients.
+
+The forward is the engine's: codes of the weight times codes of the activations. The gradient of the
+weight passes straight through the quantization: it is that of a BF16 layer. The gradient of the
+input is computed with the weight that the codes stand for.
+
+Shape suffixes: M tokens, T experts of a token, R = M * T rows sorted by expert, E experts, H
+hidden, N output features, K input features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sgl_fp8rl.ops import block_linear
+from trainer_bridge.fp8_weights import FP8Parameter
+
+
+class FP8Module(nn.Module):
+    """A module some of whose parameters have codes."""
+
+    fp8_parameters: dict[str, FP8Parameter]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        found = self.__dict__.get("fp8_parameters", {}).get(name)
+        if found is not None:  # FSDP2 shards a parameter, has gathered it, or freed it again
+            found.registered(value)
+
+
+class FP8Linear(FP8Module, nn.Linear):
+    """``nn.Linear`` with the forward of an FP8 layer."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = _as_autocast(input)
+        with torch.autocast(x.device.type, enabled=False):
+            y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, self.bias, self.fp8_parameters["weight"]
+            )
+        return y
+
+
+class FP8Experts(FP8Module):
+    """The forward of experts that transformers keeps as 3-D parameters with [gate; up] rows."""
+
+    gate_up_proj: nn.Parameter
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, taken in FP32: ``[M, H]``."""
+        x_MH, ids_R = _as_autocast(hidden_states), top_k_index.flatten()
+        order_R = ids_R.argsort(stable=True)
+        tokens_R = order_R // top_k_index.shape[-1]
+        counts = torch.bincount(ids_R, minlength=len(self.gate_up_proj)).tolist()
+        gate_up = self._multiply("gate_up_proj", x_MH[tokens_R], counts)
+        gate, up = gate_up.chunk(2, dim=-1)
+        down_RH = self._multiply("down_proj", self.act_fn(gate) * up, counts)
+        weighted_RH = down_RH.float() * top_k_weights.flatten()[order_R].float().unsqueeze(-1)
+        out_MH = torch.zeros_like(x_MH, dtype=torch.float32).index_add(0, tokens_R, weighted_RH)
+        return out_MH.to(hidden_states.dtype)
+
+    def _multiply(self, name: str, x_RK: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        with torch.autocast(x_RK.device.type, enabled=False):
+            y_RN: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+                x_RK, getattr(self, name), self.fp8_parameters[name], counts
+            )
+        return y_RN
+
+
+def convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Have a module compute as an FP8 layer; parameters, hooks and names stay.
+
+    Args:
+        name: of the module, for messages.
+        dtype: the engine's, to which weights are rounded before they are quantized.
+
+    Raises:
+        ValueError: the module is neither ``nn.Linear`` nor experts as transformers keeps them.
+    """
+    names: tuple[str, ...] = ("weight",)
+    fp8_class: type = FP8Linear
+    if is_experts(module):
+        check_experts(module, name)
+        names = "gate_up_proj", "down_proj"
+        fp8_class = type(f"FP8{type(module).__name__}", (FP8Experts, type(module)), {})
+    elif type(module) is not nn.Linear:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, whose forward fp8_forward does not know; it "
+            f"computes nn.Linear and experts of transformers, before anything wraps them"
+        )
+    if any(isinstance(getattr(module, each), DTensor) for each in names):
+        raise ValueError(
+            f"{name} is sharded already; call fp8_forward before fully_shard, and without tensor "
+            f"parallelism"
+        )
+    module.fp8_parameters = {each: FP8Parameter(dtype) for each in names}  # type: ignore[assignment]
+    module.__class__ = fp8_class
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a layer as 3-D parameters."""
+    weight = getattr(module, "gate_up_proj", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3
+
+
+def check_experts(module: nn.Module, name: str) -> None:
+    """Check that experts are stored as ``FP8Experts`` and ``ops.experts`` compute them.
+
+    Raises:
+        ValueError: they are not.
+    """
+    # transformers marks unusual memory layouts of experts modules
+    usual = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
+    if not usual or getattr(module, "has_bias", False):
+        raise ValueError(
+            f"{name} stores its experts interleaved, transposed or with a bias, which cannot be "
+            f"computed in FP8 here; only experts with [gate; up] rows can"
+        )
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """As ``F.linear`` takes its input under autocast."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parameter: FP8Parameter,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.parameter, ctx.bias_dtype = parameter, None if bias is None else bias.dtype
+        x_MK = x.reshape(-1, x.shape[-1]).contiguous()
+        y_MN = block_linear.linear(x_MK, *parameter.codes(weight), bias)
+        return y_MN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = dweight = dbias = None
+        dy_MN = dy.reshape(-1, dy.shape[-1])
+        with torch.autocast(dy.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                codes = ctx.parameter.codes(weight)
+                dx = block_linear.input_gradient(dy_MN, *codes).view(*dy.shape[:-1], -1)
+            if ctx.needs_input_grad[1]:
+                dweight = (dy_MN.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+            if ctx.needs_input_grad[2]:
+                dbias = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dweight, dbias, None
+
+
+class _Experts(torch.autograd.Function):
+    """``x @ weight.T`` of each expert's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RK: torch.Tensor, weight: torch.Tensor, parameter: FP8Parameter, counts: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, weight)
+        ctx.parameter, ctx.counts = parameter, counts
+        return block_linear.linear_by_expert(x_RK, counts, *parameter.codes(weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy_RN: torch.Tensor) -> Any:
+        x_RK, weight = ctx.saved_tensors
+        dx_RK = dweight = None
+        parts = dy_RN.split(ctx.counts)
+        with torch.autocast(dy_RN.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                codes = zip(parts, *ctx.parameter.codes(weight), strict=True)
+                dx_RK = torch.cat([block_linear.input_gradient(*each) for each in codes])
+            if ctx.needs_input_grad[1]:
+                dweight = dy_RN.new_empty(weight.shape)
+                for dy, x, into in zip(parts, x_RK.split(ctx.counts), dweight, strict=True):
+                    torch.mm(dy.t(), x, out=into)
+                dweight = dweight.to(weight.dtype)
+        return dx_RK, dweight, None, None

@@ -1,0 +1,237 @@
+"""The FP8 codes of a trainer's parameter: made once for each of its values, gathered by FSDP2.
+
+Shape suffixes: N output features, K input features; n, k = N, K in blocks of 128. Parameters of
+experts have a dimension of experts before them.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sgl_fp8rl.formats import QUANTIZED
+from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.ops.regions import strides_of, whole
+
+(SUFFIX,) = QUANTIZED.suffixes
+_steps = 0
+"""Steps of all optimizers of this process."""
+
+
+class Codes(NamedTuple):
+    """A quantized weight."""
+
+    codes_NK: torch.Tensor
+    scale_inv_nk: torch.Tensor
+
+
+class FP8Parameter:
+    """The codes of one parameter of a module.
+
+    They are made where they are asked for, and kept until the parameter has another value: another
+    version, address or registration in its module, or an optimizer has stepped since. An optimizer
+    may write where torch counts no version; a write through ``.data`` outside of one is not seen.
+
+    Args:
+        dtype: the engine's, to which weights are rounded before they are quantized.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._made: _Memory | None = None
+        self._made_of: tuple[Any, ...] = ()
+        self._shard: DTensor | None = None
+        _count_steps()
+
+    def __reduce__(self) -> Any:
+        """A copy has codes of its own, which it makes."""
+        return FP8Parameter, (self._dtype,)
+
+    def codes(self, weight: torch.Tensor) -> Codes:
+        """The codes of the parameter as its module has it now.
+
+        Raises:
+            ValueError: it holds NaN or Inf; a GPU does not look, and its codes are NaN.
+        """
+        if isinstance(weight, GatheredCodes):
+            return weight.codes
+        values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+        version = None if weight.is_inference() else weight._version
+        state = version, _steps, values.data_ptr(), values.dtype
+        if self._made is None or not self._made.fits(values):
+            self._made, self._made_of = _Memory(values, self._dtype), ()
+        if self._made_of != state:
+            self._made.write(values)
+            self._made_of = state
+        return self._made.codes
+
+    def registered(self, parameter: Any) -> None:
+        """Its module has it anew. FSDP2 does so at each all-gather, whose result has the address
+        and the version of the one before."""
+        if isinstance(parameter, GatheredCodes):
+            return
+        self._shard = None
+        if isinstance(parameter, DTensor) and moves_codes(parameter):
+            self._shard = parameter
+            local: Any = parameter._local_tensor
+            # what FSDP2 looks for; on this object alone, so that optimizers see a plain tensor
+            local.fsdp_pre_all_gather = self._before_all_gather
+            local.fsdp_post_all_gather = self._after_all_gather
+        else:
+            self._made, self._made_of = None, ()
+
+    def tensors(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """What an update sends: codes and scales, or the parameter where FSDP2 gathers it as it is.
+
+        Args:
+            name: of the parameter.
+        """
+        if not isinstance(parameter, DTensor):
+            pair: tuple[torch.Tensor, ...] = self.codes(parameter)
+        elif moves_codes(parameter):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            pair = tuple(
+                DTensor.from_local(part, mesh, placements, run_check=False)
+                for part in self.codes(parameter)
+            )
+        else:
+            return [(name, parameter)]
+        return list(zip((name, name + SUFFIX), pair, strict=True))
+
+    def _before_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        """The codes and scales of this rank's rows, as bytes; FSDP2 looks for five arguments."""
+        assert self._shard is not None
+        return tuple(part.view(torch.uint8) for part in self.codes(self._shard)), None
+
+    def _after_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        codes, scales = outputs
+        gathered = Codes(codes.view(QUANTIZED.dtypes[0]), scales.view(torch.float32))
+        if out is None:
+            return GatheredCodes(gathered, dtype), ()
+        out.codes = gathered
+        return None
+
+
+class GatheredCodes(torch.Tensor):
+    """What FSDP2 gathered: it has the shape and the dtype of the parameter, and codes alone.
+
+    Args:
+        dtype: of the parameter and its gradient, in a forward.
+    """
+
+    codes: Codes
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type["GatheredCodes"], codes: Codes, dtype: torch.dtype) -> "GatheredCodes":
+        shape, device = codes.codes_NK.shape, codes.codes_NK.device
+        gathered: GatheredCodes = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device
+        )
+        gathered.codes = codes
+        return gathered
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """All is done in ``__new__``."""
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GatheredCodes({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.as_strided.default):  # FSDP2's, of the same shape
+            return cls(args[0].codes, args[0].dtype)
+        raise NotImplementedError(
+            f"{func} needs a weight that FSDP2 gathered as FP8 codes; read it between forward and "
+            f"backward passes, when it is sharded"
+        )
+
+
+def moves_codes(sharded: DTensor) -> bool:
+    """Whether FSDP2 gathers this parameter as codes: the rows of each rank are whole blocks, or
+    whole experts, and lie where they are computed with."""
+    mesh, (*replicas, shard) = sharded.device_mesh, sharded.placements
+    block = 1 if sharded.dim() > 2 else QUANTIZED.block[0]
+    return (
+        type(shard) is Shard
+        and shard.dim == 0
+        and all(isinstance(placement, Replicate) for placement in replicas)
+        and sharded.shape[0] % (block * mesh.size(mesh.ndim - 1)) == 0
+        and sharded._local_tensor.device.type == mesh.device_type  # not offloaded
+    )
+
+
+class _Memory:
+    """Codes and scales at addresses that stay: engines read them in place."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        shape, device = tuple(weight.shape), weight.device
+        (scales,) = QUANTIZED.companions(shape).values()
+        self._dtype, self._of = dtype, (weight.shape, weight.dtype, device)
+        self._launches: list[Any] = []
+        with torch.inference_mode(False):  # it is read inside and outside of inference mode
+            self.codes = Codes(
+                torch.empty(shape, dtype=QUANTIZED.dtypes[0], device=device),
+                torch.empty(scales.shape, dtype=scales.dtype, device=device),
+            )
+
+    def fits(self, weight: torch.Tensor) -> bool:
+        """Whether it is the memory for such a weight."""
+        return self._of == (weight.shape, weight.dtype, weight.device)
+
+    @torch.no_grad()
+    def write(self, weight: torch.Tensor) -> None:
+        """Quantize a weight into it."""
+        if weight.is_cuda:
+            self._launch(weight.contiguous())
+            return
+        encoded = QUANTIZED.encode(weight.to(self._dtype))
+        self.codes.codes_NK.copy_(encoded[""])
+        self.codes.scale_inv_nk.copy_(encoded[SUFFIX])
+
+    def _launch(self, weight: torch.Tensor) -> None:
+        from sgl_fp8rl.ops.weight_quant_triton import Status, compile_descriptors
+
+        if not self._launches:
+            source, target, scales = (
+                Placed(address, tensor.dtype, strides_of(tuple(tensor.shape)))
+                for address, tensor in (
+                    (0, weight),
+                    *((part.data_ptr(), part) for part in self.codes),
+                )
+            )
+            box = whole(tuple(weight.shape))
+            scales_box = whole(tuple(self.codes.scale_inv_nk.shape))
+            copies = describe_copy(source, box, target, box, Scales(scales, scales_box))
+            self._launches = compile_descriptors(copies, weight.device, self._dtype)
+            self._status = Status(weight.device)
+        for launch in self._launches:
+            launch.run(weight.data_ptr(), self._status)
+
+
+_is_counting = False
+
+
+def _count_steps() -> None:
+    global _is_counting
+    if not _is_counting:
+        register_optimizer_step_post_hook(_stepped)
+        _is_counting = True
+
+
+def _stepped(*_: Any) -> None:
+    global _steps
+    _steps += 1
