@@ -22,6 +22,7 @@ LAYERS = (
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
     "trainer_bridge.routed_experts "
+    "trainer_bridge.fp8_weights trainer_bridge.fp8_layers "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock "
     "trainer_bridge.decision trainer_bridge.agreement",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
@@ -38,7 +39,7 @@ LAYERS = (
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
     "trainer_bridge.metrics",
     "trainer_bridge.correction",
-    "trainer_bridge.update trainer_bridge.controller",
+    "trainer_bridge.update trainer_bridge.controller trainer_bridge.fp8_forward",
     "trainer_bridge.chain",
     "trainer_bridge",
     # adapters of trainers: nothing of the engine
@@ -57,7 +58,7 @@ LAYERS = (
     "sgl_fp8rl.engine.fusion sgl_fp8rl.engine.quant_config sgl_fp8rl.engine.hooks",
     "sgl_fp8rl.weight_update",
     "sgl_fp8rl.engine.ranks",
-    "sgl_fp8rl.engine.export",
+    "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
     "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.update_steps",

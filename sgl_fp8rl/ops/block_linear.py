@@ -40,6 +40,8 @@ def linear(
         ValueError: an activation is NaN or Inf, where the reference computes.
     """
     product = product_of(x_MK)
+    if not len(x_MK):
+        return x_MK.new_empty((0, len(codes_NK)))
     if product == "reference":
         return fp8_linear(x_MK, codes_NK, scale_inv_nk, bias_N)
     multiply = _by_deep_gemm if product == "deep_gemm" else _by_torch
@@ -104,9 +106,8 @@ def _codes_of(x_MK: torch.Tensor) -> Quantized:
 
 def _by_deep_gemm(x: Quantized, codes_NK: torch.Tensor, scale_inv_nk: torch.Tensor) -> torch.Tensor:
     y_MN = codes_NK.new_empty((len(x.codes_MK), len(codes_NK)), dtype=torch.bfloat16)
-    if len(y_MN):
-        # it wants plain tuples
-        _deep_gemm().fp8_gemm_nt((x.codes_MK, x.scales_Mk), (codes_NK, scale_inv_nk), y_MN)
+    # it wants plain tuples
+    _deep_gemm().fp8_gemm_nt((x.codes_MK, x.scales_Mk), (codes_NK, scale_inv_nk), y_MN)
     return y_MN
 
 
@@ -142,9 +143,8 @@ def _grouped(
     x_PK = x_RK.new_zeros((len(expert_P), x_RK.shape[1]))
     x_PK[place_R] = x_RK
     y_PN = x_RK.new_empty((len(expert_P), codes_ENK.shape[1]))
-    x = tuple(_codes_of(x_PK))
     _deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
-        x, (codes_ENK, scale_inv_Enk), y_PN, expert_P.to(x_RK.device)
+        tuple(_codes_of(x_PK)), (codes_ENK, scale_inv_Enk), y_PN, expert_P.to(x_RK.device)
     )
     return y_PN[place_R]
 

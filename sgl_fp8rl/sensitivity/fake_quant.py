@@ -15,6 +15,7 @@ from torch import nn
 from sgl_fp8rl.ops.experts import fp8_experts
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from sgl_fp8rl.sensitivity.groups import Group
+from trainer_bridge.fp8_layers import check_experts
 
 Forward = Callable[..., torch.Tensor]
 
@@ -51,13 +52,7 @@ def _linear(module: Any) -> Forward:
 
 
 def _experts(module: Any, name: str) -> Forward:
-    # transformers marks unusual memory layouts of experts modules
-    usual = getattr(module, "is_concatenated", True) and not getattr(module, "is_transposed", False)
-    if not usual or getattr(module, "has_bias", False):
-        raise ValueError(
-            f"{name} stores its experts interleaved, transposed or with a bias, which precision "
-            f"cannot compute; it supports experts with [gate; up] rows"
-        )
+    check_experts(module, name)
     w13 = quantize_weight(module.gate_up_proj.detach())
     w2 = quantize_weight(module.down_proj.detach())
 

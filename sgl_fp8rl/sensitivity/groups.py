@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
+from trainer_bridge.fp8_layers import is_experts
 
 BF16_BYTES = 2
 _STACKED = {
@@ -92,16 +93,11 @@ def _family(model: nn.Module) -> str:
 
 
 def _is_weighty(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_experts(module)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    weight = getattr(module, "gate_up_proj", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 3
+    return isinstance(module, nn.Linear) or is_experts(module)
 
 
 def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
-    names = ("gate_up_proj", "down_proj") if _is_experts(module) else ("weight",)
+    names = ("gate_up_proj", "down_proj") if is_experts(module) else ("weight",)
     for name in names:
         yield getattr(module, name)
 

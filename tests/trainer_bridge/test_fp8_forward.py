@@ -1,0 +1,446 @@
+"""A trainer that computes with codes: which layers, gradients, and when codes are made anew."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
+from sgl_fp8rl.protocol.manifest import ManifestError
+from tests import oracle
+from tests.trainer_bridge import moe_models
+from trainer_bridge import fp8_forward, fp8_weights
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fp8_forward import FP8Forward, convert_layers
+from trainer_bridge.fp8_layers import FP8Linear, convert
+from trainer_bridge.fsdp import named_tensors, sources
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+GRADIENT_ERROR = 2.0**-6
+"""Of a gradient against float64, as a part of its largest element; what is summed and the result
+are BF16. Healthy: 0.0047."""
+WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
+"""Whole blocks in every layer of a tiny model."""
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def linear(rows: int = 384, cols: int = 256, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(rows)
+    return nn.Linear(cols, rows, bias=bias, dtype=BF16)
+
+
+def converted(module: nn.Module) -> Any:
+    convert(module, "a.layer", BF16)
+    return module
+
+
+def tiny(family: str = "qwen3_moe", **changes: Any) -> Any:
+    return moe_models.tiny(family, BF16, **{**WHOLE, **changes})
+
+
+def fp8_names(model: nn.Module) -> set[str]:
+    """HF names of the layers of which an engine of whole blocks would say that they are FP8."""
+    family = model.config.model_type  # type: ignore[union-attr]
+    named = named_tensors(model)
+    cuts = (name for source in sources(named, family, BF16) for name, _ in source.cuts)
+    return {name for name in cuts if "_proj" in name}
+
+
+class FakeEngine:
+    """Answers what ``fp8_forward`` asks."""
+
+    def __init__(self, model: nn.Module, **layout: Any) -> None:
+        self.sums: dict[str, list[int]] = {}
+        self._layout = {
+            "dtype": "bfloat16",
+            "bucket_bytes": 1 << 20,
+            "state": "serving",
+            "fp32": [],
+            "gpus": [],
+            "visible_gpus": [],
+            "place": {"boot": "b", "folder": "f", "inode": [1, 2]},
+            "formats": {"fp8": sorted(fp8_names(model))},
+            "kv_cache": None,
+            **layout,
+        }
+
+    def control(self, message: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
+        return self._layout if message["op"] == "layout" else {"sums": self.sums}
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of all weights that are quantized."""
+    found: list[tuple[int, ...]] = []
+    encode = BLOCK_FP8.encode
+
+    def count(weight: Tensor) -> Any:
+        found.append(tuple(weight.shape))
+        return encode(weight)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BLOCK_FP8, "encode", count)
+        yield found
+
+
+# ---- which layers
+
+
+def test_the_layers_that_the_engine_keeps_in_fp8() -> None:
+    model = tiny()
+    before = dict(model.named_parameters())
+    ignored = "model.layers.1.self_attn.o_proj.weight"
+    names = fp8_names(model) - {ignored}
+    fp8 = fp8_forward(model, FakeEngine(model, formats={"fp8": sorted(names)}))
+    assert isinstance(fp8, FP8Forward) and set(fp8.names) == names and fp8.gathered_whole == []
+    assert dict(model.named_parameters()).keys() == before.keys() == model.state_dict().keys()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    computing = {name for name, m in model.named_modules() if hasattr(m, "fp8_parameters")}
+    assert "model.layers.0.mlp.experts" in computing and "model.layers.0.mlp.gate" not in computing
+    assert "lm_head" not in computing and "model.layers.1.self_attn.o_proj" not in computing
+    assert len(computing) == 2 * 5 - 1
+
+
+def test_an_engine_that_does_not_know_yet() -> None:
+    model = tiny("qwen3")
+    with pytest.raises(EngineError, match="update it first"):
+        fp8_forward(model, FakeEngine(model, formats={}))
+
+
+def test_a_model_that_is_not_the_engines() -> None:
+    model = tiny("qwen3")
+    other = "model.layers.7.self_attn.o_proj.weight"
+    with pytest.raises(ManifestError, match=r"layers\.7\.self_attn\.o_proj"):
+        convert_layers(model, {*fp8_names(model), other}, BF16)
+    assert not any(hasattr(m, "fp8_parameters") for m in model.modules())
+
+
+def test_half_of_a_parameter_cannot_be_fp8() -> None:
+    model = tiny()
+    name = "model.layers.0.mlp.experts.1.up_proj.weight"
+    with pytest.raises(ManifestError, match=r"experts\.1\.up_proj.*one parameter"):
+        convert_layers(model, fp8_names(model) - {name}, BF16)
+
+
+def test_a_layer_of_another_kind() -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"a\.layer is a Scaled"):
+        converted(Scaled(128, 128))
+    with pytest.raises(ValueError, match="is a FP8Linear"):  # called twice
+        converted(converted(linear()))
+    experts = tiny().model.layers[0].mlp.experts
+    experts.is_transposed = True
+    with pytest.raises(ValueError, match=r"a\.layer stores its experts .* transposed"):
+        converted(experts)
+
+
+# ---- forward and gradients
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_a_linear(bias: bool) -> None:
+    layer, x = converted(linear(bias=bias)), drawn(2, 40, 256).requires_grad_()
+    y, dy = layer(x), drawn(2, 40, 384, seed=1)
+    assert torch.equal(y, fp8_linear(x, *quantize_weight(layer.weight), layer.bias))
+    y.backward(dy)
+    rows, dy_rows = x.detach().double().view(80, 256), dy.double().view(80, 384)
+    codes, scales = oracle.quantize_weight(layer.weight.detach().float().numpy())
+    weight = torch.from_numpy(oracle.dequantize_weight(codes, scales))
+    assert error(x.grad.view(80, 256), dy_rows @ weight) < GRADIENT_ERROR
+    assert error(layer.weight.grad, dy_rows.T @ rows) < GRADIENT_ERROR
+    if bias:
+        assert error(layer.bias.grad, dy_rows.sum(0)) < GRADIENT_ERROR
+    # controls: the BF16 weight, and the activations that the codes stand for
+    assert error(x.grad.view(80, 256), dy_rows @ layer.weight.detach().double()) > GRADIENT_ERROR
+    coarse = oracle.dequantize_activation(*oracle.quantize_activation(rows.float().numpy()))
+    assert error(layer.weight.grad, dy_rows.T @ torch.from_numpy(coarse)) > GRADIENT_ERROR
+
+
+def test_gradients_of_experts() -> None:
+    experts = tiny().model.layers[0].mlp.experts
+    ids = torch.tensor([[0, 1], [2, 1], [4, 0], [1, 5], [0, 2]])
+    x, gates = drawn(5, 256).requires_grad_(), torch.rand(5, 2).requires_grad_()
+    expected = by_straight_through(experts, x.detach(), ids, gates.detach())
+    converted(experts)(x, ids, gates).backward(drawn(5, 256, seed=1))
+    found = x.grad, gates.grad, experts.gate_up_proj.grad, experts.down_proj.grad
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert error(gradient, wanted) < GRADIENT_ERROR
+    assert not experts.gate_up_proj.grad[3].any()  # no token chose it
+    # the control: the next expert's gradient
+    assert error(experts.down_proj.grad.roll(1, 0), expected[3]) > GRADIENT_ERROR
+
+
+def by_straight_through(experts: Any, x: Tensor, ids: Tensor, gates: Tensor) -> list[Tensor]:
+    """Gradients of x, gates and both weights in float64, for ``drawn(5, 256, seed=1)``.
+
+    Values of the forward are those of codes, of which torch is told that they are linear.
+    """
+    x, gates = x.double().requires_grad_(), gates.double().requires_grad_()
+    weights = [w.detach().double().requires_grad_() for w in experts.parameters()]
+
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+        codes = quantize_weight(weight.detach().to(BF16))
+        y = rows @ dequantize_weight(*codes).double().T
+        y = y + rows.detach() @ (weight - weight.detach()).T
+        value = fp8_linear(rows.detach().to(BF16), *codes).double()
+        return y + (value - y).detach()
+
+    out = torch.zeros_like(x)
+    for token, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            gate, up = multiply(x[None, token], weights[0][expert]).chunk(2, -1)
+            down = multiply(nn.functional.silu(gate) * up, weights[1][expert])
+            out = out.index_add(0, torch.tensor([token]), down * gates[token, slot])
+    out.backward(drawn(5, 256, seed=1).double())
+    return [t.grad for t in (x, gates, *weights)]  # type: ignore[misc]
+
+
+def error(found: Any, exact: Any) -> float:
+    wanted = np.asarray(exact, dtype=np.float64)
+    return float(np.abs(found.double().numpy() - wanted).max() / np.abs(wanted).max())
+
+
+def test_frozen_weights_and_inputs_without_gradients() -> None:
+    layer = converted(linear())
+    layer.weight.requires_grad_(False)
+    x = drawn(3, 256).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None and layer.weight.grad is None and layer.bias.grad is not None
+    layer = converted(linear())
+    layer(drawn(3, 256)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_fp32_weights_under_autocast() -> None:
+    """As a layer that holds the same in BF16; nothing but the codes is of lower precision."""
+    low = converted(linear())
+    high = converted(linear().float())
+    x = drawn(6, 256)
+    low(x).sum().backward()
+    with torch.autocast("cpu", BF16):
+        y = high(x.float())
+        y.sum().backward()
+    assert torch.equal(y, low(x))
+    assert high.weight.grad.dtype == torch.float32
+    assert torch.equal(high.weight.grad, low.weight.grad.float())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        layers = nn.Sequential(converted(linear()), nn.GELU(), converted(linear(256, 384)))
+        x = drawn(9, 256).requires_grad_()
+        run(layers, x).sum().backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]  # type: ignore[list-item]
+
+    plain = gradients(lambda layers, x: layers(x))
+    again = gradients(lambda layers, x: checkpoint(layers, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_a_compiled_model_runs_these_layers_uncompiled() -> None:
+    torch._dynamo.reset()
+    layers = nn.Sequential(converted(linear()), nn.GELU(), converted(linear(256, 384)))
+    x, compiled = drawn(9, 256), torch.compile(layers, backend="eager")
+    assert torch.equal(compiled(x), layers(x))
+    with torch.no_grad():
+        layers[0].weight.mul_(2)  # its codes are no constants of a graph
+    assert torch.equal(compiled(x), layers(x))
+
+
+def test_nan_is_refused() -> None:
+    layer = converted(linear())
+    with torch.no_grad():
+        layer.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        layer(drawn(1, 256))
+
+
+# ---- when codes are made
+
+
+def in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def by_optimizer(layer: nn.Linear) -> None:
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.SGD([layer.weight], lr=1.0).step()
+
+
+class UncountedSGD(torch.optim.Optimizer):
+    """Writes where torch does not count versions, as kernels outside of torch do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+
+
+def uncounted(layer: nn.Linear) -> None:
+    UncountedSGD([layer.weight]).step()
+
+
+def loaded(layer: nn.Linear) -> None:
+    layer.load_state_dict({name: 2 * t for name, t in layer.state_dict().items()})
+
+
+def assigned(layer: nn.Linear) -> None:
+    state = {name: 2 * t for name, t in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+
+
+def moved(layer: nn.Linear) -> None:
+    layer.weight.data = 2 * layer.weight.data
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(2 * layer.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "change", [in_place, by_optimizer, uncounted, loaded, assigned, moved, replaced]
+)
+def test_codes_follow_the_weight(change: Callable[[nn.Linear], None]) -> None:
+    layer, x = converted(linear(bias=False)), drawn(4, 256)
+    before = layer(x)
+    change(layer)
+    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+    assert not torch.equal(layer(x), before)
+
+
+def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("qwen3")
+    convert_layers(model, fp8_names(model), BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    matrices = sum("_proj" in name for name, _ in model.named_parameters())
+    model.gradient_checkpointing_enable()
+    for _ in range(2):
+        with counted(monkeypatch) as found:
+            with torch.inference_mode():
+                model(torch.arange(8)[None])
+            for _ in range(2):  # micro-batches
+                model.train()(torch.arange(8)[None]).logits.float().square().mean().backward()
+            named_tensors(model)  # an update
+        assert len(found) == matrices
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_write_past_torch_is_not_seen() -> None:
+    """The documented limit; ``check`` finds it once the engine has been updated otherwise."""
+    layer, x = converted(linear(bias=False)), drawn(4, 256)
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer(x), before)
+
+
+def test_a_copy_has_codes_of_its_own() -> None:
+    layer, x = converted(linear(bias=False)), drawn(4, 256)
+    before = layer(x)
+    other = copy.deepcopy(layer)
+    assert isinstance(other, FP8Linear)
+    in_place(other)
+    assert torch.equal(other(x), fp8_linear(x, *quantize_weight(other.weight)))
+    assert torch.equal(layer(x), before)
+
+
+# ---- updates and checks
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_update_sends_the_codes(family: str) -> None:
+    plain, model = tiny(family), tiny(family)
+    convert_layers(model, fp8_names(model), BF16)
+    wanted: dict[str, Tensor] = {}
+    for name, tensor in hf_tensors(plain):
+        if name in fp8_names(plain):
+            wanted[name], wanted[f"{name}_scale_inv"] = quantize_weight(tensor)
+        else:
+            wanted[name] = tensor
+    found = dict(hf_tensors(model))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor.dtype == found[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), found[name].contiguous().view(torch.uint8))
+    addresses = [t.data_ptr() for _, t in named_tensors(model)]
+    torch.optim.SGD(model.parameters()).step()
+    assert [t.data_ptr() for _, t in named_tensors(model)] == addresses  # engines read in place
+
+
+def hf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    named = named_tensors(model)
+    for (_, tensor), source in zip(
+        named, sources(named, model.config.model_type, BF16), strict=True
+    ):
+        for name, cut in source.cuts:
+            yield name, cut(source.read(tensor))
+
+
+def sums_of(model: Any) -> dict[str, list[int]]:
+    """What an engine that quantized these weights would answer, in NumPy."""
+    sums: dict[str, list[int]] = {}
+    for name, tensor in hf_tensors(model):
+        if "_proj" in name:
+            codes, scales = oracle.quantize_weight(tensor.detach().float().numpy())
+            words = codes.reshape(-1).view(np.uint64), scales.reshape(-1).view(np.int32)
+            sums[name] = [sum(map(int, each)) % (1 << 64) for each in words]
+    return sums
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_check_compares_codes(family: str) -> None:
+    model, plain = tiny(family), tiny(family)
+    engine = FakeEngine(model)
+    fp8 = fp8_forward(model, engine)
+    engine.sums = sums_of(plain)
+    fp8.check(engine)
+
+    name = fp8.names[3]
+    for place in (0, 1):  # controls: another code or scale, and a tensor too few
+        engine.sums = sums_of(plain)
+        engine.sums[name][place] += 1
+        with pytest.raises(EngineError, match=f"1 of .* {name}"):
+            fp8.check(engine)
+    del engine.sums[name]
+    with pytest.raises(EngineError, match=name):
+        fp8.check(engine)
+    engine.sums = sums_of(plain)
+    torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "o_proj" in n))
+    with pytest.raises(EngineError, match=r"1 of .*self_attn\.o_proj"):
+        fp8.check(engine)
+
+
+def test_an_engine_of_another_sgl_fp8rl() -> None:
+    model = tiny("qwen3")
+    engine: Any = FakeEngine(model)
+    fp8 = fp8_forward(model, engine)
+    engine.sums = None
+    with pytest.raises(EngineError, match="install the same"):
+        fp8.check(engine)
+
+
+def test_steps_are_counted_once() -> None:
+    """However many parameters have codes."""
+    converted(linear())
+    converted(linear())
+    before = fp8_weights._steps
+    UncountedSGD([nn.Parameter(torch.zeros(1))]).step()
+    assert fp8_weights._steps == before + 1

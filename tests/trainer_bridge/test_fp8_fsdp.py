@@ -1,0 +1,196 @@
+"""FSDP2 gathers the codes of two gloo ranks: the forward, the gradients, and what an update reads
+are those of one rank."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.trainer_bridge import moe_models, ranks
+from tests.trainer_bridge.test_fp8_forward import FakeEngine, fp8_names, hf_tensors, sums_of, tiny
+from trainer_bridge import fp8_forward
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fp8_forward import convert_layers
+from trainer_bridge.fp8_layers import convert
+from trainer_bridge.fp8_weights import GatheredCodes
+
+Tensor = torch.Tensor
+WORLD = 2
+COLLECTIVE_TIMEOUT_S = 30
+BF16 = torch.bfloat16
+UNEVEN = 192
+"""Rows of each rank's part: no whole blocks of 128."""
+GRADIENT_ERROR = 2.0**-6
+"""Of a gradient that two ranks average in BF16, as a part of its largest element. Healthy: 0.004,
+and 2e-3 where it is reduced in FP32."""
+run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def tokens() -> Tensor:
+    return torch.randint(moe_models.VOCAB, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    logits: Tensor = model(ids).logits
+    return logits.float().log_softmax(-1)[..., 3].mean()
+
+
+def weights_seen(model: Any) -> Iterator[type]:
+    """What the weights of computing layers are in a forward."""
+    seen: list[type] = []
+    for module in model.modules():
+        if hasattr(module, "fp8_parameters"):
+            name = next(iter(module.fp8_parameters))
+            module.register_forward_pre_hook(
+                lambda m, _, name=name: seen.append(type(getattr(m, name)))
+            )
+    with torch.no_grad():
+        model(tokens())
+    yield from seen
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def steps(rank: int, folder: Path) -> None:
+    """Three optimizer steps of an MoE model, beside a model that is not sharded."""
+    alone, model = tiny(), tiny()
+    names = fp8_names(model)
+    engine = FakeEngine(alone) if rank == 0 else None
+    fp8 = fp8_forward(model, engine)
+    convert_layers(alone, names, BF16)
+    sharded(model)
+    assert fp8.gathered_whole == [  # of 128 rows each
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "kv"
+    ]
+    seen = list(weights_seen(model))
+    assert (seen.count(GatheredCodes), seen.count(nn.Parameter)) == (2 * 3, 2 * 2)
+    for step in range(3):
+        mine = tokens().chunk(WORLD)[rank]
+        with torch.no_grad():
+            assert torch.equal(model(mine).logits, alone(mine).logits)
+        loss_of(model, mine).backward()
+        loss_of(alone, tokens()).backward()
+        if step == 0:
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
+                assert error < GRADIENT_ERROR, (name, error)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():  # gradients differ by a rounding; what follows is exact
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                q.copy_(whole(p))
+                q.grad = None
+    for (name, found), (other, wanted) in zip(hf_tensors(model), hf_tensors(alone), strict=True):
+        assert name == other and found.dtype == wanted.dtype
+        assert torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+    fresh = tiny()
+    fresh.load_state_dict({name: whole(p) for name, p in model.state_dict().items()})
+    if engine is not None:
+        engine.sums = sums_of(fresh)
+    fp8.check(engine)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "v_proj" in n).mul_(2)
+    with pytest.raises(EngineError, match=r"1 of .*layers\.0\.self_attn\.v_proj"):  # on both ranks
+        fp8.check(engine)
+
+
+def precisions(rank: int, folder: Path) -> None:
+    """FP32 shards under a policy of BF16, activation checkpointing, and no resharding."""
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
+        {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+            "reshard_after_forward": False,
+        },
+    ):
+        alone, model = tiny("qwen3"), tiny("qwen3").float()
+        convert_layers(model, fp8_names(model), BF16)
+        convert_layers(alone, fp8_names(alone), BF16)
+        sharded(model, **options)
+        model.gradient_checkpointing_enable()
+        model.train()
+        mine = tokens().chunk(WORLD)[rank]
+        with torch.no_grad():
+            assert torch.equal(model(mine).logits, alone(mine).logits)
+        for _ in range(2):  # micro-batches
+            loss_of(model, mine).backward()
+            loss_of(alone, tokens()).backward()
+        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32
+            error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
+            assert error < GRADIENT_ERROR, (name, error)
+
+
+class Uneven(nn.Module):
+    """One layer whose ranks hold whole blocks, and one whose ranks do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.even = nn.Linear(256, 256, dtype=BF16)
+        self.uneven = nn.Linear(256, WORLD * UNEVEN, bias=False, dtype=BF16)
+        for name in ("even", "uneven"):
+            convert(getattr(self, name), name, BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.uneven(torch.tanh(self.even(x)))  # type: ignore[no-any-return]
+
+
+def uneven(rank: int, folder: Path) -> None:
+    """What cannot be gathered as codes is gathered as it is, and follows every change."""
+    alone, model = Uneven(), fully_shard(Uneven())
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+    seen: list[Any] = []
+    for layer in (model.even, model.uneven):
+        layer.register_forward_pre_hook(lambda m, _: seen.append(type(m.weight)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for change in ("none", "step", "copy", "load"):
+        if change == "step":
+            optimizer.step()
+        elif change == "copy":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
+        elif change == "load":
+            model.load_state_dict({n: p.detach() * 0.5 for n, p in model.state_dict().items()})
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                q.copy_(whole(p))
+        optimizer.zero_grad()
+        y = model(x)
+        assert torch.equal(y, alone(x)), change
+        y.float().square().mean().backward()
+    assert set(seen[::2]) == {GatheredCodes} and set(seen[1::2]) == {nn.Parameter}
+
+
+def refusals(rank: int, folder: Path) -> None:
+    """After ``fully_shard``, and where the first rank's engine cannot be asked."""
+    model = sharded(tiny("qwen3"))
+    with pytest.raises(ValueError, match="before fully_shard"):
+        convert_layers(model, fp8_names(model), BF16)
+    model = tiny("qwen3")
+    with pytest.raises(EngineError, match="update it first"):  # on both ranks
+        fp8_forward(model, FakeEngine(model, formats={}) if rank == 0 else None)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("worker", [steps, precisions, uneven, refusals])
+def test_two_ranks(worker: Any, tmp_path: Path) -> None:
+    run(worker, tmp_path)
