@@ -30,6 +30,7 @@ BENCHMARKS = {
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
+    "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
     "correction": "benchmarks.correction:CPU",
     "correction_gpu": "benchmarks.correction:GPU",
     "alarms": "benchmarks.alarms.faults:BENCHMARK",

@@ -45,7 +45,10 @@ class Source:
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """The whole parameter, contiguous; a collective where it is sharded."""
         if isinstance(parameter, DTensor):
-            return parameter.detach().to(self.sent_as).full_tensor().contiguous()  # type: ignore[attr-defined,no-any-return]
+            held: DTensor = parameter.detach().to(self.sent_as)  # type: ignore[assignment]
+            if held.dtype.itemsize == 1:
+                return _as_bytes(held).full_tensor().contiguous().view(held.dtype)
+            return held.full_tensor().contiguous()
         return parameter.detach().contiguous()
 
 
@@ -177,6 +180,15 @@ def _whole_here(tensor: torch.Tensor) -> torch.Tensor:
 def mesh_size(mesh: DeviceMesh) -> int:
     """Ranks of a mesh."""
     return mesh.size()
+
+
+def _as_bytes(codes: DTensor) -> DTensor:
+    """Gloo gathers no FP8."""
+    local = codes.to_local().view(torch.uint8)
+    mesh, placements, shape = codes.device_mesh, codes.placements, codes.shape
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=codes.stride()
+    )
 
 
 def _sent_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,154 @@
+"""A trainer that computes with the codes of a real engine: logprobs, digests, gradients that learn.
+
+The trainer is transformers in BF16 with the same weights. What is left of its mismatch is BF16, of
+which the engine rounds other sums: it changes activation codes now and then.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import trainer_bridge
+from tests.engine import models
+from tests.engine.conftest import Policies
+from tests.engine.harness import FORKED, Server
+from tests.trainer_bridge import ranks
+from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ("qwen3", "qwen3_moe", "llama")
+IGNORED = "model.layers.1.self_attn.o_proj"
+PART_LEFT = {"qwen3": 0.75, "qwen3_moe": 0.8, "llama": 0.5}
+"""Of the one-sided k3 of a BF16 trainer, with ``fp8_forward``. Healthy: 0.46 to 0.51, 0.41 to 0.56,
+0.32."""
+STEPS = 3
+WORLD = 2
+PROMPTS = [
+    torch.randint(models.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    for n in (17, 24, 30, 9)
+]
+SAMPLING = {"n": 4, "temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
+
+
+class Run:
+    """An engine, and its trainer."""
+
+    def __init__(self, family: str, checkpoint: Path, folder: Path) -> None:
+        self.family, self.checkpoint = family, checkpoint
+        arguments = ["--fp8rl-ignored-layers", IGNORED]
+        self.server = Server(folder / "log", FORKED, checkpoint, *arguments)
+
+    def trainer(self, forward: bool) -> tuple[Any, FP8Forward | None]:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.bfloat16)
+        return model.eval(), fp8_forward(model, self.server) if forward else None
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(
+    request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp(request.param)
+    run = Run(request.param, policies(request.param)[0], folder)
+    with run.server:
+        yield run
+
+
+def logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
+    return trainer_bridge.response_logprobs(
+        model, rollout.prompt_tokens, rollout.tokens, rollout.temperature
+    )
+
+
+@torch.no_grad()
+def k3(model: Any, rollout: Rollout) -> float:
+    """One-sided, of the tokens that the engine sampled."""
+    found = logprobs(model, rollout), rollout.logprobs_BT, rollout.mask_BT
+    return trainer_bridge.mismatch_metrics(*found)["mismatch_kl_k3"]
+
+
+def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
+    model, fp8 = run.trainer(forward=True)
+    control, _ = run.trainer(forward=False)
+    assert fp8 is not None
+    layout = run.server.control({"op": "layout"})
+    assert set(fp8.names) == set(layout["formats"]["fp8"])
+    assert f"{IGNORED}.weight" not in fp8.names
+    fp8.check(run.server)  # the checkpoint that both loaded
+
+    rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
+    with_codes, in_bf16 = k3(model, rollout), k3(control, rollout)
+    print(f"{run.family}: k3 {with_codes:.4f} with fp8_forward, {in_bf16:.4f} in BF16")
+    assert 0 < with_codes < PART_LEFT[run.family] * in_bf16
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        loss = -logprobs(model, rollout).sum() / rollout.mask_BT.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(EngineError, match="differ"):  # the control: the engine is a step behind
+            fp8.check(run.server)
+        trainer_bridge.update(model, run.server, version=step)
+        fp8.check(run.server)
+        after = -logprobs(model, rollout).sum() / rollout.mask_BT.sum()
+        assert after < loss
+
+    control.load_state_dict(model.state_dict())
+    rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
+    with_codes, in_bf16 = k3(model, rollout), k3(control, rollout)
+    print(f"{run.family}: after {STEPS} steps {with_codes:.4f} and {in_bf16:.4f}")
+    assert 0 < with_codes < PART_LEFT[run.family] * in_bf16
+
+
+def test_codes_are_those_that_the_engine_would_make(run: Run) -> None:
+    """An engine that quantizes holds what one holds that is sent codes, and is sent less."""
+    model, fp8 = run.trainer(forward=True)
+    control, _ = run.trainer(forward=False)
+    assert fp8 is not None
+    sent = trainer_bridge.update(control, run.server, version=STEPS)
+    fp8.check(run.server)
+    held = sha256(run.server)
+    codes = trainer_bridge.update(model, run.server, version=STEPS + 1)
+    assert sha256(run.server) == held
+    assert codes.bytes < 0.75 * sent.bytes
+
+
+def sha256(server: Server) -> list[dict[str, str]]:
+    found = server.control({"op": "digest"})["ranks"]
+    return [{name: each["sha256"] for name, each in rank.items()} for rank in found]
+
+
+def fsdp_trainer(rank: int, folder: Path) -> None:
+    """Two steps of a sharded trainer, whose gathers move codes where they can."""
+    from transformers import AutoModelForCausalLM
+
+    address, checkpoint = (folder / "engine").read_text().splitlines()
+    engine = address if rank == 0 else None
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    fp8 = fp8_forward(model, engine)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert not fp8.gathered_whole
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        prompts = torch.tensor([PROMPTS[0], PROMPTS[1][:17]])
+        model(prompts[rank : rank + 1]).logits.float().log_softmax(-1)[..., 3].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(EngineError, match="differ"):
+            fp8.check(engine)
+        trainer_bridge.update(model, engine, version=STEPS + 2 + step)
+        fp8.check(engine)
+
+
+def test_a_sharded_trainer(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "engine").write_text(f"{run.server.address}\n{run.checkpoint}")
+    ranks.run(fsdp_trainer, tmp_path, WORLD, collective_timeout_s=60)
