@@ -236,7 +236,7 @@ def step(model: Any, ids: torch.Tensor, repeats: int) -> dict[str, list[float]]:
         return -logprobs(model, ids).mean()
 
     def run() -> None:
-        forward().backward()  # type: ignore[no-untyped-call]
+        forward().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -50,7 +50,8 @@ class FP8Forward:
         calls, and gathers each tensor once.
 
         Args:
-            engine, group: as for ``update``; only the engine of the first rank is asked.
+            engine: as for ``update``; that of the first rank is asked.
+            group: as for ``update``.
 
         Raises:
             EngineError: a tensor differs, on every rank; or the engine cannot be reached.

@@ -30,8 +30,9 @@ class FP8Parameter:
     """The codes of one parameter of a module.
 
     They are made where they are asked for, and kept until the parameter has another value: another
-    version, address or registration in its module, or an optimizer has stepped since. An optimizer
-    may write where torch counts no version; a write through ``.data`` outside of one is not seen.
+    version, address or registration in its module, or an optimizer has stepped since, which may
+    write where torch counts no version. So may others, through ``.data``: an update makes them
+    anew.
 
     Args:
         dtype: the engine's, to which weights are rounded before they are quantized.
@@ -48,8 +49,11 @@ class FP8Parameter:
         """A copy has codes of its own, which it makes."""
         return FP8Parameter, (self._dtype,)
 
-    def codes(self, weight: torch.Tensor) -> Codes:
+    def codes(self, weight: torch.Tensor, *, anew: bool = False) -> Codes:
         """The codes of the parameter as its module has it now.
+
+        Args:
+            anew: whatever torch knows of it.
 
         Raises:
             ValueError: it holds NaN or Inf; a GPU does not look, and its codes are NaN.
@@ -61,7 +65,7 @@ class FP8Parameter:
         state = version, _steps, values.data_ptr(), values.dtype
         if self._made is None or not self._made.fits(values):
             self._made, self._made_of = _Memory(values, self._dtype), ()
-        if self._made_of != state:
+        if anew or self._made_of != state:
             self._made.write(values)
             self._made_of = state
         return self._made.codes
@@ -88,12 +92,12 @@ class FP8Parameter:
             name: of the parameter.
         """
         if not isinstance(parameter, DTensor):
-            pair: tuple[torch.Tensor, ...] = self.codes(parameter)
+            pair: tuple[torch.Tensor, ...] = self.codes(parameter, anew=True)
         elif moves_codes(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements
             pair = tuple(
                 DTensor.from_local(part, mesh, placements, run_check=False)
-                for part in self.codes(parameter)
+                for part in self.codes(parameter, anew=True)
             )
         else:
             return [(name, parameter)]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import trainer_bridge
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import FORKED, Server
+from tests.engine.harness import FORKED, EngineProcess, Server
 from tests.trainer_bridge import ranks
 from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
 
@@ -152,3 +152,18 @@ def fsdp_trainer(rank: int, folder: Path) -> None:
 def test_a_sharded_trainer(run: Run, tmp_path: Path) -> None:
     (tmp_path / "engine").write_text(f"{run.server.address}\n{run.checkpoint}")
     ranks.run(fsdp_trainer, tmp_path, WORLD, collective_timeout_s=60)
+
+
+def test_an_engine_of_two_ranks(policies: Policies, tmp_path: Path) -> None:
+    """Each box of a tensor counts once, whichever ranks hold it."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = policies("qwen3_moe")[0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    with EngineProcess(tmp_path / "log", checkpoint, tp_size=2) as engine:
+        fp8 = fp8_forward(model, engine)
+        fp8.check(engine)
+        with torch.no_grad():
+            model.model.layers[1].self_attn.o_proj.weight[:, 128:].mul_(2)
+        with pytest.raises(EngineError, match=r"1 of .*layers\.1\.self_attn\.o_proj"):
+            fp8.check(engine)
