@@ -28,6 +28,7 @@ class FP8Forward:
     """What ``fp8_forward`` made of a model."""
 
     model: nn.Module
+    """The model itself."""
     dtype: torch.dtype
     """The engine's, to which weights are rounded before they are quantized."""
     names: tuple[str, ...]

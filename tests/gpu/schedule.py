@@ -31,7 +31,7 @@ TOGETHER = (
     ("gemms",),
     ("expert_tiles", "experts"),
     ("kv_triton", "qk_rope"),
-    ("flashinfer_plans", "kv_attention", "activation", "correction", "precision"),
+    ("flashinfer_plans", "kv_attention", "activation", "correction", "precision", "fp8_forward"),
     ("delta", "expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
 )
 """Files of a part, the longest first."""

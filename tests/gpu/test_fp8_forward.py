@@ -1,0 +1,104 @@
+"""A trainer's codes and products on a GPU, against the reference implementation on it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops import block_linear
+from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
+from tests.gpu.conftest import INTERPRETED
+from trainer_bridge import fp8_weights
+from trainer_bridge.fp8_layers import convert
+from trainer_bridge.fp8_weights import FP8Parameter
+
+Tensor = torch.Tensor
+BF16 = torch.bfloat16
+SHAPES = [(1024, 4096), (4096, 1024), (384, 640)]
+ERROR = 2.0**-5
+"""Of a product, as a part of its largest element: activation codes are SGLang's. 0.009 where both
+formulas are computed on a CPU."""
+GRADIENT_ERROR = 2.0**-6
+"""Of a gradient against float64, as a part of its largest element. 0.0047 on a CPU."""
+
+on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="these products are not Triton's")
+
+
+def drawn(*shape: int, seed: int = 0, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16).to(device)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(256, 384), (3, 128, 256)], ids=str)
+def test_codes_are_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights rounded to BF16; and again, into the same memory, after a change."""
+    monkeypatch.setattr(fp8_weights._Memory, "write", fp8_weights._Memory._launch)
+    weight = 0.1 * drawn(*shape, device=device).to(dtype)
+    weight += 1e-4 * drawn(*shape, seed=1, device=device)  # no values of BF16
+    parameter = FP8Parameter(BF16)
+    first = parameter.codes(weight)
+    for _ in range(2):
+        found = parameter.codes(weight)
+        codes, scales = quantize_weight(weight.to(BF16))
+        assert torch.equal(found.codes_NK.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(found.scale_inv_nk, scales)
+        assert found.codes_NK.data_ptr() == first.codes_NK.data_ptr()
+        weight.mul_(-1.5)
+
+
+@pytest.fixture(params=["deep_gemm", "torch"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if torch.cuda.get_device_capability() != block_linear.HOPPER:
+        pytest.skip("these products take FP32 scales on Hopper alone")
+    if request.param == "deep_gemm":
+        pytest.importorskip("deep_gemm")
+    monkeypatch.setattr(block_linear, "_product_on", lambda device: request.param)
+    yield request.param
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("rows", [1, 5, 130, 2048])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_linear(shape: tuple[int, int], rows: int) -> None:
+    x, bias = drawn(rows, shape[1]), drawn(shape[0], seed=2)
+    codes, scales = quantize_weight(drawn(*shape, seed=1))
+    found = block_linear.linear(x, codes, scales, bias)
+    exact = fp8_linear(x.float(), codes, scales, bias)
+    assert found.dtype == BF16 and error(found, exact) < ERROR
+    wrong = fp8_linear(x.float(), codes, scales.roll(1, 1) * 1.2, bias)  # the control
+    assert error(found, wrong) > ERROR
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("product")
+@pytest.mark.parametrize("counts", [(3, 0, 130, 128), (0, 0, 0, 1), (0, 0, 0, 0)], ids=str)
+def test_rows_of_experts(counts: tuple[int, ...]) -> None:
+    x = drawn(sum(counts), 512)
+    codes, scales = quantize_weight(drawn(4, 768, 512, seed=1))
+    found = block_linear.linear_by_expert(x, counts, codes, scales)
+    parts = zip(x.float().split(list(counts)), codes, scales, strict=True)
+    exact = torch.cat([fp8_linear(*part) for part in parts])
+    assert found.shape == exact.shape
+    if len(x):
+        assert error(found, exact) < ERROR
+
+
+@on_a_gpu
+@pytest.mark.usefixtures("product")
+def test_gradients() -> None:
+    layer: Any = torch.nn.Linear(640, 384, dtype=BF16, device="cuda")
+    convert(layer, "layer", BF16)
+    x, dy = drawn(77, 640).requires_grad_(), drawn(77, 384, seed=1)
+    layer(x).backward(dy)
+    weight = dequantize_weight(*quantize_weight(layer.weight.detach())).double()
+    assert error(x.grad, dy.double() @ weight) < GRADIENT_ERROR
+    assert error(layer.weight.grad, dy.double().T @ x.detach().double()) < GRADIENT_ERROR
+    assert error(layer.bias.grad, dy.double().sum(0)) < GRADIENT_ERROR
+
+
+def error(found: Any, exact: Tensor) -> float:
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
