@@ -187,7 +187,7 @@ def check(shape: Shape, device: torch.device) -> None:
 def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from trainer_bridge.fp8_weights import FP8Parameter
 
-    codes = FP8Parameter(BF16).codes(weight)
+    codes = FP8Parameter("weight", BF16).codes(weight)
     return codes.codes_NK, codes.scale_inv_nk
 
 

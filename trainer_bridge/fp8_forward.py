@@ -110,7 +110,7 @@ def fp8_forward(
 
 def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8Forward:
     """``fp8_forward`` for an engine that keeps these HF tensors in FP8; nothing is asked."""
-    from trainer_bridge.fp8_layers import convert  # torch._dynamo, which takes a second
+    from trainer_bridge.fp8_layers import check_kind, convert  # torch._dynamo, which takes a second
 
     family, found, modules = hf_names.model_type(model), set[str](), dict[str, nn.Module]()
     for prefix, module in model.named_modules():
@@ -130,6 +130,8 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
             f"the engine keeps {min(names - found, default='nothing')} in FP8, which is no "
             f"parameter of the model; pass a model of the engine's checkpoint"
         )
+    for name, module in modules.items():
+        check_kind(module, name)
     for name, module in modules.items():
         convert(module, name, dtype)
     logger.info("fp8_forward: %d tensors of %d modules", len(found), len(modules))

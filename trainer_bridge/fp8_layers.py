@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.ops import block_linear
@@ -85,26 +86,39 @@ def convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
         dtype: the engine's, to which weights are rounded before they are quantized.
 
     Raises:
-        ValueError: the module is neither ``nn.Linear`` nor experts as transformers keeps them.
+        ValueError: as of ``check_kind``.
     """
+    check_kind(module, name)
     names: tuple[str, ...] = ("weight",)
     fp8_class: type = FP8Linear
     if is_experts(module):
-        check_experts(module, name)
         names = "gate_up_proj", "down_proj"
         fp8_class = type(f"FP8{type(module).__name__}", (FP8Experts, type(module)), {})
-    elif type(module) is not nn.Linear:
+    module.fp8_parameters = {each: FP8Parameter(f"{name}.{each}", dtype) for each in names}  # type: ignore[assignment]
+    module.__class__ = fp8_class
+
+
+def check_kind(module: nn.Module, name: str) -> None:
+    """Check that a module can be converted.
+
+    Raises:
+        ValueError: it is neither ``nn.Linear`` nor experts as transformers keeps them, or is
+            sharded or converted already.
+    """
+    if isinstance(module, FP8Module):
+        raise ValueError(f"{name} computes with codes already; call fp8_forward once")
+    if is_experts(module):
+        check_experts(module, name)
+    elif type(module) is not nn.Linear and not isinstance(module, FSDPModule):
         raise ValueError(
             f"{name} is a {type(module).__name__}, whose forward fp8_forward does not know; it "
             f"computes nn.Linear and experts of transformers, before anything wraps them"
         )
-    if any(isinstance(getattr(module, each), DTensor) for each in names):
+    if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
         raise ValueError(
             f"{name} is sharded already; call fp8_forward before fully_shard, and without tensor "
             f"parallelism"
         )
-    module.fp8_parameters = {each: FP8Parameter(dtype) for each in names}  # type: ignore[assignment]
-    module.__class__ = fp8_class
 
 
 def is_experts(module: nn.Module) -> bool:

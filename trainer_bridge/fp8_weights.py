@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.ops.regions import strides_of, whole
+from sgl_fp8rl.protocol.manifest import ManifestError
 
 (SUFFIX,) = QUANTIZED.suffixes
 _steps = 0
@@ -35,11 +36,12 @@ class FP8Parameter:
     anew.
 
     Args:
+        name: of the parameter, for messages.
         dtype: the engine's, to which weights are rounded before they are quantized.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._name, self._dtype = name, dtype
         self._made: _Memory | None = None
         self._made_of: tuple[Any, ...] = ()
         self._shard: DTensor | None = None
@@ -47,7 +49,7 @@ class FP8Parameter:
 
     def __reduce__(self) -> Any:
         """A copy has codes of its own, which it makes."""
-        return FP8Parameter, (self._dtype,)
+        return FP8Parameter, (self._name, self._dtype)
 
     def codes(self, weight: torch.Tensor, *, anew: bool = False) -> Codes:
         """The codes of the parameter as its module has it now.
@@ -56,7 +58,7 @@ class FP8Parameter:
             anew: whatever torch knows of it.
 
         Raises:
-            ValueError: it holds NaN or Inf; a GPU does not look, and its codes are NaN.
+            ManifestError: it holds NaN or Inf; a GPU does not look, and its codes are NaN.
         """
         if isinstance(weight, GatheredCodes):
             return weight.codes
@@ -66,7 +68,10 @@ class FP8Parameter:
         if self._made is None or not self._made.fits(values):
             self._made, self._made_of = _Memory(values, self._dtype), ()
         if anew or self._made_of != state:
-            self._made.write(values)
+            try:
+                self._made.write(values)
+            except ValueError as error:
+                raise ManifestError(f"{self._name} {error}") from error
             self._made_of = state
         return self._made.codes
 

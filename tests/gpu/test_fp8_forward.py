@@ -38,7 +38,7 @@ def test_codes_are_the_reference(
     monkeypatch.setattr(fp8_weights._Memory, "write", fp8_weights._Memory._launch)
     weight = 0.1 * drawn(*shape, device=device).to(dtype)
     weight += 1e-4 * drawn(*shape, seed=1, device=device)  # no values of BF16
-    parameter = FP8Parameter(BF16)
+    parameter = FP8Parameter("weight", BF16)
     first = parameter.codes(weight)
     for _ in range(2):
         found = parameter.codes(weight)

@@ -139,12 +139,20 @@ def test_a_layer_of_another_kind() -> None:
 
     with pytest.raises(ValueError, match=r"a\.layer is a Scaled"):
         converted(Scaled(128, 128))
-    with pytest.raises(ValueError, match="is a FP8Linear"):  # called twice
+    with pytest.raises(ValueError, match=r"a\.layer .* already"):  # called twice
         converted(converted(linear()))
     experts = tiny().model.layers[0].mlp.experts
     experts.is_transposed = True
     with pytest.raises(ValueError, match=r"a\.layer stores its experts .* transposed"):
         converted(experts)
+
+
+def test_nothing_is_converted_where_one_cannot_be() -> None:
+    model = tiny("qwen3")
+    model.model.layers[1].mlp.down_proj.__class__ = type("Scaled", (nn.Linear,), {})
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj is a Scaled"):
+        convert_layers(model, fp8_names(model), BF16)
+    assert not any(hasattr(m, "fp8_parameters") for m in model.modules())
 
 
 # ---- forward and gradients
@@ -265,8 +273,9 @@ def test_nan_is_refused() -> None:
     layer = converted(linear())
     with torch.no_grad():
         layer.weight[3, 4] = torch.nan
-    with pytest.raises(ValueError, match="NaN"):
-        layer(drawn(1, 256))
+    for read in (lambda: layer(drawn(1, 256)), lambda: named_tensors(layer)):
+        with pytest.raises(ManifestError, match=r"a\.layer\.weight holds NaN"):
+            read()
 
 
 # ---- when codes are made

@@ -181,6 +181,8 @@ def uneven(rank: int, folder: Path) -> None:
         optimizer.zero_grad()
         y = model(x)
         assert torch.equal(y, alone(x)), change
+        for tensor in model.state_dict().values():  # what a checkpoint pickles
+            assert not hasattr(tensor._local_tensor, "fsdp_pre_all_gather")
         y.float().square().mean().backward()
     assert set(seen[::2]) == {GatheredCodes} and set(seen[1::2]) == {nn.Parameter}
 
