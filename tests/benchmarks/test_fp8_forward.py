@@ -35,7 +35,7 @@ def test_a_product_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     linear = block_linear.linear
     monkeypatch.setattr(block_linear, "linear", lambda x, *codes: linear(x, *codes) * 1.1)
     with pytest.raises(RuntimeError, match="is off by"):
-        fp8_forward.check(shape, torch.device("cpu"))
+        fp8_forward.check(shape, 32, torch.device("cpu"))
 
 
 def test_no_engine_is_loaded() -> None:
