@@ -26,7 +26,10 @@ Tensor = torch.Tensor
 BF16 = torch.bfloat16
 GRADIENT_ERROR = 2.0**-6
 """Of a gradient against float64, as a part of its largest element; what is summed and the result
-are BF16. Healthy: 0.0047."""
+are BF16. Healthy: 0.0030; 0.025 with the weight that was not quantized."""
+EXPERTS_ERROR = 2.0**-5
+"""The same of experts, whose values between the products are BF16. Healthy: 0.0065, and 0.015 of
+the gates."""
 WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
 """Whole blocks in every layer of a tiny model."""
 
@@ -185,10 +188,10 @@ def test_gradients_of_experts() -> None:
     converted(experts)(x, ids, gates).backward(drawn(5, 256, seed=1))
     found = x.grad, gates.grad, experts.gate_up_proj.grad, experts.down_proj.grad
     for gradient, wanted in zip(found, expected, strict=True):
-        assert error(gradient, wanted) < GRADIENT_ERROR
+        assert error(gradient, wanted) < EXPERTS_ERROR
     assert not experts.gate_up_proj.grad[3].any()  # no token chose it
     # the control: the next expert's gradient
-    assert error(experts.down_proj.grad.roll(1, 0), expected[3]) > GRADIENT_ERROR
+    assert error(experts.down_proj.grad.roll(1, 0), expected[3]) > EXPERTS_ERROR
 
 
 def by_straight_through(experts: Any, x: Tensor, ids: Tensor, gates: Tensor) -> list[Tensor]:

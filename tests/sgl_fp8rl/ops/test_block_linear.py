@@ -25,10 +25,10 @@ from tests import oracle
 Tensor = torch.Tensor
 GRADIENT_ERROR = 2.0**-7
 """Of an input gradient, as a part of its largest element: the weight, the sum and the result are
-BF16. Healthy: 0.0023."""
+BF16. Healthy: 0.0029; 0.026 with the weight that was not quantized."""
 GEMM_ERROR = 2.0**-5
 """Of a product whose activation codes are SGLang's, as a part of its largest element. Healthy:
-0.009, where the two formulas of the codes differ."""
+0.014, where the two formulas of the codes differ."""
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
