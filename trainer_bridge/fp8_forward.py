@@ -17,6 +17,7 @@ from trainer_bridge import hf_names
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_weights import moves_codes
 from trainer_bridge.fsdp import Source, named_tensors, sources
 
@@ -82,8 +83,9 @@ def fp8_forward(
     """Compute the forward of the layers that an engine keeps in FP8 as it does.
 
     Weights are rounded to the engine's dtype and quantized once a step, activations in each
-    forward. Weight gradients are those of BF16 layers; input gradients are computed with the
-    weights that the codes stand for. ``update`` then sends the codes. Parameters, their names and
+    forward; RMS norms round as the engine's do. Weight gradients are those of BF16 layers; input
+    gradients are computed with the weights that the codes stand for. ``update`` then sends the
+    codes. Parameters, their names and
     the optimizer stay; call it before ``fully_shard`` and before a wrapper of the layers.
 
     Args:
@@ -134,7 +136,8 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
         check_kind(module, name)
     for name, module in modules.items():
         convert(module, name, dtype)
-    logger.info("fp8_forward: %d tensors of %d modules", len(found), len(modules))
+    norms = convert_norms(model)
+    logger.info("fp8_forward: %d tensors of %d modules, %d norms", len(found), len(modules), norms)
     return FP8Forward(model, dtype, tuple(sorted(found)))
 
 

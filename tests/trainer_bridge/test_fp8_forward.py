@@ -30,6 +30,8 @@ are BF16. Healthy: 0.0030; 0.025 with the weight that was not quantized."""
 EXPERTS_ERROR = 2.0**-5
 """The same of experts, whose values between the products are BF16. Healthy: 0.0065, and 0.015 of
 the gates."""
+ROUNDED_ONCE, ROUNDED_TWICE = 2.0**-9, 2.0**-3
+"""Part of a norm's values that are not those of float64, rounded: healthy 0, and 0.27."""
 WHOLE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
 """Whole blocks in every layer of a tiny model."""
 
@@ -457,3 +459,25 @@ def test_steps_are_counted_once() -> None:
     before = fp8_weights._steps
     UncountedSGD([nn.Parameter(torch.zeros(1))]).step()
     assert fp8_weights._steps == before + 1
+
+
+# ---- norms
+
+
+def test_norms_round_once_behind_the_weight() -> None:
+    """Against float64; the control is transformers' own, which rounds twice."""
+    torch.manual_seed(0)
+    model = tiny("qwen3")
+    norm = model.model.layers[0].input_layernorm
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.3 * torch.randn(norm.weight.shape))
+    x = drawn(64, norm.weight.shape[0])
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = (exact * norm.weight.double()).to(BF16)
+    assert norm.variance_epsilon == 1e-6
+    assert (norm(x) != expected).float().mean() > ROUNDED_TWICE
+    fp8_forward(model, FakeEngine(model))
+    assert (norm(x) != expected).float().mean() < ROUNDED_ONCE
+    assert isinstance(norm, nn.Module) and "input_layernorm.weight" in dict(
+        model.model.layers[0].named_parameters()
+    )

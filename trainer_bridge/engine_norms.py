@@ -1,0 +1,40 @@
+"""RMS norms of a trainer that round as the engine's do: once, behind the weight.
+
+transformers rounds before it multiplies by the weight, and again after. That changes activation
+codes now and then, and is most of the mismatch that ``fp8_forward`` would leave.
+"""
+
+import torch
+from torch import nn
+
+NORMS = frozenset(
+    f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+"""Classes of transformers that compute ``weight * rounded(x / rms(x))``, for which SGLang has its
+``RMSNorm``; Gemma's are others."""
+
+
+class EngineNorm(nn.Module):
+    """The forward of SGLang's ``RMSNorm``, for a module of ``NORMS``."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``x / rms(x) * weight`` in FP32, in the dtype of x: ``[..., H]``."""
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (x * self.weight.float()).to(hidden_states.dtype)
+
+
+def convert_norms(model: nn.Module) -> int:
+    """Have a model's norms round once; parameters, hooks and names stay.
+
+    Returns:
+        how many do.
+    """
+    norms = [module for module in model.modules() if type(module).__name__ in NORMS]
+    for norm in norms:
+        kind = type(norm)
+        norm.__class__ = type(f"Engine{kind.__name__}", (EngineNorm, kind), {})
+    return len(norms)
