@@ -20,6 +20,7 @@ FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
 """Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
 KV_SCHEMES = ("engine", "trainer", "unit")
+RAGGED = ("pad", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
 
 
@@ -57,6 +58,15 @@ class Fp8RLServerArgs:
     """Patterns of layers that stay BF16; default none. See ``server_args.matches``.
 
     In text form they are separated by spaces, since a regex may contain commas.
+    """
+    ragged: str = field(
+        default="pad",
+        metadata=_option(f"layers that are no whole FP8 blocks: {', '.join(RAGGED)}"),
+    )
+    """What becomes of a layer whose sides on a rank are no whole blocks of 128; default ``"pad"``.
+
+    ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
+    BF16. ``"bf16"``: it stays BF16.
     """
     kv_scheme: str = field(
         default="engine",
@@ -131,6 +141,7 @@ class Fp8RLServerArgs:
                 check_pattern(pattern)
             except ValueError as error:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
+        _check_choice("ragged", self.ragged, RAGGED)
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
         if self.kv_scales is not None and not self.kv_scales.strip():
             raise _invalid("kv_scales", "must name a file")

@@ -285,18 +285,25 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
 
 def render_layers(layers: list[dict[str, Any]]) -> str:
     """A plain text table, one line a layer, and a line that counts formats and reasons."""
-    header = ("layer", "shape", "format", "reason")
+    header = ("layer", "shape", "format", "reason or padding")
     rows = [
         (
             layer["name"],
             "x".join(str(size) for size in layer["shape"]),
             layer["format"],
-            layer["reason"] or "",
+            layer["reason"] or _padding(layer),
         )
         for layer in layers
     ]
     table = align([header, *rows], left=range(len(header)))
     return "\n".join([table, "", _summary(layers)])
+
+
+def _padding(layer: dict[str, Any]) -> str:
+    if not layer["unpadded"]:
+        return ""
+    size = "x".join(map(str, layer["unpadded"]))
+    return f"{size} padded, {layer['padding_bytes'] / 1e6:.2f} MB more"
 
 
 def _summary(layers: list[dict[str, Any]]) -> str:
@@ -307,6 +314,8 @@ def _summary(layers: list[dict[str, Any]]) -> str:
     others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
     name = QUANTIZED.name.upper()
     counts = f"{len(layers) - len(kept)} of {len(layers)} in {name}"
+    padding = sum(layer["padding_bytes"] for layer in layers) / 1e6
+    counts += f", {padding:.2f} MB of them padding" if padding else ""
     return counts + (f"; not {name}: {others}" if others else "")
 
 

@@ -133,7 +133,10 @@ def _from_checkpoint(
         raise ValueError(f"{folder} is quantized; pass the BF16 checkpoint that it was made from")
     files = weight_files(folder)
     manifest = Manifest(0, read_headers(files)).to_json()
-    options = {} if ignored is None else {"fp8rl_ignored_layers": tuple(ignored)}
+    # SGLang reads no padded layer without this plugin
+    options: dict[str, Any] = {"fp8rl_ragged": "bf16"}
+    if ignored is not None:
+        options["fp8rl_ignored_layers"] = tuple(ignored)
     with dummy_engine(str(folder), tp_size, **options) as engine:
         layout = connect(engine).control({"op": "export_layout", "manifest": manifest})
     formats = by_tensor(layout["formats"])

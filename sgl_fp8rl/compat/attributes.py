@@ -117,6 +117,7 @@ ATTRIBUTES: dict[str, str] = {
     # layers; what computes in them is in layer_methods.py
     f"{_LAYERS}.linear.LinearBase": "quant_method",
     f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",
+    f"{_LAYERS}.linear.QKVParallelLinear": "num_kv_head_replicas",
     f"{_LAYERS}.linear.RowParallelLinear": "weight_loader",
     f"{_LAYERS}.quantization.fp8.Fp8Config": "ignored_layers",
     f"{_LAYERS}.quantization.fp8_utils.Fp8GemmRunnerBackend": "is_auto",
@@ -130,13 +131,14 @@ ATTRIBUTES: dict[str, str] = {
     ),
     # experts
     f"{_LAYERS}.moe.fused_moe_triton.FusedMoE": (
-        "hidden_size intermediate_size_per_partition layer_id moe_runner_config num_experts "
-        "num_fused_shared_experts quant_method use_flashinfer_trtllm_moe use_triton_kernels"
+        "hidden_size intermediate_size_per_partition layer_id moe_runner_config moe_tp_rank "
+        "moe_tp_size num_experts num_fused_shared_experts quant_method use_flashinfer_trtllm_moe "
+        "use_triton_kernels with_bias"
     ),
     f"{_LAYERS}.moe.moe_runner.base.MoeRunnerConfig": (
         "activation apply_router_weight_on_input gemm1_alpha gemm1_clamp_limit inplace "
-        "is_gated no_combine num_experts num_local_experts routed_scaling_factor swiglu_limit "
-        "top_k"
+        "intermediate_size_per_partition is_gated no_combine num_experts num_local_experts "
+        "routed_scaling_factor swiglu_limit top_k"
     ),
     f"{_LAYERS}.moe.moe_runner.runner.MoeRunner": "fused_func runner_backend",
     f"{_LAYERS}.moe.utils.MoeRunnerBackend": "is_triton",

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import attempted, gather, sources
-from sgl_fp8rl.formats import UNQUANTIZED, format_of
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -93,6 +93,13 @@ def _why_not(weights: EngineWeights) -> str | None:
             f"{name} cannot be read back ({weights.table.fallback[name]}); export the BF16 "
             f"checkpoint of this policy"
         )
+    for name in filter(weights.table.is_quantized, weights.table.sources):
+        *_, rows, cols = weights.table.sources[name]
+        if reason := QUANTIZED.refusal([rows], cols):
+            return (
+                f"{name} is padded ({reason}), and SGLang reads no such layer without this plugin; "
+                f"export the BF16 checkpoint of this policy"
+            )
     return None
 
 

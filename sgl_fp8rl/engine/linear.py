@@ -1,11 +1,13 @@
 """The FP8 linear: SGLang's own block-FP8 method on storage whose addresses never change."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.gemm import dispatch
 from sgl_fp8rl.ops.reference import fp8_linear
 
@@ -15,6 +17,8 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
 
     choices: dispatch.Choices | None = None
     """Kernels by the rows of a batch; None where SGLang's own choice stands."""
+    padding: Padding | None = None
+    """What of N and K is padding; inputs and results of the layer have none."""
 
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
@@ -25,18 +29,29 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self._sizes = (input_size_per_partition, output_partition_sizes, *args)
+        cols, rows = input_size_per_partition, output_partition_sizes
+        self._sizes = (cols, rows, input_size, output_size, *args)
         # SGLang chose the loader by the name of this class; BF16 parameters need the other
         self._options = kwargs | {"weight_loader": layer.weight_loader}
         # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
-        reason = BLOCK_FP8.refusal(output_partition_sizes, input_size_per_partition)
+        reason = BLOCK_FP8.refusal(rows, cols)
+        if reason is not None and self.quant_config.pads:
+            found = shards(layer, cols, rows, input_size, output_size)
+            if found is not None:
+                self.padding, reason = fit(BLOCK_FP8, *found)
         if reason is not None:
             self.keep_bf16(layer, reason)
-        else:
-            super().create_weights(layer, *self._sizes, **kwargs)
+            return
+        if self.padding is not None:
+            kwargs["skip_block_quant_check"] = True
+        super().create_weights(layer, *self._sizes, **kwargs)
+        if self.padding is not None:
+            pad_storage(layer.weight, layer.weight_scale_inv, self.padding, BLOCK_FP8.block)
 
     def keep_bf16(self, layer: Any, reason: str) -> None:
         """Give the layer BF16 weights, in the place of FP8 ones if it has them already."""
@@ -50,12 +65,40 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
 
     def apply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.padding is None:
+            return self._multiply(layer, x, bias)
+        y = self.padding.rows.cut(self._multiply(layer, self.padding.cols.pad(x)))
+        return y if bias is None else y.add_(bias)
+
+    def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.device.type == "cpu":
             return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
         # a compiled model traces SGLang's own operators, and could not trace through ours
         if self.choices is not None and not torch.compiler.is_compiling():
             return dispatch.linear(self.choices, layer, x, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
+
+
+def shards(
+    layer: Any, cols: int, rows: Sequence[int], all_cols: int, all_rows: int
+) -> tuple[list[Shard], Shard] | None:
+    """The part of its rows, for each matrix that is stacked, and of its columns that a rank keeps.
+
+    None where not all ranks of the engine share them, for which rank has what is not known then.
+    """
+    group = compat.get_tp_group()
+
+    def shard(size: int, count: int, replicas: int = 1) -> Shard:
+        return Shard(size, group.rank_in_group % count // replicas, count // replicas)
+
+    count_rows, count_cols = all_rows // sum(rows), all_cols // cols
+    if not {count_rows, count_cols} <= {1, group.world_size}:
+        return None
+    # with fewer KV heads than ranks, several ranks have the same ones
+    replicas = getattr(layer, "num_kv_head_replicas", 1)
+    first, *others = rows
+    stacked = [shard(first, count_rows), *(shard(n, count_rows, replicas) for n in others)]
+    return stacked, shard(cols, count_cols)
 
 
 METHODS: dict[str, Any] = {BLOCK_FP8.name: FP8RLLinearMethod}

@@ -17,7 +17,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
-from sgl_fp8rl.engine.quant_config import list_layers
+from sgl_fp8rl.engine.quant_config import LayerFormat, list_layers
 from sgl_fp8rl.engine.update_steps import skipped_by_all
 from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
 from sgl_fp8rl.options import current_options
@@ -135,7 +135,7 @@ def keep_mixtral(original: Any, model_config: Any) -> Any:
 
 def without_padding(original: Any, model_config: Any, *args: Any) -> Any:
     """AROUND ``adjust_config_with_unaligned_cpu_tp``: on a CPU SGLang pads sizes that are not
-    whole blocks, for AMX kernels that we do not use; such layers stay BF16 in their own size."""
+    whole blocks, for AMX kernels that we do not use."""
     if model_config.quantization == NAME:
         return model_config
     return original(model_config, *args)
@@ -178,5 +178,17 @@ def log_layer_formats(model: nn.Module) -> None:
         QUANTIZED.name.upper(),
         "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "none",
     )
+    if padded := [layer for layer in layers if layer.unpadded]:
+        logger.info(
+            "fp8rl: %d layers are padded to whole blocks, by %.1f MB of zeros: %s",
+            len(padded),
+            sum(layer.padding_bytes for layer in padded) / 1e6,
+            "; ".join(f"{count} x {what}" for what, count in Counter(map(_padded, padded)).items()),
+        )
     for layer in layers:
         logger.debug("fp8rl: %s %s %s", layer.name, layer.format, layer.reason or "")
+
+
+def _padded(layer: LayerFormat) -> str:
+    stored, held = ("x".join(map(str, shape)) for shape in (layer.shape, layer.unpadded or ()))
+    return f"{layer.name.rpartition('.')[2]} {held} in {stored}"

@@ -8,6 +8,7 @@ from torch import nn
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.linear import keep_storage
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.padding import Padding, Shard, fit_experts, pad_storage
 from sgl_fp8rl.gemm.expert_tiles import Tiles
 from sgl_fp8rl.gemm.experts import experts, fits, takes_codes
 from sgl_fp8rl.ops.activation import detach
@@ -15,7 +16,8 @@ from sgl_fp8rl.ops.experts import fp8_experts
 
 
 class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
-    """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them."""
+    """Codes in ``w13_weight`` [E, 2I, H] and ``w2_weight`` [E, H, I], scales beside them; I with
+    its padding."""
 
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
@@ -24,6 +26,26 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         """Whether ``grouped_experts`` has its kernels; SGLang's Triton kernel runs without."""
         self.tiles: Tiles | None = None
         """Those measured for this shape, for SGLang's Triton kernel; None: it takes its own."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        paddings, _ = fit(layer, pads=True)
+        if paddings is None:
+            size = intermediate_size_per_partition
+            super().create_weights(layer, num_experts, hidden_size, size, *args, **kwargs)
+            return
+        up, down = paddings
+        size = layer.moe_runner_config.intermediate_size_per_partition = down.cols.size
+        super().create_weights(layer, num_experts, hidden_size, size, *args, **kwargs)
+        pad_storage(layer.w13_weight, layer.w13_weight_scale_inv, up, BLOCK_FP8.block)
+        pad_storage(layer.w2_weight, layer.w2_weight_scale_inv, down, BLOCK_FP8.block)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
@@ -38,6 +60,22 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
         topk_weights, topk_ids, _ = dispatch_output.topk_output
         run = experts_reference if on_cpu else experts
         return compat.StandardCombineInput(hidden_states=run(layer, x, topk_weights, topk_ids))
+
+
+def fit(layer: Any, *, pads: bool) -> tuple[tuple[Padding, Padding] | None, str | None]:
+    """The paddings of ``w13`` and ``w2``, if they need any, or why the experts cannot be FP8.
+
+    Args:
+        layer: SGLang's ``FusedMoE``, before it has weights.
+        pads: whether padding is allowed.
+    """
+    hidden, size = layer.hidden_size, layer.intermediate_size_per_partition
+    reason = BLOCK_FP8.refusal([size], hidden)
+    paddings = None
+    if reason and pads and layer.moe_runner_config.is_gated and not layer.with_bias:
+        shard = Shard(size, layer.moe_tp_rank, layer.moe_tp_size)
+        paddings, reason = fit_experts(BLOCK_FP8, hidden, shard)
+    return paddings, reason and f"expert {reason}"
 
 
 METHODS: dict[str, Any] = {BLOCK_FP8.name: FP8RLMoEMethod}

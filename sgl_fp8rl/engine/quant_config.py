@@ -4,6 +4,7 @@ SGLang's block-FP8 methods do the work; parameters are FP8 from their creation o
 checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import linear, moe
 from sgl_fp8rl.formats import BLOCK_FP8, QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.options import current_options
 
@@ -30,9 +32,13 @@ class LayerFormat:
     reason: str | None
     """Why the layer is not quantized; None where it is."""
     shape: tuple[int, ...]
-    """Shape on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
+    """As stored on this rank: ``(N, K)``, or ``(experts, N, K)`` of the first expert matrix."""
     top_k: int | None = None
     """Experts of a token, where ``experts.takes_codes``; None for all other layers."""
+    unpadded: tuple[int, ...] | None = None
+    """``shape`` without padding; None where it has none."""
+    padding_bytes: int = 0
+    """Bytes of codes that are padding."""
 
 
 class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
@@ -46,7 +52,10 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             ignored_layers=ignored_layers,
             weight_block_size=list(BLOCK_FP8.block),
         )
-        self.patterns = (*current_options().ignored_layers, *self.ignored_layers)
+        options = current_options()
+        self.patterns = (*options.ignored_layers, *self.ignored_layers)
+        self.pads = options.ragged == "pad"
+        """Whether layers whose sides are no whole blocks are padded; they stay BF16 otherwise."""
 
     def get_name(self) -> str:
         return NAME
@@ -84,7 +93,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             layer.fp8rl_reason = reason
             return compat.UnquantizedLinearMethod()
         if isinstance(layer, compat.FusedMoE):
-            reason = self._why_not(prefix) or _why_not_experts(layer)
+            reason = self._why_not(prefix) or self._why_not_experts(layer)
             if reason is None:
                 return moe.METHODS[QUANTIZED.name](self, prefix)
             layer.fp8rl_reason = reason
@@ -99,12 +108,10 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 return f"ignored by {pattern!r}"
         return None
 
-
-def _why_not_experts(layer: Any) -> str | None:
-    if QUANTIZED.name not in moe.METHODS:
-        return f"no layer of experts computes in {QUANTIZED.name}"
-    reason = QUANTIZED.refusal([layer.intermediate_size_per_partition], layer.hidden_size)
-    return reason and f"expert {reason}"
+    def _why_not_experts(self, layer: Any) -> str | None:
+        if QUANTIZED.name not in moe.METHODS:
+            return f"no layer of experts computes in {QUANTIZED.name}"
+        return moe.fit(layer, pads=self.pads)[1]
 
 
 def list_layers(model: nn.Module) -> list[LayerFormat]:
@@ -121,8 +128,29 @@ def list_layers(model: nn.Module) -> list[LayerFormat]:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
             layers.append(LayerFormat(name, format_.name, reason, shape))
         else:
-            layers.append(LayerFormat(name, format_.name, None, shape, _top_k(module)))
+            layers.append(_quantized(name, module, weight))
     return layers
+
+
+def _quantized(name: str, module: nn.Module, weight: torch.Tensor) -> LayerFormat:
+    shape, padding = tuple(weight.shape), padding_of(weight)
+    return LayerFormat(
+        name,
+        format_of(weight.dtype).name,
+        None,
+        shape,
+        _top_k(module),
+        None if padding is None else (*shape[:-2], *padding.unpadded),
+        _padding_bytes(module),
+    )
+
+
+def _padding_bytes(module: nn.Module) -> int:
+    padded = [(p, padding) for p in module.parameters(recurse=False) if (padding := padding_of(p))]
+    return sum(
+        p.nbytes - p.nbytes // math.prod(padding.shape) * math.prod(padding.unpadded)
+        for p, padding in padded
+    )
 
 
 def _top_k(module: Any) -> int | None:

@@ -49,11 +49,6 @@ class BlockFP8(WeightFormat):
             return f"size {stacked} x {cols} on this rank is not a multiple of {BLOCK}"
         return None
 
-    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
-        for (start, stop), size in zip(region[-2:], shape[-2:], strict=True):
-            if start % BLOCK or (stop % BLOCK and stop != size):
-                raise ValueError(f"cuts a {BLOCK}x{BLOCK} block at {start}:{stop} of {size}")
-
     def encode(self, weight: torch.Tensor) -> Encoded:
         try:
             codes_NK, scale_inv_nk = quantize_weight(weight)

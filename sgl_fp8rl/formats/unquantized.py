@@ -30,9 +30,6 @@ class Unquantized(WeightFormat):
     def refusal(self, rows: Sequence[int], cols: int) -> str | None:
         return None
 
-    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
-        """Any box can be copied."""
-
     def encode(self, weight: torch.Tensor) -> Encoded:
         self.check_values("", weight)
         return {"": weight}

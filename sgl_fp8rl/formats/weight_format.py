@@ -71,13 +71,36 @@ class WeightFormat(ABC):
             rows: of each matrix that is stacked into the layer, on this rank.
         """
 
-    @abstractmethod
+    def cover(self, region: Region, shape: tuple[int, ...]) -> Region:
+        """The whole blocks of a tensor that a box has elements of: it is encoded with them."""
+        around = list(region)
+        for i, side in zip((-1, -2)[: len(region)], self.block[::-1], strict=False):
+            start, stop = region[i]
+            around[i] = start // side * side, min(-(-stop // side) * side, shape[i])
+        return tuple(around)
+
+    def cover_copy(self, src: Region, dst: Region, shape: tuple[int, ...]) -> tuple[Region, Region]:
+        """``cover`` of a box of a tensor of this shape, and where that goes with a copy to ``dst``;
+        the last two dimensions of both are those of blocks."""
+        cover, target = self.cover(src, shape), list(dst)
+        for i in range(-min(len(src), 2), 0):
+            if cover[i] != src[i]:
+                target[i] = dst[i][0] + cover[i][0] - src[i][0], dst[i][1] + cover[i][1] - src[i][1]
+        return cover, tuple(target)
+
     def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
         """Check that a box of a tensor can be encoded by itself.
 
         Raises:
             ValueError: it cuts what shares a companion's element.
         """
+        whole = self.cover(region, shape)
+        if whole != region:
+            (start, stop), size = next(
+                (a, n) for a, b, n in zip(region, whole, shape, strict=True) if a != b
+            )
+            rows, cols = self.block
+            raise ValueError(f"cuts a {rows}x{cols} block at {start}:{stop} of {size}")
 
     @abstractmethod
     def encode(self, weight: torch.Tensor) -> Encoded:

@@ -33,6 +33,11 @@ def view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in region)]
 
 
+def inside(region: Region, around: Region) -> Region:
+    """The box as one of the box around it."""
+    return tuple((a - b, c - b) for (a, c), (b, _) in zip(region, around, strict=True))
+
+
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements."""
     strides: list[int] = []

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.padding import Shard, fit, fit_experts
 from trainer_bridge.fp8_layers import is_experts
 
 BF16_BYTES = 2
@@ -59,7 +60,7 @@ class Group:
 def fp8_groups(model: nn.Module) -> list[Group]:
     """The layers that an engine of one rank keeps in FP8, in the order of the model.
 
-    A layer with a side that is not a multiple of 128 stays BF16 there and is left out.
+    A layer that is no smaller there than in BF16, padded to whole blocks, is left out.
 
     Args:
         model: a causal language model of transformers 5.
@@ -77,13 +78,12 @@ def fp8_groups(model: nn.Module) -> list[Group]:
     groups = [
         Group(name, _layer_of(name), tuple(modules))
         for name, modules in found.items()
-        for cols, *rows in (_sizes(name, modules, config),)
-        if BLOCK_FP8.refusal(rows, cols) is None
+        if _why_bf16(name, modules, config) is None
     ]
     if not groups:
         raise ValueError(
-            f"no layer of this model would run in FP8: none of {len(found)} linears has sides that "
-            f"are all multiples of {BLOCK_FP8.block[0]}"
+            f"no layer of this model would run in FP8: {len(found)} are no smaller than in BF16, "
+            f"padded to whole blocks of {BLOCK_FP8.block[0]}"
         )
     return sorted(groups, key=lambda group: group.layer)
 
@@ -126,16 +126,25 @@ def _layer_of(name: str) -> int:
     return int(found[1])
 
 
-def _sizes(name: str, modules: list[nn.Module], config: Any) -> Iterator[int]:
-    """Sides of the matrices of one layer of the engine, each part of a stacked one by itself."""
-    is_stacked = len(modules) == 1  # in the checkpoint already
-    for module in modules:
-        for weight in _matrices(module):
-            *_, rows, cols = weight.shape
-            yield from (rows, cols)
-            if is_stacked and name.endswith("gate_up_proj"):
-                yield rows // 2
-    if is_stacked and name.endswith("qkv_proj"):
+def _why_bf16(name: str, modules: list[nn.Module], config: Any) -> str | None:
+    """Why the engine does not keep a layer in FP8."""
+    if _is_experts(modules[0]):
+        *_, down = _matrices(modules[0])
+        *_, hidden, size = down.shape
+        return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
+    rows, cols = zip(*(weight.shape for m in modules for weight in _matrices(m)), strict=True)
+    if len(modules) == 1:  # stacked in the checkpoint already
+        rows = _parts(name, rows[0], config)
+    return fit(BLOCK_FP8, [Shard(size) for size in rows], Shard(cols[0]))[1]
+
+
+def _parts(name: str, rows: int, config: Any) -> tuple[int, ...]:
+    """Rows of each projection of a layer that the checkpoint has in one matrix."""
+    if name.endswith("gate_up_proj"):
+        return rows // 2, rows // 2
+    if name.endswith("qkv_proj"):
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        yield config.num_key_value_heads * head_dim
+        kv = config.num_key_value_heads * head_dim
+        return rows - 2 * kv, kv, kv
+    return (rows,)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops.regions import Region, as_region
+from sgl_fp8rl.weight_update.padded_storage import gaps, placed, unpadded
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
     pending = list(shapes.items())
     while pending:
         try:
-            with recorder:
+            with unpadded(recorder.parameters), recorder:
                 model.load_weights(_probes(pending, recorder))  # type: ignore[operator]
             break
         except UnrecordableError as error:
@@ -171,7 +172,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
     routes: dict[str, list[Route]] = {name: [] for name in shapes}
     for route in recorder.routes:
         if route.source not in recorder.unrecordable:
-            routes[route.source].append(route)
+            routes[route.source] += placed(route, recorder.parameters)
     for name, reason in recorder.unrecordable.items():
         logger.warning("%s goes through SGLang's loader at each update: %s", name, reason)
     table = RouteTable(
@@ -179,7 +180,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
         routes,
         {name: p.data for name, p in recorder.parameters.items()},
         recorder.unrecordable,
-        recorder.constants,
+        [*recorder.constants, *gaps(recorder.parameters)],
     )
     if not recorder.routes:
         raise RouteError(

@@ -22,6 +22,11 @@ class RouteError(RuntimeError):
     """SGLang's loader does something with the weights that cannot be served right."""
 
 
+_LEAVE = "leave its layer BF16 with --fp8rl-ignored-layers, or all such with --fp8rl-ragged bf16"
+Constant = tuple[str, Region, float]
+"""A box of a parameter that no update brings, and the value that it holds."""
+
+
 @dataclass(frozen=True)
 class Route:
     """One copy: a box of an HF tensor to a box of an engine parameter, of equal sizes.
@@ -47,8 +52,8 @@ class RouteTable:
     """Engine storage by parameter name, scales included."""
     fallback: dict[str, str] = field(default_factory=dict)
     """Tensors that go through ``load_weights`` at each update, with the reason."""
-    constants: list[tuple[str, Region, float]] = field(default_factory=list)
-    """Boxes that the loader filled with a constant, such as vocabulary padding."""
+    constants: list[Constant] = field(default_factory=list)
+    """Padding: of blocks, and what the loader filled, such as that of the vocabulary."""
     by_loader: set[str] = field(default_factory=set)
     """Parameters that only ``load_weights`` writes; each session checks that it did."""
     skipped: frozenset[str] = frozenset()
@@ -102,10 +107,11 @@ class RouteTable:
         """Check what must be true before anything is written through these routes.
 
         Raises:
-            RouteError: a parameter is not covered exactly once, a quantized box does not fall on
-                block borders or has no scales, or one tensor goes to storage of two formats.
+            RouteError: a parameter is not covered exactly once, a block of storage is not one of a
+                tensor, a quantized box has no scales, or one tensor goes to storage of two formats.
         """
         covered: dict[str, list[Region]] = defaultdict(list)
+        blocks: dict[str, list[Region]] = defaultdict(list)
         for name, region, _ in self.constants:
             covered[name].append(region)
         for source, routes in self.routes.items():
@@ -116,23 +122,29 @@ class RouteTable:
                 )
             for route in routes:
                 covered[route.parameter].append(route.dst)
-                self._check_format(route)
+                blocks[route.parameter].append(self._check_format(route))
+        for name, regions in blocks.items():
+            if format_of(self.parameters[name].dtype) is not UNQUANTIZED and overlap(regions):
+                raise RouteError(f"two tensors share a block of {name}; {_LEAVE}")
         for name, tensor in self.parameters.items():
             _, suffix = self.storage_of(name)
             if not suffix:  # a companion's routes are derived from its codes'
                 self._check_cover(name, tensor, covered[name])
 
-    def _check_format(self, route: Route) -> None:
+    def _check_format(self, route: Route) -> Region:
+        """The blocks of storage that a route writes to, which must be those of its source."""
         parameter, format_ = self.parameters[route.parameter], self.format_of(route)
-        try:
-            format_.check_cut(route.src, self.sources[route.source])
-            format_.check_cut(route.dst, tuple(parameter.shape))
-        except ValueError as error:
+        shape = tuple(parameter.shape)
+        _, dst = format_.cover_copy(route.src, route.dst, self.sources[route.source])
+        blocks = format_.cover(dst, shape)
+        starts_apart = any(a[0] != b[0] for a, b in zip(dst, blocks, strict=True))
+        ends_outside = any(stop > size for (_, stop), size in zip(dst, shape, strict=True))
+        if starts_apart or ends_outside:
             raise RouteError(
-                f"{route.source} -> {route.parameter} {error}; leave it BF16 with "
-                f"--fp8rl-ignored-layers"
-            ) from error
-        for suffix, spec in format_.companions(tuple(parameter.shape)).items():
+                f"{route.source} -> {route.parameter} cuts a block: {route.src} goes to "
+                f"{route.dst} of {shape}; {_LEAVE}"
+            )
+        for suffix, spec in format_.companions(shape).items():
             companion = self.parameters.get(route.parameter + suffix)
             if companion is None or tuple(companion.shape) != spec.shape:
                 raise RouteError(
@@ -140,6 +152,7 @@ class RouteTable:
                     f"{'missing' if companion is None else tuple(companion.shape)}; report this "
                     f"model family"
                 )
+        return blocks
 
     def _check_cover(self, name: str, tensor: torch.Tensor, regions: list[Region]) -> None:
         total = sum(numel(region) for region in regions)

@@ -6,7 +6,7 @@ In plain torch: what the CPU platform runs, and the reference for ``triton_write
 import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED
-from sgl_fp8rl.ops.regions import Region, view
+from sgl_fp8rl.ops.regions import Region, inside, view
 from sgl_fp8rl.protocol.chunks import RowRange
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
 
@@ -43,12 +43,13 @@ def write_tensor(
                 stored.check_values(suffix, values)
                 _copy(view(target, dst), values)
                 continue
-            encoded = format_.encode(values.to(target.device, dtype))
+            around, blocks = format_.cover_copy(src, dst, tuple(tensor.shape))
+            encoded = format_.encode(view(tensor, around).to(target.device, dtype))
         except ValueError as error:
             raise ValueError(f"{route.source} {error}") from error
-        _copy(view(target, dst), encoded.pop(""))
+        _copy(view(target, dst), view(encoded.pop(""), inside(src, around)))
         for suffix, companion in encoded.items():
-            region = format_.companion_region(suffix, dst)
+            region = format_.companion_region(suffix, blocks)
             _copy(view(table.parameters[route.parameter + suffix], region), companion)
 
 

@@ -191,9 +191,13 @@ class TritonWriter(WeightWriter):
             clipped = clip_route(route, rows)
             if clipped is not None:
                 src, dst = clipped
-                scales = self._scales(route, spec.dtype, dst)
-                if scales is not None:
-                    _check_cut(self.table.format_of(route), name, spec, src, first)
+                format_ = self.table.format_of(route)
+                scales = None
+                if self._quantizes(format_, spec.dtype):
+                    # what is not of this rank is written, too, and zeroed as the update finishes
+                    src, dst = format_.cover_copy(src, dst, shape)
+                    _check_cut(format_, name, spec, src, first)
+                    scales = self._scales(route, format_, dst)
                 parameter = self.table.parameters[route.parameter]
                 yield from describe_copy(
                     source,
@@ -206,11 +210,8 @@ class TritonWriter(WeightWriter):
                     tag=self._tags[name],
                 )
 
-    def _scales(self, route: Route, sent: torch.dtype, dst: Region) -> Scales | None:
+    def _scales(self, route: Route, format_: WeightFormat, dst: Region) -> Scales:
         """Where the kernel writes the scales of what it quantizes."""
-        format_ = self.table.format_of(route)
-        if not self._quantizes(format_, sent):
-            return None
         (suffix,) = format_.suffixes
         scales = self.table.parameters[route.parameter + suffix]
         return Scales(_placed(scales), format_.companion_region(suffix, dst))

@@ -19,7 +19,10 @@ from tests.engine import models
 
 Array = NDArray[Any]
 Pair = tuple[Array, ...]
-"""Codes and scales. Every cut falls on block borders, so both are cut and stacked alike."""
+"""Codes and scales."""
+BLOCK = oracle.BLOCK
+NO_SCALE = oracle.AMAX_FLOOR / oracle.FP8_MAX
+"""Of a block of zeros, such as padding is made of."""
 
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared out between ranks
 
@@ -53,13 +56,11 @@ def parameters_of(
     assert ep_size in (1, tp_size)
 
     def shard(name: str, axis: int) -> Pair:
-        parts = fp8[f"{name}_proj.weight"]
-        if ep_size > 1 and ".experts." in name:
-            return parts
-        return tuple(np.split(array, tp_size, axis)[rank] for array in parts)
+        is_whole = ep_size > 1 and ".experts." in name
+        return cut(fp8[f"{name}_proj.weight"], axis, *((0, 1) if is_whole else (rank, tp_size)))
 
     def rows(name: str) -> Pair:
-        return shard(name, 0)
+        return cut(shard(name, 0), 1, 0, 1)
 
     def columns(name: str) -> Pair:
         return shard(name, 1)
@@ -84,7 +85,15 @@ def parameters_of(
             pairs[f"{mlp}.gate_up_proj.weight"] = gate_up(mlp)
             pairs[f"{mlp}.down_proj.weight"] = columns(f"{mlp}.down")
 
-    parameters = {
+    biases = [n for n in bf16 if n.endswith("q_proj.bias")]
+    bf16 = dict(bf16)
+    joined = {
+        name.replace("q_proj", "qkv_proj"): np.concatenate(
+            [np.split(bf16.pop(name.replace("q_proj", f"{x}_proj")), tp_size)[rank] for x in "qkv"]
+        )
+        for name in biases
+    }
+    parameters = joined | {
         # norms and routers are on every rank
         name: np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
         for name, bits in bf16.items()
@@ -92,6 +101,35 @@ def parameters_of(
     for name, (codes, scales) in pairs.items():
         parameters[name], parameters[f"{name}_scale_inv"] = codes, scales
     return parameters
+
+
+def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
+    """What a rank stores of a matrix that is cut along an axis: whole blocks, those of the matrix.
+
+    Elements of other ranks in these blocks are zeros, and so is what makes all ranks' shards equal.
+    """
+    codes, scales = parts
+    size = codes.shape[axis] // ranks
+    borders = [(r * size // BLOCK, -(-(r + 1) * size // BLOCK)) for r in range(ranks)]
+    blocks = max(last - first for first, last in borders)
+    first, last = borders[rank]
+    lead = rank * size - first * BLOCK
+
+    def filled(array: Array, value: Any, count: int, begin: int, taken: slice) -> Array:
+        shape = list(array.shape)
+        shape[axis] = count
+        stored = np.full(shape, value, array.dtype)
+        source = np.take(array, range(taken.start, taken.stop), axis)
+        index = [slice(None)] * array.ndim
+        index[axis] = slice(begin, begin + source.shape[axis])
+        stored[tuple(index)] = source
+        return stored
+
+    mine = slice(rank * size, (rank + 1) * size)
+    return (
+        filled(codes, 0, blocks * BLOCK, lead, mine),
+        filled(scales, NO_SCALE, blocks, 0, slice(first, last)),
+    )
 
 
 def _join(how: Callable[[Sequence[Array]], Array], pairs: list[Pair]) -> Pair:

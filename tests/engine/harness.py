@@ -19,6 +19,7 @@ from typing import Any
 
 import trainer_bridge
 from sgl_fp8rl.ops.reference import quantize_weight
+from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from tests.engine import forked, models
 from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
@@ -67,7 +68,8 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        variables = os.environ | (environment or {}) | {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
+        bucket = {"FP8RL_BUCKET_BYTES": str(_bucket_bytes(checkpoint))}
+        variables = os.environ | (environment or {}) | bucket
         if tp_size > 1:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
         options = (
@@ -146,6 +148,13 @@ class EngineProcess:
         if error is not None:
             raise EngineError(*error)
         return result
+
+
+def _bucket_bytes(checkpoint: Path) -> int:
+    """``BUCKET_BYTES``, or what the widest block of rows needs, in FP32 and with scales."""
+    specs = read_headers([checkpoint / models.WEIGHTS]).values()
+    widest = max(spec.shape[-1] for spec in specs if len(spec.shape) == 2)
+    return max(BUCKET_BYTES, 2 * 512 * (models.BLOCK + 1) * -(-widest // models.BLOCK))
 
 
 def _run_engine(connection: Connection, options: dict[str, Any]) -> None:

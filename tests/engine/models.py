@@ -1,8 +1,9 @@
 """Tiny random checkpoints of real architectures, as transformers writes them, in BF16.
 
-Two layers, and every dimension a whole number of FP8 blocks, also on each of two tensor parallel
-ranks. Weights are drawn so that a fault is seen in logprobs: linears are larger than at a usual
-initialization and each 128x128 block has a magnitude of its own, norms and biases are not trivial.
+Two layers. Every dimension is a whole number of FP8 blocks, also on each of two tensor parallel
+ranks, but for the families that say otherwise. Weights are drawn so that a fault is seen in
+logprobs: linears are larger than at a usual initialization and each 128x128 block has a magnitude
+of its own, norms and biases are not trivial.
 """
 
 import json
@@ -122,11 +123,37 @@ FAMILIES = {
     ),
     # Its shared expert's gate is a Triton kernel on a GPU.
     "qwen2_moe": Family("qwen2_moe", {**WIDE, **MOE, "shared_expert_intermediate_size": 256}),
-    # Layers that cannot be FP8: q 192 and k, v 96 rows, and o_proj 192 columns.
+    # Padded to whole blocks: q 192 and k, v 96 rows, and o_proj 192 columns.
     "qwen3_ragged": Family("qwen3", {"head_dim": 48}),
     # q alone would be whole blocks, but shares a parameter with k and v of 64 rows.
     "qwen3_ragged_kv": Family("qwen3", {"head_dim": 64, "num_key_value_heads": 1}),
     "qwen3_moe_ragged": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 192}),
+    # The shapes of SmolLM2-135M: no side of attention is whole blocks.
+    "smollm2": Family(
+        "llama",
+        {
+            "hidden_size": 576,
+            "head_dim": 64,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "intermediate_size": 1536,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # As of Qwen2.5-0.5B, but narrower: two ranks cut each projection inside of a block, at row 192
+    # of q, 64 of k and v, 304 of the MLP.
+    "qwen2_cut": Family(
+        "qwen2",
+        {
+            "hidden_size": 384,
+            "head_dim": None,
+            "num_attention_heads": 6,
+            "intermediate_size": 608,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # Two ranks hold 192 rows of each expert, as four do of Qwen3-30B-A3B.
+    "qwen3_moe_cut": Family("qwen3_moe", {**MOE, "moe_intermediate_size": 384}),
 }
 
 
@@ -280,7 +307,12 @@ def is_linear(name: str) -> bool:
 
 
 def fp8_names(path: Path | str) -> list[str]:
-    """The tensors that one rank holds in FP8.
+    """The tensors that an engine holds in FP8."""
+    return [name for name, _ in named_tensors(path) if is_linear(name)]
+
+
+def whole_names(path: Path | str) -> list[str]:
+    """Those that it holds in FP8 on one rank where nothing is padded.
 
     Those are the linears with whole blocks of rows and columns, where the projections stacked
     beside them and, in an MoE layer, all experts have whole blocks, too.

@@ -51,9 +51,6 @@ SHARED_EXPERT: Why = {
     "mlp.shared_expert_gate": ROUTER,
 }
 MIXTRAL: Why = {"block_sparse_moe.experts": None, "block_sparse_moe.gate": ROUTER}
-RAGGED_QKV: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": None}
-RAGGED_ATTENTION: Why = {"self_attn.qkv_proj": RAGGED, "self_attn.o_proj": RAGGED}
-RAGGED_EXPERTS: Why = {"mlp.experts": RAGGED, "mlp.gate": ROUTER}
 
 LAYERS: dict[str, tuple[Why, Why]] = {
     "qwen3": (ATTENTION | MLP, UNTIED),
@@ -67,10 +64,20 @@ LAYERS: dict[str, tuple[Why, Why]] = {
     "gemma2": (ATTENTION | MLP, TIED),
     "qwen2_moe": (ATTENTION | EXPERTS | SHARED_EXPERT, UNTIED),
     "mixtral": (ATTENTION | MIXTRAL, UNTIED),
-    "qwen3_ragged": (RAGGED_ATTENTION | MLP, UNTIED),
-    "qwen3_ragged_kv": (RAGGED_QKV | MLP, UNTIED),
-    "qwen3_moe_ragged": (ATTENTION | RAGGED_EXPERTS, UNTIED),
+    "qwen3_ragged": (ATTENTION | MLP, UNTIED),
+    "qwen3_ragged_kv": (ATTENTION | MLP, UNTIED),
+    "qwen3_moe_ragged": (ATTENTION | EXPERTS, UNTIED),
+    "smollm2": (ATTENTION | MLP, TIED),
+    "qwen2_cut": (ATTENTION | MLP, TIED),
+    "qwen3_moe_cut": (ATTENTION | EXPERTS, UNTIED),
 }
+RANKS = {"qwen2_cut": 2, "qwen3_moe_cut": 2}
+"""Of families whose shapes matter only there; 1 of all others."""
+UNPADDED: dict[str, Why] = {
+    "qwen3_ragged": dict.fromkeys(ATTENTION, RAGGED) | MLP,
+    "qwen3_moe_ragged": ATTENTION | {"mlp.experts": RAGGED, "mlp.gate": ROUTER},
+}
+"""Under ``--fp8rl-ragged bf16``."""
 REFUSED = {"deepseek_v2": "its MLA attention keeps tensors derived from kv_b_proj"}
 
 CHOSEN = os.environ.get("FP8RL_TEST_FAMILIES", "")
@@ -91,7 +98,7 @@ def test_no_family_is_forgotten() -> None:
 def test_family(family: str, tmp_path: Path) -> None:
     first = models.make_checkpoint(family, tmp_path / family)
     second = models.perturb(first, tmp_path / f"{family} updated", seed=1)
-    with EngineProcess(tmp_path / "log", first) as engine:
+    with EngineProcess(tmp_path / "log", first, RANKS.get(family, 1)) as engine:
         layers = engine.control({"op": "layers"})["layers"]
         at_start = score(engine)
         engine.update(second, version=0, stream="stream")
@@ -100,11 +107,26 @@ def test_family(family: str, tmp_path: Path) -> None:
         returned = score(engine)
 
     block, ends = LAYERS[family]
-    expected = {f"model.layers.{i}.{name}": why for i in (0, 1) for name, why in block.items()}
-    check_layers(layers, expected | ends)
+    check_layers(layers, in_both(block) | ends)
     check_logprobs(first, *at_start)
     check_logprobs(second, *updated)
     assert returned == at_start
+
+
+@pytest.mark.parametrize("family", chosen(list(UNPADDED)))
+def test_what_is_not_padded_stays_bf16(family: str, tmp_path: Path) -> None:
+    first = models.make_checkpoint(family, tmp_path / family)
+    with EngineProcess(tmp_path / "log", first, fp8rl_ragged="bf16") as engine:
+        layers = engine.control({"op": "layers"})["layers"]
+        formats = engine.control({"op": "layout"})["formats"]
+        engine.update(models.perturb(first, tmp_path / "updated", seed=1), version=0)
+    check_layers(layers, in_both(UNPADDED[family]) | UNTIED)
+    assert formats == {"fp8": sorted(models.whole_names(first))}
+
+
+def in_both(block: Why) -> Why:
+    """The layers of both blocks."""
+    return {f"model.layers.{i}.{name}": why for i in (0, 1) for name, why in block.items()}
 
 
 def score(engine: EngineProcess) -> tuple[list[int], list[float]]:

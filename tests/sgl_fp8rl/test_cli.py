@@ -21,9 +21,18 @@ from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
 
 LAYERS: list[dict[str, Any]] = [
-    {"name": name, "format": format_, "reason": reason, "shape": shape, "top_k": top_k}
+    {
+        "name": name,
+        "format": format_,
+        "reason": reason,
+        "shape": shape,
+        "top_k": top_k,
+        "unpadded": [320, 256] if name.endswith("o_proj") else None,
+        "padding_bytes": 64 * 256 if name.endswith("o_proj") else 0,
+    }
     for name, format_, reason, shape, top_k in (
         ("model.embed_tokens", "bf16", "embedding", [512, 256], None),
+        ("model.layers.0.self_attn.o_proj", "fp8", None, [384, 256], None),
         ("model.layers.0.mlp.down_proj", "fp8", None, [256, 384], None),
         ("model.layers.0.mlp.experts", "fp8", None, [4, 256, 256], 3),
         ("lm_head", "bf16", "output head", [512, 256], None),
@@ -35,13 +44,14 @@ def test_layer_table() -> None:
     """A line for each layer, with its facts, and the counts of those in FP8 and of the reasons."""
     header, *rows, _, summary = cli.render_layers(LAYERS).splitlines()
     assert [re.split(r"  +", row) for row in (header, *rows)] == [
-        ["layer", "shape", "format", "reason"],
+        ["layer", "shape", "format", "reason or padding"],
         ["model.embed_tokens", "512x256", "bf16", "embedding"],
+        ["model.layers.0.self_attn.o_proj", "384x256", "fp8", "320x256 padded, 0.02 MB more"],
         ["model.layers.0.mlp.down_proj", "256x384", "fp8"],
         ["model.layers.0.mlp.experts", "4x256x256", "fp8"],
         ["lm_head", "512x256", "bf16", "output head"],
     ]
-    for count in ("2 of 4", "1 embedding", "1 output head"):
+    for count in ("3 of 5", "0.02 MB of them padding", "1 embedding", "1 output head"):
         assert count in summary
     assert "0 of 0" in cli.render_layers([])
 
@@ -89,13 +99,13 @@ def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr(command, "run", run)
     assert cli.main(["tune", "some/model", "--tp", "2"]) == 0
-    linears, experts = [(256, 384)], [ExpertShape(4, 256, 128, 3)]
+    linears, experts = [(256, 384), (384, 256)], [ExpertShape(4, 256, 128, 3)]
     assert tuned == [(linears, experts, str(tmp_path))]
-    embedding, down, stack, _ = LAYERS
+    embedding, _, down, stack, _ = LAYERS
     for layers in ([embedding, down, {**stack, "top_k": None}], [stack]):
         monkeypatch.setattr(cli, "read_layers", lambda *_, layers=layers: layers)
         assert cli.main(["tune", "some/model"]) == 0
-    assert [given[:2] for given in tuned[1:]] == [(linears, []), ([], experts)]
+    assert [given[:2] for given in tuned[1:]] == [(linears[:1], []), ([], experts)]
     monkeypatch.setattr(cli, "read_layers", lambda *_: [embedding])
     with pytest.raises(SystemExit, match="some/model"):
         cli.main(["tune", "some/model"])
@@ -220,8 +230,11 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     down = layers["model.layers.1.mlp.down_proj"]
     assert (down["format"], down["reason"], down["shape"]) == ("fp8", None, [256, 512])
     output = layers["model.layers.1.self_attn.o_proj"]
-    assert output["format"] == "bf16"
-    assert "not a multiple of 128" in output["reason"]
+    assert (output["format"], output["shape"], output["unpadded"]) == (
+        "fp8",
+        [256, 256],
+        [256, 192],
+    )
     assert layers["lm_head"]["format"] == "bf16"
     assert len(layers) == 2 * 4 + 2
 

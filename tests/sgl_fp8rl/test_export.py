@@ -74,7 +74,8 @@ def test_a_checkpoint(options: list[Any], tmp_path: Path) -> None:
     source, output = checkpoint(tmp_path / "in"), tmp_path / "new" / "out"
     arguments = ["export", str(source), str(output), "--tp", "2"]
     assert cli.main([*arguments, "--ignored-layers", "a", "re:b"]) == 0
-    assert options == [(str(source), 2, {"fp8rl_ignored_layers": ("a", "re:b")})]
+    wanted_options = {"fp8rl_ragged": "bf16", "fp8rl_ignored_layers": ("a", "re:b")}
+    assert options == [(str(source), 2, wanted_options)]
 
     given = {**load_file(source / "a.safetensors"), **load_file(source / "b.safetensors")}
     encoded = BLOCK_FP8.encode(given.pop(MATRIX))

@@ -36,11 +36,6 @@ class Int8(WeightFormat):
         fits = not any(r % 32 for r in rows) and cols % 64 == 0
         return None if fits else f"size {'+'.join(map(str, rows))} x {cols} is not whole blocks"
 
-    def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
-        for (start, stop), size, side in zip(region[-2:], shape[-2:], self.block, strict=True):
-            if start % side or (stop % side and stop != size):
-                raise ValueError(f"cuts a block at {start}:{stop}")
-
     def encode(self, weight: torch.Tensor) -> Encoded:
         if not bool(torch.isfinite(weight).all()):
             raise ValueError(NOT_FINITE)

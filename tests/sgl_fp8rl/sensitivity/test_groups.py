@@ -13,7 +13,7 @@ from tests.engine.test_families import LAYERS
 from tests.sgl_fp8rl.sensitivity.conftest import Load
 
 
-@pytest.mark.parametrize("family", [name for name in LAYERS if name != "qwen3_moe_ragged"])
+@pytest.mark.parametrize("family", LAYERS)
 def test_as_a_real_engine_has_them(family: str, load: Load) -> None:
     block, _ = LAYERS[family]
     wanted = {f"model.layers.{n}.{name}" for n in (0, 1) for name, why in block.items() if not why}
@@ -24,18 +24,20 @@ def test_as_a_real_engine_has_them(family: str, load: Load) -> None:
 
 
 def test_every_fp8_weight_is_in_one_group(checkpoint: Callable[[str], Any], load: Load) -> None:
-    for family in ("qwen3", "qwen3_moe", "mixtral", "phi3", "qwen3_ragged_kv"):
+    for family in ("qwen3", "qwen3_moe", "mixtral", "phi3", "qwen3_ragged_kv", "smollm2"):
         fp8 = set(models.fp8_names(checkpoint(family)))
         stored = dict(models.named_tensors(checkpoint(family)))
         groups = fp8_groups(load(family))
         assert sum(g.bf16_bytes for g in groups) == 2 * sum(stored[n].numel() for n in fp8)
-        blocks = sum(stored[n].numel() for n in fp8) // 128**2
+        blocks = sum(-(-stored[n].shape[0] // 128) * -(-stored[n].shape[1] // 128) for n in fp8)
         assert sum(g.fp8_bytes for g in groups) == sum(stored[n].numel() for n in fp8) + 4 * blocks
 
 
-def test_experts_of_ragged_size_stay_bf16(load: Load) -> None:
-    names = {group.name for group in fp8_groups(load("qwen3_moe_ragged"))}
-    assert names == {
+def test_what_padding_makes_as_large_as_bf16_stays_bf16(load: Load) -> None:
+    model = load("qwen3_moe_ragged")
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj = nn.Parameter(torch.zeros(4, 256, 64))
+    assert {group.name for group in fp8_groups(model)} == {
         f"model.layers.{n}.self_attn.{leaf}" for n in (0, 1) for leaf in ("qkv_proj", "o_proj")
     }
 
@@ -46,10 +48,12 @@ def test_a_layer_that_is_not_known_is_refused(load: Load) -> None:
 
 
 def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
-    model = load("qwen3_ragged")
+    model = load("qwen3")
     for layer in model.model.layers:
-        layer.mlp.gate_proj = nn.Linear(200, 512)  # gate shares its layer with up
-        layer.mlp.down_proj = nn.Linear(512, 200)
+        for module in (layer.self_attn, layer.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"no layer.*\b128\b"):
         fp8_groups(model)
 
@@ -57,7 +61,7 @@ def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
 def test_parts_of_a_stacked_checkpoint_are_looked_at_by_themselves(load: Load) -> None:
     model = load("phi3")
     mlp = model.model.layers[0].mlp
-    mlp.gate_up_proj = nn.Linear(512, 2 * 192, dtype=torch.bfloat16)  # 384 rows are whole blocks
+    mlp.gate_up_proj = nn.Linear(512, 2 * 64, dtype=torch.bfloat16)  # 128 rows are a whole block
     names = {group.name for group in fp8_groups(model)}
     assert "model.layers.0.mlp.gate_up_proj" not in names
     assert "model.layers.1.mlp.gate_up_proj" in names

@@ -170,7 +170,7 @@ def test_a_cut_through_a_block_is_refused() -> None:
         for name, weight in weights:
             model.data("ab").narrow(0, 192 * "ab".index(name), 192).copy_(weight)
 
-    with pytest.raises(RouteError, match="a -> ab cuts a 128x128 block at 0:192 of 384"):
+    with pytest.raises(RouteError, match="b -> ab cuts a block"):
         record_routes(Model(fp8_storage("ab", 384, 128), load), {"a": (192, 128), "b": (192, 128)})
 
 

@@ -147,17 +147,25 @@ def test_a_parameter_covered_once_passes() -> None:
         (
             [route(((64, 320), (0, 128)))],
             fp8_storage("w", 384, 128),
-            "cuts a 128x128 block at 64:320 of 384",
+            r"cuts a block: .* goes to \(\(64, 320\), \(0, 128\)\)",
         ),
         (
             [route(((0, 192), (0, 128)), ((64, 256), (0, 128)))],
             fp8_storage("w", 192, 128),
-            "cuts a 128x128 block at 64:256 of 256",
+            r"cuts a block: \(\(64, 256\), \(0, 128\)\) goes to",
         ),
         (
             [route(((0, 256), (0, 64)), ((0, 256), (0, 64)))],
             fp8_storage("w", 256, 64),
-            "cuts a 128x128 block at 0:64 of 128",
+            r"cuts a block: \(\(0, 256\), \(0, 64\)\) goes to",
+        ),
+        (
+            [
+                route(((0, 192), (0, 128)), ((0, 192), (0, 128))),
+                route(((192, 384), (0, 128)), ((64, 256), (0, 128))),
+            ],
+            fp8_storage("w", 384, 128),
+            "share a block of w",
         ),
         (
             [route(whole(256, 128))],

@@ -558,9 +558,15 @@ class FakeMapping:
         pass
 
 
-def in_place(gpu: Interpreter, tensors: toy.Tensors, gap: int, rows: int = 1 << 20) -> Segments:
+def in_place(
+    gpu: Interpreter,
+    tensors: toy.Tensors,
+    gap: int,
+    rows: int = 1 << 20,
+    nbytes: int = 1 << 20,
+) -> Segments:
     """The tensors laid out in two allocations, with gaps, in pieces of so many rows."""
-    contents = [torch.full((1 << 20,), 0xA5, dtype=torch.uint8) for _ in range(2)]
+    contents = [torch.full((nbytes,), 0xA5, dtype=torch.uint8) for _ in range(2)]
     segments = Segments("s", [], {}, 0)
     ends, segment = [gap] * 2, 0
     for name, tensor in tensors.items():
