@@ -67,15 +67,17 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
     def apply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.padding is None:
             return self._multiply(layer, x, bias)
-        y = self.padding.rows.cut(self._multiply(layer, self.padding.cols.pad(x)))
+        y = self.padding.rows.cut(self._multiply(layer, x))
         return y if bias is None else y.add_(bias)
 
     def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if layer.weight.device.type == "cpu":
-            return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
+        cols = None if self.padding is None else self.padding.cols
         # a compiled model traces SGLang's own operators, and could not trace through ours
         if self.choices is not None and not torch.compiler.is_compiling():
-            return dispatch.linear(self.choices, layer, x, bias)
+            return dispatch.linear(self.choices, layer, x, bias, cols)
+        x = x if cols is None else cols.pad(x)
+        if layer.weight.device.type == "cpu":
+            return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.formats.padding import Side
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Kernel
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.ops.activation import Quantized, attached
@@ -37,33 +38,47 @@ class Choices:
         return self.kernels[bisect_left(self.bounds, m)]
 
 
-def quantized(x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
+def quantized(
+    x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False, cols: Side | None = None
+) -> Quantized:
     """Codes and scales of ``x`` (``x_MK`` is a view of it): those that its producer attached.
 
     If they are missing, since ``x`` is a new tensor, or do not match, quantize ``x_MK`` here.
 
     Args:
         by_row: layout of the scales (``Quantized``).
+        cols: where the channels lie among zeros; no producer knows that.
     """
+    from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
+
+    if cols is not None and cols.is_padded:
+        ((lead, _),) = cols.spans
+        return quantize_tokens(x_MK, by_row=by_row, lead=lead, size=cols.size)
     ready = attached(x)
     if ready is not None and (ready.codes_MK.shape, ready.is_by_row) == (x_MK.shape, by_row):
         return ready
-    from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
-
     return quantize_tokens(x_MK, by_row=by_row)
 
 
 def linear(
-    choices: Choices, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+    choices: Choices,
+    layer: Any,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    cols: Side | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` of a block-FP8 ``layer``: BF16 ``[..., K]`` to ``[..., N]``."""
+    """``x @ weight.T + bias`` of a block-FP8 ``layer``: BF16 ``[..., K]`` to ``[..., N]``.
+
+    Args:
+        cols: where the columns lie in the storage of the weight, if they are padded.
+    """
     weight_NK = layer.weight
-    n, k = weight_NK.shape
-    x_MK = x.view(-1, k)
+    n = weight_NK.shape[0]
+    x_MK = x.view(-1, x.shape[-1])
     m = x_MK.shape[0]
     if m == 0:  # an idle rank's batch
         return x.new_empty((*x.shape[:-1], n))
-    codes_MK, scales_Mk = quantized(x, x_MK)
+    codes_MK, scales_Mk = quantized(x, x_MK, cols=cols)
     y_MN = choices.kernel(m)(codes_MK, scales_Mk, weight_NK, layer.weight_scale_inv)
     if bias is not None:
         y_MN += bias

@@ -11,6 +11,7 @@ Shape suffixes: M tokens, K channels, I channels of each half of gate_up; k = K 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX
 
@@ -76,17 +77,22 @@ def _state(x: torch.Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x._version
 
 
-def quantize_tokens(x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
+def quantize_tokens(
+    x_MK: torch.Tensor, *, by_row: bool = False, lead: int = 0, size: int | None = None
+) -> Quantized:
     """Quantize to one scale for each token and 128 channels.
 
     Args:
         x_MK: BF16 with contiguous rows.
         by_row: layout of the scales (``Quantized``).
+        lead, size: channels of zeros that the result has in front, and all of its channels; by
+            default those of x.
 
     Raises:
-        ValueError: another dtype or layout, or K is not a multiple of 128.
+        ValueError: another dtype or layout, or ``size`` is not a multiple of 128.
     """
-    check(x_MK)
+    check(x_MK, size=size)
+    x_MK = F.pad(x_MK, (lead, (size or x_MK.shape[1]) - lead - x_MK.shape[1]))
     M, K = x_MK.shape
     x_MkB = x_MK.float().unflatten(-1, (-1, BLOCK))
     amax_Mk = x_MkB.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=AMAX_FLOOR)
@@ -161,8 +167,11 @@ def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quanti
     return quantize_tokens(silu_mul_quantize(gate_up_M2I)[0], by_row=by_row)
 
 
-def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:
+def check(x_MK: torch.Tensor, *, halves: int = 1, size: int | None = None) -> None:
     """Check that x can be quantized along its last dimension, each of its halves separately.
+
+    Args:
+        size: of that dimension with padding, where it is padded.
 
     Raises:
         ValueError: it cannot.
@@ -172,7 +181,7 @@ def check(x_MK: torch.Tensor, *, halves: int = 1) -> None:
             f"activations are {x_MK.dtype} {list(x_MK.shape)} with strides {x_MK.stride()}; pass "
             f"BF16 [tokens, channels] with contiguous rows"
         )
-    if x_MK.shape[-1] % (halves * BLOCK):
+    if (x_MK.shape[-1] if size is None else size) % (halves * BLOCK):
         raise ValueError(
             f"activations have {x_MK.shape[-1] // halves} channels, not a multiple of {BLOCK}; "
             f"keep the layer that takes them in BF16"

@@ -34,12 +34,15 @@ _PLAIN_GROUPS_OF_WARP = 4
 _MAX_WARPS = 32
 
 
-def quantize_tokens(x_MK: torch.Tensor, *, by_row: bool = False) -> Quantized:
+def quantize_tokens(
+    x_MK: torch.Tensor, *, by_row: bool = False, lead: int = 0, size: int | None = None
+) -> Quantized:
     """``activation.quantize_tokens`` on the current stream; there is what it takes and raises."""
-    check(x_MK)
+    check(x_MK, size=size)
     M, K = x_MK.shape
-    quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
-    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP)
+    quantized = empty_quantized(M, size or K, x_MK.device, by_row=by_row)
+    place = {"LEAD": lead, "LENGTH": K}
+    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, **place)
     return quantized
 
 
@@ -105,6 +108,7 @@ def _launch_tiles(
     y: tuple[torch.Tensor | None, ...],
     quantized: Quantized,
     groups_of_warp: int,
+    **constants: int,
 ) -> None:
     M, K = quantized.codes_MK.shape
     tiles = triton.cdiv(K // BLOCK, _GROUPS)
@@ -119,6 +123,7 @@ def _launch_tiles(
                 K=K,
                 TILES=tiles,
                 GROUPS=_GROUPS,
+                **constants,
                 **_options(x.device, max(_GROUPS // groups_of_warp, 1)),
             )
 
@@ -207,14 +212,20 @@ def _quantize_tiles(
     K: tl.constexpr,
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
+    LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One program quantizes ``GROUPS`` groups of one row."""
+    """One program quantizes ``GROUPS`` groups of one row, whose ``LENGTH`` channels begin at
+    ``LEAD``."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
     inside = (group < K // _SIZE)[:, None]
     col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
+    if LENGTH != K:  # a mask for each channel is slower
+        col -= LEAD
+        inside = (col >= 0) & (col < LENGTH)
     if OVERLAP:
         gdc_wait()
     values = tl.load(x + row * row_stride + col, mask=inside, other=0.0)

@@ -164,6 +164,32 @@ def test_scales_by_row(
         check()
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(
+    ("length", "lead", "size"),
+    [(576, 0, 640), (448, 64, 512), (192, 64, 256), (1, 127, 128), (1500, 96, 1664), (64, 0, 256)],
+)
+def test_quantize_among_zeros(
+    device: str,
+    length: int,
+    lead: int,
+    size: int,
+    by_row: bool,
+    canaries: list[Callable[[], None]],
+) -> None:
+    """The bytes of the padded tensor; what lies beside x in memory is not read."""
+    wide = rows(5, length + 256).to(device)
+    wide[:, :128], wide[:, 128 + length :] = torch.nan, torch.nan
+    x = wide[:, 128 : 128 + length]
+    place = {"by_row": by_row, "lead": lead, "size": size}
+    got = activation_triton.quantize_tokens(x, **place)
+    assert_same(got, activation.quantize_tokens(x, **place))
+    padded = torch.nn.functional.pad(x, (lead, size - lead - length))
+    assert_same(got, activation.quantize_tokens(padded, by_row=by_row))
+    for check in canaries:
+        check()
+
+
 @pytest.mark.parametrize(
     "shape", [(1, 128), (3, 256), (4, 1024), (5, 1152), (2, 4096), (9, 2176)], ids=str
 )

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
+from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.padding import Shard, fit
 from sgl_fp8rl.gemm import bench_inputs, dispatch, quick_tune, tune
 from sgl_fp8rl.gemm.bench_inputs import BenchInputs, cuda_graph_us
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK
@@ -14,6 +19,7 @@ from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.quick_tune import find
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.gemm.tune_cache import Machine
+from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 
 SHAPES = [(2048, 1024), (2176, 384), (24576, 4096)]
 """N = 17 blocks is cut into unequal parts."""
@@ -51,8 +57,6 @@ def test_products_are_right_on_odd_batches(
 
 
 def test_the_stock_choice_is_what_sglang_runs() -> None:
-    from sgl_fp8rl import compat
-
     made = BenchInputs(2048, 1024, "cuda", cuda_graph_us)
     weight, scales = made.weights[0]
     x = torch.randn(65, 1024, device="cuda", dtype=torch.bfloat16)
@@ -90,3 +94,63 @@ def test_a_start_without_a_table_makes_one(tmp_path: Path, monkeypatch: pytest.M
     assert [entry.m for entry in tuned] == list(tune.DECODE_ROWS)
     assert all(0 < entry.us <= entry.stock_us for entry in tuned if entry.kernel != STOCK)
     assert find([(2048, 1024)], machine, str(tmp_path))[2048, 1024] == tuned
+
+
+PADDED = {  # rows of each part, columns; rank and ranks of rows, of columns
+    "SmolLM2 qkv": ([576, 192, 192], 576, (0, 1), (0, 1)),
+    "SmolLM2 o": ([576], 576, (0, 1), (0, 1)),
+    "SmolLM2 gate_up": ([1536, 1536], 576, (0, 1), (0, 1)),
+    "Qwen2.5-0.5B qkv": ([448, 64, 64], 896, (1, 2), (0, 1)),
+    "Qwen2.5-0.5B o": ([896], 448, (0, 1), (1, 2)),
+}
+NEAR = 0.02
+"""Of the largest result: activations' codes may be a step apart where reciprocals are."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kernel", [None, STOCK, "flashinfer_sm90", "triton"])
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_layers(
+    name: str, kernel: str | None, biased: bool, record_property: Callable[[str, object], None]
+) -> None:
+    """By SGLang's own method, and by each kernel; eager, and in a graph."""
+    rows, cols, at_rows, at_cols = PADDED[name]
+    padding, _ = fit(BLOCK_FP8, [Shard(n, *at_rows) for n in rows], Shard(cols, *at_cols))
+    assert padding is not None
+    n, k = padding.shape
+    if kernel is not None and (reason := CANDIDATES[kernel].why_not(n, k, 8)):
+        pytest.skip(reason)
+    random = torch.Generator().manual_seed(0)
+    weight = torch.zeros(padding.shape)
+    for span in padding.rows.spans:
+        box = weight[slice(*span), slice(*padding.cols.spans[0])]
+        box.copy_(torch.randn(box.shape, generator=random) * cols**-0.5)
+    layer = torch.nn.Module()
+    codes, scales = quantize_weight(weight)
+    layer.weight, layer.weight_scale_inv = codes.cuda(), scales.cuda()
+    method: Any = object.__new__(FP8RLLinearMethod)
+    # what SGLang's own ``apply`` reads
+    vars(method).update(use_marlin=False, use_mxfp8=False, block_quant=True)
+    vars(method).update(weight_block_size=[128, 128], w8a8_block_fp8_linear=compat.deep_gemm_linear)
+    method.padding = padding
+    if kernel is not None:
+        method.choices = Choices.of([Entry(4096, kernel, {}, 1.0, 2.0)])
+    bias = torch.randn(sum(rows), generator=random).bfloat16() if biased else None
+    for m in (1, 3, 65, 200):
+        x = torch.randn(m, cols, generator=random).bfloat16()
+        given = x.cuda(), None if bias is None else bias.cuda()
+        with compiling_only_what_runs():
+            y = method.apply(layer, *given)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = method.apply(layer, *given)
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, y) and y.is_contiguous()
+        wanted = padding.rows.cut(fp8_linear(padding.cols.pad(x), codes, scales)).float()
+        wanted = wanted if bias is None else wanted + bias.float()
+        error = float((y.cpu().float() - wanted).abs().max() / wanted.abs().max())
+        record_property(f"largest difference, {m} rows", error)
+        assert error < NEAR
+        # the control: each result one channel further on
+        assert (y.cpu().float().roll(1, -1) - wanted).abs().max() > 10 * NEAR * wanted.abs().max()

@@ -20,8 +20,10 @@ from tests.gpu.engines import (
     update,
 )
 from tests.gpu.policies import (
+    CUT,
     DENSE,
     MOE,
+    MOE_CUT,
     Shape,
     codes_and_scales,
     draw,
@@ -58,6 +60,8 @@ CASES = [
     pytest.param((DENSE, 1), id=f"{DENSE.name}-tp2"),
     pytest.param((MOE, 1), id=f"{MOE.name}-tp2"),
     pytest.param((MOE, TP), id=f"{MOE.name}-ep2"),
+    pytest.param((CUT, 1), id=f"{CUT.name}-tp2"),
+    pytest.param((MOE_CUT, 1), id=f"{MOE_CUT.name}-tp2"),
 ]
 
 

@@ -38,6 +38,7 @@ from tests.gpu.engines import (
 from tests.gpu.policies import (
     DENSE,
     MOE,
+    RAGGED,
     Shape,
     Tensors,
     codes_and_scales,
@@ -95,7 +96,7 @@ class Run:
     last one."""
 
 
-@pytest.fixture(scope="module", params=[DENSE, MOE], ids=lambda shape: shape.name)
+@pytest.fixture(scope="module", params=[DENSE, MOE, RAGGED], ids=lambda shape: shape.name)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     shape: Shape = request.param
     logs = tmp_path_factory.mktemp(shape.name)

@@ -10,6 +10,7 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.formats.padding import Side
 from sgl_fp8rl.gemm import candidates, dispatch
 from sgl_fp8rl.gemm.bench_inputs import difference
 from sgl_fp8rl.gemm.candidates import STOCK, Candidate
@@ -44,9 +45,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
         bind = functools.partial(lambda name, _: functools.partial(kernel, name), name)
         monkeypatch.setitem(candidates.CANDIDATES, name, Candidate(name, lambda *_: None, bind))
 
-    def quantize(x_MK: torch.Tensor, *, by_row: bool) -> Any:
+    def quantize(x_MK: torch.Tensor, **place: Any) -> Any:
         ran.quantized += 1
-        return quantize_tokens(x_MK, by_row=by_row)
+        return quantize_tokens(x_MK, **place)
 
     monkeypatch.setattr(activation_triton, "quantize_tokens", quantize)
     return ran
@@ -130,6 +131,17 @@ def test_bias_is_added(ran: Ran, choices: Choices, layer: Any) -> None:
     assert torch.equal(dispatch.linear(choices, layer, activation(5), bias), plain + bias)
 
 
+def test_columns_may_lie_among_zeros(ran: Ran, choices: Choices, layer: Any) -> None:
+    """Whatever the weight holds there; and no codes that a producer attached fit."""
+    cols = Side(((64, K - 32),), K)
+    x = activation(3, 5)[..., : K - 96].contiguous()
+    attach(x, quantize_tokens(activation(15)))
+    y = dispatch.linear(choices, layer, x, None, cols)
+    assert torch.equal(y, dispatch.linear(choices, layer, cols.pad(x)))
+    assert y.shape == (3, 5, N) and ran.quantized == 2
+    assert not torch.equal(y, dispatch.linear(choices, layer, cols.pad(x.roll(1, -1))))
+
+
 def test_leading_dimensions_stay(ran: Ran, choices: Choices, layer: Any) -> None:
     y = dispatch.linear(choices, layer, activation(3, 5))
     assert y.shape == (3, 5, N)
@@ -169,6 +181,6 @@ def test_the_linear_method_asks_its_choices(
     method.apply(layer, x, bias)
     assert calls == [
         ("stock", layer, x, bias),
-        ("ours", choices, layer, x, bias),
+        ("ours", choices, layer, x, bias, None),
         ("stock", layer, x, bias),
     ]
