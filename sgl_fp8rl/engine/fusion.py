@@ -17,7 +17,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
 from sgl_fp8rl.engine.moe import FP8RLMoEMethod
 from sgl_fp8rl.gemm import experts
-from sgl_fp8rl.ops.activation import attach, detach
+from sgl_fp8rl.ops.activation import Channels, attach, detach
 from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,9 @@ def fuse(model: nn.Module) -> int:
             consumers = [path for path in consumer_names if _takes_codes(_find(module, path))]
             if producer is None or not consumers:
                 continue
-            forward = _fused_forward(producer, by_row=consumers == ["mlp.experts"])
+            within = getattr(_find(module, consumers[0]).quant_method, "within", None)
+            by_row = consumers == ["mlp.experts"]
+            forward = _fused_forward(producer, by_row=by_row, within=within)
             if forward is not None:
                 producer._forward_method = forward
                 logger.debug("%s.%s quantizes for %s", name, producer_name, consumers[0])
@@ -71,7 +73,9 @@ def _takes_codes(layer: Any) -> bool:
     return isinstance(method, FP8RLLinearMethod) and method.choices is not None
 
 
-def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
+def _fused_forward(
+    producer: Any, *, by_row: bool, within: Channels | None
+) -> Callable[..., Any] | None:
     """The replacement for the producer's CUDA kernel, or None to keep that."""
     if type(producer) not in (compat.RMSNorm, compat.SiluAndMul):
         return None  # Gemma's norms and other activations compute something else
@@ -80,7 +84,7 @@ def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
     if original != producer.forward_cuda:
         return None
     if type(producer) is compat.SiluAndMul:
-        return _FusedSiluMul(original)
+        return _FusedSiluMul(original, within)
     weight = producer.weight
     plain = (
         producer.variance_size_override is None
@@ -88,20 +92,23 @@ def _fused_forward(producer: Any, *, by_row: bool) -> Callable[..., Any] | None:
         and not producer.fp32_residual
         and producer.override_orig_dtype is None
         and weight.dtype == torch.bfloat16
-        and weight.numel() % BLOCK == 0
+        and (within is not None or weight.numel() % BLOCK == 0)
     )
-    return _FusedNorm(original, producer, by_row) if plain else None
+    return _FusedNorm(original, producer, by_row, within) if plain else None
 
 
 class _FusedNorm:
     """``RMSNorm.forward_cuda``; unusual calls go to the original."""
 
-    def __init__(self, original: Callable[..., Any], norm: Any, by_row: bool) -> None:
+    def __init__(
+        self, original: Callable[..., Any], norm: Any, by_row: bool, within: Channels | None
+    ) -> None:
         from sgl_fp8rl.ops.activation_triton import rms_norm_quantize
 
         self.original = original
         self.norm = norm
-        self.kernel = partial(rms_norm_quantize, by_row=by_row)
+        self.within = within
+        self.kernel = partial(rms_norm_quantize, by_row=by_row, within=within)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, *args: Any, **kwargs: Any
@@ -111,24 +118,26 @@ class _FusedNorm:
             return _unfused(self.original, x, residual, *args, **kwargs)
         weight, eps = self.norm.weight.data, self.norm.variance_epsilon
         y, quantized = self.kernel(x, weight, eps, residual)
-        attach(y, quantized)
+        attach(y, quantized, self.within)
         return y if residual is None else (y, residual)
 
 
 class _FusedSiluMul:
     """``SiluAndMul.forward_cuda``; unusual calls go to the original."""
 
-    def __init__(self, original: Callable[..., Any]) -> None:
+    def __init__(self, original: Callable[..., Any], within: Channels | None) -> None:
         from sgl_fp8rl.ops.activation_triton import silu_mul_quantize
 
         self.original = original
-        self.kernel = silu_mul_quantize
+        self.within = within
+        self.kernel = partial(silu_mul_quantize, within=within)
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not _is_plain(x) or x.shape[-1] % (2 * BLOCK):
+        whole = self.within is not None or x.shape[-1] % (2 * BLOCK) == 0
+        if args or kwargs or not _is_plain(x) or not whole:
             return _unfused(self.original, x, *args, **kwargs)
         y, quantized = self.kernel(x)
-        attach(y, quantized)
+        attach(y, quantized, self.within)
         return y
 
 

@@ -9,6 +9,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.gemm import dispatch
+from sgl_fp8rl.ops.activation import Channels
 from sgl_fp8rl.ops.reference import fp8_linear
 
 
@@ -23,6 +24,14 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)
         self.prefix = prefix
+
+    @property
+    def within(self) -> Channels | None:
+        """Where the columns lie among zeros; None where there are none."""
+        if self.padding is None or not self.padding.cols.is_padded:
+            return None
+        ((lead, _),) = self.padding.cols.spans
+        return Channels(lead, self.padding.cols.size)
 
     def create_weights(
         self,
@@ -71,11 +80,10 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         return y if bias is None else y.add_(bias)
 
     def _multiply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        cols = None if self.padding is None else self.padding.cols
         # a compiled model traces SGLang's own operators, and could not trace through ours
         if self.choices is not None and not torch.compiler.is_compiling():
-            return dispatch.linear(self.choices, layer, x, bias, cols)
-        x = x if cols is None else cols.pad(x)
+            return dispatch.linear(self.choices, layer, x, bias, self.within)
+        x = x if self.padding is None else self.padding.cols.pad(x)
         if layer.weight.device.type == "cpu":
             return fp8_linear(x, layer.weight, layer.weight_scale_inv, bias)
         return super().apply(layer, x, bias)  # type: ignore[no-any-return]

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats.padding import Side
 from sgl_fp8rl.gemm.candidates import CANDIDATES, STOCK, Kernel
 from sgl_fp8rl.gemm.table import Entry
-from sgl_fp8rl.ops.activation import Quantized, attached
+from sgl_fp8rl.ops.activation import Channels, Quantized, attached
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Choices:
 
 
 def quantized(
-    x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False, cols: Side | None = None
+    x: torch.Tensor, x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
 ) -> Quantized:
     """Codes and scales of ``x`` (``x_MK`` is a view of it): those that its producer attached.
 
@@ -47,17 +46,15 @@ def quantized(
 
     Args:
         by_row: layout of the scales (``Quantized``).
-        cols: where the channels lie among zeros; no producer knows that.
+        within: where the channels lie among zeros.
     """
+    ready = attached(x, within)
+    shape = x_MK.shape if within is None else (len(x_MK), within.size)
+    if ready is not None and (ready.codes_MK.shape, ready.is_by_row) == (shape, by_row):
+        return ready
     from sgl_fp8rl.ops.activation_triton import quantize_tokens  # Triton, and a GPU
 
-    if cols is not None and cols.is_padded:
-        ((lead, _),) = cols.spans
-        return quantize_tokens(x_MK, by_row=by_row, lead=lead, size=cols.size)
-    ready = attached(x)
-    if ready is not None and (ready.codes_MK.shape, ready.is_by_row) == (x_MK.shape, by_row):
-        return ready
-    return quantize_tokens(x_MK, by_row=by_row)
+    return quantize_tokens(x_MK, by_row=by_row, within=within)
 
 
 def linear(
@@ -65,12 +62,12 @@ def linear(
     layer: Any,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
-    cols: Side | None = None,
+    within: Channels | None = None,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` of a block-FP8 ``layer``: BF16 ``[..., K]`` to ``[..., N]``.
 
     Args:
-        cols: where the columns lie in the storage of the weight, if they are padded.
+        within: where the columns lie in the storage of the weight, if they are padded.
     """
     weight_NK = layer.weight
     n = weight_NK.shape[0]
@@ -78,7 +75,7 @@ def linear(
     m = x_MK.shape[0]
     if m == 0:  # an idle rank's batch
         return x.new_empty((*x.shape[:-1], n))
-    codes_MK, scales_Mk = quantized(x, x_MK, cols=cols)
+    codes_MK, scales_Mk = quantized(x, x_MK, within=within)
     y_MN = choices.kernel(m)(codes_MK, scales_Mk, weight_NK, layer.weight_scale_inv)
     if bias is not None:
         y_MN += bias

@@ -23,6 +23,15 @@ ALIGNMENT = 4
 """A column of scales is padded to a multiple of this many tokens: 16 bytes, for TMA."""
 
 
+class Channels(NamedTuple):
+    """Where channels lie among zeros, as the columns of a padded weight do."""
+
+    lead: int
+    """Zeros in front."""
+    size: int
+    """Channels with zeros, a multiple of 128."""
+
+
 class Quantized(NamedTuple):
     """Codes and scales; a value is its code times its group's scale."""
 
@@ -47,21 +56,25 @@ def empty_quantized(M: int, K: int, device: torch.device, *, by_row: bool = Fals
     return Quantized(codes_MK, torch.empty((K // BLOCK, padded), device=device).t()[:M])
 
 
-def attach(y_MK: torch.Tensor, quantized: Quantized) -> None:
+def attach(y_MK: torch.Tensor, quantized: Quantized, within: Channels | None = None) -> None:
     """Attach codes to this tensor, for a layer that gets it or an equal view of it.
 
     They are attached to y's storage, since SGLang's MoE blocks pass on views. A tensor of
     ``torch.inference_mode`` does not count changes: nothing is attached, and its consumer quantizes
     it as usual.
+
+    Args:
+        within: where the codes lie among zeros; there a layer must want them.
     """
     if not y_MK.is_inference():
-        y_MK.untyped_storage().fp8rl_quantized = quantized, _state(y_MK)  # type: ignore[attr-defined]
+        state = within, *_state(y_MK)
+        y_MK.untyped_storage().fp8rl_quantized = quantized, state  # type: ignore[attr-defined]
 
 
-def attached(x_MK: torch.Tensor) -> Quantized | None:
+def attached(x_MK: torch.Tensor, within: Channels | None = None) -> Quantized | None:
     """What a producer attached, or None if there is nothing or x has been written to since."""
     found = getattr(x_MK.untyped_storage(), "fp8rl_quantized", None)
-    if found is None or x_MK.is_inference() or found[1] != _state(x_MK):
+    if found is None or x_MK.is_inference() or found[1] != (within, *_state(x_MK)):
         return None
     quantized: Quantized = found[0]
     return quantized
@@ -78,21 +91,21 @@ def _state(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 def quantize_tokens(
-    x_MK: torch.Tensor, *, by_row: bool = False, lead: int = 0, size: int | None = None
+    x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
 ) -> Quantized:
     """Quantize to one scale for each token and 128 channels.
 
     Args:
         x_MK: BF16 with contiguous rows.
         by_row: layout of the scales (``Quantized``).
-        lead, size: channels of zeros that the result has in front, and all of its channels; by
-            default those of x.
+        within: where K lie among zeros; without it there are none.
 
     Raises:
-        ValueError: another dtype or layout, or ``size`` is not a multiple of 128.
+        ValueError: another dtype or layout, or K with its zeros is not a multiple of 128.
     """
-    check(x_MK, size=size)
-    x_MK = F.pad(x_MK, (lead, (size or x_MK.shape[1]) - lead - x_MK.shape[1]))
+    check(x_MK, within=within)
+    if within is not None:
+        x_MK = F.pad(x_MK, (within.lead, within.size - within.lead - x_MK.shape[1]))
     M, K = x_MK.shape
     x_MkB = x_MK.float().unflatten(-1, (-1, BLOCK))
     amax_Mk = x_MkB.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=AMAX_FLOOR)
@@ -111,6 +124,7 @@ def rms_norm_quantize(
     residual_MK: torch.Tensor | None = None,
     *,
     by_row: bool = False,
+    within: Channels | None = None,
 ) -> tuple[torch.Tensor, Quantized]:
     """RMSNorm of ``x`` or of ``x + residual``, and its codes.
 
@@ -121,14 +135,16 @@ def rms_norm_quantize(
     Args:
         residual_MK: BF16; it becomes ``x + residual``, and x becomes y.
         by_row: layout of the scales (``Quantized``).
+        within: where the codes lie among zeros.
 
     Returns:
         y_MK BF16 (x itself if there is a residual), and its quantization.
 
     Raises:
-        ValueError: another dtype or layout, shapes that differ, or K is not a multiple of 128.
+        ValueError: another dtype or layout, shapes that differ, or K with its zeros is not a
+            multiple of 128.
     """
-    check_norm(x_MK, weight_K, residual_MK)
+    check_norm(x_MK, weight_K, residual_MK, within)
     h_MK = x_MK.float()
     if residual_MK is not None:
         h_MK = h_MK + residual_MK.float()
@@ -137,25 +153,30 @@ def rms_norm_quantize(
     y_MK = (h_MK * torch.rsqrt(mean_M1 + eps) * weight_K.float()).to(x_MK.dtype)
     if residual_MK is not None:
         y_MK = x_MK.copy_(y_MK)
-    return y_MK, quantize_tokens(y_MK, by_row=by_row)
+    return y_MK, quantize_tokens(y_MK, by_row=by_row, within=within)
 
 
-def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
+def silu_mul_quantize(
+    gate_up_M2I: torch.Tensor, *, within: Channels | None = None
+) -> tuple[torch.Tensor, Quantized]:
     """``silu(gate) * up``, and its codes.
 
     As SGLang's ``silu_and_mul``: in FP32, ``gate / (1 + exp(-gate)) * up``, rounded once. The
     division multiplies by the reciprocal, which is 0 where exp(-gate) exceeds 2**126.
 
+    Args:
+        within: where the codes lie among zeros.
+
     Returns:
         y_MI BF16, and its quantization.
 
     Raises:
-        ValueError: another dtype or layout, or I is not a multiple of 128.
+        ValueError: another dtype or layout, or I with its zeros is not a multiple of 128.
     """
-    check(gate_up_M2I, halves=2)
+    check(gate_up_M2I, halves=2, within=within)
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     y_MI = (gate * _reciprocal(1 + torch.exp(-gate)) * up).to(gate_up_M2I.dtype)
-    return y_MI, quantize_tokens(y_MI)
+    return y_MI, quantize_tokens(y_MI, within=within)
 
 
 def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quantized:
@@ -167,11 +188,11 @@ def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quanti
     return quantize_tokens(silu_mul_quantize(gate_up_M2I)[0], by_row=by_row)
 
 
-def check(x_MK: torch.Tensor, *, halves: int = 1, size: int | None = None) -> None:
+def check(x_MK: torch.Tensor, *, halves: int = 1, within: Channels | None = None) -> None:
     """Check that x can be quantized along its last dimension, each of its halves separately.
 
     Args:
-        size: of that dimension with padding, where it is padded.
+        within: where each half lies among zeros.
 
     Raises:
         ValueError: it cannot.
@@ -181,7 +202,7 @@ def check(x_MK: torch.Tensor, *, halves: int = 1, size: int | None = None) -> No
             f"activations are {x_MK.dtype} {list(x_MK.shape)} with strides {x_MK.stride()}; pass "
             f"BF16 [tokens, channels] with contiguous rows"
         )
-    if (x_MK.shape[-1] if size is None else size) % (halves * BLOCK):
+    if x_MK.shape[-1] % halves or (within or (0, x_MK.shape[-1] // halves))[1] % BLOCK:
         raise ValueError(
             f"activations have {x_MK.shape[-1] // halves} channels, not a multiple of {BLOCK}; "
             f"keep the layer that takes them in BF16"
@@ -189,21 +210,24 @@ def check(x_MK: torch.Tensor, *, halves: int = 1, size: int | None = None) -> No
 
 
 def check_norm(
-    x_MK: torch.Tensor, weight_K: torch.Tensor, residual_MK: torch.Tensor | None
+    x_MK: torch.Tensor,
+    weight_K: torch.Tensor,
+    residual_MK: torch.Tensor | None,
+    within: Channels | None = None,
 ) -> None:
     """Check that x can be normalized and quantized.
 
     Raises:
         ValueError: it cannot.
     """
-    check(x_MK)
+    check(x_MK, within=within)
     if weight_K.shape != x_MK.shape[-1:] or not weight_K.is_contiguous():
         raise ValueError(
             f"RMSNorm of {x_MK.shape[-1]} channels got a weight {list(weight_K.shape)}; "
             f"pass a contiguous one of that size"
         )
     if residual_MK is not None:
-        check(residual_MK)
+        check(residual_MK, within=within)
         if residual_MK.shape != x_MK.shape:
             raise ValueError(
                 f"RMSNorm got x {list(x_MK.shape)} and a residual "

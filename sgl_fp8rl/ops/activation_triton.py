@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sgl_fp8rl.ops.activation import (
     INVERSE_MAX,
     LARGEST_DIVISOR,
+    Channels,
     Quantized,
     check,
     check_norm,
@@ -35,24 +36,27 @@ _MAX_WARPS = 32
 
 
 def quantize_tokens(
-    x_MK: torch.Tensor, *, by_row: bool = False, lead: int = 0, size: int | None = None
+    x_MK: torch.Tensor, *, by_row: bool = False, within: Channels | None = None
 ) -> Quantized:
     """``activation.quantize_tokens`` on the current stream; there is what it takes and raises."""
-    check(x_MK, size=size)
+    check(x_MK, within=within)
     M, K = x_MK.shape
-    quantized = empty_quantized(M, size or K, x_MK.device, by_row=by_row)
-    place = {"LEAD": lead, "LENGTH": K}
-    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, **place)
+    lead, size = within or (0, K)
+    quantized = empty_quantized(M, size, x_MK.device, by_row=by_row)
+    _launch_tiles(_quantize_tiles, x_MK, (), quantized, _PLAIN_GROUPS_OF_WARP, lead, K)
     return quantized
 
 
-def silu_mul_quantize(gate_up_M2I: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
+def silu_mul_quantize(
+    gate_up_M2I: torch.Tensor, *, within: Channels | None = None
+) -> tuple[torch.Tensor, Quantized]:
     """``activation.silu_mul_quantize`` on the current stream; there is what it takes and raises."""
-    check(gate_up_M2I, halves=2)
+    check(gate_up_M2I, halves=2, within=within)
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
     y_MI = gate_up_M2I.new_empty((M, I))
-    quantized = empty_quantized(M, I, gate_up_M2I.device)
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP)
+    lead, size = within or (0, I)
+    quantized = empty_quantized(M, size, gate_up_M2I.device)
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (y_MI,), quantized, _GROUPS_OF_WARP, lead, I)
     return y_MI, quantized
 
 
@@ -61,7 +65,7 @@ def silu_mul_codes(gate_up_M2I: torch.Tensor, *, by_row: bool = False) -> Quanti
     check(gate_up_M2I, halves=2)
     M, I = gate_up_M2I.shape[0], gate_up_M2I.shape[1] // 2  # noqa: E741
     quantized = empty_quantized(M, I, gate_up_M2I.device, by_row=by_row)
-    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP)
+    _launch_tiles(_silu_mul_tiles, gate_up_M2I, (None,), quantized, _GROUPS_OF_WARP, 0, I)
     return quantized
 
 
@@ -72,14 +76,16 @@ def rms_norm_quantize(
     residual_MK: torch.Tensor | None = None,
     *,
     by_row: bool = False,
+    within: Channels | None = None,
 ) -> tuple[torch.Tensor, Quantized]:
     """``activation.rms_norm_quantize`` on the current stream; there is what it takes and raises."""
-    check_norm(x_MK, weight_K, residual_MK)
+    check_norm(x_MK, weight_K, residual_MK, within)
     M, K = x_MK.shape
+    lead, size = within or (0, K)
     y_MK = x_MK.new_empty((M, K)) if residual_MK is None else x_MK
     residual = x_MK if residual_MK is None else residual_MK
-    quantized = empty_quantized(M, K, x_MK.device, by_row=by_row)
-    groups = triton.next_power_of_2(K // BLOCK)
+    quantized = empty_quantized(M, size, x_MK.device, by_row=by_row)
+    groups = triton.next_power_of_2(size // BLOCK)
     warps = min(max(groups // _GROUPS_OF_WARP, 1), _MAX_WARPS)
     if M:
         with torch.cuda.device_of(x_MK):  # a kernel starts on the current device
@@ -94,8 +100,10 @@ def rms_norm_quantize(
                 y_MK.stride(0),
                 *quantized.scales_Mk.stride(),
                 eps,
-                K=K,
+                K=size,
                 GROUPS=groups,
+                LEAD=lead,
+                LENGTH=K,
                 ADD=residual_MK is not None,
                 **_options(x_MK.device, warps),
             )
@@ -108,7 +116,8 @@ def _launch_tiles(
     y: tuple[torch.Tensor | None, ...],
     quantized: Quantized,
     groups_of_warp: int,
-    **constants: int,
+    lead: int,
+    length: int,
 ) -> None:
     M, K = quantized.codes_MK.shape
     tiles = triton.cdiv(K // BLOCK, _GROUPS)
@@ -123,7 +132,8 @@ def _launch_tiles(
                 K=K,
                 TILES=tiles,
                 GROUPS=_GROUPS,
-                **constants,
+                LEAD=lead,
+                LENGTH=length,
                 **_options(x.device, max(_GROUPS // groups_of_warp, 1)),
             )
 
@@ -176,6 +186,21 @@ def _exp_of_negative(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _channels(
+    group: tl.tensor, K: tl.constexpr, LEAD: tl.constexpr, LENGTH: tl.constexpr
+) -> tl.tuple:
+    """The channels of groups of ``K`` channels, of which ``LENGTH`` begin at ``LEAD`` among zeros:
+    which of those each is, and whether it is one."""
+    col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
+    if LENGTH == K:  # a mask for each channel would be slower
+        inside = (group < K // _SIZE)[:, None]
+    else:
+        col = col - LEAD
+        inside = (col >= 0) & (col < LENGTH)
+    return col, inside
+
+
+@triton.jit
 def _store_quantized(
     y: tl.tensor,
     codes: tl.tensor,
@@ -217,15 +242,10 @@ def _quantize_tiles(
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One program quantizes ``GROUPS`` groups of one row, whose ``LENGTH`` channels begin at
-    ``LEAD``."""
+    """One program quantizes ``GROUPS`` groups of one row."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
-    inside = (group < K // _SIZE)[:, None]
-    col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
-    if LENGTH != K:  # a mask for each channel is slower
-        col -= LEAD
-        inside = (col >= 0) & (col < LENGTH)
+    col, inside = _channels(group, K, LEAD, LENGTH)
     if OVERLAP:
         gdc_wait()
     values = tl.load(x + row * row_stride + col, mask=inside, other=0.0)
@@ -246,25 +266,26 @@ def _silu_mul_tiles(
     K: tl.constexpr,
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
+    LENGTH: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
     """One program computes ``GROUPS`` groups of one row."""
     row = (tl.program_id(0) // TILES).to(tl.int64)
     group = tl.program_id(0) % TILES * GROUPS + tl.arange(0, GROUPS)
-    inside = (group < K // _SIZE)[:, None]
-    col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
+    col, inside = _channels(group, K, LEAD, LENGTH)
     source = gate_up + row * row_stride + col
     if OVERLAP:
         gdc_wait()
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(source + K, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + LENGTH, mask=inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_launch_dependents()
     sigmoid = _reciprocal(1.0 + _exp_of_negative(gate, INTERPRETED), INTERPRETED)
     product = (gate * sigmoid * up).to(tl.bfloat16)
     if y is not None:
-        tl.store(y + row * K + col, product, mask=inside)
+        tl.store(y + row * LENGTH + col, product, mask=inside)
     _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)
 
 
@@ -284,6 +305,8 @@ def _norm_rows(
     eps: tl.tensor,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
+    LEAD: tl.constexpr,
+    LENGTH: tl.constexpr,
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -291,8 +314,7 @@ def _norm_rows(
     """One program normalizes one row, which it keeps in registers."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
-    inside = (group < K // _SIZE)[:, None]
-    col = group[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
+    col, inside = _channels(group, K, LEAD, LENGTH)
     if OVERLAP:
         gdc_wait()
     h = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
@@ -304,7 +326,7 @@ def _norm_rows(
     if ADD:
         h += other.to(tl.float32)
         tl.store(residual + row * residual_stride + col, h.to(tl.bfloat16), mask=inside)
-    mean = tl.div_rn(tl.sum(tl.sum(h * h, 1), 0), K * 1.0)
+    mean = tl.div_rn(tl.sum(tl.sum(h * h, 1), 0), LENGTH * 1.0)
     product = (h * tl.rsqrt(mean + eps) * gain).to(tl.bfloat16)
     tl.store(y + row * y_stride + col, product, mask=inside)
     _store_quantized(product, codes, scales, row, group, token_stride, group_stride, K, INTERPRETED)

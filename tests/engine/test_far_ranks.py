@@ -29,12 +29,20 @@ KEY = "a-shared-secret"
 SCALES = (torch.arange(1.0, 1 + LAYERS * 3) / 8).view(LAYERS, 3, 1)
 
 
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("qwen2_cut", marks=pytest.mark.full)])
+def family(request: pytest.FixtureRequest) -> str:
+    """Whose layers are whole blocks, and padded ones."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    family: str, policies: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     with Server(
         tmp_path_factory.mktemp("far") / "server.log",
         SGLANG_SERVE,
-        policies("qwen3")[0],
+        policies(family)[0],
         *("--kv-cache-dtype", "fp8_e4m3", "--fp8rl-bucket-bytes", str(BUCKET_BYTES)),
         *("--fp8rl-listen", "any", "--fp8rl-image-bytes", "64MiB"),
         environment={"FP8RL_KEY": KEY},
@@ -68,10 +76,12 @@ def sharded_trainer(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="two ranks that send to a server on another host")
-def test_ranks_send_in_turn(server: Server, policies: Policies, tmp_path: Path) -> None:
+def test_ranks_send_in_turn(
+    family: str, server: Server, policies: Policies, tmp_path: Path
+) -> None:
     """The last update is that of before, of which only changes travel."""
     (tmp_path / "boot_id").write_text("of another kernel")
-    _, first, second, *_ = policies("qwen3")
+    _, first, second, *_ = policies(family)
     checkpoints = [first, second, second]
     words = server.address, *checkpoints
     (tmp_path / "arguments").write_text(" ".join(map(str, words)))

@@ -188,8 +188,9 @@ def test_a_fresh_engine_is_the_same(run: Run, version: int, tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_dummy_start(policies: Policies, tmp_path: Path) -> None:
-    start, *later = policies("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_cut"])
+def test_dummy_start(family: str, policies: Policies, tmp_path: Path) -> None:
+    start, *later = policies(family)
     with EngineProcess(tmp_path / "engine.log", start, 2, load_format="dummy") as engine:
         with pytest.raises(EngineError, match="started with dummy weights") as refusal:
             engine.generate(ROLLOUT)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_fp8rl.ops import activation, activation_triton, reference
-from sgl_fp8rl.ops.activation import Quantized
+from sgl_fp8rl.ops.activation import Channels, Quantized
 from tests import activation_oracle as exact
 from tests.activation_oracle import apart, planted, rows
 from tests.gpu.conftest import INTERPRETED
@@ -181,11 +181,24 @@ def test_quantize_among_zeros(
     wide = rows(5, length + 256).to(device)
     wide[:, :128], wide[:, 128 + length :] = torch.nan, torch.nan
     x = wide[:, 128 : 128 + length]
-    place = {"by_row": by_row, "lead": lead, "size": size}
-    got = activation_triton.quantize_tokens(x, **place)
-    assert_same(got, activation.quantize_tokens(x, **place))
+    within = Channels(lead, size)
+    got = activation_triton.quantize_tokens(x, by_row=by_row, within=within)
+    assert_same(got, activation.quantize_tokens(x, by_row=by_row, within=within))
     padded = torch.nn.functional.pad(x, (lead, size - lead - length))
     assert_same(got, activation.quantize_tokens(padded, by_row=by_row))
+
+    weight = rows(1, length, seed=2, spread=1)[0].to(device)
+    for residual in (None, rows(5, length, seed=3).to(device)):
+        pair = [None if residual is None else residual.clone() for _ in range(2)]
+        place = {"by_row": by_row, "within": within}
+        y, normed = activation_triton.rms_norm_quantize(x.clone(), weight, 1e-6, pair[0], **place)
+        want, _ = activation.rms_norm_quantize(x.clone(), weight, 1e-6, pair[1], **place)
+        assert_close(y, want)
+        assert_same(normed, activation.quantize_tokens(y, by_row=by_row, within=within))
+    gate_up = rows(5, 2 * length, spread=3).to(device)
+    z, gated = activation_triton.silu_mul_quantize(gate_up, within=within)
+    assert_close(z, activation.silu_mul_quantize(gate_up, within=within)[0])
+    assert_same(gated, activation.quantize_tokens(z, within=within))
     for check in canaries:
         check()
 

@@ -16,9 +16,10 @@ from torch import nn
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import fusion
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
+from sgl_fp8rl.formats.padding import Padding, Side
 from sgl_fp8rl.gemm import dispatch, experts
 from sgl_fp8rl.ops import activation, activation_triton
-from sgl_fp8rl.ops.activation import Quantized, attach, attached, quantize_tokens
+from sgl_fp8rl.ops.activation import Channels, Quantized, attach, attached, quantize_tokens
 from tests.activation_oracle import apart, rows
 from tests.experts_fakes import Experts
 from tests.sgl_fp8rl.conftest import Publish
@@ -119,6 +120,32 @@ def assert_found(linear: Linear) -> None:
 
 
 # ---- what is fused
+
+
+@torch.no_grad()
+def test_codes_lie_where_a_padded_layer_has_its_columns() -> None:
+    layer, hidden, inter = nn.Module(), 200, 300
+    layer.input_layernorm = on_cuda(RMSNorm(hidden, weight_dtype=BF16))
+    layer.act_fn = on_cuda(sglang_activation.SiluAndMul())
+    layer.self_attn = nn.Module()
+    layer.self_attn.qkv_proj, layer.down_proj = Linear(64, hidden), Linear(64, inter)
+    for linear, lead, k in ((layer.self_attn.qkv_proj, 0, hidden), (layer.down_proj, 64, inter)):
+        cols = Side(((lead, lead + k),), -(-(lead + k) // 128) * 128)
+        linear.quant_method.padding = Padding(Side(((0, 64),), 64), cols)
+    assert fusion.fuse(layer) == 2
+    x = rows(5, hidden, spread=1)
+    normed, added = layer.input_layernorm(x.clone()), layer.input_layernorm(x.clone(), x.clone())[0]
+    product = layer.act_fn(rows(5, 2 * inter, spread=1))
+    for y, within in (
+        (normed, Channels(0, 256)),
+        (added, Channels(0, 256)),
+        (product, Channels(64, 384)),
+    ):
+        found = attached(y, within)
+        assert found is not None
+        for mine, other in zip(found, quantize_tokens(y, within=within), strict=True):
+            assert torch.equal(mine.float(), other.float()) and mine.stride() == other.stride()
+        assert attached(y) is None, "no layer without padding takes them"
 
 
 def test_every_linear_finds_the_codes_of_its_input() -> None:

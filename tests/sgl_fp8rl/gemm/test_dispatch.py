@@ -17,7 +17,7 @@ from sgl_fp8rl.gemm.candidates import STOCK, Candidate
 from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Entry
 from sgl_fp8rl.ops import activation_triton
-from sgl_fp8rl.ops.activation import attach, quantize_tokens
+from sgl_fp8rl.ops.activation import Channels, attach, quantize_tokens
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from tests.sgl_fp8rl.gemm import fakes
 
@@ -132,14 +132,18 @@ def test_bias_is_added(ran: Ran, choices: Choices, layer: Any) -> None:
 
 
 def test_columns_may_lie_among_zeros(ran: Ran, choices: Choices, layer: Any) -> None:
-    """Whatever the weight holds there; and no codes that a producer attached fit."""
-    cols = Side(((64, K - 32),), K)
+    """Whatever the weight holds there; and codes that lie elsewhere do not fit."""
+    within, cols = Channels(64, K), Side(((64, K - 32),), K)
     x = activation(3, 5)[..., : K - 96].contiguous()
-    attach(x, quantize_tokens(activation(15)))
-    y = dispatch.linear(choices, layer, x, None, cols)
+    y = dispatch.linear(choices, layer, x, None, within)
     assert torch.equal(y, dispatch.linear(choices, layer, cols.pad(x)))
     assert y.shape == (3, 5, N) and ran.quantized == 2
     assert not torch.equal(y, dispatch.linear(choices, layer, cols.pad(x.roll(1, -1))))
+    for lead in (0, 64):
+        elsewhere = Channels(lead, K)
+        attach(x, quantize_tokens(x.view(15, -1), within=elsewhere), elsewhere)
+        assert torch.equal(y, dispatch.linear(choices, layer, x, None, within))
+    assert ran.quantized == 4, "one for the control, and one for what lies elsewhere"
 
 
 def test_leading_dimensions_stay(ran: Ran, choices: Choices, layer: Any) -> None:
