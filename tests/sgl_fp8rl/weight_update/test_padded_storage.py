@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.engine import export
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats.padding import Shard, fit, pad_storage
 from sgl_fp8rl.ops.regions import numel, overlap
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
@@ -140,6 +142,34 @@ def test_a_shard_that_lies_elsewhere_is_refused() -> None:
     model.loader = other.loader
     with pytest.raises(RouteError, match=r"cuts a block.*--fp8rl-ragged bf16"):
         record_routes(model, padded_toy.SHAPES)
+
+
+@pytest.mark.parametrize("rows", [448, 384])
+def test_parts_of_one_matrix_begin_with_a_block(rows: int) -> None:
+    """A checkpoint that has q and k in one tensor, as Phi-3 has: k lies as it does there."""
+    padding, _ = fit(BLOCK_FP8, [Shard(rows), Shard(320)], Shard(256))
+    assert padding is not None
+    storage = toy.fp8_storage("qk", *padding.shape)
+
+    def load(model: toy.Model, weights: toy.Weights) -> None:
+        for _, weight in weights:
+            for start, length in ((0, rows), (rows, 320)):
+                model.data("qk").narrow(0, start, length).copy_(weight.narrow(0, start, length))
+
+    model = toy.Model(storage, load)
+    parameters = (model.get_parameter(name) for name in storage)
+    pad_storage(*parameters, padding, BLOCK_FP8.block)
+    shapes: toy.Shapes = {"fused": (rows + 320, 256)}
+    if rows % 128:
+        with pytest.raises(RouteError, match=r"fused -> qk cuts a block.*--fp8rl-ragged bf16"):
+            record_routes(model, shapes)
+        return
+    weights = toy.engine(model, shapes)
+    tensors = {"fused": torch.randn(shapes["fused"]).bfloat16()}
+    toy.update(weights, tensors)
+    codes, scales = oracle.quantize_weight(tensors["fused"].float().numpy())
+    assert np.array_equal(model.data("qk").view(torch.uint8).numpy()[: rows + 320], codes)
+    assert np.array_equal(model.data("qk_scale_inv").numpy(), scales)
 
 
 def test_ranks_together_hold_the_whole_tensor() -> None:
