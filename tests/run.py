@@ -90,7 +90,7 @@ VERL = (
 PLANS: dict[str, tuple[Suite, ...]] = {
     "fast": (Suite("fast", OLDEST, FAST),),
     "test": (
-        Suite("engine", OLDEST, ENGINE, "qwen2,glm4,mixtral,qwen3_ragged_kv,deepseek_v2"),
+        Suite("engine", OLDEST, ENGINE, "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v2"),
         Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),
         Suite("fast", OLDEST, FAST),
     ),

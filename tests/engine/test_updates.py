@@ -26,7 +26,7 @@ CASES = [  # family, ranks of tensor and of expert parallelism
     pytest.param(("qwen3_moe", 1, 1), id="qwen3_moe-tp1", marks=pytest.mark.full),
     pytest.param(("qwen3_moe", 2, 1), id="qwen3_moe-tp2"),
     pytest.param(("qwen3_moe", 2, 2), id="qwen3_moe-ep2"),
-    pytest.param(("smollm2", 1, 1), id="smollm2-tp1"),
+    pytest.param(("smollm2", 1, 1), id="smollm2-tp1", marks=pytest.mark.full),
     pytest.param(("qwen2_cut", 1, 1), id="qwen2_cut-tp1", marks=pytest.mark.full),
     pytest.param(("qwen2_cut", 2, 1), id="qwen2_cut-tp2"),
     pytest.param(("qwen3_moe_ragged", 1, 1), id="qwen3_moe_ragged-tp1", marks=pytest.mark.full),
