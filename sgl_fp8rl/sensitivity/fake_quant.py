@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from sgl_fp8rl.ops.experts import fp8_experts
-from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
+from sgl_fp8rl.ops.reference import BLOCK, fp8_linear, quantize_weight
 from sgl_fp8rl.sensitivity.groups import Group
 from trainer_bridge.fp8_layers import check_experts
 
@@ -53,8 +54,12 @@ def _linear(module: Any) -> Forward:
 
 def _experts(module: Any, name: str) -> Forward:
     check_experts(module, name)
-    w13 = quantize_weight(module.gate_up_proj.detach())
-    w2 = quantize_weight(module.down_proj.detach())
+    gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
+    # gate and up begin with a block each, as in the engine
+    rest = -down_EHI.shape[-1] % BLOCK
+    halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
+    w13 = quantize_weight(halves.flatten(1, 2))
+    w2 = quantize_weight(F.pad(down_EHI, (0, rest)))
 
     def forward(
         x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor

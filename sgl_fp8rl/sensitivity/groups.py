@@ -128,7 +128,7 @@ def _layer_of(name: str) -> int:
 
 def _why_bf16(name: str, modules: list[nn.Module], config: Any) -> str | None:
     """Why the engine does not keep a layer in FP8."""
-    if _is_experts(modules[0]):
+    if is_experts(modules[0]):
         *_, down = _matrices(modules[0])
         *_, hidden, size = down.shape
         return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]

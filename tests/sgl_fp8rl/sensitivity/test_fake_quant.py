@@ -45,10 +45,12 @@ def test_a_linear(has_bias: bool) -> None:
     assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
 
 
-def test_experts_are_those_of_a_cpu_engine(load: Load) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_ragged"])
+def test_experts_are_those_of_a_cpu_engine(family: str, load: Load) -> None:
+    """Padded or not: each half of gate_up is quantized by itself."""
     from sgl_fp8rl.engine.moe import experts_reference
 
-    model = load("qwen3_moe")
+    model = load(family)
     group = next(g for g in fp8_groups(model) if g.name == "model.layers.1.mlp.experts")
     (experts,) = group.modules
     x = drawn(6, 256)
@@ -59,8 +61,14 @@ def test_experts_are_those_of_a_cpu_engine(load: Load) -> None:
         got = experts(x, ids, weights)
     assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
     parameters: Any = dict(experts.named_parameters())
-    w13, w13_scale = quantize_weight(parameters["gate_up_proj"])
-    w2, w2_scale = quantize_weight(parameters["down_proj"])
+    size = parameters["down_proj"].shape[-1]
+    padded = -(-size // 128) * 128
+    up, down = torch.zeros(4, 2 * padded, 256), torch.zeros(4, 256, padded)
+    for half in range(2):
+        rows = parameters["gate_up_proj"][:, half * size :][:, :size]
+        up[:, half * padded :][:, :size] = rows.detach()
+    down[..., :size] = parameters["down_proj"].detach()
+    (w13, w13_scale), (w2, w2_scale) = quantize_weight(up), quantize_weight(down)
     layer = SimpleNamespace(
         w13_weight=w13,
         w13_weight_scale_inv=w13_scale,
