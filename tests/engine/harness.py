@@ -152,8 +152,8 @@ class EngineProcess:
 
 def _bucket_bytes(checkpoint: Path) -> int:
     """``BUCKET_BYTES``, or what the widest block of rows needs, in FP32 and with scales."""
-    specs = read_headers([checkpoint / models.WEIGHTS]).values()
-    widest = max(spec.shape[-1] for spec in specs if len(spec.shape) == 2)
+    specs = read_headers(sorted(checkpoint.glob("*.safetensors"))).values()
+    widest = max((spec.shape[-1] for spec in specs if len(spec.shape) == 2), default=0)
     return max(BUCKET_BYTES, 2 * 512 * (models.BLOCK + 1) * -(-widest // models.BLOCK))
 
 

@@ -121,7 +121,10 @@ def test_stock_sglang_answers_as_the_engine(
 
 @pytest.mark.full
 def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
-    """An MLP that is not whole blocks, an ignored layer, and a head tied to the embedding."""
+    """An MLP that is not whole blocks, an ignored layer, and a head tied to the embedding.
+
+    Stock SGLang loads no padded layer.
+    """
     bf16 = models.make_checkpoint(
         "qwen3", tmp_path / "bf16", tie_word_embeddings=True, intermediate_size=320
     )
@@ -132,7 +135,8 @@ def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
     assert fp8 == {f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
 
     log = tmp_path / "engine.log"
-    with EngineProcess(log, bf16, fp8rl_ignored_layers=(ignored,)) as engine:
+    options = {"fp8rl_ignored_layers": (ignored,), "fp8rl_ragged": "bf16"}
+    with EngineProcess(log, bf16, **options) as engine:
         wanted, digest = logprobs(engine), engine.control({"op": "digest"})["ranks"][0]
     assert logprobs_of(tmp_path / "stock.log", tmp_path / "fp8", **stock) == wanted
     # our own engine reads the list in the export's config as well

@@ -185,3 +185,5 @@ def test_ranks_together_hold_the_whole_tensor() -> None:
         assert math.prod(shape) == found[name].numel()
         for each, tensor in found.items():
             assert torch.equal(tensor.view(torch.uint8), wanted[each].view(torch.uint8)), each
+    reason = export._why_not(ranks[0])
+    assert reason is not None and "q is padded" in reason, "stock SGLang does not load it"
