@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.ops import block_linear
+from sgl_fp8rl.ops.reference import BLOCK
 from trainer_bridge.fp8_weights import FP8Parameter
 
 
@@ -103,7 +104,7 @@ def check_kind(module: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: it is neither ``nn.Linear`` nor experts as transformers keeps them, or is
-            sharded or converted already.
+            sharded or converted already, or no whole blocks, so that the engine pads it.
     """
     if isinstance(module, FP8Module):
         raise ValueError(f"{name} computes with codes already; call fp8_forward once")
@@ -119,6 +120,23 @@ def check_kind(module: nn.Module, name: str) -> None:
             f"{name} is sharded already; call fp8_forward before fully_shard, and without tensor "
             f"parallelism"
         )
+    if shape := next(filter(_is_ragged, _quantized_shapes(module)), None):
+        raise ValueError(
+            f"{name} has a weight of {'x'.join(map(str, shape))}, which the engine pads to whole "
+            f"blocks of {BLOCK} and fp8_forward does not; start the engine with "
+            f"--fp8rl-ragged bf16, or ignore the layer"
+        )
+
+
+def _quantized_shapes(module: nn.Module) -> list[tuple[int, int]]:
+    """Rows and columns of each matrix that has blocks of its own."""
+    weights = ((n, p) for n, p in module.named_parameters(recurse=False) if p.dim() > 1)
+    # gate and up are stacked, and begin with a block each
+    return [(p.shape[-2] // (1 + n.startswith("gate_up")), p.shape[-1]) for n, p in weights]
+
+
+def _is_ragged(shape: tuple[int, int]) -> bool:
+    return any(size % BLOCK for size in shape)
 
 
 def is_experts(module: nn.Module) -> bool:

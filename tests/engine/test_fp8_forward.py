@@ -23,9 +23,9 @@ pytestmark = pytest.mark.engine
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 IGNORED = "model.layers.1.self_attn.o_proj"
-PART_LEFT = {"qwen3": 0.75, "qwen3_moe": 0.8, "llama": 0.5}
-"""Of the one-sided k3 of a BF16 trainer, with ``fp8_forward``. Healthy: 0.46 to 0.51, 0.41 to 0.56,
-0.32."""
+PART_LEFT = {"qwen3": 0.25, "qwen3_moe": 0.25, "llama": 0.17}
+"""Of the one-sided k3 of a BF16 trainer, with ``fp8_forward``. Healthy: 0.16 to 0.17, 0.11 to 0.16,
+0.08 to 0.11."""
 STEPS = 3
 WORLD = 2
 PROMPTS = [

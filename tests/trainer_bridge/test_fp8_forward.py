@@ -152,6 +152,16 @@ def test_a_layer_of_another_kind() -> None:
         converted(experts)
 
 
+def test_a_layer_that_the_engine_pads() -> None:
+    for ragged in (linear(192), linear(384, 192)):
+        with pytest.raises(ValueError, match=r"192.* --fp8rl-ragged bf16"):
+            converted(ragged)
+    experts = tiny(moe_intermediate_size=64).model.layers[0].mlp.experts
+    assert experts.gate_up_proj.shape[1] == 128, "whole blocks, in which gate and up share one"
+    with pytest.raises(ValueError, match=r"64x256.* --fp8rl-ragged bf16"):
+        converted(experts)
+
+
 def test_nothing_is_converted_where_one_cannot_be() -> None:
     model = tiny("qwen3")
     model.model.layers[1].mlp.down_proj.__class__ = type("Scaled", (nn.Linear,), {})
