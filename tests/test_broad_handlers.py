@@ -30,6 +30,7 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.chain.version_writer",
     "trainer_bridge.chunk_sender",
     "trainer_bridge.collective",
+    "trainer_bridge.fp8_forward",
     "trainer_bridge.shared_filling",
     "trainer_bridge.shared_sending",
     "trainer_bridge.weights",

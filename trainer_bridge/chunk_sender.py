@@ -64,6 +64,10 @@ class Images:
         changes.name = name
         return changes
 
+    def forget(self) -> None:
+        """Engines keep none any more."""
+        self._kept.clear()
+
     def keep(self, changes: ImageChanges) -> None:
         """The update has committed."""
         self._kept.pop(changes.before, None)
@@ -103,6 +107,8 @@ class ChunkSender:
     ) -> None:
         self._plan, self._number, self._senders = plan, number, senders
         self._kv_scales = kv_scales
+        if not images[1]:
+            IMAGES.forget()
         self._changes = IMAGES.changes(*images) if images[1] else None
         # in host memory, only the pages of this rank's slots are ever touched
         self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_far=True)

@@ -4,6 +4,8 @@ transformers rounds before it multiplies by the weight, and again after. That ch
 codes now and then, and is most of the mismatch that ``fp8_forward`` would leave.
 """
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -24,7 +26,8 @@ class EngineNorm(nn.Module):
         """``x / rms(x) * weight`` in FP32, in the dtype of x: ``[..., H]``."""
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (x * self.weight.float()).to(hidden_states.dtype)
+        weight = self.weight.to(hidden_states.dtype)  # as the engine holds it
+        return (x * weight.float()).to(hidden_states.dtype)
 
 
 def convert_norms(model: nn.Module) -> int:
@@ -33,8 +36,13 @@ def convert_norms(model: nn.Module) -> int:
     Returns:
         how many do.
     """
-    norms = [module for module in model.modules() if type(module).__name__ in NORMS]
+    modules = (module for module in model.modules() if type(module).__name__ in NORMS)
+    norms = [module for module in modules if "forward" not in vars(module)]  # or it is patched
     for norm in norms:
-        kind = type(norm)
-        norm.__class__ = type(f"Engine{kind.__name__}", (EngineNorm, kind), {})
+        norm.__class__ = _class_of(type(norm))  # type: ignore[arg-type]
     return len(norms)
+
+
+@cache
+def _class_of(kind: type) -> type:
+    return type(f"Engine{kind.__name__}", (EngineNorm, kind), {})

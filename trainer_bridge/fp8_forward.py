@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import QUANTIZED, split_name
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
@@ -58,9 +59,13 @@ class FP8Forward:
         Raises:
             EngineError: a tensor differs, on every rank; or the engine cannot be reached.
         """
-        named = named_tensors(self.model)
-        leader = Leader(ranks_of(named, group))
+        leader = Leader(ranks_of(list(self.model.named_parameters()), group))
         try:
+            found, fault = attempt(named_tensors, self.model)  # quantizes, on each rank
+            leader.attempt(_raise_first, leader.collect(fault))
+            leader.share(None)
+            assert found is not None
+            named = found
             theirs = leader.attempt(_sums_of, engine)
             ours: dict[tuple[str, str], torch.Tensor] = {}
             family = hf_names.model_type(self.model)
@@ -153,6 +158,11 @@ def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for attribute in vars(module).get("fp8_parameters", ()):
             yield hf_names.clean(f"{prefix}.{attribute}"), getattr(module, attribute)
+
+
+def _raise_first(faults: list[Exception | None]) -> None:
+    for fault in filter(None, faults):
+        raise fault
 
 
 def _sums_of(engine: Any) -> Sums:

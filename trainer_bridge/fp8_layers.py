@@ -9,6 +9,7 @@ hidden, N output features, K input features.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class FP8Module(nn.Module):
         found = self.__dict__.get("fp8_parameters", {}).get(name)
         if found is not None:  # FSDP2 shards a parameter, has gathered it, or freed it again
             found.registered(value)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, parameter in self.fp8_parameters.items():
+            parameter.moved(getattr(self, name))
+        return self
 
 
 class FP8Linear(FP8Module, nn.Linear):
@@ -94,7 +101,7 @@ def convert(module: nn.Module, name: str, dtype: torch.dtype) -> None:
     fp8_class: type = FP8Linear
     if is_experts(module):
         names = "gate_up_proj", "down_proj"
-        fp8_class = type(f"FP8{type(module).__name__}", (FP8Experts, type(module)), {})
+        fp8_class = _experts_class(type(module))  # type: ignore[arg-type]
     module.fp8_parameters = {each: FP8Parameter(f"{name}.{each}", dtype) for each in names}  # type: ignore[assignment]
     module.__class__ = fp8_class
 
@@ -122,9 +129,8 @@ def check_kind(module: nn.Module, name: str) -> None:
         )
     if shape := next(filter(_is_ragged, _quantized_shapes(module)), None):
         raise ValueError(
-            f"{name} has a weight of {'x'.join(map(str, shape))}, which the engine pads to whole "
-            f"blocks of {BLOCK} and fp8_forward does not; start the engine with "
-            f"--fp8rl-ragged bf16, or ignore the layer"
+            f"{name} has a weight of {'x'.join(map(str, shape))}, which is no whole blocks of "
+            f"{BLOCK}; start the engine with --fp8rl-ragged bf16, or ignore the layer"
         )
 
 
@@ -137,6 +143,11 @@ def _quantized_shapes(module: nn.Module) -> list[tuple[int, int]]:
 
 def _is_ragged(shape: tuple[int, int]) -> bool:
     return any(size % BLOCK for size in shape)
+
+
+@cache
+def _experts_class(kind: type) -> type:
+    return type(f"FP8{kind.__name__}", (FP8Experts, kind), {})
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -180,7 +191,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.parameter, ctx.bias_dtype = parameter, None if bias is None else bias.dtype
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
-        y_MN = block_linear.linear(x_MK, *parameter.codes(weight), bias)
+        rounded = None if bias is None else bias.to(x.dtype)  # as the engine holds it
+        y_MN = block_linear.linear(x_MK, *parameter.codes(weight), rounded)
         return y_MN.view(*x.shape[:-1], -1)
 
     @staticmethod

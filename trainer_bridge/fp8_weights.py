@@ -63,8 +63,11 @@ class FP8Parameter:
         if isinstance(weight, GatheredCodes):
             return weight.codes
         values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
-        version = None if weight.is_inference() else weight._version
-        state = version, _steps, values.data_ptr(), values.dtype
+        versions = tuple(
+            None if each.is_inference() else each._version
+            for each in (weight, getattr(weight, "_local_tensor", weight))  # either is written to
+        )
+        state = versions, _steps, values.data_ptr(), values.dtype
         if self._made is None or not self._made.fits(values):
             self._made, self._made_of = _Memory(values, self._dtype), ()
         if anew or self._made_of != state:
@@ -89,6 +92,12 @@ class FP8Parameter:
             local.fsdp_post_all_gather = self._after_all_gather
         else:
             self._made, self._made_of = None, ()
+
+    def moved(self, parameter: torch.Tensor) -> None:
+        """Its module was moved or cast, which may have put another shard into the same DTensor, and
+        gives the memory of a GPU back."""
+        self._made, self._made_of = None, ()
+        self.registered(parameter)
 
     def tensors(self, name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """What an update sends: codes and scales, or the parameter where FSDP2 gathers it as it is.
@@ -178,6 +187,7 @@ def moves_codes(sharded: DTensor) -> bool:
         type(shard) is Shard
         and shard.dim == 0
         and all(isinstance(placement, Replicate) for placement in replicas)
+        and mesh.size(mesh.ndim - 1) > 1  # FSDP2 gathers one tensor where there is nothing to do
         and sharded.shape[0] % (block * mesh.size(mesh.ndim - 1)) == 0
         and sharded._local_tensor.device.type == mesh.device_type  # not offloaded
     )

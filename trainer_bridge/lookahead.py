@@ -1,7 +1,9 @@
 """Chunks that a GPU is at work on, a few steps ahead of what is sent: it never waits for the host.
 
 What is to be done with a chunk is a generator. It yields where it has queued something on the GPU
-and would wait for it, and returns the result. While one waits, the next chunks are filled.
+and would wait for it, and returns the result. While one waits, the next chunks are filled: on the
+same stream, and each in another slot, so what is queued within two steps reads a slot before it is
+filled again.
 """
 
 from collections import deque
@@ -9,8 +11,10 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from sgl_fp8rl.protocol.image import Steps
+from sgl_fp8rl.protocol.manifest import SLOTS
 
 T = TypeVar("T")
+assert SLOTS >= 2
 
 
 class Lookahead(Generic[T]):

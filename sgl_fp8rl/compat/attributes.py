@@ -44,7 +44,7 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.server_args.PortArgs": "rpc_ipc_name",
     "sglang.srt.server_args.ServerArgs": (
         "admin_api_key api_key attention_backend chunked_prefill_size "
-        "cuda_graph_backend_prefill cuda_graph_bs_decode cuda_graph_config "
+        "cuda_graph_backend_prefill cuda_graph_config "
         "decode_attention_backend device "
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
         "enable_fused_moe_sum_all_reduce enable_symm_mem kv_cache_dtype max_running_requests "
@@ -115,7 +115,7 @@ ATTRIBUTES: dict[str, str] = {
     f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",
     # layers; what computes in them is in layer_methods.py
-    f"{_LAYERS}.linear.LinearBase": "quant_method",
+    f"{_LAYERS}.linear.LinearBase": "params_dtype quant_method",
     f"{_LAYERS}.linear.ColumnParallelLinear": "weight_loader",
     f"{_LAYERS}.linear.QKVParallelLinear": "num_kv_head_replicas",
     f"{_LAYERS}.linear.RowParallelLinear": "weight_loader",

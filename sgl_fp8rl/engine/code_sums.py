@@ -43,9 +43,10 @@ def _boxes(table: RouteTable) -> Boxes:
     summed: list[torch.Tensor] = []
     for name, routes in table.routes.items():
         for route in routes:
-            if table.format_of(route) is QUANTIZED:
+            # no trainer computes with what is no whole blocks
+            if table.format_of(route) is QUANTIZED and _is_whole(table.sources[name]):
                 scales = table.parameters[route.parameter + suffix]
-                box = QUANTIZED.companion_region(suffix, route.dst)
+                box = _first_held(QUANTIZED.companion_region(suffix, route.dst), route.src)
                 summed.append(code_sum(view(table.parameters[route.parameter], route.dst)))
                 summed.append(scale_sum(view(scales, box)))
                 found.append((name, route.src))
@@ -54,3 +55,15 @@ def _boxes(table: RouteTable) -> Boxes:
     for (name, region), pair in zip(found, values, strict=True):
         boxes[name][region] = pair
     return dict(boxes)
+
+
+def _is_whole(shape: tuple[int, ...]) -> bool:
+    *_, rows, cols = shape
+    return QUANTIZED.refusal([rows], cols) is None
+
+
+def _first_held(scales: Region, source: Region) -> Region:
+    """The box without blocks that begin on another rank: each scale is summed once."""
+    *lead, rows, cols = scales
+    (row, col), (height, width) = (side[0] for side in source[-2:]), QUANTIZED.block
+    return *lead, (rows[0] + bool(row % height), rows[1]), (cols[0] + bool(col % width), cols[1])

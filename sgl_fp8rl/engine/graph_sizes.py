@@ -22,24 +22,25 @@ more rows in it. Qwen3-8B on an H200: 0.13 for 320 and 448; 0.05 for 160, which 
 def leave_out_slow_sizes(server_args: Any, counts: Mapping[Shape, int], table: Table) -> None:
     """Shorten SGLang's list of decode batch sizes.
 
-    It stays with --cuda-graph-bs-decode or --disable-cuda-graph-padding, or if the table lacks a
+    It stays where the user set it, with --disable-cuda-graph-padding, or if the table lacks a
     shape.
 
     Args:
         counts: how many GEMMs of each shape a step runs.
     """
     decode = server_args.cuda_graph_config.decode
-    set_by_user = server_args.cuda_graph_bs_decode is not None
+    # where SGLang notes what a flag or --cuda-graph-config has set
+    set_by_user = ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
     if not decode.bs or set_by_user or server_args.disable_cuda_graph_padding:
         return
     if counts.keys() - table.keys():
         return
 
     def gemms_us(size: int) -> float:
-        def one(shape: Shape) -> float:
-            return next((entry.us for entry in table[shape] if size <= entry.m), 0.0)
-
-        return sum(count * one(shape) for shape, count in counts.items())
+        times = {s: next((e.us for e in table[s] if size <= e.m), None) for s in counts}
+        known = {shape: us for shape, us in times.items() if us is not None}
+        whole = len(known) == len(counts)
+        return sum(counts[shape] * us for shape, us in known.items()) if whole else 0.0
 
     kept = fast_sizes(decode.bs, gemms_us)
     if left_out := sorted(set(decode.bs) - set(kept)):

@@ -43,6 +43,7 @@ class FP8RLMoEMethod(compat.Fp8MoEMethod):  # type: ignore[misc]
             return
         up, down = paddings
         size = layer.moe_runner_config.intermediate_size_per_partition = down.cols.size
+        layer.intermediate_size_per_partition = size  # CUTLASS takes its strides from here
         super().create_weights(layer, num_experts, hidden_size, size, *args, **kwargs)
         pad_storage(layer.w13_weight, layer.w13_weight_scale_inv, up, BLOCK_FP8.block)
         pad_storage(layer.w2_weight, layer.w2_weight_scale_inv, down, BLOCK_FP8.block)

@@ -88,6 +88,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, compat.LinearBase):
             reason = self._why_not(prefix)
+            if reason is None and layer.params_dtype != torch.get_default_dtype():
+                reason = f"it computes in {layer.params_dtype}"  # as some routers do
             if reason is None:
                 return linear.METHODS[QUANTIZED.name](self, prefix)
             layer.fp8rl_reason = reason

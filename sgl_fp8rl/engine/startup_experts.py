@@ -56,8 +56,8 @@ def compile_experts(model: Any) -> None:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether the model has FP8 experts."""
-    return any(True for _ in _layers(model))
+    """Whether the model has experts, in whatever format."""
+    return any(isinstance(module, compat.FusedMoE) for module in model.modules())
 
 
 def _shape(layer: Any) -> ExpertShape:

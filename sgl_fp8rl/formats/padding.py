@@ -143,6 +143,8 @@ def fit(
     Args:
         rows: of each matrix that is stacked into the layer.
     """
+    if len(rows) == 1 and rows[0].size < format_.block[0]:  # a router, or another small matrix
+        return None, f"size {rows[0].size} x {cols.size} on this rank is less than a block of rows"
     padding = Padding(_rows(rows, format_.block[0]), _side([cols], format_.block[1]))
     nbytes = math.prod(padding.shape) * format_.dtypes[0].itemsize
     if nbytes >= math.prod(padding.unpadded) * BF16_BYTES:

@@ -83,7 +83,8 @@ class Comparison:
     def delta(self) -> torch.Tensor:
         """The delta, in host memory; after ``encode``."""
         assert self._delta is not None
-        return self._delta.wait()
+        # pinned memory is never given back: the next chunks use it again
+        return self._delta.wait().clone()
 
 
 class _HostCopy:

@@ -5,12 +5,15 @@ ranks hold: they are given whole chunks. At the learning rates of RL some 0.1% t
 change in a step, and each takes 3 bytes.
 """
 
+import logging
 from collections.abc import Generator, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from sgl_fp8rl.ops.delta import DeltaError, apply, difference
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -54,11 +57,14 @@ class Image:
         if content.is_cuda:
             from sgl_fp8rl.ops.delta_triton import Comparison  # a CPU may have no Triton
 
-            comparison = Comparison(old, content)
-            yield
-            if comparison.encode():
+            try:
+                comparison = Comparison(old, content)
                 yield
-                return Change(comparison.delta(), True)
+                if comparison.encode():
+                    yield
+                    return Change(comparison.delta(), True)
+            except torch.OutOfMemoryError:
+                logger.warning("a chunk is sent whole: the GPU has no memory to compare it in")
         elif (found := difference(old, content)) is not None:
             return Change(found, True)
         return Change(content.to("cpu", copy=True), False)

@@ -57,9 +57,10 @@ def _experts(module: Any, name: str) -> Forward:
     gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
     # gate and up begin with a block each, as in the engine
     rest = -down_EHI.shape[-1] % BLOCK
-    halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
-    w13 = quantize_weight(halves.flatten(1, 2))
-    w2 = quantize_weight(F.pad(down_EHI, (0, rest)))
+    if rest:
+        halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
+        gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
+    w13, w2 = quantize_weight(gate_up_E2IH), quantize_weight(down_EHI)
 
     def forward(
         x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor

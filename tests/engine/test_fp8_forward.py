@@ -154,11 +154,12 @@ def test_a_sharded_trainer(run: Run, tmp_path: Path) -> None:
     ranks.run(fsdp_trainer, tmp_path, WORLD, collective_timeout_s=60)
 
 
-def test_an_engine_of_two_ranks(policies: Policies, tmp_path: Path) -> None:
-    """Each box of a tensor counts once, whichever ranks hold it."""
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_cut"])
+def test_an_engine_of_two_ranks(family: str, policies: Policies, tmp_path: Path) -> None:
+    """Each box of a tensor counts once, whichever ranks hold it; also where ranks cut blocks."""
     from transformers import AutoModelForCausalLM
 
-    checkpoint = policies("qwen3_moe")[0]
+    checkpoint = policies(family)[0]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with EngineProcess(tmp_path / "log", checkpoint, tp_size=2) as engine:
         fp8 = fp8_forward(model, engine)

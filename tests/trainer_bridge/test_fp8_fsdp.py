@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.ops.reference import quantize_weight
+from sgl_fp8rl.protocol.manifest import ManifestError
 from tests.trainer_bridge import moe_models, ranks
 from tests.trainer_bridge.test_fp8_forward import FakeEngine, fp8_names, hf_tensors, sums_of, tiny
 from trainer_bridge import fp8_forward
@@ -165,13 +167,19 @@ def uneven(rank: int, folder: Path) -> None:
     for layer in (model.even, model.uneven):
         layer.register_forward_pre_hook(lambda m, _: seen.append(type(m.weight)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for change in ("none", "step", "copy", "load"):
+    for change in ("none", "step", "copy", "shards", "moved", "load"):
         if change == "step":
             optimizer.step()
         elif change == "copy":
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(2)
+        elif change == "shards":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.to_local().mul_(2)
+        elif change == "moved":
+            model.to("cpu")  # FSDP2 has other shards then, also where nothing moves
         elif change == "load":
             model.load_state_dict({n: p.detach() * 0.5 for n, p in model.state_dict().items()})
         with torch.no_grad():
@@ -186,6 +194,38 @@ def uneven(rank: int, folder: Path) -> None:
     assert set(seen[::2]) == {GatheredCodes} and set(seen[1::2]) == {nn.Parameter}
 
 
+def one_rank_a_shard(rank: int, folder: Path) -> None:
+    """HSDP whose shards are whole: FSDP2 gathers nothing, and codes are made of what it has."""
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    alone, model = Uneven(), fully_shard(Uneven(), mesh=mesh)
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).to(BF16)
+    for _ in range(2):
+        y = model(x)
+        assert torch.equal(y, alone(x))
+        y.float().square().mean().backward()
+
+
+def a_shard_of_nan(rank: int, folder: Path) -> None:
+    """A check fails on both ranks where one cannot quantize, and the next one is in step."""
+    model = tiny("qwen3")
+    engine = FakeEngine(model) if rank == 0 else None
+    if engine is not None:
+        engine.sums = sums_of(model)
+    fp8 = fp8_forward(model, engine)
+    sharded(model)
+    shard = model.model.layers[0].mlp.down_proj.weight.to_local()
+    kept = shard[0, 0].item()
+    for value in (torch.nan, kept):
+        if rank == 1:
+            with torch.no_grad():
+                shard[0, 0] = value
+        if value != kept:
+            with pytest.raises(ManifestError, match="NaN"):
+                fp8.check(engine)
+        else:
+            fp8.check(engine)
+
+
 def refusals(rank: int, folder: Path) -> None:
     """After ``fully_shard``, and where the first rank's engine cannot be asked."""
     model = sharded(tiny("qwen3"))
@@ -197,6 +237,8 @@ def refusals(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("worker", [steps, precisions, uneven, refusals])
+@pytest.mark.parametrize(
+    "worker", [steps, precisions, uneven, one_rank_a_shard, a_shard_of_nan, refusals]
+)
 def test_two_ranks(worker: Any, tmp_path: Path) -> None:
     run(worker, tmp_path)

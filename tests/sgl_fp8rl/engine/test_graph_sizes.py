@@ -24,13 +24,16 @@ def entries(**us_by_rows: float) -> Table:
 SLOW_AT_320 = entries(m256=10, m320=20, m384=15, m512=20)
 
 
+SHORTER_FOR_ONE = entries(m256=10, m512=20) | {(128, 128): entries(m256=10)[SHAPE]}
+
+
 def server_args(sizes: list[int], *, chosen: bool = False, padding: bool = True) -> Any:
     config = default_cuda_graph_config()
     config.decode.bs = list(sizes)
     return SimpleNamespace(
         cuda_graph_config=config,
         disable_cuda_graph_padding=not padding,
-        cuda_graph_bs_decode=list(sizes) if chosen else None,
+        _cuda_graph_config_locked={("decode", "bs")} if chosen else set(),
     )
 
 
@@ -53,8 +56,17 @@ def test_sizes_whose_gemms_are_slower_than_those_of_the_next_one_go() -> None:
         (server_args(SIZES), entries(m256=10, m320=15.5, m384=15, m512=20), {SHAPE: 1}),
         (server_args(SIZES), entries(m64=20, m128=10, m512=20), {SHAPE: 1}),
         (server_args(SIZES), entries(m256=10, m320=20), {SHAPE: 1}),
+        (server_args(SIZES), SHORTER_FOR_ONE, {SHAPE: 1, (128, 128): 9}),
     ],
-    ids=["set by the user", "no padding", "a shape unknown", "noise", "small", "beyond the table"],
+    ids=[
+        "set by the user",
+        "no padding",
+        "a shape unknown",
+        "noise",
+        "small",
+        "beyond the table",
+        "one shape ends earlier",
+    ],
 )
 def test_all_stay(args: Any, table: Table, counts: dict[Any, int]) -> None:
     assert kept(args, table, counts) == SIZES

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
 from torch import nn
 
 from sgl_fp8rl import compat
@@ -42,6 +43,7 @@ def test_a_format_is_served_by_its_line_in_the_tables(
 
     monkeypatch.setattr(compat, "check_hooks", lambda: None)
     config, a_linear = FP8RLConfig(), compat.LinearBase.__new__(compat.LinearBase)
+    vars(a_linear).update(params_dtype=torch.get_default_dtype())
     experts = compat.FusedMoE.__new__(compat.FusedMoE)
     sizes = {"intermediate_size_per_partition": 128, "hidden_size": 128}
     vars(experts).update(sizes, use_triton_kernels=False, use_flashinfer_trtllm_moe=False)

@@ -48,7 +48,6 @@ class Rank:
         self.server_args = SimpleNamespace(
             cuda_graph_config=SimpleNamespace(decode=self.decode),
             disable_cuda_graph_padding=False,
-            cuda_graph_bs_decode=None,
         )
         self.runner = SimpleNamespace(
             server_args=self.server_args,
