@@ -97,8 +97,8 @@ def _why_not(weights: EngineWeights) -> str | None:
         *_, rows, cols = weights.table.sources[name]
         if reason := QUANTIZED.refusal([rows], cols):
             return (
-                f"{name} is no whole blocks ({reason}), and SGLang without this plugin reads not "
-                f"every such layer; export the BF16 checkpoint of this policy"
+                f"{name} is no whole blocks ({reason}), which SGLang may not load without this "
+                f"plugin; export the BF16 checkpoint of this policy"
             )
     return None
 
