@@ -63,7 +63,7 @@ class Fp8RLServerArgs:
         default="pad",
         metadata=_option(f"layers that are no whole FP8 blocks: {', '.join(RAGGED)}"),
     )
-    """What becomes of a layer whose sides on a rank are no whole blocks of 128; default ``"pad"``.
+    """What becomes of a layer whose sides on a rank are not multiples of 128; default ``"pad"``.
 
     ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
     BF16. ``"bf16"``: it stays BF16.

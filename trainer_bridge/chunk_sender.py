@@ -107,9 +107,11 @@ class ChunkSender:
     ) -> None:
         self._plan, self._number, self._senders = plan, number, senders
         self._kv_scales = kv_scales
-        if not images[1]:
+        self._changes: ImageChanges | None = None
+        if images[1]:
+            self._changes = IMAGES.changes(*images)
+        else:
             IMAGES.forget()
-        self._changes = IMAGES.changes(*images) if images[1] else None
         # in host memory, only the pages of this rank's slots are ever touched
         self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_far=True)
         self._bucket = self._memory.content

@@ -111,7 +111,7 @@ def check_kind(module: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: it is neither ``nn.Linear`` nor experts as transformers keeps them, or is
-            sharded or converted already, or no whole blocks, so that the engine pads it.
+            sharded or converted already, or not whole blocks.
     """
     if isinstance(module, FP8Module):
         raise ValueError(f"{name} computes with codes already; call fp8_forward once")
@@ -129,7 +129,7 @@ def check_kind(module: nn.Module, name: str) -> None:
         )
     if shape := next(filter(_is_ragged, _quantized_shapes(module)), None):
         raise ValueError(
-            f"{name} has a weight of {'x'.join(map(str, shape))}, which is no whole blocks of "
+            f"{name} has a weight of {'x'.join(map(str, shape))}, which is not whole blocks of "
             f"{BLOCK}; start the engine with --fp8rl-ragged bf16, or ignore the layer"
         )
 

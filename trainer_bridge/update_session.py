@@ -276,10 +276,8 @@ class UpdateSession:
         if self._came:  # it failed, perhaps for what was held of it in the order of the last one
             self.sender.forget_stream()
         self.sender.leave(self)
-        del (
-            self._filler,
-            self._ahead,
-        )  # a cycle would keep the trainer's tensors
+        # they refer to here: a cycle would keep the trainer's tensors
+        del self._filler, self._ahead
 
     def _is_mine(self, chunk: int) -> bool:
         return chunk % self._senders == 0

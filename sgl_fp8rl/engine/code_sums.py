@@ -43,8 +43,8 @@ def _boxes(table: RouteTable) -> Boxes:
     summed: list[torch.Tensor] = []
     for name, routes in table.routes.items():
         for route in routes:
-            # no trainer computes with what is no whole blocks
-            if table.format_of(route) is QUANTIZED and _is_whole(table.sources[name]):
+            # ``fp8_forward`` refuses ragged tensors
+            if table.format_of(route) is QUANTIZED and table.why_ragged(name) is None:
                 scales = table.parameters[route.parameter + suffix]
                 box = _first_held(QUANTIZED.companion_region(suffix, route.dst), route.src)
                 summed.append(code_sum(view(table.parameters[route.parameter], route.dst)))
@@ -55,11 +55,6 @@ def _boxes(table: RouteTable) -> Boxes:
     for (name, region), pair in zip(found, values, strict=True):
         boxes[name][region] = pair
     return dict(boxes)
-
-
-def _is_whole(shape: tuple[int, ...]) -> bool:
-    *_, rows, cols = shape
-    return QUANTIZED.refusal([rows], cols) is None
 
 
 def _first_held(scales: Region, source: Region) -> Region:

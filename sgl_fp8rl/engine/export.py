@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import attempted, gather, sources
-from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -94,10 +94,9 @@ def _why_not(weights: EngineWeights) -> str | None:
             f"checkpoint of this policy"
         )
     for name in filter(weights.table.is_quantized, weights.table.sources):
-        *_, rows, cols = weights.table.sources[name]
-        if reason := QUANTIZED.refusal([rows], cols):
+        if reason := weights.table.why_ragged(name):
             return (
-                f"{name} is no whole blocks ({reason}), which SGLang may not load without this "
+                f"{name} is not whole blocks ({reason}), which SGLang may not load without this "
                 f"plugin; export the BF16 checkpoint of this policy"
             )
     return None

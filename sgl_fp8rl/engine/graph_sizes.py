@@ -33,14 +33,15 @@ def leave_out_slow_sizes(server_args: Any, counts: Mapping[Shape, int], table: T
     set_by_user = ("decode", "bs") in vars(server_args).get("_cuda_graph_config_locked", ())
     if not decode.bs or set_by_user or server_args.disable_cuda_graph_padding:
         return
-    if counts.keys() - table.keys():
-        return
 
     def gemms_us(size: int) -> float:
-        times = {s: next((e.us for e in table[s] if size <= e.m), None) for s in counts}
-        known = {shape: us for shape, us in times.items() if us is not None}
-        whole = len(known) == len(counts)
-        return sum(counts[shape] * us for shape, us in known.items()) if whole else 0.0
+        total = 0.0
+        for shape, count in counts.items():
+            entry = next((each for each in table.get(shape, ()) if size <= each.m), None)
+            if entry is None:
+                return 0.0
+            total += count * entry.us
+        return total
 
     kept = fast_sizes(decode.bs, gemms_us)
     if left_out := sorted(set(decode.bs) - set(kept)):

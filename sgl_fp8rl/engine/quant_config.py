@@ -55,7 +55,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         options = current_options()
         self.patterns = (*options.ignored_layers, *self.ignored_layers)
         self.pads = options.ragged == "pad"
-        """Whether layers whose sides are no whole blocks are padded; they stay BF16 otherwise."""
+        """Whether layers whose sides are not multiples of 128 are padded, or stay BF16."""
 
     def get_name(self) -> str:
         return NAME

@@ -148,10 +148,8 @@ def fit(
     padding = Padding(_rows(rows, format_.block[0]), _side([cols], format_.block[1]))
     nbytes = math.prod(padding.shape) * format_.dtypes[0].itemsize
     if nbytes >= math.prod(padding.unpadded) * BF16_BYTES:
-        stacked, stored = (
-            "+".join(str(each.size) for each in rows),
-            "x".join(map(str, padding.shape)),
-        )
+        stacked = "+".join(str(each.size) for each in rows)
+        stored = "x".join(map(str, padding.shape))
         return None, f"size {stacked} x {cols.size}, padded to {stored}, is no smaller than in BF16"
     return (None if padding.is_none else padding), None
 

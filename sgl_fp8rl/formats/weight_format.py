@@ -65,7 +65,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def refusal(self, rows: Sequence[int], cols: int) -> str | None:
-        """Why a layer is no whole blocks, or None if it is.
+        """Why a layer is not whole blocks, or None if it is.
 
         Args:
             rows: of each matrix that is stacked into the layer, on this rank.

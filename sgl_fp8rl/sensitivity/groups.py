@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.formats.padding import Shard, fit, fit_experts
+from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from trainer_bridge.fp8_layers import is_experts
 
-BF16_BYTES = 2
 _STACKED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -60,7 +59,7 @@ class Group:
 def fp8_groups(model: nn.Module) -> list[Group]:
     """The layers that an engine of one rank keeps in FP8, in the order of the model.
 
-    A layer that is no smaller there than in BF16, padded to whole blocks, is left out.
+    A layer that is not smaller there than in BF16, padded to whole blocks, is left out.
 
     Args:
         model: a causal language model of transformers 5.

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from server_args.args import flag_name
+from sgl_fp8rl.formats.padding import BF16_BYTES
 from sgl_fp8rl.sensitivity.divergence import Divergence
-from sgl_fp8rl.sensitivity.groups import BF16_BYTES, Group
+from sgl_fp8rl.sensitivity.groups import Group
 from sgl_fp8rl.sensitivity.search import Damage, Point
 from sgl_fp8rl.tables import align
 

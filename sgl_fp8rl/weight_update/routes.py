@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.regions import Region, numel, overlap, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -76,6 +76,11 @@ class RouteTable:
         """Whether the engine quantizes this HF tensor."""
         routes = self.routes.get(source, ())
         return any(self.format_of(route) is not UNQUANTIZED for route in routes)
+
+    def why_ragged(self, source: str) -> str | None:
+        """Why the sides of an HF matrix are not multiples of a block's, or None if they are."""
+        *_, rows, cols = self.sources[source]
+        return QUANTIZED.refusal([rows], cols)
 
     def kept_in(self, dtype: torch.dtype) -> list[str]:
         """The HF tensors that the engine keeps in this dtype."""

@@ -29,7 +29,7 @@ WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
 BF16 = torch.bfloat16
 UNEVEN = 192
-"""Rows of each rank's part: no whole blocks of 128."""
+"""Rows of each rank's part: not a multiple of 128."""
 GRADIENT_ERROR = 2.0**-5
 """Of a gradient that two ranks average, as a part of its largest element. Healthy: 0.0096."""
 run = partial(ranks.run, world=WORLD, collective_timeout_s=COLLECTIVE_TIMEOUT_S)

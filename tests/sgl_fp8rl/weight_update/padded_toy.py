@@ -13,6 +13,7 @@ from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, fit_experts, pad_storage
 from tests import oracle
 from tests.engine.expected import cut
+from tests.sgl_fp8rl.weight_update import toy as toy_of_whole_blocks
 from tests.sgl_fp8rl.weight_update.toy import BF16, Model, Shapes, Tensors, Weights, fp8_storage
 
 HIDDEN, HEADS, KV_HEADS, INNER, EXPERTS = 240, 448, 384, 384, 3
@@ -89,15 +90,7 @@ def checkpoint(seed: int = 0) -> Tensors:
 
 def quantized(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     """The same weights as codes and scales, by the oracle."""
-    streamed: Tensors = {}
-    for name, tensor in tensors.items():
-        if tensor.dim() > 1:
-            codes, scale = oracle.quantize_weight(tensor.float().numpy())
-            streamed[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-            streamed[f"{name}_scale_inv"] = torch.from_numpy(scale)
-        else:
-            streamed[name] = tensor
-    return streamed
+    return toy_of_whole_blocks.quantized(tensors, [n for n, t in tensors.items() if t.dim() > 1])
 
 
 def expected(

@@ -186,4 +186,4 @@ def test_ranks_together_hold_the_whole_tensor() -> None:
         for each, tensor in found.items():
             assert torch.equal(tensor.view(torch.uint8), wanted[each].view(torch.uint8)), each
     reason = export._why_not(ranks[0])
-    assert reason is not None and "q is no whole blocks" in reason, "stock SGLang does not load it"
+    assert reason is not None and "q is not whole blocks" in reason, "stock SGLang does not load it"

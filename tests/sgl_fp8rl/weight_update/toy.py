@@ -5,7 +5,7 @@ padded vocabulary, slices of a tensor-parallel rank. ``expected`` computes the s
 with ``tests.oracle``, from whole HF tensors: quantize, then slice, then stack.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -128,11 +128,11 @@ def checkpoint(seed: int = 0, dtype: torch.dtype = BF16, shapes: Shapes = SHAPES
     return tensors
 
 
-def quantized(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """The same weights as codes and scales, by the oracle."""
+def quantized(tensors: Mapping[str, torch.Tensor], names: Collection[str] = FP8_NAMES) -> Tensors:
+    """The same weights, of which these are codes and scales, by the oracle."""
     streamed: Tensors = {}
     for name, tensor in tensors.items():
-        if name in FP8_NAMES:
+        if name in names:
             codes, scale = oracle.quantize_weight(tensor.float().numpy())
             streamed[name] = torch.from_numpy(codes).view(FP8)
             streamed[f"{name}_scale_inv"] = torch.from_numpy(scale)
