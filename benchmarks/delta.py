@@ -1,4 +1,5 @@
-"""What changed since the last update, found on the trainer's GPU, beside a full quantization pass.
+"""What changed since the last update, found on the trainer's GPU and written on the engine's,
+beside a full quantization pass.
 
 A part of the bytes of an image is changed at random: of codes, scales and what stays BF16 alike.
 All is what an update of engines on other hosts does with a trainer on one GPU, but for the network:
@@ -7,11 +8,13 @@ All is what an update of engines on other hosts does with a trainer on one GPU, 
   changes_ms     the same; each chunk is compared with the image, and the records copied to the host
   busy_ms        of the latter, the time in which the GPU works, by a profiler; the rest is waiting
   commit_ms      the records are applied to the image
-  engine_ms      on the engine's host: chunks are made of image and records, and copied to a GPU
+  engine_ms      an engine of one rank: the records are copied to its GPU, each chunk is read back
+                 from storage, changed and written, and what undoes it is copied to the host
   changes_ms of the arm "cpu"    chunks are copied to the host and compared there, without the GPU
 
-The last two are those of a few chunks, by bytes. Where a model's layers do not fit on the GPU
-beside their image, a part of them is measured and multiplied; embedding and head are not.
+The last is that of a few chunks, by bytes. Where a model's layers do not fit on the GPU beside
+their image and the engine's storage, a part of them is measured and multiplied; embedding and head
+are not.
 """
 
 import math
@@ -30,8 +33,12 @@ from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Ru
 from benchmarks.engines import models, weights
 from sgl_fp8rl.formats import by_tensor
 from sgl_fp8rl.ops import delta
+from sgl_fp8rl.ops.regions import whole
 from sgl_fp8rl.protocol.image import Change, Image
 from sgl_fp8rl.protocol.manifest import SLOTS
+from sgl_fp8rl.weight_update.engine_weights import writer_for
+from sgl_fp8rl.weight_update.routes import Route, RouteTable, shapes_of
+from sgl_fp8rl.weight_update.shared_memory import Slot
 from trainer_bridge import hf_names
 from trainer_bridge.fsdp import Named
 from trainer_bridge.image_changes import ImageChanges
@@ -55,6 +62,51 @@ class Case:
     model: str
     parts: int = 1
     """One of so many equal parts of its layers is measured."""
+
+
+class Engine:
+    """What an engine of one rank stores: each tensor as it is sent.
+
+    Args:
+        content: the chunks that it was sent.
+    """
+
+    def __init__(self, plan: TransferPlan, content: dict[int, torch.Tensor]) -> None:
+        manifest, self._plan = plan.manifest, plan
+        self.parameters = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device=DEVICE)
+            for name, spec in manifest.tensors.items()
+        }
+        shapes = shapes_of(manifest)
+        boxes = {name: whole(shape) for name, shape in shapes.items()}
+        routes = {name: [Route(name, box, name, box)] for name, box in boxes.items()}
+        table = RouteTable(shapes, routes, self.parameters)
+        self._writer = writer_for(table, manifest, torch.bfloat16, torch.device(DEVICE))
+        for chunk, chunk_content in content.items():
+            self._writer.write(chunk, self._slot(chunk, chunk_content))
+
+    def change(self, payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Write what changes, and return what undoes it."""
+        undoing = {}
+        for chunk, payload in payloads.items():
+            with self._writer.changed(chunk, payload) as (slot, undoing[chunk]):
+                self._writer.write(chunk, slot)
+        return undoing
+
+    def holds(self, chunk: int, content: torch.Tensor) -> bool:
+        """Whether these bytes of a chunk are stored."""
+        sent = self._slot(chunk, content)
+        specs = self._plan.manifest.tensors
+        return all(
+            torch.equal(
+                self.parameters[each.name][slice(*each.rows)].view(torch.uint8),
+                sent.tensor(each, specs[each.name]).view(torch.uint8),
+            )
+            for each in self._plan.chunks[chunk]
+        )
+
+    def _slot(self, chunk: int, content: torch.Tensor) -> Slot:
+        return Slot(content, self._plan.extent(chunk)[0])
 
 
 class Part:
@@ -104,6 +156,8 @@ class Part:
                 self._before[chunk] = torch.empty_like(content)
             drawn = torch.rand(content.shape, generator=generator, device=DEVICE)
             torch.bitwise_xor(content, (drawn < share).byte(), out=self._before[chunk])
+            is_nan = self._before[chunk] & 0x7F == 0x7F  # as a code
+            self._before[chunk][is_nan] = content[is_nan]
         return Image("before", dict(self._before))
 
     def changes(self, image: Image) -> ImageChanges:
@@ -121,7 +175,7 @@ class Part:
             RuntimeError: the records do not make the weights, or are not those of the CPU.
         """
         image = self.image(share)
-        sent = whole = 0
+        sent = size = 0
         for chunk, content in self.chunks():
             change = image.change_to(chunk, content)
             old = self._before[chunk].clone()
@@ -135,15 +189,33 @@ class Part:
                 if same is None or not torch.equal(same, change.payload):
                     raise RuntimeError("the records are not those of the CPU")
             sent += change.payload.numel()
-            whole += content.numel()
-        return sent, whole
+            size += content.numel()
+        return sent, size
 
-    def sampled(self, share: float) -> list[tuple[torch.Tensor, torch.Tensor, Change]]:
-        """Chunks before and after, the former on the host, the latter on the GPU, and changes."""
-        image, last = self.image(share), len(self.plan.chunks) - 1
+    def engine(self, share: float) -> tuple[Engine, dict[int, torch.Tensor]]:
+        """An engine that holds the image, and the changes that it is sent.
+
+        Raises:
+            RuntimeError: they do not make the weights there.
+        """
+        image = self.image(share)
+        engine = Engine(self.plan, self._before)
+        changes = {n: image.change_to(n, content).payload for n, content in self.chunks()}
+        undoing = engine.change(changes)
+        if not all(engine.holds(n, content) for n, content in self.chunks()):
+            raise RuntimeError("the records make other bytes on the engine")
+        engine.change(undoing)
+        if not all(engine.holds(n, content) for n, content in self._before.items()):
+            raise RuntimeError("the engine does not go back")
+        return engine, changes
+
+    def sampled(self, share: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Chunks before and after, the former on the host, the latter on the GPU."""
+        self.image(share)
+        last = len(self.plan.chunks) - 1
         wanted = {round(last * n / (SAMPLED + 1)) for n in range(1, SAMPLED + 1)}
         return [
-            (self._before[chunk].cpu(), content.clone(), image.change_to(chunk, content))
+            (self._before[chunk].cpu(), content.clone())
             for chunk, content in self.chunks()
             if chunk in wanted
         ]
@@ -161,8 +233,8 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         found = summed([(part.times, values_of(part, share, repeats)) for part in parts])
         on_cpu = {"changes_ms": found.pop("cpu_ms")}
         full = median(found["quantize_ms"])
-        together = zip(found["changes_ms"], found["commit_ms"], strict=True)
-        found["times_quantize"] = [sum(pair) / full for pair in together]
+        together = zip(found["changes_ms"], found["commit_ms"], found["engine_ms"], strict=True)
+        found["times_quantize"] = [sum(each) / full for each in together]
         found["of_image"] = [found["records_mb"][0] / found["image_mb"][0]]
         measurements += [
             {"arm": arm, "model": case.model, "case": f"{share:.1%}", "values": values}
@@ -199,8 +271,8 @@ def values_of(part: Part, share: float, repeats: int) -> Values:
     Raises:
         RuntimeError: the records are wrong.
     """
-    sent, whole = part.check(share)
-    found: Values = {"records_mb": [sent / 1e6], "image_mb": [whole / 1e6]}
+    sent, size = part.check(share)
+    found: Values = {"records_mb": [sent / 1e6], "image_mb": [size / 1e6]}
     found |= {"quantize_ms": [], "changes_ms": [], "commit_ms": []}
     part.changes(part.image(share))  # from now on there is host memory for the records
     for _ in range(repeats):
@@ -209,12 +281,17 @@ def values_of(part: Part, share: float, repeats: int) -> Values:
         took, changes = measuring.timed(partial(part.changes, image))
         found["changes_ms"].append(took)
         found["commit_ms"].append(measuring.timed(changes.commit)[0])
+    engine, payloads = part.engine(share)
+    found["engine_ms"] = []
+    for _ in range(repeats):
+        took, undoing = measuring.timed(partial(engine.change, payloads))
+        found["engine_ms"].append(took)
+        engine.change(undoing)
+    del engine
     sampled = part.sampled(share)
-    scale = whole / sum(before.numel() for before, _, _ in sampled)
-    # the engine changes its image, so it comes last
-    on_cpu = [measuring.timed(partial(_on_cpu, *each[:2]))[0] for each in sampled]
-    engine = [measuring.timed(partial(_engine, *each))[0] for each in sampled]
-    return found | {"cpu_ms": [scale * sum(on_cpu)], "engine_ms": [scale * sum(engine)]}
+    scale = size / sum(before.numel() for before, _ in sampled)
+    on_cpu = [measuring.timed(partial(_on_cpu, *each))[0] for each in sampled]
+    return found | {"cpu_ms": [scale * sum(on_cpu)]}
 
 
 def busy(part: Part, share: float) -> Values:
@@ -237,14 +314,6 @@ def summed(parts: list[tuple[int, Values]]) -> Values:
         ]
         for metric in first
     }
-
-
-def _engine(before: torch.Tensor, after: torch.Tensor, change: Change) -> None:
-    """Make the chunk that ranks read, copy it to their GPU, and change the image of the host."""
-    image, bucket = Image("before", {0: before}), torch.empty_like(before)
-    image.write(0, change, bucket)
-    after.copy_(bucket)
-    image.advance({0: change}, "after")
 
 
 def _on_cpu(before: torch.Tensor, after: torch.Tensor) -> None:

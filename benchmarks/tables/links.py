@@ -41,7 +41,7 @@ def delta(results: Mapping[str, Any]) -> str:
         Column("GPU at work", {"busy_ms": "{median:,.1f} ms"}),
         Column("into the image", {"commit_ms": ms}),
         Column("all, of a pass", {"times_quantize": "{median:.2f}x"}),
-        Column("on the engine's host", {"engine_ms": "{median:,.0f} ms"}),
+        Column("on the engine's GPU", {"engine_ms": "{median:,.1f} ms"}),
         Column("compare on the CPU", {"changes_ms": "{median:,.0f} ms"}, {"arm": "cpu"}),
     ]
     rows = results["rows"]

@@ -29,7 +29,7 @@ from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import heard_at
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_image import Memories
+from sgl_fp8rl.weight_update.relay_changes import Memories
 
 POLL_S = 0.0005
 SPIN_S = 0.005

@@ -210,7 +210,8 @@ def _end(
     peer: socket.socket | None,
 ) -> Reply:
     """Commit, quarantine or go on, as the ranks decide together, and tell the trainer."""
-    outcomes = gather(outcome, scheduler.tp_group.cpu_group)
+    group = scheduler.tp_group.cpu_group
+    outcomes = gather(outcome, group)
     failed = next((o for o in outcomes if not o.committed), None)
     if failed is None or committed(outcomes):
         weights.commit(transaction)
@@ -219,7 +220,7 @@ def _end(
         _after_commit(scheduler, policy)
         reply(peer, {"ok": True})
         return {"ended": True, "failure": None, **status_of(weights)}
-    if any(o.dirty for o in outcomes):
+    if any(o.dirty for o in outcomes) and not _undone(weights, outcomes, group):
         voted_for = transaction if all(o.voted for o in outcomes) else ""
         weights.quarantine(
             f"the update to version {policy.version} failed: {failed.reason}; a complete update "
@@ -231,6 +232,15 @@ def _end(
         weights.resume()
     reply(peer, {"error": failed.reason})
     return {"ended": False, "failure": failed.reason, **status_of(weights)}
+
+
+def _undone(weights: EngineWeights, outcomes: list[Outcome], group: dist.ProcessGroup) -> bool:
+    """Go back to the version before on every rank, if each can."""
+    if not all(o.goes_back or not o.dirty for o in outcomes):
+        return False
+    assert weights.session is not None
+    _, error = attempted(weights.session.undo, "undoing an update")
+    return all(each is None for each in gather(error, group))
 
 
 def _after_commit(scheduler: Any, policy: Policy) -> None:

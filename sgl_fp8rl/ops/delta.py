@@ -56,25 +56,67 @@ def is_worth(words: int, records: int, size: int) -> bool:
     return words <= WORTH * size / WORD.itemsize and records * RECORD_BYTES <= WORTH * size
 
 
-def apply(content: torch.Tensor, delta: torch.Tensor) -> None:
+def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Write the values of a delta into ``content``.
 
     Args:
         content: uint8 ``[N]``, on any device.
         delta: as ``difference`` makes it, on the same one.
 
+    Returns:
+        uint8 ``[R]``, the values that were there: ``undoing`` makes a delta of them.
+
     Raises:
         DeltaError: it is none of so many bytes; nothing was written.
     """
-    records, rest = divmod(delta.numel(), RECORD_BYTES)
+    records = records_of(delta, content)
     pairs, values = delta[: 2 * records].view(records, 2), delta[2 * records :]
-    sums = [some.sum(dtype=torch.int64) for some in (pairs[:, 0], pairs[:, 1], pairs[:1])]
-    low, high, first = torch.stack(sums).tolist()
-    if rest or (records and not first) or low + 256 * high > content.numel():
-        raise DeltaError(f"a delta does not fit {content.numel()} bytes; install one sgl-fp8rl")
+    sums = [some.sum(dtype=torch.int64) for some in (pairs[:, 0], pairs[:, 1])]
+    zeros = (pairs[:, 0] | pairs[:, 1]).eq(0).sum()
+    low, high, same = torch.stack([*sums, zeros]).tolist()
+    check_distances(low + 256 * high, same, content)
     last = torch.full((1,), -1, device=content.device)
+    replaced = []
     for some, new in zip(pairs.split(AT_ONCE), values.split(AT_ONCE), strict=True):
         distances = some[:, 0] + (some[:, 1].long() << 8)
         at = torch.cumsum(distances, 0).add_(last)
+        replaced.append(content[at])
         content[at] = new
         last = at[-1:]
+    return torch.cat(replaced) if replaced else values
+
+
+def undoing(delta: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
+    """The delta that goes back, in host memory.
+
+    Args:
+        delta: in host memory.
+        replaced: what ``apply`` returned for it.
+    """
+    return torch.cat([delta[: 2 * replaced.numel()], replaced.cpu()])
+
+
+def records_of(delta: torch.Tensor, content: torch.Tensor) -> int:
+    """How many records a delta has.
+
+    Raises:
+        DeltaError: its last one is not whole.
+    """
+    records, rest = divmod(delta.numel(), RECORD_BYTES)
+    if rest:
+        raise DeltaError(_misfit(content))
+    return records
+
+
+def check_distances(total: int, zeros: int, content: torch.Tensor) -> None:
+    """Check that records lie inside of ``content``, each behind the one before.
+
+    Raises:
+        DeltaError: they do not.
+    """
+    if zeros or total > content.numel():
+        raise DeltaError(_misfit(content))
+
+
+def _misfit(content: torch.Tensor) -> str:
+    return f"a delta does not fit {content.numel()} bytes; install one sgl-fp8rl"

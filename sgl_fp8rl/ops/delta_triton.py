@@ -1,4 +1,4 @@
-"""Deltas on the GPU, in one pass over the bytes before and after; the bytes are those of
+"""Deltas on the GPU, made in one pass over the bytes before and after; the bytes are those of
 ``delta.py``.
 
 A program compares a block of units and writes down those that differ, in their order. When it is
@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
-from sgl_fp8rl.ops.delta import MOST_DISTANCE, RECORD_BYTES, is_worth
+from sgl_fp8rl.ops.delta import (
+    MOST_DISTANCE,
+    RECORD_BYTES,
+    check_distances,
+    is_worth,
+    records_of,
+)
 
 _UNITS = 1024
 """Units of 16 bytes, which a thread reads at once, that a program compares. So many bytes have one
@@ -23,6 +29,8 @@ _BACK = 8
 _CHANGES = 128
 """Units that a program makes into records at a time."""
 _WARPS = 4
+_RECORDS = 2048
+"""That a program applies; their distances sum up to less than 2**31."""
 assert MOST_DISTANCE // _BYTES + 1 <= _BACK and _BYTES < MOST_DISTANCE
 
 
@@ -83,8 +91,42 @@ class Comparison:
     def delta(self) -> torch.Tensor:
         """The delta, in host memory; after ``encode``."""
         assert self._delta is not None
-        # pinned memory is never given back: the next chunks use it again
-        return self._delta.wait().clone()
+        # in pinned memory, from which it goes back fast when the update commits
+        return self._delta.wait()
+
+
+def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """``delta.apply``, on the current stream.
+
+    Args:
+        content, delta: on one GPU.
+
+    Raises:
+        DeltaError: as that one.
+    """
+    records = records_of(delta, content)
+    values = delta[2 * records :]
+    replaced = torch.empty_like(values)
+    if not records:
+        return replaced
+    programs = triton.cdiv(records, _RECORDS)
+    distances = delta[: 2 * records].view(torch.int16)
+    sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
+    with torch.cuda.device_of(content):  # a kernel starts on the current device
+        _sum[(programs,)](distances, sums, records, programs, _RECORDS, num_warps=_WARPS)
+        total, zeros = sums.sum(1).tolist()
+        check_distances(total, zeros, content)
+        _apply[(programs,)](
+            content,
+            distances,
+            values,
+            replaced,
+            sums[0].cumsum(0),
+            records,
+            _RECORDS,
+            num_warps=_WARPS,
+        )
+    return replaced
 
 
 class _HostCopy:
@@ -223,3 +265,50 @@ def _encode(
             tl.store(values + place, value, mask=is_here)
             previous = tl.where(is_here, at + j, previous)
             place += is_here.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["records", "programs"])
+def _sum(
+    distances: tl.tensor,
+    sums: tl.tensor,
+    records: tl.int64,
+    programs: tl.int64,
+    RECORDS: tl.constexpr,
+) -> None:
+    """One program sums up the distances of ``RECORDS`` records, and counts those that are 0."""
+    program = tl.program_id(0).to(tl.int64)
+    record = program * RECORDS + tl.arange(0, RECORDS)
+    inside = record < records
+    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    tl.store(sums + program, tl.sum(distance).to(tl.int64))
+    zeros = tl.sum((inside & (distance == 0)).to(tl.int32))
+    tl.store(sums + programs + program, zeros.to(tl.int64))
+
+
+@triton.jit(
+    do_not_specialize=["records"],
+    do_not_specialize_on_alignment=["values", "replaced"],
+)
+def _apply(
+    content: tl.tensor,
+    distances: tl.tensor,
+    values: tl.tensor,
+    replaced: tl.tensor,
+    ends: tl.tensor,
+    records: tl.int64,
+    RECORDS: tl.constexpr,
+) -> None:
+    """One program exchanges the bytes of ``RECORDS`` records.
+
+    Args:
+        ends: of each program, the sum of its distances and those before.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    record = program * RECORDS + tl.arange(0, RECORDS)
+    inside = record < records
+    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    before = tl.load(ends + program - 1, mask=program > 0, other=0)
+    at = before - 1 + tl.cumsum(distance, 0).to(tl.int64)
+    value = tl.load(values + record, mask=inside, other=0)
+    tl.store(replaced + record, tl.load(content + at, mask=inside, other=0), mask=inside)
+    tl.store(content + at, value, mask=inside)

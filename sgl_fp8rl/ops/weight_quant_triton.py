@@ -84,24 +84,27 @@ class Launch:
     """The kernel, once it was started: to look it up by its arguments takes longer than to start
     it, and a stream starts one for each tensor."""
 
-    def run(self, bases: Bases, status: Status) -> None:
+    def run(self, bases: Bases, status: Status, shift: int = 0) -> None:
         """Start the kernel on the current stream. Where a value is bad, what is written is too.
+
+        Args:
+            shift: bytes that targets lie behind the addresses of the table; a multiple of 16.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here.
         """
         try:
-            self._start(bases, status)
+            self._start(bases, status, shift)
         except (TritonError, SubprocessError) as error:
             raise RuntimeError(
                 f"the kernel of updates cannot be compiled ({type(error).__name__}: {error}); "
                 f"install a C compiler and Python's headers, which Triton needs"
             ) from error
 
-    def _start(self, bases: Bases, status: Status) -> None:
+    def _start(self, bases: Bases, status: Status, shift: int) -> None:
         status.started += self.tiles
         base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
-        arguments = (self.tile_descriptor, self.table, several, base, status.words)
+        arguments = (self.tile_descriptor, self.table, several, base, shift, status.words)
         kind = (self.source_dtype, self.target_dtype, self.model_dtype, self.positive, self.full)
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             if self._compiled:
@@ -287,13 +290,14 @@ def _copy_ragged(
     return top
 
 
-# The base is an i64 whatever its value, so that 0 and a multiple of 16 compile nothing anew.
-@triton.jit(do_not_specialize=["base"])
+# Both are an i64 whatever their value, so that 0 and a multiple of 16 compile nothing anew.
+@triton.jit(do_not_specialize=["base", "shift"])
 def _copy_tiles(
     tile_descriptor: tl.tensor,
     table: tl.tensor,
     bases: tl.tensor,
     base: tl.int64,
+    shift: tl.int64,
     status: tl.tensor,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -313,7 +317,7 @@ def _copy_tiles(
     across = tl.load(descriptor + 1).to(tl.int32)
     source = tl.load(bases + tl.load(descriptor + 2), mask=base == 0, other=base)
     source += tl.load(descriptor + 3)
-    target = tl.load(descriptor + 4)
+    target = tl.load(descriptor + 4) + shift
     source_stride = tl.load(descriptor + 8)
     target_stride = tl.load(descriptor + 9)
     i = (tile // across).to(tl.int64)

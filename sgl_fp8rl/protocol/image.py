@@ -1,8 +1,8 @@
-"""What a trainer's last update was, kept on both sides of a slow link: only changed bytes travel.
+"""What a trainer's last update was: only changed bytes travel over a slow link.
 
-A delta is exact, whatever the format of the weights is, and does not depend on what the engine's
-ranks hold: they are given whole chunks. At the learning rates of RL some 0.1% to 0.3% of FP8 codes
-change in a step, and each takes 3 bytes.
+A delta is exact, whatever the format of the weights is. The trainer keeps an image of what it sent;
+engines have it in what they store, wherever that lies. At the learning rates of RL some 0.1% to
+0.3% of FP8 codes change in a step, and each takes 3 bytes.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sgl_fp8rl.ops.delta import DeltaError, apply, difference
+from sgl_fp8rl.ops.delta import apply, difference
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Image:
     """The chunks of a committed update, each uint8, on the device that they were compared on.
 
     Args:
-        name: of the update; both sides give it the same one.
+        name: of the update; engines keep it.
     """
 
     def __init__(self, name: str, chunks: dict[int, torch.Tensor]) -> None:
@@ -69,19 +69,6 @@ class Image:
             return Change(found, True)
         return Change(content.to("cpu", copy=True), False)
 
-    def write(self, chunk: int, change: Change, target: torch.Tensor) -> None:
-        """Write a chunk with a change into ``target``, where the image lies in host memory.
-
-        Raises:
-            DeltaError: the change does not fit this chunk.
-        """
-        old = self._chunks.get(chunk) if change.is_delta else change.payload
-        if old is None or old.shape != target.shape:
-            raise DeltaError(f"a change of chunk {chunk} does not fit; install one sgl-fp8rl")
-        target.copy_(old)
-        if change.is_delta:
-            apply(target, change.payload)
-
     def advance(
         self,
         changes: Mapping[int, Change],
@@ -103,6 +90,15 @@ class Image:
                 del kept  # its memory goes before that of the new one comes
                 chunks[chunk] = change.payload.to(device)
             elif kept is not None:
-                apply(kept, change.payload.to(device))
+                _apply(kept, change.payload)
                 chunks[chunk] = kept
         return Image(name, chunks)
+
+
+def _apply(content: torch.Tensor, payload: torch.Tensor) -> None:
+    if content.is_cuda:
+        from sgl_fp8rl.ops import delta_triton  # a CPU may have no Triton
+
+        delta_triton.apply(content, payload.to(content.device, non_blocking=True))
+    else:
+        apply(content, payload)

@@ -28,12 +28,13 @@ def write_all(
     stream = iter(tensors)
     read: dict[str, torch.Tensor] = {}  # codes and scales travel together, so two are at hand
     for index, chunk in enumerate(session.writer.chunks):
+        slot = bucket.slot(index, manifest)
         for chunk_slice in chunk:
             while chunk_slice.name not in read:
                 name, tensor = next(stream)
                 read[name] = tensor
             tensor, spec = read[chunk_slice.name], manifest.tensors[chunk_slice.name]
-            bucket.tensor(chunk_slice, spec).copy_(
+            slot.tensor(chunk_slice, spec).copy_(
                 tensor[slice(*chunk_slice.rows)] if spec.shape else tensor
             )
             if not spec.shape or chunk_slice.rows[1] == spec.shape[0]:

@@ -62,6 +62,8 @@ class EngineWeights:
         """What was committed last; while the engine is quarantined it does not generate."""
         self.transaction = ""
         """The one that committed ``policy``, by the name that its trainer gave it."""
+        self._image: tuple[WeightWriter, str] | None = None
+        """The writer of ``policy``, and what a trainer on another host calls that update."""
         self._in_doubt: tuple[str, Session] | None = None
         """A transaction that this engine voted for, and was not told the end of."""
         self.state = State.QUARANTINED
@@ -84,6 +86,12 @@ class EngineWeights:
     def may_generate(self) -> bool:
         """Whether a committed version serves, and no memory is away."""
         return self.state is State.SERVING and not self.released_tags
+
+    def image_of(self, writer: WeightWriter) -> str:
+        """The name of the update that is stored, where this writer can read it back; else empty."""
+        if self._image is None or self._image[0] is not writer or self.state is not State.SERVING:
+            return ""
+        return self._image[1]
 
     def knows(self, fingerprint: str) -> bool:
         """Whether a manifest with this fingerprint was accepted before."""
@@ -202,7 +210,10 @@ class EngineWeights:
         assert self.session is not None
         if self.kv is not None:
             self.kv.after_update(self.session.kv_scales)
-        policy = self.session.policy
+        policy, writer = self.session.policy, self.session.writer
+        has_name = bool(self.session.image) and writer.reads_back
+        self._image = (writer, self.session.image) if has_name else None
+        writer.kept = self.session.deferred if has_name else {}
         if policy.run != self.policy.run and self.policy != CHECKPOINT:
             self._replaced.append(self.policy.run)
         self.policy, self.transaction = policy, transaction
@@ -219,11 +230,12 @@ class EngineWeights:
         level = logging.ERROR if self.session is not None else logging.INFO
         logger.log(level, "engine weights are quarantined: %s", reason)
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
+        self._image = None
         self.state, self.reason, self.session = State.QUARANTINED, reason, None
         self.memory.close()
 
     def resume(self) -> None:
-        """End a session that wrote nothing on any rank: what was true before it still is."""
+        """End a session that wrote nothing on any rank, or undid it: what was true still is."""
         assert self.session is not None
         self.state, self.reason = self.session.previous
         self.session = None

@@ -30,6 +30,8 @@ HELLO_TIMEOUT_S = 10.0
 """Seconds that a peer has to send its token; the next one waits meanwhile."""
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
+LONGEST_NAME = 64
+"""Characters of the name of an image."""
 LONGEST_REASON = 1000
 """Characters of the reason of a failure that are kept: each request is refused with it."""
 
@@ -45,6 +47,8 @@ class Outcome:
     """Whether the engine can no longer serve the version before."""
     voted: bool = False
     """Whether everything was written when the trainer was lost: it may have committed elsewhere."""
+    goes_back: bool = False
+    """Whether all that was written can be undone, and nobody needs it."""
 
 
 def committed(outcomes: Sequence[Outcome]) -> bool:
@@ -89,11 +93,14 @@ class RankSocket:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def accept(self, token: str, silence_s: float, known: list[str]) -> socket.socket:
+    def accept(
+        self, token: str, silence_s: float, known: list[str], image: str = ""
+    ) -> socket.socket:
         """Wait for the trainer of the session.
 
         Args:
             known: names of the shared memory that is open already, reported to the trainer.
+            image: the name of the update that this rank holds, and that changes may be of.
 
         Raises:
             OSError: it did not come, or left at once.
@@ -101,7 +108,8 @@ class RankSocket:
         peer = accept(self._listener, token)
         try:
             peer.settimeout(silence_s)
-            framing.send(peer, {"ok": True, "known": known})
+            held = {"image": image} if image else {}
+            framing.send(peer, {"ok": True, "known": known, **held})
         except OSError:
             peer.close()
             raise
@@ -163,7 +171,8 @@ def serve(
     """
     peer = None
     try:
-        peer = rank_socket.accept(token, silence_s, session.weights.memory.known())
+        known = session.weights.memory.known()
+        peer = rank_socket.accept(token, silence_s, known, session.base)
         while True:
             message, fds = framing.receive(peer)
             rank_socket.heard()
@@ -180,12 +189,14 @@ def serve(
                     os.close(fd)
             if op == "commit":
                 session.weights.memory.set_owner(peer)
+                session.image = _name(message.get("image"))
                 return Outcome(session.finished, "commit came before finish", session.dirty), peer
             if op == "abort":
                 reason = message.get("reason")
                 reason = _clean(reason) if isinstance(reason, str) else "aborted"
-                fenced = message.get("fence") is True
-                return Outcome(False, reason, session.dirty or fenced), peer
+                if message.get("fence") is True:
+                    return Outcome(False, reason, True), peer
+                return Outcome(False, reason, session.dirty, goes_back=session.can_undo), peer
     except TimeoutError:
         reason = f"the trainer was silent for {silence_s:.0f} s" if peer else "no trainer connected"
     except ConnectionError as error:
@@ -199,11 +210,21 @@ def serve(
         # now, not after the ranks agreed: the others wait until the trainer knows
         reply(peer, {"error": reason, **retry})
         # the trainer cannot say any more whether others go on; it tries again where memory fails
-        return Outcome(False, reason, session.dirty or (is_one_of > 1 and not retry)), None
+        if is_one_of > 1 and not retry:
+            return Outcome(False, reason, True), None
+        return Outcome(False, reason, session.dirty, goes_back=session.can_undo), None
     if peer is None:  # nobody came: nothing was sent to this rank
         return Outcome(False, reason, session.dirty), None
     peer.close()
-    return Outcome(False, reason, session.dirty or is_one_of > 1, session.finished), None
+    if is_one_of > 1 or session.finished:
+        dirty = session.dirty or is_one_of > 1
+        return Outcome(False, reason, dirty, session.finished), None
+    return Outcome(False, reason, session.dirty, goes_back=session.can_undo), None
+
+
+def _name(image: Any) -> str:
+    """What a trainer calls an update that it may send changes of; empty where it will not."""
+    return image if isinstance(image, str) and len(image) <= LONGEST_NAME else ""
 
 
 def _clean(reason: str) -> str:
@@ -228,6 +249,8 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
         if "order" in message:
             session.extend(message["order"])
         session.write(message.get("index"))
+    elif op == "change":
+        session.change(message.get("index"), message.get("bytes"))
     elif op == "finish":
         return {"gpu_seconds": session.finish()}
     elif op == "staged":  # a relay has received what it will have written later

@@ -1,10 +1,10 @@
 """Forwards the messages of a trainer on another host, which come over TCP, to every rank.
 
 The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
-they read the memory of a trainer on their own host. Where this process has kept the trainer's last
-update, changes of its chunks follow instead. They are all here before a rank writes the first
-chunk, so where they are torn, nothing was written. The trainer's first rank leads; others may send
-chunks of their own, each over a connection of its own.
+they read the memory of a trainer on their own host. Where all ranks hold the trainer's last update,
+changes of its chunks follow instead. They are all here before a rank writes the first chunk, so
+where they are torn, nothing was written. The trainer's first rank leads; others may send chunks of
+their own, each over a connection of its own.
 """
 
 import logging
@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept, holds
-from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
+from sgl_fp8rl.weight_update.relay_changes import Memories, SessionChanges
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,9 @@ class Relay:
         """Other ranks of the trainer, which send chunks; None when ranks answer no more."""
         self._hellos = BoundedSemaphore(HELLOS)
         self._sending = Lock()
-        self._image = SessionImage(memories)
+        self._changes = SessionChanges(memories.most_image_bytes)
+        self._told: dict[str, Any] = {}
+        """What the trainer is told: the update that all ranks hold, and how large one may be."""
         self._writing = 0
         """Changed chunks that ranks are writing; -1 after one that they could not write."""
         self._written = Condition()
@@ -87,7 +88,7 @@ class Relay:
                 known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
-                framing.send(out, {"ok": True, "known": known, **self._image.told})
+                framing.send(out, {"ok": True, "known": known, **self._told})
             except (OSError, ValueError) as error:
                 logger.warning("no trainer on another host connected: %s", str(error))
                 self._listener.close()
@@ -113,9 +114,13 @@ class Relay:
     def _connect(self, stack: ExitStack, sockets: list[str], token: str) -> list[str]:
         """Connect to every rank; the names of what all of them and this process have open."""
         kept = dict(self._memories.by_name.items())  # none of them goes meanwhile
-        common = set(kept).intersection(*self._ranks.connect(stack, sockets, token))
+        known, images = self._ranks.connect(stack, sockets, token)
+        common = set(kept).intersection(*known)
         for name in common:
             self._memory = kept[name]
+        if most := self._memories.most_image_bytes:
+            image = images.pop() if len(images) == 1 else ""
+            self._told = {"image": image, "image_bytes": most}
         return sorted(common)
 
     def _admit_senders(self, token: str) -> None:
@@ -143,7 +148,7 @@ class Relay:
             try:
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                framing.send(peer, {"ok": True, "known": [], **self._image.told})
+                framing.send(peer, {"ok": True, "known": [], **self._told})
                 while True:
                     self._pass_chunk(peer)
             except OSError:  # it has sent all, or the vote misses what it has not
@@ -194,8 +199,8 @@ class Relay:
             self._write_changed(out)
         elif op == "commit":
             self._turn_away()
-            name = message.pop("image", "")
-            self._image.name = name if isinstance(name, str) else ""
+            if not self._told:
+                message.pop("image", None)
         if op == "wait":  # without a reply
             self._ranks.tell(message)
         else:
@@ -207,13 +212,12 @@ class Relay:
         content = self._place(message.pop("offset", None), message.pop("bytes", None))
         if "change" not in message:
             _receive(peer, content)
-            self._image.keep(message.get("index"), content)
             self._ranks.ask(message, out)
             return
         index, offset, size = message.get("index"), int(content.storage_offset()), content.numel()
-        payload = self._image.room_for(index, message["change"], size)
+        payload = self._changes.room_for(index, message["change"], size)
         _receive(peer, payload)
-        self._image.take(index, payload, offset, size)  # what is torn is none
+        self._changes.take(index, payload, offset, size)  # what is torn is none
         self._ranks.ask({"op": "staged"}, out)  # the ranks hear of the trainer
 
     def _pass_answers(self, out: socket.socket) -> None:
@@ -231,8 +235,6 @@ class Relay:
                 if not failed:
                     self._send(out, {"progress": True})
                     continue
-            if op == "commit" and not failed:
-                self._keep_image()
             for to in {by, out} if failed else {by}:
                 self._send(to, {"replies": replies})
         # a rank hangs up when the session is over, and so do we
@@ -244,12 +246,6 @@ class Relay:
         for to in (out, *senders):
             with suppress(OSError):
                 to.shutdown(socket.SHUT_WR if to is out else socket.SHUT_RDWR)
-
-    def _keep_image(self) -> None:
-        try:
-            self._image.commit()
-        except (RuntimeError, MemoryError, DeltaError):  # the next update is sent whole
-            logger.exception("what the engine was sent is not kept")
 
     def _send(self, peer: socket.socket, answer: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):
@@ -277,14 +273,15 @@ class Relay:
 
     def _write_changed(self, out: socket.socket) -> None:
         """Have every rank write the chunks that changed, two at a time."""
-        for index, offset, size in self._image.places():
+        for index, offset, (payload, is_delta) in self._changes.in_order():
             with self._written:
                 self._written.wait_for(lambda: self._writing < SLOTS, self._silence_s)
                 if not 0 <= self._writing < SLOTS:
                     return  # the trainer is told why, or a rank hangs and it gives up
                 self._writing += 1
-            self._image.write(index, self._place(offset, size))
-            self._ranks.ask({"op": "chunk", "index": index}, out, op=CHANGED)
+            self._place(offset, payload.numel()).copy_(payload)
+            message = {"op": "change", "bytes": payload.numel()} if is_delta else {"op": "chunk"}
+            self._ranks.ask({**message, "index": index}, out, op=CHANGED)
 
 
 def _receive(peer: socket.socket, content: torch.Tensor) -> None:

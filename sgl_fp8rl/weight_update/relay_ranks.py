@@ -27,27 +27,31 @@ class RelayRanks:
         self._asked: deque[Asked] = deque()
         """In the order in which ranks were asked."""
 
-    def connect(self, stack: ExitStack, paths: Sequence[str], token: str) -> list[set[str]]:
+    def connect(
+        self, stack: ExitStack, paths: Sequence[str], token: str
+    ) -> tuple[list[set[str]], set[str]]:
         """Connect to every rank.
 
         Args:
             stack: closes the connections.
 
         Returns:
-            the names of the memory that each has open.
+            the names of the memory that each has open, and of the updates that they hold.
 
         Raises:
             OSError, ValueError: a rank is gone.
         """
-        known = []
+        known: list[set[str]] = []
+        images: set[str] = set()
         for path in paths:
             rank = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             rank.connect(path)
             framing.send(rank, {"token": token})
             reply, _ = framing.receive(rank)
             known.append(set(reply.get("known", ())))
+            images.add(reply.get("image", ""))
             self._sockets.append(rank)
-        return known
+        return known, images
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a message that has no answer."""

@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch
-from sgl_fp8rl.weight_update.weight_writer import WeightWriter
+from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter
 
 if TYPE_CHECKING:
     from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -33,8 +33,17 @@ class Session:
         self.finished = False
         self.kv_scales: torch.Tensor | None = None
         """What the update brought and ``finish`` found sound; in force from ``commit`` on."""
+        self.base = weights.image_of(writer)
+        """The update that is stored, of which changes may come; empty if of none."""
+        self.image = ""
+        """What its trainer calls this update, once it commits."""
+        self.deferred: dict[str, torch.Tensor] = {}
+        """What is not written chunk by chunk."""
+        self._goes_back: list[tuple[int, torch.Tensor]] = []
+        """Deltas of chunks, each back to what was there; the last one may not have been written."""
+        self._is_whole = False
+        """Whether a chunk came that was no change."""
         self._written: set[int] = set()
-        self._deferred: dict[str, torch.Tensor] = {}
         writer.begin()
         # before the trainer connects: it may then free what this update does not use
         if not writer.manifest.mapped:
@@ -46,6 +55,11 @@ class Session:
     def dirty(self) -> bool:
         """Whether engine storage was written; before that, the old version is still whole."""
         return self.writer.dirty
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether all that was written are changes."""
+        return self.dirty and not self._is_whole
 
     def extend(self, names: Any) -> None:
         """Take note of the next tensors of a stream, in their order.
@@ -72,18 +86,54 @@ class Session:
             SessionError: the chunk came before, or there is none of that number.
             ValueError: NaN or Inf, or the memory is not what was announced.
         """
+        self._check_awaited(index)
+        self._is_whole = True
+        self._write(index, self.writer.chunk_source(index, self.weights.memory))
+
+    def change(self, index: Any, size: Any) -> None:
+        """Write what changes in chunk ``index``: a delta of ``size`` bytes, which lies in its slot.
+
+        Raises:
+            SessionError, ValueError: as ``write``; or this rank does not hold what changes are of.
+        """
+        self._check_awaited(index)
+        if not self.base:
+            raise SessionError(f"chunk {index} is a change of what is not here; send it whole")
+        manifest = self.writer.manifest
+        slot = self.weights.memory.bucket_for(manifest).slot(index, manifest)
+        if type(size) is not int or not 0 <= size <= slot.content.numel():
+            raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
+        with self.writer.changed(index, slot.content[:size]) as (changed, back):
+            self._goes_back.append((index, back))
+            self._write(index, changed)
+
+    def undo(self) -> None:
+        """Write back what changed: the version before is whole again.
+
+        Raises:
+            RuntimeError: it cannot be written.
+        """
+        while self._goes_back:
+            index, back = self._goes_back[-1]
+            with self.writer.changed(index, back) as (before, _):
+                self.writer.write(index, before)
+            self._goes_back.pop()
+        self.writer.table.fill_constants()
+
+    def _check_awaited(self, index: Any) -> None:
         known = type(index) is int and 0 <= index < len(self.writer.chunks)
         if not known or index in self._written:
             raise SessionError(f"chunk {excerpt(index)} is not awaited; write each chunk once")
-        source = self.writer.chunk_source(index, self.weights.memory)
+
+    def _write(self, index: int, source: ChunkSource) -> None:
         for chunk_slice in self.writer.deferred(index):
             spec = self.writer.manifest.tensors[chunk_slice.name]
             tensor = source.tensor(chunk_slice, spec)
-            if chunk_slice.name not in self._deferred:
-                self._deferred[chunk_slice.name] = tensor.new_empty(spec.shape)
-            whole = self._deferred[chunk_slice.name]
+            if chunk_slice.name not in self.deferred:
+                self.deferred[chunk_slice.name] = tensor.new_empty(spec.shape)
+            whole = self.deferred[chunk_slice.name]
             (whole[slice(*chunk_slice.rows)] if spec.shape else whole).copy_(tensor)
-        self.writer.write(index, self.weights.memory)
+        self.writer.write(index, source)
         self._written.add(index)
 
     def finish(self) -> float | None:
@@ -108,8 +158,8 @@ class Session:
                 f"{self.writer.chunks[missing[0]][0].name} among them; send every chunk of the "
                 f"manifest before commit"
             )
-        kv_scales = {name: self._deferred.pop(name) for name in self.writer.kv_scales}
-        if self._deferred:
+        kv_scales = {name: self.deferred[name] for name in self.writer.kv_scales}
+        if self.deferred.keys() - kv_scales:
             self._load_deferred()
         self.writer.table.fill_constants()
         self.weights.check_addresses()
@@ -124,11 +174,12 @@ class Session:
     def _load_deferred(self) -> None:
         """Give SGLang's own loader the tensors that have no routes."""
         table = self.writer.table
-        for name, tensor in self._deferred.items():
+        tensors = {n: t for n, t in self.deferred.items() if n not in self.writer.kv_scales}
+        for name, tensor in tensors.items():
             _check_finite(name, tensor)
         self.writer.dirty = True
         with WriteWatch(self.weights.model) as watch:
-            self.weights.model.load_weights(iter(self._deferred.items()))  # type: ignore[operator]
+            self.weights.model.load_weights(iter(tensors.items()))  # type: ignore[operator]
         unwritten = sorted(table.by_loader - watch.written)
         if unwritten:
             raise SessionError(f"SGLang's loader left {unwritten[0]} unwritten; report this")

@@ -8,7 +8,7 @@ import mmap
 import os
 import select
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,19 @@ class SharedMemoryError(ValueError):
 
 class UnreachableMemoryError(SharedMemoryError):
     """The trainer's GPU memory cannot be opened by this process; host memory can."""
+
+
+class Slot(NamedTuple):
+    """Memory of one chunk."""
+
+    content: torch.Tensor
+    """uint8, in host memory or on the device."""
+    start: int
+    """Where it would begin in the bucket, in bytes."""
+
+    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
+        """The slice as a tensor of its rows."""
+        return _view(self.content, chunk_slice.offset - self.start, chunk_slice.rows, spec)
 
 
 class Bucket:
@@ -60,9 +73,10 @@ class Bucket:
         mapping = _map(handle, device)
         return cls(name, mapping.tensor, mapping)
 
-    def tensor(self, chunk_slice: ChunkSlice, spec: TensorSpec) -> torch.Tensor:
-        """The slice as a tensor of its rows."""
-        return _view(self.content, chunk_slice.offset, chunk_slice.rows, spec)
+    def slot(self, chunk: int, manifest: Manifest) -> Slot:
+        """Where a chunk lies."""
+        start = chunk % manifest.slots * manifest.chunk_bytes
+        return Slot(self.content[start : start + manifest.chunk_bytes], start)
 
     def close(self) -> None:
         """Unmap device memory; host memory goes with its last tensor."""

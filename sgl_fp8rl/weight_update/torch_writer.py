@@ -1,4 +1,5 @@
-"""Write one tensor, or some rows of it, through its routes, in the format of the storage.
+"""Write one tensor, or some rows of it, through its routes, in the format of the storage; or read
+it back from there.
 
 In plain torch: what the CPU platform runs, and the reference for ``triton_writer.py``.
 """
@@ -51,6 +52,21 @@ def write_tensor(
         for suffix, companion in encoded.items():
             region = format_.companion_region(suffix, blocks)
             _copy(view(table.parameters[route.parameter + suffix], region), companion)
+
+
+def read_tensor(
+    table: RouteTable, routes: list[Route], tensor: torch.Tensor, rows: RowRange
+) -> None:
+    """Fill ``tensor``, the given rows of a source, with what its routes lead to; elsewhere it stays
+    as it is.
+
+    Args:
+        tensor: of the dtype that was sent, which storage holds without loss.
+    """
+    for route in routes:
+        if (clipped := clip_route(route, rows)) is not None:
+            src, dst = clipped
+            _copy(view(tensor, src), view(table.parameters[route.parameter], dst))
 
 
 def clip_route(route: Route, rows: RowRange) -> tuple[Region, Region] | None:

@@ -4,23 +4,25 @@ No launch, no allocation and no Python for each tensor: a 30B-A3B has 18,432 exp
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
+from sgl_fp8rl.ops import delta_triton
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
-from sgl_fp8rl.protocol.chunks import Piece, RowRange
+from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
 from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
-from sgl_fp8rl.weight_update.shared_memory import Segments, SharedMemory
+from sgl_fp8rl.weight_update.shared_memory import Segments, Slot
 from sgl_fp8rl.weight_update.torch_writer import clip_route
-from sgl_fp8rl.weight_update.weight_writer import WeightWriter
+from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter
 
 
 class TritonWriter(WeightWriter):
@@ -42,6 +44,8 @@ class TritonWriter(WeightWriter):
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
+        self._reads: dict[int, list[Launch]] = {}
+        """Copies back from storage, compiled when they are needed first."""
         self._mapped_places: dict[str, list[Piece]] | None = None
         self._joined: torch.Tensor | None = None
         """Where blocks are put together that several of the trainer's ranks hold."""
@@ -51,28 +55,41 @@ class TritonWriter(WeightWriter):
         self._status.reset()
         self._events.clear()
 
-    def write(self, index: int, memory: SharedMemory) -> None:
-        if self.is_mapped(index):
-            segments = memory.mapped()
-            self._follow(index, segments)
+    def write(self, index: int, source: ChunkSource) -> None:
+        if isinstance(source, Segments):
+            self._follow(index, source)
             joined = [] if self._joined is None else [self._joined.data_ptr()]
             # it stays as it is until ``finish``
-            self._launch(index, [*segments.bases(), *joined])
+            self._launch(index, [*source.bases(), *joined])
             return
-        bucket = memory.bucket_for(self.manifest)
+        assert isinstance(source, Slot)
         if index not in self._launches:  # of a stream, whose chunks are not known before
             self._launches[index] = self._compile_in_bucket(index)
-        if bucket.content.is_cuda:
-            self._run(index, [bucket.content.data_ptr()])
+        if source.content.is_cuda:
+            self._run(index, source)
             return
-        start = index % self.manifest.slots * self.manifest.chunk_bytes
-        stage = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
+        with self._stage() as content:
+            content.copy_(source.content)
+            self._run(index, Slot(content, source.start))
+
+    @contextmanager
+    def _stage(self) -> Iterator[torch.Tensor]:
+        memory = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
         try:
-            stage.tensor.copy_(bucket.content[start : start + self.manifest.chunk_bytes])
-            # offsets count from the start of the bucket, of which the stage is one slot
-            self._run(index, [stage.address - start])
+            yield memory.tensor
         finally:
-            stage.close()
+            memory.close()
+
+    def _read(self, index: int, slot: Slot) -> None:
+        if index not in self._reads:
+            self._reads[index] = self._compile_reads(index)
+        # a table, for addresses that count from 0
+        bases = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for launch in self._reads[index]:
+            launch.run(bases, self._status, slot.content.data_ptr() - slot.start)
+
+    def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        return delta_triton.apply(content, change.to(self._device))
 
     def finish(self) -> float:
         bad, tiles = self._status.read()
@@ -87,8 +104,9 @@ class TritonWriter(WeightWriter):
             )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
-    def _run(self, index: int, addresses: list[int]) -> None:
-        self._launch(index, addresses).synchronize()
+    def _run(self, index: int, slot: Slot) -> None:
+        # offsets count from the start of the bucket
+        self._launch(index, [slot.content.data_ptr() - slot.start]).synchronize()
 
     def _launch(self, index: int, addresses: list[int]) -> torch.cuda.Event:
         """Start the kernels of a chunk; the event is recorded behind them."""
@@ -118,6 +136,25 @@ class TritonWriter(WeightWriter):
                 chunk_slice.name, 0, chunk_slice.offset, chunk_slice.rows
             )
         )
+
+    def _compile_reads(self, index: int) -> list[Launch]:
+        return self._compile(
+            descriptor
+            for chunk_slice in self.chunks[index]
+            if not self.is_deferred(chunk_slice.name)
+            for descriptor in self._read_descriptors(chunk_slice)
+        )
+
+    def _read_descriptors(self, chunk_slice: ChunkSlice) -> Iterator[CopyDescriptor]:
+        name, (first, last), offset = chunk_slice
+        spec = self.manifest.tensors[name]
+        shape = (last - first, *spec.shape[1:]) if spec.shape else ()
+        target = Placed(offset, spec.dtype, strides_of(shape))
+        for route in self.table.routes_for(name, self.manifest):
+            if (clipped := clip_route(route, chunk_slice.rows)) is not None:
+                src, dst = clipped
+                parameter = _placed(self.table.parameters[route.parameter])
+                yield from describe_copy(parameter, dst, target, src, tag=self._tags[name])
 
     def _compile_mapped(self, index: int, segments: Segments) -> list[Launch]:
         descriptors: list[CopyDescriptor] = []

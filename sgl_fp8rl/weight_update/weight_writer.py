@@ -1,17 +1,20 @@
 """Writers: how a manifest is written on one rank, planned once and replayed at each update."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.ops import delta
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.routes import RouteTable
-from sgl_fp8rl.weight_update.shared_memory import SharedMemory
-from sgl_fp8rl.weight_update.torch_writer import write_tensor
+from sgl_fp8rl.weight_update.shared_memory import SharedMemory, Slot
+from sgl_fp8rl.weight_update.torch_writer import read_tensor, write_tensor
 
 
 class WeightWriter:
@@ -40,6 +43,21 @@ class WeightWriter:
         self._deferred: dict[int, list[ChunkSlice]] = {}
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
+        self.kept: Mapping[str, torch.Tensor] = {}
+        """What the update that committed last brought of what is deferred."""
+
+    @cached_property
+    def reads_back(self) -> bool:
+        """Whether storage tells what was sent, to the last byte: FP32 holds each BF16 or FP16
+        number, codes are not the weights that were quantized, and SGLang's loader is not known."""
+        if self.manifest.streamed or self.table.fallback:
+            return False
+        return all(
+            self.table.parameters[route.parameter].dtype in (spec.dtype, _holder_of(spec.dtype))
+            for name, spec in self.manifest.tensors.items()
+            if name not in self.kv_scales
+            for route in self.table.routes_for(name, self.manifest)
+        )
 
     def is_deferred(self, name: str) -> bool:
         """Whether this tensor is not written chunk by chunk."""
@@ -84,26 +102,63 @@ class WeightWriter:
         """
         if self.is_mapped(index):
             return memory.mapped()
-        return memory.bucket_for(self.manifest)
+        return memory.bucket_for(self.manifest).slot(index, self.manifest)
 
     def begin(self) -> None:
         """Get ready for another update."""
         self.dirty = False
 
-    def write(self, index: int, memory: SharedMemory) -> None:
-        """Write one chunk through its routes; a slot of the bucket may be reused on return, and the
-        trainer's own memory after ``finish``.
+    def write(self, index: int, source: "ChunkSource") -> None:
+        """Write one chunk through its routes; a slot may be reused on return, and the trainer's own
+        memory after ``finish``.
 
         Raises:
             ValueError: NaN or Inf, where it is known at once.
         """
-        source = self.chunk_source(index, memory)
         for chunk_slice in self.chunks[index]:
             if not self.is_deferred(chunk_slice.name):
                 tensor = source.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
                 routes = self.table.routes_for(chunk_slice.name, self.manifest)
                 self.dirty = True
                 write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
+
+    @contextmanager
+    def changed(self, index: int, change: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Make a chunk of what is stored and of what changes in it. Bytes that this rank keeps
+        nothing of are any; nothing is written.
+
+        Args:
+            change: a delta, in host memory.
+
+        Yields:
+            the chunk, and the delta that goes back.
+
+        Raises:
+            DeltaError: the delta does not fit a chunk.
+        """
+        with self._stage() as content:
+            slot = Slot(content, index % self.manifest.slots * self.manifest.chunk_bytes)
+            self._read(index, slot)
+            for chunk_slice in self.deferred(index):
+                name = chunk_slice.name
+                rows = self.kept[name][slice(*chunk_slice.rows)]
+                slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(rows)
+            yield slot, delta.undoing(change, self._apply(content, change))
+
+    @contextmanager
+    def _stage(self) -> Iterator[torch.Tensor]:
+        """Memory for a chunk."""
+        yield torch.empty(self.manifest.chunk_bytes, dtype=torch.uint8)
+
+    def _read(self, index: int, slot: Slot) -> None:
+        for chunk_slice in self.chunks[index]:
+            if not self.is_deferred(chunk_slice.name):
+                tensor = slot.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
+                routes = self.table.routes_for(chunk_slice.name, self.manifest)
+                read_tensor(self.table, routes, tensor, chunk_slice.rows)
+
+    def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        return delta.apply(content, change)
 
     def finish(self) -> float | None:
         """Check all that was written.
@@ -115,6 +170,11 @@ class WeightWriter:
             ValueError: NaN or Inf.
         """
         return None
+
+
+def _holder_of(sent: torch.dtype) -> torch.dtype:
+    """A dtype that holds each number of what was sent."""
+    return torch.float32 if sent in (torch.bfloat16, torch.float16) else sent
 
 
 class ChunkSource(Protocol):

@@ -73,7 +73,9 @@ def test_wrong_records_are_not_timed(fault: str, monkeypatch: pytest.MonkeyPatch
         else:  # makes the same bytes, by one record more
             records = payload.numel() // delta.RECORD_BYTES
             pairs, values = payload[: 2 * records], payload[2 * records :]
-            payload = torch.cat([pairs, torch.zeros(2, dtype=torch.uint8), values, values[-1:]])
+            behind = sum(pairs[::2].tolist()) + 256 * sum(pairs[1::2].tolist())
+            one = torch.tensor([1, 0], dtype=torch.uint8)
+            payload = torch.cat([pairs, one, values, content[behind : behind + 1]])
         return change._replace(payload=payload)
 
     monkeypatch.setattr(Image, "change_to", wrong)

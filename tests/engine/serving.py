@@ -11,7 +11,7 @@ import torch
 import trainer_bridge
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, describe
-from sgl_fp8rl.weight_update.shared_memory import Bucket
+from sgl_fp8rl.weight_update.shared_memory import Slot
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
 from trainer_bridge.engine_client import EngineClient, EngineError
@@ -112,7 +112,7 @@ class ByHand:
         if not self._shared:
             self.bucket.share(self.ranks)
             self._shared = True
-        bucket = Bucket("by hand", self.bucket.content)
+        bucket = Slot(self.bucket.content, 0)
         for index in indices:
             for chunk_slice in self.chunks[index]:
                 rows = self._tensors[chunk_slice.name][slice(*chunk_slice.rows)]

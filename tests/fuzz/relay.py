@@ -9,15 +9,11 @@ from contextlib import contextmanager
 from threading import Condition, Lock
 from typing import Any
 
-import torch
-
-from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.host_memory import HostMemory
-from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_image import Memories, SessionImage
+from sgl_fp8rl.weight_update.relay_changes import Memories, SessionChanges
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import TIMEOUT_S, arrived
@@ -64,8 +60,8 @@ def threadless() -> Relay:
     """A relay without its threads."""
     relay = object.__new__(Relay)
     memories = Memories(ROOM, 2 * ROOM)
-    memories.image = Image("before", {0: torch.zeros(ROOM, dtype=torch.uint8)})
-    relay._memories, relay._memory, relay._image = memories, None, SessionImage(memories)
+    relay._memories, relay._memory = memories, None
+    relay._changes, relay._told = SessionChanges(2 * ROOM), {"image": "before"}
     relay._ranks, relay._silence_s = RelayRanks(), TIMEOUT_S
     relay._sending, relay._written, relay._writing = Lock(), Condition(), 0
     return relay
@@ -96,7 +92,7 @@ def decode_replies(data: bytes) -> None:
 
 @contextmanager
 def decoders() -> Iterator[list[Decoder]]:
-    errors = FramingError, ValueError, ConnectionError, DeltaError
+    errors = FramingError, ValueError, ConnectionError
     hello_errors = FramingError, UnicodeEncodeError  # as ``accept`` awaits them
     yield [
         Decoder("hello", HELLOS, decode_hello, hello_errors, to_frames),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_image import Memories
+from sgl_fp8rl.weight_update.relay_changes import Memories
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse

@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_image import Memories
+from sgl_fp8rl.weight_update.relay_changes import Memories
 from sgl_fp8rl.weight_update.session import Session
 from trainer_bridge.engine_client import EngineError
 
@@ -166,10 +166,15 @@ class FakeEngine:
         self.outcomes = [thread.outcome() for thread in threads]
         failed = next((o.reason for o in self.outcomes if not o.committed), "")
         ok = committed(self.outcomes)
+        goes_back = not ok and all(o.goes_back or not o.dirty for o in self.outcomes)
+        if goes_back:
+            for weights in self.ranks:
+                assert weights.session is not None
+                weights.session.undo()
         for weights, thread in zip(self.ranks, threads, strict=True):
             if ok:
                 weights.commit(transaction)
-            elif any(o.dirty for o in self.outcomes):
+            elif any(o.dirty for o in self.outcomes) and not goes_back:
                 voted = all(o.voted for o in self.outcomes)
                 weights.quarantine(failed, transaction if voted else "")
             else:

@@ -49,10 +49,12 @@ def test_a_delta_is_the_oracles_and_makes_the_new_of_the_old(
         return
     assert delta_oracle.read(before, wanted) == after
     changed = old.clone()
-    apply(changed, found)
+    back = delta.undoing(found, apply(changed, found))
     assert torch.equal(changed, new)
     apply(changed, found)
     assert torch.equal(changed, new)
+    apply(changed, back)
+    assert torch.equal(changed, old)
 
 
 def test_records_are_applied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_what_fails_before_the_first_write_leaves_the_version_whole(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "tensor", no_memory)
+        patch.setattr(Bucket, "slot", no_memory)
         with pytest.raises(MemoryError):
             session.write(0)
     assert not session.dirty

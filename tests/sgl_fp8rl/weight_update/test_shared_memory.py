@@ -21,6 +21,7 @@ from sgl_fp8rl.weight_update.shared_memory import (
     Segments,
     SharedMemory,
     SharedMemoryError,
+    Slot,
     UnreachableMemoryError,
 )
 from tests.sgl_fp8rl.protocol.test_framing import descriptors
@@ -56,11 +57,13 @@ def test_a_bucket_is_the_trainers_memory(memfd: int) -> None:
     values = torch.arange(24, dtype=torch.float32)
     os.pwrite(memfd, values.numpy().tobytes(), 4096 + 64)
     spec = TensorSpec(torch.float32, (10, 3, 4))
-    found = bucket.tensor(ChunkSlice("w", (5, 7), 4096 + 64), spec)
+    found = Slot(bucket.content, 0).tensor(ChunkSlice("w", (5, 7), 4096 + 64), spec)
     assert torch.equal(found, values.view(2, 3, 4))
     os.pwrite(memfd, (-values).numpy().tobytes(), 4096 + 64)  # the next chunk, in the same place
     assert torch.equal(found, -values.view(2, 3, 4))
-    scalar = bucket.tensor(ChunkSlice("s", (0, 1), 4096 + 68), TensorSpec(torch.float32, ()))
+    scalar = Slot(bucket.content, 0).tensor(
+        ChunkSlice("s", (0, 1), 4096 + 68), TensorSpec(torch.float32, ())
+    )
     assert (scalar.shape, scalar.item()) == ((), -1.0)
 
 

@@ -66,9 +66,13 @@ class Interpreter:
 
     @property
     def readable(self) -> Spans:
-        """What the trainer shared, and staging memory that is not freed yet."""
-        stages = [s.tensor for s in self.stages if not s.closed]
-        return self.shared + [span_of(tensor) for tensor in (*stages, *self.joined)]
+        """What the trainer shared, and staging memory."""
+        return self.shared + self.staging + [span_of(tensor) for tensor in self.joined]
+
+    @property
+    def staging(self) -> Spans:
+        """What is not freed yet."""
+        return [span_of(stage.tensor) for stage in self.stages if not stage.closed]
 
     def joined_memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
         stage = torch.full((nbytes,), 0xA5, dtype=torch.uint8)
@@ -86,7 +90,7 @@ class FakeLaunch:
         self.interpreter, self.descriptors, self.dtype = interpreter, descriptors, dtype
         self.tiles = sum(-(-m.rows // 128) * -(-m.cols // 128) for m in descriptors)
 
-    def run(self, bases: Bases, status: Status) -> None:
+    def run(self, bases: Bases, status: Status, shift: int = 0) -> None:
         several = [bases] if isinstance(bases, int) else bases.tolist()
         status.started += self.tiles
         for descriptor in self.descriptors:
@@ -98,11 +102,11 @@ class FakeLaunch:
                 spans, start, descriptor.rows, descriptor.cols, descriptor.source_stride, size
             )
             x = torch.from_numpy(source.copy()).view(descriptor.source_dtype)
-            self._write(descriptor, x, status)
+            self._write(descriptor._replace(target=descriptor.target + shift), x, status)
         status.words[1] += self.tiles - self.interpreter.lost_tiles
 
     def _write(self, descriptor: CopyDescriptor, x: torch.Tensor, status: Status) -> None:
-        writable = self.interpreter.writable
+        writable = self.interpreter.writable + self.interpreter.staging
         quantize = descriptor.target_dtype == FP8 and descriptor.source_dtype != FP8
         assert (descriptor.scales != 0) == quantize
         x = x.to(self.dtype if quantize else descriptor.target_dtype)

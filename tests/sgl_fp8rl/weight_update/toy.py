@@ -18,7 +18,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.session import Session
-from sgl_fp8rl.weight_update.shared_memory import Bucket
+from sgl_fp8rl.weight_update.shared_memory import Bucket, Slot
 from tests import oracle
 
 FP8 = torch.float8_e4m3fn
@@ -235,7 +235,9 @@ def fill(session: Session, tensors: Tensors, index: int) -> None:
     assert bucket is not None
     for chunk_slice in session.writer.chunks[index]:
         tensor = tensors[chunk_slice.name]
-        target = bucket.tensor(chunk_slice, session.writer.manifest.tensors[chunk_slice.name])
+        target = Slot(bucket.content, 0).tensor(
+            chunk_slice, session.writer.manifest.tensors[chunk_slice.name]
+        )
         target.copy_(tensor[slice(*chunk_slice.rows)] if tensor.dim() else tensor)
 
 

@@ -1,0 +1,83 @@
+"""What changes in the chunks of one session, kept until all of it has come over the network."""
+
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from sgl_fp8rl.protocol.host_memory import HostMemory
+from sgl_fp8rl.protocol.image import Change
+from sgl_fp8rl.protocol.values import excerpt
+
+
+class Memories:
+    """What the engine's main process keeps for trainers on other hosts.
+
+    Args:
+        most_bytes: of a bucket.
+        most_image_bytes: of an update that may be sent as changes, and of the changes; 0 for none.
+    """
+
+    def __init__(self, most_bytes: int, most_image_bytes: int = 0) -> None:
+        self.most_bytes, self.most_image_bytes = most_bytes, most_image_bytes
+        self.by_name: WeakValueDictionary[str, HostMemory] = WeakValueDictionary()
+        """The buckets, each as long as a relay uses it."""
+
+
+class Changed(NamedTuple):
+    """A chunk that changes."""
+
+    chunk: int
+    offset: int
+    """Of the chunk in the bucket."""
+    change: Change
+
+
+class SessionChanges:
+    """The changes that have come in one session.
+
+    Args:
+        most_bytes: of all of them.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._changes: dict[int, Changed] = {}
+        self._taken = 0
+        self._taking = Lock()
+        """Several ranks of a trainer may send at once."""
+
+    def room_for(self, index: Any, size: Any, of: int) -> torch.Tensor:
+        """Memory for the ``size`` bytes of a change of a chunk of ``of`` bytes.
+
+        Raises:
+            ValueError: there can be no such change.
+        """
+        if type(index) is not int or index in self._changes or type(size) is not int:
+            raise ValueError(f"chunk {excerpt(index)} cannot be changed; install one sgl-fp8rl")
+        if not 0 <= size <= of:
+            raise ValueError(f"a change of {size} bytes is more than its chunk")
+        with self._taking:
+            self._taken += size
+            if self._taken > self._most_bytes:
+                raise ValueError(f"a change of {size} bytes is more than is kept of an update")
+        return torch.empty(size, dtype=torch.uint8)
+
+    def take(self, index: Any, payload: torch.Tensor, offset: int, of: int) -> None:
+        """Note a change that has come whole, of the chunk of ``of`` bytes at ``offset``.
+
+        Raises:
+            ValueError: there is one of this chunk.
+        """
+        with self._taking:
+            if index in self._changes:
+                raise ValueError(f"chunk {excerpt(index)} comes twice; install one sgl-fp8rl")
+            change = Change(payload, is_delta=payload.numel() != of)
+            self._changes[index] = Changed(index, offset, change)
+
+    def in_order(self) -> Iterator[Changed]:
+        """Each chunk that changes, once; neighbours lie in other slots."""
+        for index in sorted(self._changes):
+            yield self._changes.pop(index)
