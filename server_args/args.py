@@ -106,13 +106,13 @@ class Fp8RLServerArgs:
     """
     image_bytes: int = field(
         default=0,
-        metadata=_option("host memory for the last update's weights; KiB, MiB, GiB", parse_size),
+        metadata=_option("largest update that may be sent as changes; KiB, MiB, GiB", parse_size),
     )
-    """Bytes of host memory for what a trainer on another host sent last; default 0, which keeps
-    nothing.
+    """Bytes of the largest update of which a trainer on another host may send the changes alone;
+    default 0, with which every update is whole.
 
-    Where all of it fits, the next update sends only the bytes that changed. The trainer keeps as
-    much, on its GPU if it has one. The bytes of the changes themselves may come to as many again.
+    The trainer keeps as much, on its GPU if it has one. The changes are kept in the engine's host
+    memory until they are written, at most as many bytes.
     """
     session_timeout_s: float = field(
         default=300.0,

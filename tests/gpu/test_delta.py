@@ -2,10 +2,13 @@
 
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import example, given
 
 from sgl_fp8rl.ops import delta, delta_triton
+from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.ops.delta_triton import Comparison
 from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.states import State
@@ -20,6 +23,7 @@ from trainer_bridge.update import update
 
 Tensor = torch.Tensor
 BLOCK = delta_triton._BYTES
+KERNELS = delta_triton._compare, delta_triton._encode, delta_triton._sum, delta_triton._apply
 SIZES = (
     *(1, 7, 8, 9, 15, 16, 17, 127),
     *(BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 7, BLOCK + 8, BLOCK + 9),
@@ -35,6 +39,13 @@ def difference(old: Tensor, new: Tensor) -> Tensor | None:
     """As of ``delta``."""
     comparison = Comparison(old, new)
     return comparison.delta() if comparison.encode() else None
+
+
+def records_of(size: int) -> Tensor:
+    """A delta of so many bytes."""
+    found = delta.difference(*edited(size, 0.01))
+    assert found is not None
+    return found
 
 
 def edited(size: int, part: float, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -56,8 +67,11 @@ def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
         return None
     assert found.dtype == torch.uint8 and torch.equal(found, wanted)
     assert found.device.type == "cpu"
-    delta.apply(mine[0], found.to(device))
+    replaced = delta_triton.apply(mine[0], found.to(device))
     assert torch.equal(mine[0].cpu(), new)
+    assert torch.equal(replaced.cpu(), delta.apply(old.clone(), found))
+    delta_triton.apply(mine[0], delta.undoing(found, replaced).to(device))
+    assert torch.equal(mine[0].cpu(), old)
     return found
 
 
@@ -140,11 +154,30 @@ def test_control_a_byte_that_is_missed_is_seen(device: str) -> None:
     assert not torch.equal(found, wanted)
 
 
+@given(st.binary(max_size=40), st.integers(0, 70_000))
+@example(b"\x05\x00\x00\x00\x01\x02", 64)
+@example(b"\x05\x00\x07", 5)
+def test_malformed_deltas_write_nothing(device: str, data: bytes, size: int) -> None:
+    malformed = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+    malformed = malformed.to(torch.uint8)
+    content = torch.zeros(size, dtype=torch.uint8)
+    there = content.to(device, copy=True)
+    try:
+        delta.apply(content, malformed)
+    except DeltaError:
+        with pytest.raises(DeltaError, match="does not fit"):
+            delta_triton.apply(there, malformed.to(device))
+    else:
+        delta_triton.apply(there, malformed.to(device))
+    assert torch.equal(there.cpu(), content)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_no_size_compiles_anew_or_spills(device: str) -> None:
     for size in (BLOCK, BLOCK + 1, 5 * BLOCK + 8):
         difference(*(each.to(device) for each in edited(size, 0.01)))
-    for kernel in (delta_triton._compare, delta_triton._encode):
+        delta_triton.apply(*(each.to(device) for each in (edited(size, 0)[0], records_of(size))))
+    for kernel in KERNELS:
         made = [each for cache in kernel.device_caches.values() for each in cache[0].values()]
         assert len(made) == 1 and not made[0].n_spills
 
@@ -180,7 +213,7 @@ def test_an_image_goes_on_where_it_lies(device: str) -> None:
 
 
 class FarEngine(FakeEngine):
-    """Its ranks are on another host, and say that they are on GPUs; they write on the CPU."""
+    """Its ranks are on another host, and say that they are on GPUs, wherever they write."""
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         reply = super().control(message)
@@ -189,9 +222,10 @@ class FarEngine(FakeEngine):
 
 @pytest.mark.skipif(INTERPRETED, reason="a trainer on a GPU")
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_trainer_on_a_gpu_sends_what_changed(fails: bool) -> None:
+@pytest.mark.parametrize("writes_on", ["cpu", "cuda"])
+def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES, FarEngine)
+    engine = far_engine(2, SMALL, IMAGE_BYTES, FarEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
         tensors = step(tensors, version)
@@ -207,3 +241,21 @@ def test_a_trainer_on_a_gpu_sends_what_changed(fails: bool) -> None:
             with pytest.raises(EngineError, match="NaN"):
                 update(named, engine, version=version + 1)
             assert {weights.state for weights in engine.ranks} == {State.SERVING}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
+def test_what_an_engine_on_a_gpu_wrote_is_undone() -> None:
+    """Its trainer is on a CPU, which finds no NaN before it sends."""
+    engine = far_engine(2, SMALL, IMAGE_BYTES, device="cuda")
+    tensors = toy.checkpoint(0)
+    update(tensors, engine, version=0)
+    for version in range(1, 8, 2):
+        after = step(tensors, version)
+        bad = {**after, "norm.weight": torch.full((toy.HIDDEN,), torch.nan, dtype=torch.bfloat16)}
+        with pytest.raises(EngineError, match="NaN"):
+            update(bad, engine, version=version)
+        assert {weights.state for weights in engine.ranks} == {State.SERVING}
+        assert holds(engine, tensors)
+        result = update(after, engine, version=version + 1)
+        assert holds(engine, after) and result.network_bytes < 0.1 * result.bytes
+        tensors = after

@@ -42,9 +42,10 @@ def far_engine(
     bucket_bytes: int = 1 << 20,
     image_bytes: int = 0,
     kind: type[FakeEngine] = FakeEngine,
+    device: str = "cpu",
 ) -> FakeEngine:
     """An engine whose sockets and memory this process cannot reach."""
-    ranks = [toy.engine(toy.toy(rank, tp), toy.SHAPES) for rank in range(tp)]
+    ranks = [toy.engine(toy.toy(rank, tp).to(device), toy.SHAPES) for rank in range(tp)]
     engine = kind(ranks, bucket_bytes, image_bytes)
     engine.place = {**here(), "boot": "of another kernel"}
     return engine

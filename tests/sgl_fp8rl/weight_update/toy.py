@@ -187,7 +187,7 @@ def _bytes(array: NDArray[np.generic]) -> NDArray[np.uint8]:
 def contents(model: nn.Module) -> dict[str, NDArray[np.uint8]]:
     """The bytes of each parameter now."""
     return {
-        name: p.data.flatten().view(torch.uint8).numpy().copy()
+        name: p.data.flatten().view(torch.uint8).cpu().numpy().copy()
         for name, p in model.named_parameters()
     }
 
