@@ -81,7 +81,8 @@ class Engine:
         boxes = {name: whole(shape) for name, shape in shapes.items()}
         routes = {name: [Route(name, box, name, box)] for name, box in boxes.items()}
         table = RouteTable(shapes, routes, self.parameters)
-        self._writer = writer_for(table, manifest, torch.bfloat16, torch.device(DEVICE))
+        device = next(iter(self.parameters.values())).device
+        self._writer = writer_for(table, manifest, torch.bfloat16, device)
         for chunk, chunk_content in content.items():
             self._writer.write(chunk, self._slot(chunk, chunk_content))
 
