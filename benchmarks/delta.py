@@ -90,8 +90,9 @@ class Engine:
         """Write what changes, and return what undoes it."""
         undoing = {}
         for chunk, payload in payloads.items():
-            with self._writer.changed(chunk, payload) as (slot, undoing[chunk]):
-                self._writer.write(chunk, slot)
+            slot, undoing[chunk] = self._writer.changed(chunk, payload)
+            self._writer.write(chunk, slot)
+        self._writer.end()
         return undoing
 
     def holds(self, chunk: int, content: torch.Tensor) -> bool:

@@ -231,6 +231,8 @@ class EngineWeights:
         logger.log(level, "engine weights are quarantined: %s", reason)
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
         self._image = None
+        if self.session is not None:
+            self.session.writer.end()
         self.state, self.reason, self.session = State.QUARANTINED, reason, None
         self.memory.close()
 
@@ -238,6 +240,7 @@ class EngineWeights:
         """End a session that wrote nothing on any rank, or undid it: what was true still is."""
         assert self.session is not None
         self.state, self.reason = self.session.previous
+        self.session.writer.end()
         self.session = None
         self.memory.close()
 

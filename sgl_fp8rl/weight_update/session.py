@@ -103,9 +103,9 @@ class Session:
         slot = self.weights.memory.bucket_for(manifest).slot(index, manifest)
         if type(size) is not int or not 0 <= size <= slot.content.numel():
             raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
-        with self.writer.changed(index, slot.content[:size]) as (changed, back):
-            self._goes_back.append((index, back))
-            self._write(index, changed)
+        changed, back = self.writer.changed(index, slot.content[:size])
+        self._goes_back.append((index, back))
+        self._write(index, changed)
 
     def undo(self) -> None:
         """Write back what changed: the version before is whole again.
@@ -115,8 +115,8 @@ class Session:
         """
         while self._goes_back:
             index, back = self._goes_back[-1]
-            with self.writer.changed(index, back) as (before, _):
-                self.writer.write(index, before)
+            before, _ = self.writer.changed(index, back)
+            self.writer.write(index, before)
             self._goes_back.pop()
         self.writer.table.fill_constants()
 
@@ -164,6 +164,7 @@ class Session:
         self.writer.table.fill_constants()
         self.weights.check_addresses()
         seconds = self.writer.finish()  # a GPU may have written until now
+        self.writer.end()
         if kv_scales and self.weights.kv is not None:
             kv = self.weights.kv
             self.kv_scales = incoming_scales.assemble(kv_scales, kv.layers, kv.heads.total)

@@ -4,7 +4,6 @@ No launch, no allocation and no Python for each tensor: a 30B-A3B has 18,432 exp
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -44,6 +43,7 @@ class TritonWriter(WeightWriter):
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
+        self._memory: DeviceMemory | None = None
         self._reads: dict[int, list[Launch]] = {}
         """Copies back from storage, compiled when they are needed first."""
         self._mapped_places: dict[str, list[Piece]] | None = None
@@ -68,17 +68,21 @@ class TritonWriter(WeightWriter):
         if source.content.is_cuda:
             self._run(index, source)
             return
-        with self._stage() as content:
-            content.copy_(source.content)
-            self._run(index, Slot(content, source.start))
+        stage = self.stage(index)
+        if source.content is not stage.content:
+            stage.content.copy_(source.content)
+        self._run(index, stage)
 
-    @contextmanager
-    def _stage(self) -> Iterator[torch.Tensor]:
-        memory = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
-        try:
-            yield memory.tensor
-        finally:
-            memory.close()
+    def _new_stage(self) -> torch.Tensor:
+        # from the driver: torch's allocator would keep it from the engine
+        self._memory = DeviceMemory(self.manifest.chunk_bytes, self._device.index)
+        return self._memory.tensor
+
+    def end(self) -> None:
+        super().end()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def _read(self, index: int, slot: Slot) -> None:
         if index not in self._reads:

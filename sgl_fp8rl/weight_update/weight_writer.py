@@ -1,7 +1,6 @@
 """Writers: how a manifest is written on one rank, planned once and replayed at each update."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Protocol
 
@@ -43,6 +42,7 @@ class WeightWriter:
         self._deferred: dict[int, list[ChunkSlice]] = {}
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
+        self._stage: torch.Tensor | None = None
         self.kept: Mapping[str, torch.Tensor] = {}
         """What the update that committed last brought of what is deferred."""
 
@@ -122,33 +122,39 @@ class WeightWriter:
                 self.dirty = True
                 write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
 
-    @contextmanager
-    def changed(self, index: int, change: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+    def changed(self, index: int, change: torch.Tensor) -> tuple[Slot, torch.Tensor]:
         """Make a chunk of what is stored and of what changes in it. Bytes that this rank keeps
         nothing of are any; nothing is written.
 
         Args:
             change: a delta, in host memory.
 
-        Yields:
-            the chunk, and the delta that goes back.
+        Returns:
+            the chunk, until the next one is made, and the delta that goes back.
 
         Raises:
             DeltaError: the delta does not fit a chunk.
         """
-        with self._stage() as content:
-            slot = Slot(content, index % self.manifest.slots * self.manifest.chunk_bytes)
-            self._read(index, slot)
-            for chunk_slice in self.deferred(index):
-                name = chunk_slice.name
-                rows = self.kept[name][slice(*chunk_slice.rows)]
-                slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(rows)
-            yield slot, delta.undoing(change, self._apply(content, change))
+        slot = self.stage(index)
+        self._read(index, slot)
+        for chunk_slice in self.deferred(index):
+            name = chunk_slice.name
+            rows = self.kept[name][slice(*chunk_slice.rows)]
+            slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(rows)
+        return slot, delta.undoing(change, self._apply(slot.content, change))
 
-    @contextmanager
-    def _stage(self) -> Iterator[torch.Tensor]:
-        """Memory for a chunk."""
-        yield torch.empty(self.manifest.chunk_bytes, dtype=torch.uint8)
+    def stage(self, index: int) -> Slot:
+        """Memory for a chunk where weights are stored: one, until ``end``."""
+        if self._stage is None:
+            self._stage = self._new_stage()
+        return Slot(self._stage, index % self.manifest.slots * self.manifest.chunk_bytes)
+
+    def end(self) -> None:
+        """Free what an update needed."""
+        self._stage = None
+
+    def _new_stage(self) -> torch.Tensor:
+        return torch.empty(self.manifest.chunk_bytes, dtype=torch.uint8)
 
     def _read(self, index: int, slot: Slot) -> None:
         for chunk_slice in self.chunks[index]:

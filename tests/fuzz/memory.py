@@ -15,6 +15,7 @@ from sgl_fp8rl.protocol.cuda_memory import Handle
 from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.manifest import Manifest, describe
 from sgl_fp8rl.protocol.policy import Policy
+from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update import shared_memory
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import serve
@@ -26,6 +27,8 @@ from tests.sgl_fp8rl.weight_update import toy
 HALF = 256
 """Bytes of a chunk: one of the two tensors."""
 SHAPES: toy.Shapes = {"a": (HALF // 2,), "b": (HALF // 2,)}
+DELTA = b"\5\0\1"
+CHANGES = [{"op": "change", "index": n, "bytes": len(DELTA)} for n in range(2)]
 HANDLE = {"ipc": "0a" * 64, "nbytes": 4096, "gpu": "GPU-00000000-1111-2222-3333-444444444444"}
 BUCKET = {"op": "bucket", "name": "bucket", "bytes": 2 * HALF}
 SEGMENTS = {"op": "segments", "name": "segments", "handles": [HANDLE, {**HANDLE, "nbytes": HALF}]}
@@ -38,6 +41,11 @@ STREAM = [
 STREAMS = (
     [BUCKET, *STREAM, {"op": "finish"}, {"op": "commit"}],
     [BUCKET, *CHUNKS, {"op": "finish"}],
+)
+CHANGED = (
+    [BUCKET, *CHANGES, {"op": "finish"}, {"op": "commit", "image": "the next one"}],
+    [BUCKET, CHANGES[1], CHUNKS[0], {"op": "abort", "reason": "enough of it"}],
+    [BUCKET, CHANGES[0], {"op": "abort", "reason": "enough of it"}],
 )
 SESSIONS = (
     [BUCKET, *CHUNKS, {"op": "finish"}, {"op": "commit"}],
@@ -94,15 +102,22 @@ def decode_session(weights: EngineWeights, fingerprint: str, fd: int, data: byte
     session = weights.begin(fingerprint, Policy(toy.RUN, 1))
     with arrived(data, (fd,)) as sock:
         listener: Any = SimpleNamespace(
-            accept=lambda token, silence_s, known: sock, heard=lambda: None
+            accept=lambda token, silence_s, known, image: sock, heard=lambda: None
         )
         outcome, peer = serve(listener, session, "token", 10.0)
         assert outcome.dirty == session.dirty
         assert not outcome.committed or (session.finished and peer is sock)
+        if outcome.goes_back:
+            session.undo()
     if not outcome.committed:
         # an error that no step documents
         assert "failed with" not in outcome.reason, outcome.reason
         raise EndedError(f"the session ended: {' '.join(outcome.reason.split())}")
+
+
+def decode_changes(weights: EngineWeights, fingerprint: str, fd: int, data: bytes) -> None:
+    weights.state, weights._image = State.SERVING, (weights._writers[fingerprint], "the last one")
+    decode_session(weights, fingerprint, fd, data)
 
 
 def decode_stream(
@@ -137,6 +152,9 @@ def decoders() -> Iterator[list[Decoder]]:
         manifest = describe(tensors.items(), 1, HALF)
         weights.accept(manifest)
         mapped = Manifest(1, manifest.tensors, HALF, frozenset(SHAPES))
+        for slot in range(2):
+            os.pwrite(fd, DELTA, slot * HALF)
+        changes = partial(decode_changes, weights, manifest.fingerprint, fd)
         session = partial(decode_session, weights, manifest.fingerprint, fd)
         streamed = describe(tensors.items(), 1, HALF, streamed=True)
         stream = partial(decode_stream, weights, streamed, streamed.fingerprint, fd)
@@ -146,6 +164,7 @@ def decoders() -> Iterator[list[Decoder]]:
             Decoder("bucket", (BUCKET,), partial(decode_bucket, fd), (*refused, ValueError)),
             Decoder("segments", (SEGMENTS,), partial(decode_segments, mapped), (*refused, *WRONG)),
             Decoder("session", SESSIONS, session, (EndedError,), to_frames),
+            Decoder("changes", CHANGED, changes, (EndedError,), to_frames),
             Decoder("stream", STREAMS, stream, (EndedError,), to_frames),
         ]
         weights.memory.close()
