@@ -29,5 +29,5 @@ GROUPS: tuple[Group, ...] = (
     *(control, manifests, frames, memory),
     *(trainer, http_replies, replies, relay, chains),
 )
-SHARES = 22
+SHARES = 23
 """Decoders in all; each gets an equal part of the inputs."""
