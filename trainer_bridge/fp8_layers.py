@@ -226,14 +226,12 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy_RN: torch.Tensor) -> Any:
         x_RK, weight = ctx.saved_tensors
         dx_RK = dweight = None
-        parts = dy_RN.split(ctx.counts)
+        dy_RN = dy_RN.contiguous()
         with torch.autocast(dy_RN.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                codes = zip(parts, *ctx.parameter.codes(weight), strict=True)
-                dx_RK = torch.cat([block_linear.input_gradient(*each) for each in codes])
+                codes = ctx.parameter.codes(weight)
+                dx_RK = block_linear.input_gradient_by_expert(dy_RN, ctx.counts, *codes)
             if ctx.needs_input_grad[1]:
-                dweight = dy_RN.new_empty(weight.shape)
-                for dy, x, into in zip(parts, x_RK.split(ctx.counts), dweight, strict=True):
-                    torch.mm(dy.t(), x, out=into)
+                dweight = block_linear.weight_gradient_by_expert(dy_RN, x_RK, ctx.counts)
                 dweight = dweight.to(weight.dtype)
         return dx_RK, dweight, None, None

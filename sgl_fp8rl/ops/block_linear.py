@@ -73,6 +73,37 @@ def input_gradient(
     return dy_MN @ _dequantized(codes_NK, scale_inv_nk, dy_MN.dtype)
 
 
+def input_gradient_by_expert(
+    dy_RN: torch.Tensor,
+    counts_E: Sequence[int],
+    codes_ENK: torch.Tensor,
+    scale_inv_Enk: torch.Tensor,
+) -> torch.Tensor:
+    """``input_gradient`` of each expert's rows: ``[R, K]``."""
+    if (offsets := _offsets(dy_RN, counts_E)) is not None:
+        weight_ENK = _dequantized(codes_ENK, scale_inv_Enk, dy_RN.dtype)
+        return F.grouped_mm(dy_RN, weight_ENK, offs=offsets)
+    parts = zip(dy_RN.split(list(counts_E)), codes_ENK, scale_inv_Enk, strict=True)
+    return torch.cat([input_gradient(*part) for part in parts])
+
+
+def weight_gradient_by_expert(
+    dy_RN: torch.Tensor, x_RK: torch.Tensor, counts_E: Sequence[int]
+) -> torch.Tensor:
+    """``dy.T @ x`` of each expert's rows: ``[E, N, K]``."""
+    if (offsets := _offsets(dy_RN, counts_E)) is not None:
+        return F.grouped_mm(dy_RN.t(), x_RK, offs=offsets)
+    parts = zip(dy_RN.split(list(counts_E)), x_RK.split(list(counts_E)), strict=True)
+    return torch.stack([dy.t() @ x for dy, x in parts])
+
+
+def _offsets(x_RK: torch.Tensor, counts_E: Sequence[int]) -> torch.Tensor | None:
+    """Where each expert's rows end, for torch's grouped product; None where that has none."""
+    if x_RK.dtype != torch.bfloat16 or not len(x_RK) or not hasattr(F, "grouped_mm"):
+        return None
+    return torch.tensor(counts_E).cumsum(0).to(torch.int32).to(x_RK.device)
+
+
 def product_of(x: torch.Tensor) -> Product:
     """What multiplies these activations."""
     if not x.is_cuda or x.dtype != torch.bfloat16:

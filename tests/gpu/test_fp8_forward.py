@@ -100,5 +100,22 @@ def test_gradients() -> None:
     assert error(layer.bias.grad, dy.double().sum(0)) < GRADIENT_ERROR
 
 
+@on_a_gpu
+@pytest.mark.parametrize("counts", [(3, 0, 130, 128), (0, 0, 0, 1), (0, 0, 0, 0)], ids=str)
+def test_gradients_of_experts(counts: tuple[int, ...]) -> None:
+    dy, x = drawn(sum(counts), 768), drawn(sum(counts), 512, seed=2)
+    codes, scales = quantize_weight(drawn(4, 768, 512, seed=1))
+    dx = block_linear.input_gradient_by_expert(dy, counts, codes, scales)
+    dweight = block_linear.weight_gradient_by_expert(dy, x, counts)
+    weight, rows = dequantize_weight(codes, scales).double(), 0
+    for expert, count in enumerate(counts):
+        mine, rows = slice(rows, rows + count), rows + count
+        assert count or not dweight[expert].any()
+        if count:
+            assert error(dx[mine], dy[mine].double() @ weight[expert]) < GRADIENT_ERROR
+            exact = dy[mine].double().T @ x[mine].double()
+            assert error(dweight[expert], exact) < GRADIENT_ERROR
+
+
 def error(found: Any, exact: Tensor) -> float:
     return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())

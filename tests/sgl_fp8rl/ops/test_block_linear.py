@@ -90,6 +90,28 @@ def test_input_gradients() -> None:
     assert _error(unquantized, exact) > 2 * GRADIENT_ERROR
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("counts", [(3, 0, 17, 1), (0, 0, 0, 5), (0, 0, 0, 0)], ids=str)
+def test_gradients_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    dy, x = drawn(sum(counts), 256).to(dtype), drawn(sum(counts), 384, seed=2).to(dtype)
+    codes, scales = weights(4, 256, 384)
+    dx = block_linear.input_gradient_by_expert(dy, counts, codes, scales)
+    dweight = block_linear.weight_gradient_by_expert(dy, x, counts)
+    assert dx.dtype == dweight.dtype == dtype
+    assert dx.shape == x.shape and dweight.shape == (4, 256, 384)
+    rows = 0
+    for expert, count in enumerate(counts):
+        mine, rows = slice(rows, rows + count), rows + count
+        weight = oracle.dequantize_weight(
+            codes[expert].view(torch.uint8).numpy(), scales[expert].numpy()
+        )
+        exact = dy[mine].double().numpy().T @ x[mine].double().numpy()
+        assert count or not dweight[expert].any()
+        if count:
+            assert _error(dx[mine], dy[mine].double().numpy() @ weight) < GRADIENT_ERROR
+            assert _error(dweight[expert], exact) < GRADIENT_ERROR
+
+
 def test_dequantized_weights_are_the_reference() -> None:
     codes, scales = weights(3, 256, 384)
     for dtype in (torch.bfloat16, torch.float32):
