@@ -31,6 +31,7 @@ BENCHMARKS = {
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",
+    "fp8_mismatch": "benchmarks.fp8_mismatch:BENCHMARK",
     "correction": "benchmarks.correction:CPU",
     "correction_gpu": "benchmarks.correction:GPU",
     "alarms": "benchmarks.alarms.faults:BENCHMARK",

@@ -48,6 +48,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "far_ranks": ("far_ranks.json", links.far_ranks),
     "chain": ("chain.json", links.chain),
     "fp8_forward": ("fp8_forward.json", fp8_forward.fp8_forward),
+    "fp8_mismatch": ("fp8_mismatch.json", fp8_forward.mismatch),
     "flips": ("flips.json", flips.flips),
     "delta": ("delta.json", links.delta),
     "sharded": ("sharded.json", sharded.sharded),

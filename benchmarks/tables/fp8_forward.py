@@ -1,4 +1,4 @@
-"""The measured block of docs/fp8_forward.md."""
+"""The measured blocks of docs/fp8_forward.md."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,3 +25,17 @@ def fp8_forward(results: Mapping[str, Any]) -> str:
     runs = max((row["n"] for row in rows), default=0)
     end = f"{facts(results['environment'])}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
+
+
+def mismatch(results: Mapping[str, Any]) -> str:
+    """A line for each engine; a column for each trainer."""
+    rows = results["rows"]
+    steps = max((row["median"] for row in rows if row["metric"] == "steps"), default=0)
+    arms = {
+        "BF16 trainer": "bf16",
+        "with fp8_forward": "fp8_forward",
+        f"after {steps:.0f} steps": "fp8_forward, trained",
+    }
+    columns = [Column(head, {"k3": "{median:.2g}"}, {"arm": arm}) for head, arm in arms.items()]
+    made = table(rows, ["model", "case"], columns, "model, engine: k3 in nats")
+    return joined(made, failures(results), f"{facts(results['environment'])}.")
