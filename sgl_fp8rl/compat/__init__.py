@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from sgl_fp8rl.compat import attention_backends, attributes, layer_methods, symbols
-from sgl_fp8rl.compat.attention_backends import ATTENTION_BACKENDS, FLASHINFER_PLAN, FROM_SOURCE
+from sgl_fp8rl.compat.attention_backends import ATTENTION_BACKENDS, FLASHINFER_PLANS, FROM_SOURCE
 from sgl_fp8rl.compat.attributes import METHODS, NEWER_ATTRIBUTES
 from sgl_fp8rl.compat.hook_targets import (
     DECODED_ATTENTION,
@@ -34,7 +34,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "ATTRIBUTES",
     "DECODED_ATTENTION",
-    "FLASHINFER_PLAN",
+    "FLASHINFER_PLANS",
     "HOOK_TARGETS",
     "LOGITS_CAP",
     "METHODS",

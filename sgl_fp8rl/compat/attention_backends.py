@@ -13,7 +13,8 @@ ATTENTION_BACKENDS = {
 FROM_SOURCE = frozenset({ATTENTION_BACKENDS["fa3"]})
 """Classes that cannot be imported without a GPU: ``check_attributes`` reads their source."""
 _PLANNER = f"{_ATTENTION}.flashinfer_backend.FlashInferIndicesUpdaterDecode"
-FLASHINFER_PLAN = f"{_PLANNER}.call_begin_forward"
+_MLA_PLANNER = f"{_ATTENTION}.flashinfer_mla_backend.FlashInferMLAIndicesUpdaterDecode"
+FLASHINFER_PLANS = (f"{_PLANNER}.call_begin_forward", f"{_MLA_PLANNER}.call_begin_forward")
 """Wrapped where FlashInfer decodes."""
 
 ATTRIBUTES: dict[str, str] = {
@@ -29,6 +30,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_ATTENTION}.flashinfer_backend.PrefillMetadata": "use_ragged",
     _PLANNER: "call_begin_forward",
+    _MLA_PLANNER: "call_begin_forward",
     # the scales are those of the layer, which this class takes for descales
     ATTENTION_BACKENDS["fa3"]: "forward_extend k_scale token_to_kv_pool v_scale",
     ATTENTION_BACKENDS["trtllm_mha"]: (

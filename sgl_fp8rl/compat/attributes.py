@@ -129,6 +129,10 @@ ATTRIBUTES: dict[str, str] = {
     f"{_LAYERS}.rotary_embedding.RotaryEmbedding": (
         "cos_sin_cache forward forward_cuda head_size is_neox_style rotary_dim use_fallback_kernel"
     ),
+    # MLA
+    f"{_MODELS}.deepseek_v2.DeepseekV2AttentionMLA": "w_kc w_vc",
+    f"{_MODELS}.deepseek_v2.DeepseekV2ForCausalLM": "post_load_weights",
+    f"{_MODELS}.deepseek_v2.DeepseekV2MoE": "alt_stream experts shared_experts",
     # experts
     f"{_LAYERS}.moe.fused_moe_triton.FusedMoE": (
         "hidden_size intermediate_size_per_partition layer_id moe_runner_config moe_tp_rank "

@@ -39,6 +39,7 @@ SYMBOLS = {
     # loading
     "get_tp_group": "sglang.srt.distributed:get_tp_group",
     "AttentionArch": "sglang.srt.configs.model_config:AttentionArch",
+    "is_deepseek_dsa": "sglang.srt.configs.model_config:is_deepseek_dsa",
     "LoadFormat": "sglang.srt.configs.load_config:LoadFormat",
     "DefaultModelLoader": "sglang.srt.model_loader.loader:DefaultModelLoader",
     "DummyModelLoader": "sglang.srt.model_loader.loader:DummyModelLoader",

@@ -15,8 +15,8 @@ import torch
 
 
 def wait_for_copy(original: Any, updater: Any, wrapper: Any, *args: Any, **keywords: Any) -> None:
-    """AROUND ``FlashInferIndicesUpdaterDecode.call_begin_forward``: plan a step in ``wrapper``
-    after the GPU has copied the previous plan."""
+    """AROUND ``call_begin_forward`` of ``FlashInferIndicesUpdaterDecode`` and of its form for MLA:
+    plan a step in ``wrapper`` after the GPU has copied the previous plan."""
     copied = getattr(wrapper, "fp8rl_copied", None)
     if copied is None:
         copied = wrapper.fp8rl_copied = torch.cuda.Event()

@@ -31,12 +31,12 @@ def wrap_attention(prefill: str, decode: str, model: Any) -> None:
 
 
 def wrap_plans() -> None:
-    """Wrap FlashInfer's planning of decode steps in this process.
+    """Wrap FlashInfer's planning of decode steps, of MLA too, in this process.
 
     Raises:
-        IncompatibleSGLangError: SGLang lacks the function.
+        IncompatibleSGLangError: SGLang lacks a function.
     """
-    _wrap({compat.FLASHINFER_PLAN: wait_for_copy})
+    _wrap(dict.fromkeys(compat.FLASHINFER_PLANS, wait_for_copy))
 
 
 def wrap_kernels() -> None:

@@ -19,10 +19,15 @@ def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScal
         scheme: the option ``kv_scheme``.
 
     Raises:
-        ValueError: an attention layer that does more than our hooks know.
+        ValueError: MLA, or an attention layer that does more than our hooks know.
     """
     if compat.get_model_args().kv_cache_dtype != backends.FP8_KV:
         return None
+    if model_config.attention_arch == compat.AttentionArch.MLA:
+        raise ValueError(
+            "quantization fp8rl cannot scale the FP8 KV cache of MLA, which holds latents, yet; "
+            "start the model without --kv-cache-dtype"
+        )
     if model_config.is_hybrid_swa:
         raise ValueError(
             "quantization fp8rl cannot scale the FP8 KV cache of a model whose sliding-window "

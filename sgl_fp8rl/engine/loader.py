@@ -32,6 +32,10 @@ from sgl_fp8rl.weight_update.routes import shapes_of
 
 logger = logging.getLogger(__name__)
 
+MLA_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Models whose attention is MLA and that are served, Kimi K2 among them; others derive tensors from
+weights in ways of their own."""
+
 
 class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
     """Reads a BF16 or block-FP8 safetensors checkpoint into FP8 storage."""
@@ -145,16 +149,21 @@ def verify_model(original: Any, model_config: Any) -> None:
     """AROUND ``ModelConfig._verify_quantization``: refuse at start what cannot be served right.
 
     Raises:
-        ValueError: the model's attention is MLA.
+        ValueError: the model's attention is a kind of MLA that updates do not know.
     """
     original(model_config)
-    if model_config.quantization != NAME:
+    if model_config.quantization != NAME or model_config.attention_arch != compat.AttentionArch.MLA:
         return
-    if model_config.attention_arch == compat.AttentionArch.MLA:
-        architecture = (model_config.hf_config.architectures or ["this model"])[0]
+    architecture = (model_config.hf_config.architectures or ["this model"])[0]
+    if compat.is_deepseek_dsa(model_config.hf_config):
         raise ValueError(
-            f"quantization fp8rl cannot serve {architecture} yet: its MLA attention keeps tensors "
-            f"derived from kv_b_proj that an update would leave stale; start it without fp8rl"
+            f"quantization fp8rl cannot serve {architecture} yet: updates do not know the indexer "
+            f"of its sparse attention (DSA); start it without fp8rl"
+        )
+    if architecture not in MLA_MODELS:
+        raise ValueError(
+            f"quantization fp8rl cannot serve {architecture} yet: its MLA attention may keep "
+            f"tensors that an update would leave stale; start it without fp8rl"
         )
 
 

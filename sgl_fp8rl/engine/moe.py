@@ -91,7 +91,8 @@ def experts_reference(
     """The experts of an engine's layer, in the torch reference.
 
     Returns:
-        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
+        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32. On a CPU SGLang's
+        models apply the ``routed_scaling_factor`` themselves.
     """
     config = layer.moe_runner_config
     if config.activation not in _ACTIVATIONS or config.apply_router_weight_on_input:
@@ -107,7 +108,4 @@ def experts_reference(
         topk_ids_MT,
         _ACTIVATIONS[config.activation],
     )
-    scale = config.routed_scaling_factor
-    if scale is not None:
-        out_MH *= scale
     return out_MH.to(x_MH.dtype)

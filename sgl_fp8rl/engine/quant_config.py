@@ -20,6 +20,10 @@ from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.options import current_options
 
+ABSORBED = "kv_b_proj"
+"""MLA's projection of latents to keys and values: decode attends with BF16 copies of its rows, so
+an FP8 one would save nothing there, and prefill would attend with other weights than decode."""
+
 
 @dataclass(frozen=True)
 class LayerFormat:
@@ -105,6 +109,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         return None
 
     def _why_not(self, prefix: str) -> str | None:
+        if prefix.rpartition(".")[2] == ABSORBED:
+            return "MLA absorbs it into its attention in BF16"
         for pattern in self.patterns:
             if matches(pattern, prefix):
                 return f"ignored by {pattern!r}"
@@ -161,7 +167,7 @@ def _top_k(module: Any) -> int | None:
 
 
 def _kind_reason(name: str, module: nn.Module) -> str:
-    if isinstance(module, (compat.LinearBase, nn.Linear)):
+    if isinstance(module, (compat.LinearBase, nn.Linear)) or name.endswith(".gate"):
         return "router or other layer that the model builds without quantization"
     if "lm_head" in name:
         return "output head stays BF16"

@@ -86,8 +86,9 @@ def _layers(asked: Asked) -> Reply:
 
 
 def _digest(asked: Asked) -> Reply:
-    """SHA-256 and address of every parameter and buffer: what two equal engines agree in."""
-    model = asked.weights.model
+    """SHA-256 and address of every parameter, buffer and tensor derived from a parameter: what two
+    equal engines agree in."""
+    model, derived = asked.weights.model, asked.weights.derived.tensors()
     found = {
         name: {
             "sha256": hashlib.sha256(_bytes(tensor)).hexdigest(),
@@ -95,7 +96,7 @@ def _digest(asked: Asked) -> Reply:
             "dtype": str(tensor.dtype),
             "shape": list(tensor.shape),
         }
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers(), *derived.items())
     }
     return {"ranks": gather(found, asked.group)}
 

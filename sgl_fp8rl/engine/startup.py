@@ -21,6 +21,7 @@ from sgl_fp8rl.engine.startup_experts import (
     assign_tile_configs,
     compile_experts,
     has_experts,
+    keep_inputs,
 )
 from sgl_fp8rl.gemm import quick_tune, warmup
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
@@ -41,6 +42,7 @@ def prepare(original: Any, runner: Any) -> None:
     if cpu_platform.is_active():
         cpu_kernels.check_attention(runner.model)
         wrap_kernels()
+    keep_inputs(runner.model)
     layers = list(gemm_layers(runner.model))
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
     if rows := warmup.warm_up(shapes, runner):

@@ -55,6 +55,18 @@ def compile_experts(model: Any) -> None:
     )
 
 
+def keep_inputs(model: Any) -> None:
+    """Have experts leave their input as it is where shared experts may still read it.
+
+    In CUDA graphs of DeepSeek's models those run on a stream of their own, beside routed experts,
+    which would write their result into the input of both.
+    """
+    for module in model.modules():
+        shared, stream = (getattr(module, name, None) for name in ("shared_experts", "alt_stream"))
+        if shared is not None and stream is not None:
+            module.experts.moe_runner_config.inplace = False
+
+
 def has_experts(model: Any) -> bool:
     """Whether the model has experts, in whatever format."""
     return any(isinstance(module, compat.FusedMoE) for module in model.modules())

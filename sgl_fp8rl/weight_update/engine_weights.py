@@ -19,6 +19,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import CHECKPOINT, Policy
 from sgl_fp8rl.protocol.states import State
+from sgl_fp8rl.weight_update.derived_tensors import DerivedTensors
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import RouteError, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.session import Session, SessionError
@@ -75,7 +76,8 @@ class EngineWeights:
         self.session: Session | None = None
         self._replaced: deque[str] = deque(maxlen=RUNS_KEPT)
         self._writers: OrderedDict[str, WeightWriter] = OrderedDict()
-        self._addresses, self._places = _addresses(model), _in_order(model)
+        self.derived = DerivedTensors(model)
+        self._addresses, self._places = self._find_addresses(), self._in_order()
 
     @property
     def released(self) -> bool:
@@ -245,25 +247,28 @@ class EngineWeights:
         self.memory.close()
 
     def check_addresses(self) -> None:
-        """Check that no parameter moved since the model was built.
+        """Check that no parameter, and nothing derived from one, moved since the model was built.
 
         Raises:
             SessionError: one did; captured CUDA graphs would read freed memory.
         """
-        if _in_order(self.model) == self._places:
+        if self._in_order() == self._places:
             return
-        now = _addresses(self.model)
+        now = self._find_addresses()
         moved = [name for name, address in now.items() if self._addresses.get(name) != address]
         if moved:
             raise SessionError(f"{moved[0]} moved in memory; something rebinds engine parameters")
 
+    def _find_addresses(self) -> dict[str, int]:
+        tensors = dict(self.model.named_parameters()) | self.derived.tensors()
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
-def _addresses(model: nn.Module) -> dict[str, int]:
-    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    def _in_order(self) -> list[int]:
+        """The addresses, those of parameters without names, which take five times as long."""
+        return [*_in_order(self.model), *(t.data_ptr() for t in self.derived.tensors().values())]
 
 
 def _in_order(module: nn.Module) -> list[int]:
-    """The addresses without names, which take five times as long."""
     found = [p.data_ptr() for p in module._parameters.values() if p is not None]
     for child in module._modules.values():
         if child is not None:

@@ -6,7 +6,7 @@ strides tells which box of the HF tensor a copy reads.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class Probe(torch.Tensor):
     meta: torch.Tensor
     source: str
     recorder: "_Recorder"
+    _sglang_runai_streamer_tensor = True
+    """Loaders with a pool of threads copy such tensors at once, in the thread that is watched."""
 
     @staticmethod
     def __new__(cls: Any, meta: torch.Tensor, source: str, recorder: "_Recorder") -> "Probe":
@@ -72,6 +74,8 @@ class Probe(torch.Tensor):
     ) -> Any:
         probes = [a for a in _flatten((args, kwargs)) if isinstance(a, Probe)]
         probe, sources = probes[0], {p.source for p in probes}
+        if func is aten.cat.default and len(probes) == len(args[0]):
+            return Joined(probes, *args[1:])
         if func is aten.copy_.default and not isinstance(args[0], Probe):
             probe.recorder.copied(args[0], probe)
             return args[0]
@@ -87,6 +91,41 @@ class Probe(torch.Tensor):
                 torch.Tensor, lambda meta: Probe(meta, probe.source, probe.recorder), out
             )
         raise UnrecordableError(sources, f"its loader calls {func} on it")
+
+
+class Joined(torch.Tensor):
+    """Stands for boxes of HF tensors that a loader concatenated; it can be copied as a whole."""
+
+    parts: Sequence[Probe]
+    axis: int
+
+    @staticmethod
+    def __new__(cls: Any, parts: Sequence[Probe], axis: int = 0) -> "Joined":
+        meta = torch.cat([part.meta for part in parts], axis)
+        joined = torch.Tensor._make_wrapper_subclass(
+            cls, meta.size(), dtype=meta.dtype, device=torch.device("cpu")
+        )
+        joined.parts, joined.axis = parts, axis
+        return joined  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Joined({self.parts})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        joined = next(a for a in _flatten((args, kwargs)) if isinstance(a, Joined))
+        if func in _SAME_VALUES:
+            return Joined(joined.parts, joined.axis)
+        target = args[0]
+        if func is not aten.copy_.default or target is joined or target.shape != joined.shape:
+            sources = {part.source for part in joined.parts}
+            raise UnrecordableError(sources, f"its loader calls {func} on what it is a part of")
+        sizes = [part.shape[joined.axis] for part in joined.parts]
+        for part, target_part in zip(joined.parts, target.split(sizes, joined.axis), strict=True):
+            part.recorder.copied(target_part, part)
+        return target
 
 
 class _Recorder(TorchDispatchMode):
@@ -126,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Probe) for leaf in _flatten((args, kwargs))):
+        if any(isinstance(leaf, Probe | Joined) for leaf in _flatten((args, kwargs))):
             return result  # the probe has recorded it
         for written in written_by(func, args, kwargs or {}):
             storage = written.untyped_storage().data_ptr()

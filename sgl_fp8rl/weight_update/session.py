@@ -162,6 +162,7 @@ class Session:
         if self.deferred.keys() - kv_scales:
             self._load_deferred()
         self.writer.table.fill_constants()
+        self.weights.derived.refresh()
         self.weights.check_addresses()
         seconds = self.writer.finish()  # a GPU may have written until now
         self.writer.end()

@@ -1,4 +1,5 @@
-"""What an engine must hold of a checkpoint, written down by hand for the Qwen3 families.
+"""What an engine must hold of a checkpoint, written down by hand for the families of Qwen3 and
+DeepSeek.
 
 It shares neither routes nor quantizer with the engine: HF tensors are quantized by
 ``tests.oracle``, then cut for each tensor-parallel rank and stacked as SGLang's layers have them.
@@ -24,6 +25,8 @@ BLOCK = oracle.BLOCK
 NO_SCALE = oracle.AMAX_FLOOR / oracle.FP8_MAX
 """Of a block of zeros, such as padding is made of."""
 
+NOPE, VALUES = 128, 128
+"""Rows of a head of MLA: of its keys, but for those that RoPE turns, and of its values."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared out between ranks
 
 
@@ -68,39 +71,72 @@ def parameters_of(
     def gate_up(block: str) -> Pair:
         return _join(np.concatenate, [rows(f"{block}.gate"), rows(f"{block}.up")])
 
+    def mla(attention: str) -> dict[str, Pair]:
+        latents = fp8[f"{attention}.kv_a_proj_with_mqa.weight"]  # whole on every rank
+        queries = fp8.get(f"{attention}.q_a_proj.weight")
+        if queries is None:
+            return {"kv_a_proj_with_mqa": latents, "q_proj": rows(f"{attention}.q")}
+        joined = _join(np.concatenate, [queries, latents])
+        return {"fused_qkv_a_proj_with_mqa": joined, "q_b_proj": rows(f"{attention}.q_b")}
+
     pairs: dict[str, Pair] = {}
+    absorbed: dict[str, Array] = {}
+    bf16 = dict(bf16)
     for layer in _layers(fp8):
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = [rows(f"{attention}.{part}") for part in "qkv"]
-        pairs[f"{attention}.qkv_proj.weight"] = _join(np.concatenate, qkv)
+        if f"{attention}.kv_b_proj.weight" in bf16:
+            pairs |= {f"{attention}.{name}.weight": p for name, p in mla(attention).items()}
+            whole = bf16.pop(f"{attention}.kv_b_proj.weight")
+            absorbed |= absorb(attention, np.split(whole, tp_size)[rank])
+        else:
+            qkv = [rows(f"{attention}.{part}") for part in "qkv"]
+            pairs[f"{attention}.qkv_proj.weight"] = _join(np.concatenate, qkv)
         pairs[f"{attention}.o_proj.weight"] = columns(f"{attention}.o")
-        count = _experts(fp8)
+        count = _experts(fp8, mlp)
         mine = np.split(np.arange(count), ep_size)[rank] if ep_size > 1 else range(count)
         experts = [f"{mlp}.experts.{e}" for e in mine]
         if experts:
             gate_ups, downs = map(gate_up, experts), [columns(f"{e}.down") for e in experts]
             pairs[f"{mlp}.experts.w13_weight"] = _join(np.stack, list(gate_ups))
             pairs[f"{mlp}.experts.w2_weight"] = _join(np.stack, downs)
-        else:
-            pairs[f"{mlp}.gate_up_proj.weight"] = gate_up(mlp)
-            pairs[f"{mlp}.down_proj.weight"] = columns(f"{mlp}.down")
+        for block in (mlp, f"{mlp}.shared_experts"):
+            if f"{block}.down_proj.weight" in fp8:
+                pairs[f"{block}.gate_up_proj.weight"] = gate_up(block)
+                pairs[f"{block}.down_proj.weight"] = columns(f"{block}.down")
 
     biases = [n for n in bf16 if n.endswith("q_proj.bias")]
-    bf16 = dict(bf16)
     joined = {
         name.replace("q_proj", "qkv_proj"): np.concatenate(
             [np.split(bf16.pop(name.replace("q_proj", f"{x}_proj")), tp_size)[rank] for x in "qkv"]
         )
         for name in biases
     }
-    parameters = joined | {
-        # norms and routers are on every rank
-        name: np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
-        for name, bits in bf16.items()
-    }
+    in_fp32 = {n: _to_fp32(bf16.pop(n)) for n in list(bf16) if n.endswith("correction_bias")}
+    parameters = joined | absorbed | in_fp32
+    for name, bits in bf16.items():  # norms and routers are on every rank
+        parameters[name] = np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
     for name, (codes, scales) in pairs.items():
         parameters[name], parameters[f"{name}_scale_inv"] = codes, scales
     return parameters
+
+
+def absorb(attention: str, kv_b: Array) -> dict[str, Array]:
+    """MLA's projection of latents, and what its attention keeps of it.
+
+    Args:
+        kv_b: of each head of the rank, the rows of its keys and those of its values.
+    """
+    heads = kv_b.reshape(-1, NOPE + VALUES, kv_b.shape[1])
+    return {
+        f"{attention}.kv_b_proj.weight": kv_b,
+        f"{attention}.w_kc": heads[:, :NOPE],
+        f"{attention}.w_vc": heads[:, NOPE:].transpose(0, 2, 1),
+    }
+
+
+def _to_fp32(bits: Array) -> Array:
+    """The bits of FP32 numbers, from those of BF16."""
+    return bits.view(np.uint16).astype(np.uint32) << 16
 
 
 def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
@@ -140,6 +176,6 @@ def _layers(fp8: dict[str, Pair]) -> list[str]:
     return sorted({name.split(".self_attn.")[0] for name in fp8 if ".self_attn." in name})
 
 
-def _experts(fp8: dict[str, Pair]) -> int:
-    found = (re.search(r"\.experts\.(\d+)\.", name) for name in fp8)
+def _experts(fp8: dict[str, Pair], mlp: str) -> int:
+    found = (re.match(rf"{re.escape(mlp)}\.experts\.(\d+)\.", name) for name in fp8)
     return 1 + max((int(match[1]) for match in found if match), default=-1)

@@ -5,6 +5,7 @@ A fault is planted in the weights to see what an engine that has it would answer
 that cannot tell the fault from the healthy weights proves nothing.
 """
 
+import math
 import re
 import shutil
 import tempfile
@@ -19,6 +20,10 @@ from safetensors.torch import save_file
 from tests import oracle
 from tests.engine import models
 
+YARN = (0.1 * math.log(models.MLA["rope_parameters"]["factor"]) + 1.0) ** 2
+"""By which DeepSeek's own code scales its attention's logits where mscale_all_dim is 1
+(modeling_deepseek.py of DeepSeek-V2). transformers 5.19's class of V2 does so, that of 5.12 does
+not; both classes of V3 do."""
 Fault = Callable[[models.Tensors, list[str]], None]
 
 
@@ -59,12 +64,20 @@ def prompt_logprobs(
         )
     if info["missing_keys"] or info["unexpected_keys"]:
         raise RuntimeError(f"transformers did not load {path} completely: {info}")
+    if "kv_lora_rank" in model.config.to_dict():
+        scale_mla(model, YARN)
     if prepare is not None:
         prepare(model)
     ids_T = torch.tensor(token_ids)
     with torch.inference_mode():
         logprobs_TV = model(ids_T[None]).logits[0].double().log_softmax(-1)
     return [float(x) for x in logprobs_TV[:-1].gather(-1, ids_T[1:, None]).squeeze(-1)]
+
+
+def scale_mla(model: Any, factor: float) -> None:
+    """Scale the logits of MLA's attention, whatever this version of transformers does."""
+    for layer in model.model.layers:
+        layer.self_attn.scaling = factor / math.sqrt(layer.self_attn.qk_head_dim)
 
 
 def _fake_quantize(weight: torch.Tensor) -> torch.Tensor:
@@ -108,6 +121,13 @@ def shift_scale_block(tensors: models.Tensors, names: list[str]) -> None:
     # Quantizing fake-quantized values again gives the same codes and scales.
     codes, scale = oracle.quantize_weight(tensors[name].numpy())
     tensors[name] = _dequantize(codes, np.roll(scale, 1, axis=-1))
+
+
+def stale_kv_b(tensors: models.Tensors, names: list[str]) -> None:
+    """Attend with tensors that were derived from the kv_b_proj of another policy."""
+    for name, tensor in tensors.items():
+        if name.endswith("kv_b_proj.weight"):
+            tensors[name] = models.perturbed(name, tensor, seed=2).float()
 
 
 def mean_difference(a: Sequence[float], b: Sequence[float]) -> float:

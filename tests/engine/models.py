@@ -65,6 +65,28 @@ MOE = {
     "norm_topk_prob": True,
 }
 
+# The heads of DeepSeek-V2, V3 and Kimi K2.
+MLA = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 512,
+    },
+}
+
 FAMILIES = {
     "qwen3": Family("qwen3"),
     "qwen3_moe": Family("qwen3_moe", MOE),
@@ -95,31 +117,32 @@ FAMILIES = {
             "num_experts_per_tok": 2,
         },
     ),
+    # As DeepSeek-V2-Lite; transformers 5.12 cannot compute V2's groups of experts.
     "deepseek_v2": Family(
         "deepseek_v2",
         {
+            **MLA,
             "q_lora_rank": None,
-            "kv_lora_rank": 128,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 256,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 2.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 512,
-            },
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,  # no power of 2, which no rounding would show
         },
         # transformers no longer writes what SGLang reads
-        {"moe_layer_freq": 1, "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+        {"moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False},
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {
+            **MLA,
+            "q_lora_rank": 256,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+        {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     # Its shared expert's gate is a Triton kernel on a GPU.
     "qwen2_moe": Family("qwen2_moe", {**WIDE, **MOE, "shared_expert_intermediate_size": 256}),
@@ -244,14 +267,16 @@ def perturb(path_in: Path | str, path_out: Path | str, seed: int) -> Path:
     """
     path_out = Path(path_out)
     shutil.copytree(path_in, path_out, dirs_exist_ok=True)
-    changed = {}
-    for name, tensor in named_tensors(path_in):
-        noise = torch.randn(tensor.shape, generator=_generator(name, seed))
-        mean, std = tensor.float().mean(), tensor.float().std()
-        moved = (tensor.float() - mean + 0.5 * std * noise) / math.hypot(1.0, 0.5)
-        changed[name] = (mean + moved).bfloat16()
-    _save(path_out, changed)
+    _save(path_out, {name: perturbed(name, t, seed) for name, t in named_tensors(path_in)})
     return path_out
+
+
+def perturbed(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    """One tensor of the next policy, in BF16."""
+    noise = torch.randn(tensor.shape, generator=_generator(name, seed))
+    mean, std = tensor.float().mean(), tensor.float().std()
+    moved = (tensor.float() - mean + 0.5 * std * noise) / math.hypot(1.0, 0.5)
+    return (mean + moved).bfloat16()
 
 
 OUTLIER_CHANNELS = [5, 69]
@@ -296,7 +321,8 @@ def with_tensors(path_in: Path | str, path_out: Path | str, more: Tensors) -> Pa
 
 
 _EXPERT = r"\.experts\.\d+\."
-_LINEAR = re.compile(rf"_proj(_with_mqa)?\.weight$|{_EXPERT}w[123]\.weight$")
+# MLA absorbs kv_b_proj into its attention, in BF16.
+_LINEAR = re.compile(rf"(?<!\bkv_b)_proj(_with_mqa)?\.weight$|{_EXPERT}w[123]\.weight$")
 # Projections that share one parameter in SGLang.
 _STACKED = re.compile(r"\b(q|k|v)_proj|\b(gate|up)_proj|\b(w1|w3)\b")
 

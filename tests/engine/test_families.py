@@ -52,6 +52,17 @@ SHARED_EXPERT: Why = {
 }
 MIXTRAL: Why = {"block_sparse_moe.experts": None, "block_sparse_moe.gate": ROUTER}
 
+MLA: Why = {"self_attn.kv_b_proj": "absorbs", "self_attn.o_proj": None}
+FROM_HIDDEN: Why = {"self_attn.q_proj": None, "self_attn.kv_a_proj_with_mqa": None}
+FROM_LATENTS: Why = {"self_attn.fused_qkv_a_proj_with_mqa": None, "self_attn.q_b_proj": None}
+DENSE_THEN_EXPERTS: Why = {
+    **{f"model.layers.0.{name}": None for name in MLP},
+    "model.layers.1.mlp.gate": ROUTER,
+    "model.layers.1.mlp.experts": None,
+    "model.layers.1.mlp.shared_experts.gate_up_proj": None,
+    "model.layers.1.mlp.shared_experts.down_proj": None,
+}
+
 LAYERS: dict[str, tuple[Why, Why]] = {
     "qwen3": (ATTENTION | MLP, UNTIED),
     "qwen3_moe": (ATTENTION | EXPERTS, UNTIED),
@@ -70,6 +81,8 @@ LAYERS: dict[str, tuple[Why, Why]] = {
     "smollm2": (ATTENTION | MLP, TIED),
     "qwen2_cut": (ATTENTION | MLP, TIED),
     "qwen3_moe_cut": (ATTENTION | EXPERTS, UNTIED),
+    "deepseek_v2": (MLA | FROM_HIDDEN, UNTIED | DENSE_THEN_EXPERTS),
+    "deepseek_v3": (MLA | FROM_LATENTS, UNTIED | DENSE_THEN_EXPERTS),
 }
 RANKS = {"qwen2_cut": 2, "qwen3_moe_cut": 2}
 """Of families whose shapes matter only there; 1 of all others."""
@@ -78,7 +91,6 @@ UNPADDED: dict[str, Why] = {
     "qwen3_moe_ragged": ATTENTION | {"mlp.experts": RAGGED, "mlp.gate": ROUTER},
 }
 """Under ``--fp8rl-ragged bf16``."""
-REFUSED = {"deepseek_v2": "its MLA attention keeps tensors derived from kv_b_proj"}
 
 CHOSEN = os.environ.get("FP8RL_TEST_FAMILIES", "")
 
@@ -91,7 +103,7 @@ def chosen(families: list[str]) -> list[str]:
 
 
 def test_no_family_is_forgotten() -> None:
-    assert set(LAYERS) | set(REFUSED) == set(models.FAMILIES)
+    assert set(LAYERS) == set(models.FAMILIES)
 
 
 @pytest.mark.parametrize("family", chosen(list(LAYERS)))
@@ -149,8 +161,11 @@ def check_layers(layers: list[dict[str, object]], expected: dict[str, str | None
 def check_logprobs(path: Path, tokens: list[int], engine: list[float]) -> None:
     healthy = hf_oracle.prompt_logprobs(path, tokens)
     faults = [hf_oracle.swap_gate_up, hf_oracle.shift_scale_block]
-    if any(".experts." in name for name, _ in models.named_tensors(path)):
+    names = [name for name, _ in models.named_tensors(path) if "layers.0." in name]
+    if any(".experts." in name for name in names):
         faults.append(hf_oracle.misroute_expert)
+    if any("kv_b_proj" in name for name in names):
+        faults.append(hf_oracle.stale_kv_b)
     controls = {
         fault.__name__: hf_oracle.mean_difference(
             healthy, hf_oracle.prompt_logprobs(path, tokens, fault=fault)
@@ -160,10 +175,3 @@ def check_logprobs(path: Path, tokens: list[int], engine: list[float]) -> None:
     measured = hf_oracle.mean_difference(engine, healthy)
     print(f"{path.name}: engine {measured:.3f}; controls {controls}")
     assert measured < BOUND * min(controls.values())
-
-
-@pytest.mark.parametrize("family", chosen(list(REFUSED)))
-def test_family_is_refused_at_start(family: str, tmp_path: Path) -> None:
-    path = models.make_checkpoint(family, tmp_path / family)
-    with pytest.raises(RuntimeError, match=REFUSED[family]), EngineProcess(tmp_path / "log", path):
-        pass

@@ -31,6 +31,10 @@ CASES = [  # family, ranks of tensor and of expert parallelism
     pytest.param(("qwen2_cut", 2, 1), id="qwen2_cut-tp2"),
     pytest.param(("qwen3_moe_ragged", 1, 1), id="qwen3_moe_ragged-tp1", marks=pytest.mark.full),
     pytest.param(("qwen3_moe_cut", 2, 1), id="qwen3_moe_cut-tp2"),
+    pytest.param(("deepseek_v2", 1, 1), id="deepseek_v2-tp1"),
+    pytest.param(("deepseek_v2", 2, 1), id="deepseek_v2-tp2", marks=pytest.mark.full),
+    pytest.param(("deepseek_v3", 1, 1), id="deepseek_v3-tp1", marks=pytest.mark.full),
+    pytest.param(("deepseek_v3", 2, 1), id="deepseek_v3-tp2"),
 ]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.

@@ -1,5 +1,6 @@
 """A step's plan is written once the GPU has copied the last; ``tests/gpu`` has the race itself."""
 
+import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -59,12 +60,12 @@ def test_a_failed_plan_is_not_recorded(calls: list[str]) -> None:
     assert calls == ["wait 0"]
 
 
-def test_sglang_has_what_is_wrapped() -> None:
+@pytest.mark.parametrize("target", compat.FLASHINFER_PLANS)
+def test_sglang_has_what_is_wrapped(target: str) -> None:
     """By its name, and with the wrapper as its first argument."""
-    from sglang.srt.layers.attention import flashinfer_backend
-
-    path, method = compat.FLASHINFER_PLAN.rsplit(".", 1)
-    owner = getattr(flashinfer_backend, path.rsplit(".", 1)[1])
+    path, method = target.rsplit(".", 1)
+    module, name = path.rsplit(".", 1)
+    owner = getattr(importlib.import_module(module), name)
     assert list(inspect.signature(getattr(owner, method)).parameters)[:2] == ["self", "wrapper"]
 
 

@@ -28,18 +28,12 @@ def test_in_a_thread_pool_the_right_tensor_falls_back() -> None:
     assert routed(table) == {"b", "n"}
 
 
-def test_sources_that_are_concatenated_all_fall_back() -> None:
-    """DeepSeek keeps one tensor until the other has come; with one alone it writes nothing."""
-
+def test_sources_that_are_concatenated_and_cut_all_fall_back() -> None:
     def load(model: Model, weights: Weights) -> None:
-        kept = {}
-        for name, weight in weights:
-            if name == "n":
-                model.data(name).copy_(weight)
-                continue
-            kept[name] = weight
-            if len(kept) == 2:
-                model.data("ab").copy_(torch.cat([kept["a"], kept["b"]]))
+        kept = dict(weights)
+        model.data("n").copy_(kept.pop("n"))
+        whole = torch.cat([kept["a"], kept["b"]])
+        model.data("ab").copy_(whole[:])
 
     parameters = {"ab": torch.zeros(512, 128, dtype=BF16), "n": torch.zeros(4, dtype=BF16)}
     table = record_routes(Model(parameters, load), {"a": (256, 128), "b": (256, 128), "n": (4,)})

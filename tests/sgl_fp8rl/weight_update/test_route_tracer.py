@@ -89,6 +89,42 @@ def test_a_loader_with_a_thread_pool_is_seen() -> None:
     assert routed(table) == set(SHAPES)
 
 
+def test_sglang_loads_probes_in_the_thread_that_is_watched() -> None:
+    from sglang.srt.model_loader.utils import should_async_load
+
+    asked: list[bool] = []
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            asked.append(should_async_load(weight))
+            model.data(name).copy_(weight)
+
+    record_routes(Model(bf16_storage(), load), SHAPES)
+    assert asked == [False] * len(SHAPES)
+    assert should_async_load(torch.zeros(1)), "control: other tensors go to its pool"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sources_that_are_concatenated_are_recorded(axis: int) -> None:
+    """DeepSeek keeps one tensor until the other has come."""
+
+    def load(model: Model, weights: Weights) -> None:
+        kept = {}
+        for name, weight in weights:
+            kept[name] = weight.clone()
+        model.data("ab").copy_(torch.cat([kept["a"], kept["b"]], axis).contiguous())
+
+    shapes = {"b": (256, 192), "a": (256, 128)} if axis else {"b": (192, 256), "a": (128, 256)}
+    sizes = (256, 320) if axis else (320, 256)
+    table = record_routes(Model(toy.fp8_storage("ab", *sizes), load), shapes)
+    assert not table.fallback
+    for name, start in (("a", 0), ("b", 128)):
+        whole = [(0, size) for size in shapes[name]]
+        dst = list(whole)
+        dst[axis] = (start, start + shapes[name][axis])
+        assert table.routes[name] == [Route(name, tuple(whole), "ab", tuple(dst))]
+
+
 IS_RECORDED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "to dtype": lambda p, w: p.copy_(w.to(torch.float32)),
     "to device": lambda p, w: p.copy_(w.to(p.device)),
