@@ -26,6 +26,7 @@ TOGETHER = (
     ("load",),
     ("updates",),
     ("oracle",),
+    ("mla",),
     ("in_flight",),
     ("kv_cache",),
     ("gemms",),
