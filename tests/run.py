@@ -90,7 +90,12 @@ VERL = (
 PLANS: dict[str, tuple[Suite, ...]] = {
     "fast": (Suite("fast", OLDEST, FAST),),
     "test": (
-        Suite("engine", OLDEST, ENGINE, "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v2"),
+        Suite(
+            "engine",
+            OLDEST,
+            ENGINE,
+            "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v3",
+        ),
         Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),
         Suite("fast", OLDEST, FAST),
     ),

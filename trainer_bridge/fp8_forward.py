@@ -119,6 +119,11 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
     """``fp8_forward`` for an engine that keeps these HF tensors in FP8; nothing is asked."""
     from trainer_bridge.fp8_layers import check_kind, convert  # torch._dynamo, which takes a second
 
+    if absorbed := next((n for n, _ in model.named_modules() if n.endswith("kv_b_proj")), None):
+        raise ValueError(
+            f"{absorbed} is of MLA, whose engine attends to latents and rounds otherwise than the "
+            f"model; fp8_forward does not know it, so train this model without"
+        )
     family, found, modules = hf_names.model_type(model), set[str](), dict[str, nn.Module]()
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -86,13 +86,19 @@ _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functiona
 
 
 def experts_reference(
-    layer: Any, x_MH: torch.Tensor, topk_weights_MT: torch.Tensor, topk_ids_MT: torch.Tensor
+    layer: Any,
+    x_MH: torch.Tensor,
+    topk_weights_MT: torch.Tensor,
+    topk_ids_MT: torch.Tensor,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """The experts of an engine's layer, in the torch reference.
 
+    Args:
+        factor: of the sum. Not the layer's own: on a CPU SGLang's models apply that themselves.
+
     Returns:
-        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32. On a CPU SGLang's
-        models apply the ``routed_scaling_factor`` themselves.
+        ``[M, H]`` in the dtype of ``x_MH``; the weighted sum is taken in FP32.
     """
     config = layer.moe_runner_config
     if config.activation not in _ACTIVATIONS or config.apply_router_weight_on_input:
@@ -108,4 +114,4 @@ def experts_reference(
         topk_ids_MT,
         _ACTIVATIONS[config.activation],
     )
-    return out_MH.to(x_MH.dtype)
+    return (factor * out_MH).to(x_MH.dtype)

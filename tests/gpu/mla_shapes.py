@@ -109,15 +109,14 @@ class MlaShape(Shape):
 V2_LITE = MlaShape(
     "deepseek-v2-lite",
     hidden=2048,
-    intermediate=10944,
+    intermediate=4096,
     heads=16,
     kv_heads=16,
     experts=32,
     expert=1408,
     shared=2,
-    # gate and up of the dense layer are 85.5 blocks, padded to 86
     linears=(
-        *((3072, 2048), (576, 2048), (2048, 2048), (22016, 2048), (2048, 11008)),
+        *((3072, 2048), (576, 2048), (2048, 2048), (8192, 2048), (2048, 4096)),
         *((5632, 2048), (2048, 2816)),
     ),
 )
@@ -132,7 +131,7 @@ V3 = MlaShape(
     expert=1024,
     linears=(
         *((2112, 2048), (3072, 1536), (2048, 2048), (8192, 2048), (2048, 4096)),
-        *((2048, 1024),),
+        *((2048, 2048), (2048, 1024)),
     ),
 )
 

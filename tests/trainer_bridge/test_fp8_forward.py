@@ -162,6 +162,13 @@ def test_a_layer_that_the_engine_pads() -> None:
         converted(experts)
 
 
+def test_mla_is_refused() -> None:
+    heads = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    model = tiny("deepseek_v2", q_lora_rank=None, first_k_dense_replace=2, **heads)
+    with pytest.raises(ValueError, match=r"kv_b_proj.*MLA"):
+        convert_layers(model, fp8_names(model), BF16)
+
+
 def test_nothing_is_converted_where_one_cannot_be() -> None:
     model = tiny("qwen3")
     model.model.layers[1].mlp.down_proj.__class__ = type("Scaled", (nn.Linear,), {})

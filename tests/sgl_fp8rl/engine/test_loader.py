@@ -9,6 +9,7 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig
 from torch import nn
 
+from sgl_fp8rl import compat
 from sgl_fp8rl.engine import loader
 from sgl_fp8rl.engine.attached import options_of
 from sgl_fp8rl.formats import BLOCK_FP8
@@ -69,3 +70,32 @@ def test_a_start_says_what_is_padded(caplog: pytest.LogCaptureFixture) -> None:
     # 1152 * 640 - 960 * 576 bytes each
     for word in ("2 layers", "0.4 MB", "2 x qkv_proj 960x576 in 1152x640"):
         assert word in said
+
+
+def verified(architecture: str, attention: str = "MLA", **fields: Any) -> None:
+    config = SimpleNamespace(
+        quantization="fp8rl",
+        attention_arch=compat.AttentionArch[attention],
+        hf_config=SimpleNamespace(architectures=[architecture], **fields),
+    )
+    loader.verify_model(lambda _: None, config)
+
+
+def test_models_with_mla_that_are_served() -> None:
+    for architecture in loader.MLA_MODELS:
+        verified(architecture)
+        verified(architecture, index_topk=None)
+    verified("MiniCPM3ForCausalLM", attention="MHA")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "why"),
+    [
+        ("MiniCPM3ForCausalLM", {}, r"MiniCPM3ForCausalLM.*stale"),
+        ("DeepseekV32ForCausalLM", {"index_topk": 2048}, r"\(DSA\)"),
+        ("DeepseekV3ForCausalLM", {"index_topk": 2048}, r"\(DSA\)"),
+    ],
+)
+def test_models_with_mla_that_are_not(architecture: str, fields: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        verified(architecture, **fields)

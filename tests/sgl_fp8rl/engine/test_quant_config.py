@@ -58,3 +58,14 @@ def test_a_format_is_served_by_its_line_in_the_tables(
     assert experts.fp8rl_reason == "no layer of experts computes in int8"
     monkeypatch.setitem(moe.METHODS, "int8", Method)
     assert config.get_quant_method(experts, "b") == Method(None, "b")
+
+
+def test_what_mla_absorbs_stays_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "check_hooks", lambda: None)
+    config, layer = FP8RLConfig(), compat.LinearBase.__new__(compat.LinearBase)
+    vars(layer).update(params_dtype=torch.get_default_dtype())
+    method = config.get_quant_method(layer, "model.layers.0.self_attn.kv_b_proj")
+    assert isinstance(method, compat.UnquantizedLinearMethod)
+    assert "absorbs" in layer.fp8rl_reason
+    other = config.get_quant_method(layer, "model.layers.0.self_attn.q_b_proj")
+    assert isinstance(other, linear.FP8RLLinearMethod)

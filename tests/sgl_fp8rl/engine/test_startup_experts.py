@@ -93,3 +93,23 @@ def test_nothing_is_read_for_other_engines(monkeypatch: pytest.MonkeyPatch) -> N
         startup_experts.assign_tile_configs(nn.ModuleList(layers), 3)
         assert rank.found == []
         assert [layer.quant_method.tiles for layer in layers] == [None] * len(layers)
+
+
+def test_experts_leave_the_input_that_shared_experts_read() -> None:
+    """DeepSeek's run them on another stream; its engine on a CPU has none, and other models have no
+    shared experts beside."""
+    blocks = [
+        SimpleNamespace(shared_experts=nn.Linear(1, 1), alt_stream=object()),
+        SimpleNamespace(shared_experts=nn.Linear(1, 1), alt_stream=None),
+        SimpleNamespace(alt_stream=object()),
+    ]
+    model = nn.Module()
+    for index, fields in enumerate(blocks):
+        block: Any = nn.Module()
+        block.experts = Experts()
+        for name, value in vars(fields).items():
+            setattr(block, name, value)
+        model.add_module(str(index), block)
+    startup_experts.keep_inputs(model)
+    kept = [not block.experts.moe_runner_config.inplace for block in model.children()]  # type: ignore[union-attr]
+    assert kept == [True, False, False]

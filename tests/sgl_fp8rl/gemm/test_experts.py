@@ -81,7 +81,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def test_values_are_the_references(M: int, factor: float | None) -> None:
     layer = Experts(routed_scaling_factor=factor, inplace=False)
     x = rows(M, H, spread=1)
-    want = experts_reference(layer, x, *routes(M))
+    want = experts_reference(layer, x, *routes(M), factor or 1.0)
     before = x.clone()
     got = experts.experts(layer, x, *routes(M))
     assert got.dtype == torch.bfloat16 and torch.equal(x, before)
@@ -148,7 +148,7 @@ def test_large_batches_are_sorted_by_expert(
     layer.quant_method.is_compiled = True
     M = 20 * E // T
     x = rows(M, H, spread=1)
-    want = experts_reference(layer, x, *routes(M))
+    want = experts_reference(layer, x, *routes(M), factor or 1.0)
     attach(x, quantize_tokens(x, by_row=True))
     got = experts.experts(layer, x, *routes(M))
     assert (got is x) == inplace and (attached(x) is None) == inplace
