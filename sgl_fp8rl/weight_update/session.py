@@ -119,6 +119,7 @@ class Session:
             self.writer.write(index, before)
             self._goes_back.pop()
         self.writer.table.fill_constants()
+        self.weights.derived.refresh()
 
     def _check_awaited(self, index: Any) -> None:
         known = type(index) is int and 0 <= index < len(self.writer.chunks)
