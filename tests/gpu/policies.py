@@ -149,7 +149,8 @@ def _draw(
     if models.is_linear(name):
         blocks = [-(-n // models.BLOCK) for n in size]
         gain = torch.exp2(torch.rand(blocks, generator=random, device=device) * 2 - 1)
-        values *= gain.repeat_interleave(models.BLOCK, 0).repeat_interleave(models.BLOCK, 1)
+        spread = gain.repeat_interleave(models.BLOCK, 0).repeat_interleave(models.BLOCK, 1)
+        values *= spread[: size[0], : size[1]]
     return values.bfloat16()
 
 
