@@ -38,6 +38,7 @@ REFUSED: Mapping[str, Mapping[str, object]] = {
         "enable_paged_experts": False,
         "kt_weight_path": None,
         "torchao_config": None,
+        "dcp_replicate_q_proj": False,
     },
     "its KV cache would outlive the flush of an update": {
         "hicache_storage_backend": None,

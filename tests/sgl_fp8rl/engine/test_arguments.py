@@ -55,7 +55,7 @@ DETAILS = (
 HARMLESS = {
     "each rank records the routes of its own slices": r"(tp|ep|attn_cp|dcp|moe_dp|moe_dense_tp"
     r"|shared_experts_tp)_size|\w*(prefill_cp|prefill_context_parallel|attn_tp)(_\w+)?|cp_strategy"
-    r"|dcp_\w+|enable_cp_tp_group_sharing|enable_tp_lm_head_all_to_all|mm_enable_dp_encoder"
+    r"|dcp_(?!replicate_q_proj)\w+|enable_cp_tp_group_sharing|enable_tp_lm_head_all_to_all|mm_enable_dp_encoder"
     r"|ep_num_redundant_experts|ep_dispatch_algorithm|init_expert_location"
     r"|(disable|enforce)_shared_experts_fusion|language_model_only",
     "the plugin's loader checks it, or does not read it": r"load_format|quantization|modelopt_\w+"
