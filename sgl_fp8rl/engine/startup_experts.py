@@ -63,8 +63,9 @@ def keep_inputs(model: Any) -> None:
     """
     for module in model.modules():
         shared, stream = (getattr(module, name, None) for name in ("shared_experts", "alt_stream"))
-        if shared is not None and stream is not None:
-            module.experts.moe_runner_config.inplace = False
+        config = getattr(getattr(module, "experts", None), "moe_runner_config", None)
+        if shared is not None and stream is not None and config is not None:
+            config.inplace = False
 
 
 def has_experts(model: Any) -> bool:
