@@ -12,8 +12,14 @@ from tests.engine import models
 from tests.engine.test_families import LAYERS
 from tests.sgl_fp8rl.sensitivity.conftest import Load
 
+MLA = {
+    "deepseek_v2": r"kv_a_proj_with_mqa.*deepseek_v2",
+    "deepseek_v3": r"q_a_proj.*deepseek_v3",
+}
+"""Refused: the layer and the family that are named."""
 
-@pytest.mark.parametrize("family", LAYERS)
+
+@pytest.mark.parametrize("family", sorted(LAYERS.keys() - MLA))
 def test_as_a_real_engine_has_them(family: str, load: Load) -> None:
     block, _ = LAYERS[family]
     wanted = {f"model.layers.{n}.{name}" for n in (0, 1) for name, why in block.items() if not why}
@@ -42,9 +48,10 @@ def test_what_padding_makes_as_large_as_bf16_stays_bf16(load: Load) -> None:
     }
 
 
-def test_a_layer_that_is_not_known_is_refused(load: Load) -> None:
-    with pytest.raises(ValueError, match=r"kv_a_proj_with_mqa.*deepseek_v2"):
-        fp8_groups(load("deepseek_v2"))
+@pytest.mark.parametrize("family", MLA)
+def test_a_layer_that_is_not_known_is_refused(family: str, load: Load) -> None:
+    with pytest.raises(ValueError, match=MLA[family]):
+        fp8_groups(load(family))
 
 
 def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
