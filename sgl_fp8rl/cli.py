@@ -307,16 +307,15 @@ def _padding(layer: dict[str, Any]) -> str:
 
 
 def _summary(layers: list[dict[str, Any]]) -> str:
-    from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
+    from sgl_fp8rl.formats import UNQUANTIZED, counted
 
     kept = [layer for layer in layers if layer["format"] == UNQUANTIZED.name]
     reasons = Counter(layer["reason"] or "no reason given" for layer in kept)
     others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
-    name = QUANTIZED.name.upper()
-    counts = f"{len(layers) - len(kept)} of {len(layers)} in {name}"
+    counts = counted(layer["format"] for layer in layers)
     padding = sum(layer["padding_bytes"] for layer in layers) / 1e6
     counts += f", {padding:.2f} MB of them padding" if padding else ""
-    return counts + (f"; not {name}: {others}" if others else "")
+    return counts + (f"; not quantized: {others}" if others else "")
 
 
 if __name__ == "__main__":
