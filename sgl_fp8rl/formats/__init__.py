@@ -75,7 +75,7 @@ def stored_format(name: str, parameters: Mapping[str, torch.Tensor]) -> WeightFo
 
 
 def counted(names: Iterable[str]) -> str:
-    """How many of some layers are quantized, by the names of their formats: ``3 of 5 layers are FP8``."""
+    """How many layers are quantized, by the names of their formats: ``3 of 5 layers are FP8``."""
     counts = Counter(names)
     total = counts.total()
     counts.pop(UNQUANTIZED.name, None)

@@ -10,13 +10,14 @@ reads the whole of it for the scale.
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from sgl_fp8rl.ops.channel import LARGEST
-from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.weight_quant_triton import (
     DTYPES,
     FLOOR,
@@ -52,6 +53,8 @@ class RowLaunch:
     source_dtype: torch.dtype
     target_dtype: torch.dtype
     model_dtype: torch.dtype
+    aligned: bool
+    """Whether all can be read and written 16 bytes at once."""
 
     def run(self, bases: Bases, status: Status) -> None:
         """As ``Launch.run``."""
@@ -67,6 +70,7 @@ class RowLaunch:
                 DTYPES[self.source_dtype],
                 _CODES[self.target_dtype],
                 DTYPES[self.model_dtype],
+                self.aligned,
                 LARGEST[self.target_dtype],
                 ROWS,
                 COLS,
@@ -82,11 +86,11 @@ def compile_rows(
     Args:
         dtype: the model's, to which weights are rounded before they are quantized.
     """
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[CopyDescriptor]] = defaultdict(list)
-    for descriptor in descriptors:
-        kinds[descriptor.source_dtype, descriptor.target_dtype].append(descriptor)
+    kinds: dict[Any, list[CopyDescriptor]] = defaultdict(list)
+    for each in descriptors:
+        kinds[each.source_dtype, each.target_dtype, _is_aligned(each)].append(each)
     launches = []
-    for (source, target), kind in kinds.items():
+    for (source, target, aligned), kind in kinds.items():
         programs = torch.tensor([-(-descriptor.rows // ROWS) for descriptor in kind])
         first = (programs.cumsum(0) - programs).tolist()
         table = [
@@ -102,9 +106,16 @@ def compile_rows(
                 source,
                 target,
                 dtype,
+                aligned,
             )
         )
     return launches
+
+
+def _is_aligned(rows: CopyDescriptor) -> bool:
+    """Elements of the source have at least two bytes, so 16 of them are more than enough."""
+    sides = (rows.source, rows.source_stride, rows.cols, rows.target, rows.target_stride)
+    return not any(side % ACCESS for side in (*sides, *(rows.kept or ())))
 
 
 # The base is an i64 whatever its value, so that 0 and a multiple of 16 compile nothing anew.
@@ -118,6 +129,7 @@ def _quantize_rows(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     MODEL: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -133,11 +145,21 @@ def _quantize_rows(
     cols = tl.load(descriptor + 6)
     first = tl.load(descriptor + 11)
     last = tl.load(descriptor + 12)
+    source_stride = tl.load(descriptor + 7)
+    target_stride = tl.load(descriptor + 8)
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+        source_stride = tl.multiple_of(source_stride, 16)
+        target_stride = tl.multiple_of(target_stride, 16)
+        cols = tl.multiple_of(cols, 16)
+        first = tl.multiple_of(first, 16)
+        last = tl.multiple_of(last, 16)
     row = (program - tl.load(descriptor)) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     is_row = row < rows
     col = tl.arange(0, COLS)[None, :]
-    source += row[:, None] * tl.load(descriptor + 7)
-    target += row[:, None] * tl.load(descriptor + 8)
+    source += row[:, None] * source_stride
+    target += row[:, None] * target_stride
     bits = tl.zeros((ROWS, COLS), tl.int32)
     for start in range(0, cols, COLS):
         inside = is_row[:, None] & (start + col < cols)

@@ -82,10 +82,10 @@ class RouteTable:
 
     def is_quantized(self, source: str) -> bool:
         """Whether the engine quantizes this HF tensor."""
-        return self._format_of(source) is not UNQUANTIZED
+        return self.kept_as(source) is not UNQUANTIZED
 
-    def _format_of(self, source: str) -> WeightFormat:
-        """The one that ``check`` found for all routes of an HF tensor."""
+    def kept_as(self, source: str) -> WeightFormat:
+        """The format of the storage that all routes of an HF tensor lead to."""
         routes = self.routes.get(source)
         return self.format_of(routes[0]) if routes else UNQUANTIZED
 
@@ -207,10 +207,10 @@ class RouteTable:
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
             kept = self.routes.get(name) or name in self.fallback
             sent = manifest.format_of(name)
-            if sent is not UNQUANTIZED and kept and self._format_of(name) is not sent:
+            if sent is not UNQUANTIZED and kept and self.kept_as(name) is not sent:
                 raise ManifestError(
                     f"{name} is {sent.name}, but the engine keeps it in "
-                    f"{self._format_of(name).name.upper()}; send it in BF16"
+                    f"{self.kept_as(name).name.upper()}; send it in BF16"
                 )
 
     def fill_constants(self) -> None:
