@@ -60,6 +60,10 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         """What becomes of layers whose sides are not multiples of 128, in block FP8."""
         self.formats = [CHOICES[options.format]]
         """What layers are kept in: the first of these that a layer can be."""
+        if torch.cuda.is_available():
+            refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
+            if refused is not None and self.formats[0] is not BLOCK_FP8:
+                raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
         if self.formats == [BLOCK_FP8] and self.ragged == "channel":
             self.formats.append(CHANNEL_FP8)
 

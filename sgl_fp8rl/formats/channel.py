@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from sgl_fp8rl.formats.weight_format import (
+    FP8_CAPABILITIES,
     LEAST_ROWS,
     NOT_FINITE,
     ROW,
@@ -73,6 +74,7 @@ class ChannelFP8(ChannelFormat):
 
     name = "channel-fp8"
     dtypes = (FP8_DTYPE,)
+    capabilities = FP8_CAPABILITIES
 
 
 class Int8(ChannelFormat):
@@ -80,3 +82,4 @@ class Int8(ChannelFormat):
 
     name = "int8"
     dtypes = (torch.int8,)
+    capabilities = ((8, 0), (9, 0))  # sgl_kernel's int8_scaled_mm with BF16 results

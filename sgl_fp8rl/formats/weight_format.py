@@ -13,6 +13,8 @@ from sgl_fp8rl.ops.regions import Region
 NOT_FINITE = "holds NaN or Inf; check the trainer's weights before the update"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a trainer holds weights in; each can be encoded in any format."""
+FP8_CAPABILITIES = ((8, 9), (99, 9))
+"""From Ada on there are FP8 tensor cores."""
 ROW = 1 << 62
 """As the columns of a block: a whole row, of any length."""
 LEAST_ROWS = 128
@@ -51,9 +53,20 @@ class WeightFormat(ABC):
     fields, and none of ``UNQUANTIZED``."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
+    capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((0, 0), (99, 9))
+    """Compute capabilities of the GPUs whose kernels take it: the least and the most."""
     checkpoint: ClassVar[Mapping[str, Any]] = {}
     """What readers of a checkpoint in the format look for in its ``quantization_config``, but for
     the list of layers that are not in it."""
+
+    def why_not_on(self, capability: tuple[int, int]) -> str | None:
+        """Why a GPU of this compute capability has no kernels for it."""
+        least, most = self.capabilities
+        if capability < least:
+            return f"{self.name} needs SM {least[0]}.{least[1]} or newer"
+        if capability > most:
+            return f"{self.name} needs SM {most[0]}.{most[1]} or older"
+        return None
 
     @abstractmethod
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:

@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sgl_fp8rl.formats import ENGINE_ONLY, FORMATS, UNQUANTIZED, by_dtype, split_name, stored_format
+from sgl_fp8rl.formats import (
+    BLOCK_FP8,
+    ENGINE_ONLY,
+    FORMATS,
+    UNQUANTIZED,
+    by_dtype,
+    split_name,
+    stored_format,
+)
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
@@ -190,6 +198,14 @@ def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
         }
         with pytest.raises(RouteError, match=f"w{suffix} is missing"):
             RouteTable(table.sources, table.routes, parameters).check()
+
+
+@pytest.mark.parametrize("fmt", ENGINE_ONLY, ids=lambda fmt: fmt.name)
+def test_codes_of_another_format_are_refused(fmt: WeightFormat) -> None:
+    """Whatever their dtype: channel FP8 has that of block FP8."""
+    encoded = {f"w{s}": t for s, t in BLOCK_FP8.encode(weight(256, 256)).items()}
+    with pytest.raises(ManifestError, match=f"w is fp8.*in {fmt.name.upper()}; send it in BF16"):
+        sent(stored(fmt, (256, 256)), encoded, 1 << 17)
 
 
 @every_format
