@@ -111,11 +111,13 @@ def misroute_expert(tensors: models.Tensors, names: list[str]) -> None:
 
 
 def shift_scales(tensors: models.Tensors, names: list[str], fmt: str = "block-fp8") -> None:
-    """Give each block or row of one quantized tensor of layer 0 the scale of its neighbour."""
+    """Give each block of one quantized tensor of layer 0 the scale of its neighbour, or each row
+    that of the row a block on: next to it they are alike."""
     name = [n for n in names if "layers.0." in n][-1]
     # Quantizing fake-quantized values again gives the same codes and scales.
     codes, scale = _quantize(tensors[name], fmt)
-    tensors[name] = _dequantize(codes, np.roll(scale, 1, axis=-1 if fmt == "block-fp8" else -2))
+    shift, axis = (1, -1) if fmt == "block-fp8" else (models.BLOCK, -2)
+    tensors[name] = _dequantize(codes, np.roll(scale, shift, axis))
 
 
 def mean_difference(a: Sequence[float], b: Sequence[float]) -> float:
