@@ -156,7 +156,7 @@ def _quantized(
         format_.name,
         None,
         shape,
-        _top_k(module),
+        _top_k(module) if format_ is BLOCK_FP8 else None,
         None if padding is None else (*shape[:-2], *padding.unpadded),
         _padding_bytes(module),
     )
