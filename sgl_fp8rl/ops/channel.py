@@ -49,7 +49,8 @@ def channel_linear(
     bias_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What a W8A8 GEMM with a scale for each row computes, in FP32; tokens get codes as the weight
-    has.
+    has. SGLang's kernels on a GPU multiply tokens by a reciprocal, and round those of INT8 away
+    from zero at ties: some take the next code.
 
     Returns:
         ``[..., M, N]`` in the dtype of ``x_MK``.

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
     ("file", "least", "skipped"),
     [
         ("test_weight_quant_triton.py", 100, 3),
-        ("test_formats.py", 51, 0),
+        ("test_formats.py", 51, 36),
         ("test_kv_triton.py", 100, 8),
         ("test_qk_rope.py", 40, 8),
         ("test_heads_triton.py", 70, 4),
