@@ -113,10 +113,12 @@ def misroute_expert(tensors: models.Tensors, names: list[str]) -> None:
 def shift_scales(tensors: models.Tensors, names: list[str], fmt: str = "block-fp8") -> None:
     """Give each block of one quantized tensor of layer 0 the scale of its neighbour, or each row
     that of the row a block on: next to it they are alike."""
-    name = [n for n in names if "layers.0." in n][-1]
+    by_block = fmt == "block-fp8"
+    fits = [n for n in names if by_block or len(tensors[n]) > models.BLOCK]
+    name = [n for n in fits if "layers.0." in n][-1]
     # Quantizing fake-quantized values again gives the same codes and scales.
     codes, scale = _quantize(tensors[name], fmt)
-    shift, axis = (1, -1) if fmt == "block-fp8" else (models.BLOCK, -2)
+    shift, axis = (1, -1) if by_block else (models.BLOCK, -2)
     tensors[name] = _dequantize(codes, np.roll(scale, shift, axis))
 
 
