@@ -110,13 +110,14 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             layer.fp8rl_reason = reason
             return compat.UnquantizedLinearMethod()
         if isinstance(layer, compat.FusedMoE):
-            reasons = [why] if (why := self._why_not(prefix)) else []
-            for format_ in self.formats if not reasons else []:
-                reason = moe.why_not(layer, format_, pads=self.ragged == "pad")
-                if reason is None:
-                    return moe.METHODS[format_.name](self, prefix)
-                reasons.append(reason)
-            layer.fp8rl_reason = "; ".join(reasons)
+            reason = self._why_not(prefix)
+            if reason is None:
+                pads = self.ragged == "pad"
+                reasons = [moe.why_not(layer, format_, pads=pads) for format_ in self.formats]
+                if None in reasons:
+                    return moe.METHODS[self.formats[reasons.index(None)].name](self, prefix)
+                reason = "; ".join(filter(None, reasons))
+            layer.fp8rl_reason = reason
             return compat.UnquantizedFusedMoEMethod(
                 layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
             )
