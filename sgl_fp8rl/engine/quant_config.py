@@ -75,7 +75,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         """Read the ``quantization_config`` of a block-FP8 checkpoint.
 
         Raises:
-            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations.
+            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations, or the
+                engine's format another one.
         """
         block = config.get("weight_block_size")
         scheme = config.get("activation_scheme", "dynamic")
@@ -86,13 +87,14 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 f"dynamic activations, but this checkpoint's quantization_config is {config}; "
                 f"start from the BF16 checkpoint"
             )
-        if current_options().format != "block-fp8":
+        ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
+        made = cls(ignored_layers=list(ignored or ()))
+        if made.formats[0] is not BLOCK_FP8:
             raise ValueError(
-                f"fp8rl-format {current_options().format} is quantized from BF16 weights, but this "
+                f"fp8rl-format {made.formats[0].name} is quantized from BF16 weights, but this "
                 f"checkpoint is block FP8; start from the BF16 checkpoint"
             )
-        ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
-        return cls(ignored_layers=list(ignored or ()))
+        return made
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
