@@ -25,7 +25,7 @@ CLOSE = 0.5
 of the list would change."""
 
 
-@pytest.mark.parametrize("fmt", ["block-fp8", pytest.param("int8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fmt", ["block-fp8", pytest.param("channel-fp8", marks=pytest.mark.full)])
 def test_the_list_is_what_the_engine_leaves_in_bf16(fmt: str, tmp_path: Path) -> None:
     name = CHOICES[fmt].name
     checkpoint = models.make_checkpoint("qwen3_moe", tmp_path / "model")
