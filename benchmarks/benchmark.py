@@ -28,6 +28,7 @@ BENCHMARKS = {
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv": "benchmarks.kv.cases:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
+    "formats": "benchmarks.formats:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",
     "fp8_forward": "benchmarks.fp8_forward:BENCHMARK",

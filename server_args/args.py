@@ -20,7 +20,8 @@ FLAG_PREFIX = "--fp8rl-"
 BUCKET_ALIGNMENT = 512
 """Bytes. A half of a bucket must keep 256-byte alignment, which CUDA gives."""
 KV_SCHEMES = ("engine", "trainer", "unit")
-RAGGED = ("pad", "bf16")
+FORMATS = ("block-fp8", "channel-fp8", "int8")
+RAGGED = ("pad", "channel", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
 
 
@@ -59,14 +60,24 @@ class Fp8RLServerArgs:
 
     In text form they are separated by spaces, since a regex may contain commas.
     """
+    format: str = field(
+        default="block-fp8",
+        metadata=_option(f"what layers keep their weights in: {', '.join(FORMATS)}"),
+    )
+    """What layers keep their weights in; default ``"block-fp8"``.
+
+    ``"block-fp8"``: one scale for each block of 128x128. ``"channel-fp8"``: one for each row, and
+    one for each token. ``"int8"``: the same with INT8 codes.
+    """
     ragged: str = field(
         default="pad",
         metadata=_option(f"layers that are no whole FP8 blocks: {', '.join(RAGGED)}"),
     )
-    """What becomes of a layer whose sides on a rank are not multiples of 128; default ``"pad"``.
+    """What becomes of a layer whose sides on a rank are not multiples of 128, where the format is
+    block FP8; default ``"pad"``.
 
     ``"pad"``: it is FP8, in storage that zeros fill up to whole blocks, unless that is as large as
-    BF16. ``"bf16"``: it stays BF16.
+    BF16. ``"channel"``: it is channel FP8. ``"bf16"``: it stays BF16.
     """
     kv_scheme: str = field(
         default="engine",
@@ -141,6 +152,7 @@ class Fp8RLServerArgs:
                 check_pattern(pattern)
             except ValueError as error:
                 raise _invalid("ignored_layers", f"pattern {error}") from None
+        _check_choice("format", self.format, FORMATS)
         _check_choice("ragged", self.ragged, RAGGED)
         _check_choice("kv_scheme", self.kv_scheme, KV_SCHEMES)
         if self.kv_scales is not None and not self.kv_scales.strip():

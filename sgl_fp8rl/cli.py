@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from server_args.args import FORMATS
 from sgl_fp8rl import compat, doctor
 from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.options import current_options
@@ -74,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     precision.add_argument("--tokens", type=int, help="tokens to measure (default 4096, CPU 1024)")
     precision.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    precision.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help="what the layers are in, as of --fp8rl-format (default block-fp8)",
+    )
     precision.add_argument(
         "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
     )
@@ -217,6 +224,7 @@ def _precision(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             dtype=getattr(torch, arguments.dtype),
             seed=arguments.seed,
+            format=arguments.format,
         )
         command.run(options, arguments.output)
     except (OSError, ValueError, MemoryError) as error:
@@ -307,16 +315,15 @@ def _padding(layer: dict[str, Any]) -> str:
 
 
 def _summary(layers: list[dict[str, Any]]) -> str:
-    from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
+    from sgl_fp8rl.formats import UNQUANTIZED, counted
 
     kept = [layer for layer in layers if layer["format"] == UNQUANTIZED.name]
     reasons = Counter(layer["reason"] or "no reason given" for layer in kept)
     others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
-    name = QUANTIZED.name.upper()
-    counts = f"{len(layers) - len(kept)} of {len(layers)} in {name}"
+    counts = counted(layer["format"] for layer in layers)
     padding = sum(layer["padding_bytes"] for layer in layers) / 1e6
     counts += f", {padding:.2f} MB of them padding" if padding else ""
-    return counts + (f"; not {name}: {others}" if others else "")
+    return counts + (f"; not quantized: {others}" if others else "")
 
 
 if __name__ == "__main__":

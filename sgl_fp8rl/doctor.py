@@ -35,8 +35,6 @@ ENTRY_POINTS = {
 PLUGINS = {"sglang": ("SGLANG_PLUGINS", ""), "verl": ("VERL_USE_EXTERNAL_PLUGINS", "auto")}
 """The variable that selects among plugins, and its value for all of them."""
 GENERIC_NAMES = ("server_args", "trainer_bridge")
-FP8_SM = (8, 9)
-"""First compute capability with FP8 tensor cores (Ada); only Hopper, 9.0, is tested."""
 _version = seams.installed
 
 
@@ -220,16 +218,21 @@ def check_device() -> Iterator[Check]:
         yield _cpu_platform()
         return
     driver = _driver_version()
+    chosen = importlib.import_module("sgl_fp8rl.options").read_options().format
+    format_ = importlib.import_module("sgl_fp8rl.formats").CHOICES[chosen]
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         name = f"{torch.cuda.get_device_name(index)}, SM {capability[0]}.{capability[1]}, {driver}"
         label = f"device cuda:{index}"
-        if capability < FP8_SM:
-            yield Check(label, "fail", f"{name}: no FP8 tensor cores; 8.9 or newer is needed")
+        if refused := format_.why_not_on(capability):
+            others = importlib.import_module("sgl_fp8rl.formats").CHOICES.items()
+            able = [option for option, other in others if not other.why_not_on(capability)]
+            remedy = f"set FP8RL_FORMAT={able[-1]}" if able else "use another GPU"
+            yield Check(label, "fail", f"{name}: {refused}; {remedy}")
         elif capability[0] != 9:
-            yield Check(label, "warn", f"{name}: FP8, but untested; tested is SM 9.0")
+            yield Check(label, "warn", f"{name}: {chosen}, but untested; tested is SM 9.0")
         else:
-            yield Check(label, "ok", f"{name}: FP8 tensor cores")
+            yield Check(label, "ok", f"{name}: kernels for {chosen}")
 
 
 def check_kv_cache() -> Iterator[Check]:

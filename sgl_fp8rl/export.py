@@ -134,7 +134,7 @@ def _from_checkpoint(
     files = weight_files(folder)
     manifest = Manifest(0, read_headers(files)).to_json()
     # SGLang reads no padded layer without this plugin
-    options: dict[str, Any] = {"fp8rl_ragged": "bf16"}
+    options: dict[str, Any] = {"fp8rl_format": "block-fp8", "fp8rl_ragged": "bf16"}
     if ignored is not None:
         options["fp8rl_ignored_layers"] = tuple(ignored)
     with dummy_engine(str(folder), tp_size, **options) as engine:

@@ -50,6 +50,8 @@ LAYERS = (
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
+    "sgl_fp8rl.engine.layer_method",
+    "sgl_fp8rl.engine.channel",
     "sgl_fp8rl.engine.linear sgl_fp8rl.engine.routed_experts sgl_fp8rl.engine.sampler "
     "sgl_fp8rl.engine.output_stream sgl_fp8rl.engine.internal_requests "
     "sgl_fp8rl.engine.kv_attention sgl_fp8rl.engine.kv_decode "

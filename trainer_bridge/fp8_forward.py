@@ -154,7 +154,10 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
 def _layout_of(engine: Any) -> dict[str, Any]:
     layout = connection_to(engine).layout()
     if not layout["formats"].get(QUANTIZED.name):
-        raise EngineError("the engine does not know yet what it keeps in FP8; update it first")
+        raise EngineError(
+            "the engine keeps no layer in block FP8, or does not know yet; update it first, and "
+            "start it with --fp8rl-format block-fp8"
+        )
     return {name: layout[name] for name in ("formats", "dtype")}
 
 

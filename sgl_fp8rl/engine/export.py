@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import attempted, gather, sources
-from sgl_fp8rl.formats import UNQUANTIZED, format_of
+from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -94,6 +94,11 @@ def _why_not(weights: EngineWeights) -> str | None:
             f"checkpoint of this policy"
         )
     for name in filter(weights.table.is_quantized, weights.table.sources):
+        if (kept := weights.table.kept_as(name)) is not QUANTIZED:
+            return (
+                f"{name} is kept in {kept.name.upper()}, and exports are block FP8; export the "
+                f"BF16 checkpoint of this policy"
+            )
         if reason := weights.table.why_ragged(name):
             return (
                 f"{name} is not whole blocks ({reason}), which SGLang may not load without this "

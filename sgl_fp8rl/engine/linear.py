@@ -6,14 +6,16 @@ from typing import Any
 import torch
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.engine.channel import FP8RLChannelLinearMethod, FP8RLInt8LinearMethod
+from sgl_fp8rl.engine.layer_method import LayerMethod
+from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, INT8
 from sgl_fp8rl.formats.padding import Padding, Shard, fit, pad_storage
 from sgl_fp8rl.gemm import dispatch
 from sgl_fp8rl.ops.activation import Channels
 from sgl_fp8rl.ops.reference import fp8_linear
 
 
-class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
+class FP8RLLinearMethod(LayerMethod, compat.Fp8LinearMethod):  # type: ignore[misc]
     """Codes in ``weight`` [N, K] e4m3, scales in ``weight_scale_inv`` [N/128, K/128] FP32."""
 
     choices: dispatch.Choices | None = None
@@ -44,12 +46,13 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         cols, rows = input_size_per_partition, output_partition_sizes
-        self._sizes = (cols, rows, input_size, output_size, *args)
-        # SGLang chose the loader by the name of this class; BF16 parameters need the other
-        self._options = kwargs | {"weight_loader": layer.weight_loader}
+        self.sizes, self.options = (cols, rows, input_size, output_size, *args), dict(kwargs)
         # Only here are the sizes of this rank known; the layer keeps BF16 as a whole.
         reason = BLOCK_FP8.refusal(rows, cols)
-        if reason is not None and self.quant_config.pads:
+        if reason is not None and self.quant_config.ragged == "channel":
+            self.hand_over(layer, FP8RLChannelLinearMethod(self.quant_config, self.prefix))
+            return
+        if reason is not None and self.quant_config.ragged == "pad":
             found = shards(layer, cols, rows, input_size, output_size)
             if found is not None:
                 self.padding, reason = fit(BLOCK_FP8, *found)
@@ -58,17 +61,9 @@ class FP8RLLinearMethod(compat.Fp8LinearMethod):  # type: ignore[misc]
             return
         if self.padding is not None:
             kwargs["skip_block_quant_check"] = True
-        super().create_weights(layer, *self._sizes, **kwargs)
+        super().create_weights(layer, *self.sizes, **kwargs)
         if self.padding is not None:
             pad_storage(layer.weight, layer.weight_scale_inv, self.padding, BLOCK_FP8.block)
-
-    def keep_bf16(self, layer: Any, reason: str) -> None:
-        """Give the layer BF16 weights, in the place of FP8 ones if it has them already."""
-        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
-            delattr(layer, name)
-        layer.fp8rl_reason = reason
-        layer.quant_method = compat.UnquantizedLinearMethod()
-        layer.quant_method.create_weights(layer, *self._sizes, **self._options)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         keep_storage(super().process_weights_after_loading, layer, self.prefix)
@@ -111,7 +106,11 @@ def shards(
     return stacked, shard(cols, count_cols)
 
 
-METHODS: dict[str, Any] = {BLOCK_FP8.name: FP8RLLinearMethod}
+METHODS: dict[str, Any] = {
+    BLOCK_FP8.name: FP8RLLinearMethod,
+    CHANNEL_FP8.name: FP8RLChannelLinearMethod,
+    INT8.name: FP8RLInt8LinearMethod,
+}
 """By format: what computes in a linear layer, and keeps a layer in BF16 by ``keep_bf16``."""
 
 

@@ -19,7 +19,7 @@ from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.kv_setup import attach_kv_scales, load_kv_scales
 from sgl_fp8rl.engine.quant_config import LayerFormat, list_layers
 from sgl_fp8rl.engine.update_steps import skipped_by_all
-from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED
+from sgl_fp8rl.formats import UNQUANTIZED, counted
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.manifest import Manifest
@@ -183,10 +183,8 @@ def log_layer_formats(model: nn.Module) -> None:
     kept = [layer for layer in layers if layer.format == UNQUANTIZED.name]
     reasons = Counter(layer.reason for layer in kept)
     logger.info(
-        "fp8rl: %d of %d layers are %s; BF16: %s",
-        len(layers) - len(kept),
-        len(layers),
-        QUANTIZED.name.upper(),
+        "fp8rl: %s; BF16: %s",
+        counted(layer.format for layer in layers),
         "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "none",
     )
     if padded := [layer for layer in layers if layer.unpadded]:

@@ -1,6 +1,6 @@
 """``--quantization fp8rl``: which layer is quantized, and why each other one is not.
 
-SGLang's block-FP8 methods do the work; parameters are FP8 from their creation on, and BF16
+SGLang's own methods do the work; parameters are codes from their creation on, and BF16
 checkpoints and updates are quantized on the way in (``sgl_fp8rl.weight_update``).
 """
 
@@ -15,8 +15,9 @@ from server_args import matches
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import linear, moe
-from sgl_fp8rl.formats import BLOCK_FP8, QUANTIZED, UNQUANTIZED, format_of
+from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.gemm.experts import takes_codes
 from sgl_fp8rl.options import current_options
 
@@ -46,7 +47,8 @@ class LayerFormat:
 
 
 class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
-    """Block FP8 (128x128 weights, 1x128 activations, FP32 scales), quantized in the engine."""
+    """Quantized in the engine: block FP8 (128x128 weights, 1x128 activations, FP32 scales), or a
+    channel format."""
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
         compat.check_hooks()
@@ -58,8 +60,16 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         )
         options = current_options()
         self.patterns = (*options.ignored_layers, *self.ignored_layers)
-        self.pads = options.ragged == "pad"
-        """Whether layers whose sides are not multiples of 128 are padded, or stay BF16."""
+        self.ragged = options.ragged
+        """What becomes of layers whose sides are not multiples of 128, in block FP8."""
+        self.formats = [CHOICES[options.format]]
+        """What layers are kept in: the first of these that a layer can be."""
+        if torch.cuda.is_available():
+            refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
+            if refused is not None and self.formats[0] is not BLOCK_FP8:
+                raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
+        if self.formats == [BLOCK_FP8] and self.ragged == "channel":
+            self.formats.append(CHANNEL_FP8)
 
     def get_name(self) -> str:
         return NAME
@@ -69,7 +79,8 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         """Read the ``quantization_config`` of a block-FP8 checkpoint.
 
         Raises:
-            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations.
+            ValueError: the checkpoint's FP8 is not 128x128 blocks with dynamic activations, or the
+                engine's format another one.
         """
         block = config.get("weight_block_size")
         scheme = config.get("activation_scheme", "dynamic")
@@ -81,7 +92,13 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 f"start from the BF16 checkpoint"
             )
         ignored = config.get("ignored_layers") or config.get("modules_to_not_convert")
-        return cls(ignored_layers=list(ignored or ()))
+        made = cls(ignored_layers=list(ignored or ()))
+        if made.formats[0] is not BLOCK_FP8:
+            raise ValueError(
+                f"fp8rl-format {made.formats[0].name} is quantized from BF16 weights, but this "
+                f"checkpoint is block FP8; start from the BF16 checkpoint"
+            )
+        return made
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
@@ -95,13 +112,17 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
             if reason is None and layer.params_dtype != torch.get_default_dtype():
                 reason = f"it computes in {layer.params_dtype}"  # as some routers do
             if reason is None:
-                return linear.METHODS[QUANTIZED.name](self, prefix)
+                return linear.METHODS[self.formats[0].name](self, prefix)
             layer.fp8rl_reason = reason
             return compat.UnquantizedLinearMethod()
         if isinstance(layer, compat.FusedMoE):
-            reason = self._why_not(prefix) or self._why_not_experts(layer)
+            reason = self._why_not(prefix)
             if reason is None:
-                return moe.METHODS[QUANTIZED.name](self, prefix)
+                pads = self.ragged == "pad"
+                reasons = [moe.why_not(layer, format_, pads=pads) for format_ in self.formats]
+                if None in reasons:
+                    return moe.METHODS[self.formats[reasons.index(None)].name](self, prefix)
+                reason = "; ".join(filter(None, reasons))
             layer.fp8rl_reason = reason
             return compat.UnquantizedFusedMoEMethod(
                 layer.use_triton_kernels, layer.use_flashinfer_trtllm_moe
@@ -116,38 +137,35 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
                 return f"ignored by {pattern!r}"
         return None
 
-    def _why_not_experts(self, layer: Any) -> str | None:
-        if QUANTIZED.name not in moe.METHODS:
-            return f"no layer of experts computes in {QUANTIZED.name}"
-        return moe.fit(layer, pads=self.pads)[1]
-
 
 def list_layers(model: nn.Module) -> list[LayerFormat]:
     """Each linear, expert group, embedding and head of the model, with its format and reason."""
     layers = []
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if weight is None:
-            weight = getattr(module, "w13_weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() < 2:
+        own = dict(module.named_parameters(recurse=False))
+        attribute = "weight" if own.get("weight") is not None else "w13_weight"
+        weight = own.get(attribute)
+        if weight is None or weight.dim() < 2:
             continue
-        format_, shape = format_of(weight.dtype), tuple(weight.shape)
+        format_, shape = stored_format(attribute, own), tuple(weight.shape)
         if format_ is UNQUANTIZED:
             reason = getattr(module, "fp8rl_reason", None) or _kind_reason(name, module)
             layers.append(LayerFormat(name, format_.name, reason, shape))
         else:
-            layers.append(_quantized(name, module, weight))
+            layers.append(_quantized(name, format_, module, weight))
     return layers
 
 
-def _quantized(name: str, module: nn.Module, weight: torch.Tensor) -> LayerFormat:
+def _quantized(
+    name: str, format_: WeightFormat, module: nn.Module, weight: torch.Tensor
+) -> LayerFormat:
     shape, padding = tuple(weight.shape), padding_of(weight)
     return LayerFormat(
         name,
-        format_of(weight.dtype).name,
+        format_.name,
         None,
         shape,
-        _top_k(module),
+        _top_k(module) if format_ is BLOCK_FP8 else None,
         None if padding is None else (*shape[:-2], *padding.unpadded),
         _padding_bytes(module),
     )

@@ -1,27 +1,37 @@
 """The formats that an engine keeps weights in, one file each.
 
-To add one: its file, whose codes have a dtype of their own, a line in ``FORMATS``, its kind of copy
-in ``ops/weight_quant_triton.py``, and the layer that computes with it in ``METHODS`` of
-``engine/linear.py``, and of ``engine/moe.py`` if experts have it too.
+To add one that updates carry: its file, whose codes have a dtype of their own, a line in
+``FORMATS``, its kind of copy in ``ops/weight_quant_triton.py``, and the layer that computes with it
+in ``METHODS`` of ``engine/linear.py``, and of ``engine/moe.py`` if experts have it too. One that
+only engines have has a line in ``ENGINE_ONLY``: for such a layer a trainer sends BF16.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from sgl_fp8rl.formats.block_fp8 import BlockFP8
+from sgl_fp8rl.formats.channel import ChannelFP8, Int8
 from sgl_fp8rl.formats.unquantized import Unquantized
 from sgl_fp8rl.formats.weight_format import WeightFormat
 
 BLOCK_FP8 = BlockFP8()
 UNQUANTIZED = Unquantized()
+CHANNEL_FP8 = ChannelFP8()
+INT8 = Int8()
 FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
+"""What an update carries."""
+ENGINE_ONLY: tuple[WeightFormat, ...] = (CHANNEL_FP8, INT8)
+CHOICES: dict[str, WeightFormat] = {"block-fp8": BLOCK_FP8, **{f.name: f for f in ENGINE_ONLY}}
+"""By the values of the option ``format``."""
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
 HEADERS = {h: d for f in FORMATS.values() for h, d in zip(f.headers, f.dtypes, strict=True)}
 """The same by the names in headers of safetensors files."""
 QUANTIZED: WeightFormat = BLOCK_FP8
-"""What an engine keeps the weights of its layers in, but for those that it leaves unquantized."""
+"""What an engine keeps the weights of its layers in by default, but for those that it leaves
+unquantized; what ``fp8_forward``, exports and chains have."""
 SUFFIXES = tuple(suffix for f in FORMATS.values() for suffix in f.suffixes)
 
 
@@ -55,6 +65,24 @@ def format_of(dtype: torch.dtype) -> WeightFormat:
     return _BY_DTYPE[dtype]
 
 
+def stored_format(name: str, parameters: Mapping[str, torch.Tensor]) -> WeightFormat:
+    """The format of one of an engine's parameters: told by its dtype and by what lies beside it."""
+    dtype = parameters[name].dtype
+    for format_ in ENGINE_ONLY:
+        if dtype in format_.dtypes and all(name + s in parameters for s in format_.suffixes):
+            return format_
+    return format_of(dtype)
+
+
+def counted(names: Iterable[str]) -> str:
+    """How many layers are quantized, by the names of their formats: ``3 of 5 layers are FP8``."""
+    counts = Counter(names)
+    total = counts.total()
+    counts.pop(UNQUANTIZED.name, None)
+    found = [f"{count} of {total} layers are {name.upper()}" for name, count in counts.items()]
+    return ", ".join(found) or f"0 of {total} layers are quantized"
+
+
 def suffixes_of(dtype: torch.dtype) -> tuple[str, ...]:
     """Suffixes of the companions of codes of this dtype; empty where no format has it."""
     return _BY_DTYPE[dtype].suffixes if dtype in _BY_DTYPE else ()
@@ -65,9 +93,13 @@ def by_tensor(tensors: Mapping[str, Iterable[str]]) -> dict[str, WeightFormat]:
     return {name: FORMATS[format_] for format_, names in tensors.items() for name in names}
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """A tensor's name as (the weight that it may be a companion of, suffix or ``""``)."""
-    for suffix in SUFFIXES:
+def split_name(name: str, formats: Iterable[WeightFormat] = ()) -> tuple[str, str]:
+    """A tensor's name as (the weight that it may be a companion of, suffix or ``""``).
+
+    Args:
+        formats: more of them than those of ``FORMATS``.
+    """
+    for suffix in (*SUFFIXES, *(suffix for f in formats for suffix in f.suffixes)):
         if name.endswith(suffix):
             return name.removesuffix(suffix), suffix
     return name, ""

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_fp8rl.formats.weight_format import NOT_FINITE, Encoded, TensorSpec, WeightFormat
+from sgl_fp8rl.formats.weight_format import (
+    FP8_CAPABILITIES,
+    NOT_FINITE,
+    Encoded,
+    TensorSpec,
+    WeightFormat,
+)
 from sgl_fp8rl.ops.reference import (
     BLOCK,
     FP8_DTYPE,
@@ -26,6 +32,7 @@ class BlockFP8(WeightFormat):
     headers = ("F8_E4M3",)
     suffixes = (SCALES,)
     block = (BLOCK, BLOCK)
+    capabilities = FP8_CAPABILITIES
     checkpoint = {  # noqa: RUF012  (never changed)
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
-from sgl_fp8rl.ops.regions import Region
+from sgl_fp8rl.ops.regions import Region, Span
 
 Dimension = tuple[int, int, int]
 """(length, source stride, target stride), in elements."""
@@ -40,13 +40,14 @@ def describe_copy(
     segment: int = 0,
     positive: bool = False,
     tag: int = 0,
+    kept: Span | None = None,
 ) -> Iterator[CopyDescriptor]:
     """A copy of one box to another, cut into matrices: one descriptor for each.
 
     Args:
         src, dst: boxes of equal sizes; dimensions of length 1 may stand on one side only.
         scales: None where nothing is quantized.
-        segment, positive, tag: see ``CopyDescriptor``.
+        segment, positive, tag, kept: see ``CopyDescriptor``.
     """
     dimensions = _dimensions(src, dst, source.strides, target.strides)
     scale_steps: list[int] = []
@@ -75,6 +76,7 @@ def describe_copy(
         target_dtype=target.dtype,
         positive=positive,
         tag=tag,
+        kept=kept,
     )
     for index in product(*(range(length) for length, _, _ in lead)):
         yield first._replace(

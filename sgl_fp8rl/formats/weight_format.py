@@ -13,6 +13,12 @@ from sgl_fp8rl.ops.regions import Region
 NOT_FINITE = "holds NaN or Inf; check the trainer's weights before the update"
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a trainer holds weights in; each can be encoded in any format."""
+FP8_CAPABILITIES = ((8, 9), (99, 9))
+"""From Ada on there are FP8 tensor cores."""
+ROW = 1 << 62
+"""As the columns of a block: a whole row, of any length."""
+LEAST_ROWS = 128
+"""Of a layer that is one matrix: smaller ones, as routers, stay as they are."""
 Encoded = dict[str, torch.Tensor]
 """A weight in a format: its codes under the suffix ``""``, its companions under theirs."""
 
@@ -38,18 +44,29 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
-    """Dtypes that codes can have, and those of no other format. Those of companions are among those
-    of all formats."""
-    headers: ClassVar[tuple[str, ...]]
-    """Names of ``dtypes`` in the headers of safetensors files."""
+    """Dtypes that codes can have, and those of no other format that updates carry. Those of
+    companions are among those of all formats."""
+    headers: ClassVar[tuple[str, ...]] = ()
+    """Names of ``dtypes`` in the headers of safetensors files; empty where no update carries it."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of the companions: one of a quantized format, for which a copy descriptor has its
     fields, and none of ``UNQUANTIZED``."""
     block: ClassVar[tuple[int, int]] = (1, 1)
     """Rows and columns that share an element of a companion: a matrix may be cut at multiples."""
+    capabilities: ClassVar[tuple[tuple[int, int], tuple[int, int]]] = ((0, 0), (99, 9))
+    """Compute capabilities of the GPUs whose kernels take it: the least and the most."""
     checkpoint: ClassVar[Mapping[str, Any]] = {}
     """What readers of a checkpoint in the format look for in its ``quantization_config``, but for
     the list of layers that are not in it."""
+
+    def why_not_on(self, capability: tuple[int, int]) -> str | None:
+        """Why a GPU of this compute capability has no kernels for it."""
+        least, most = self.capabilities
+        if capability < least:
+            return f"{self.name} needs SM {least[0]}.{least[1]} or newer"
+        if capability > most:
+            return f"{self.name} needs SM {most[0]}.{most[1]} or older"
+        return None
 
     @abstractmethod
     def companions(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
@@ -88,6 +105,20 @@ class WeightFormat(ABC):
                 target[i] = dst[i][0] + cover[i][0] - src[i][0], dst[i][1] + cover[i][1] - src[i][1]
         return cover, tuple(target)
 
+    def stored_blocks(
+        self, src: Region, dst: Region, source: tuple[int, ...], stored: tuple[int, ...]
+    ) -> Region | None:
+        """The blocks of storage that a copy writes to, or None where they are not its source's.
+
+        Args:
+            source, stored: shapes of the whole tensor and of the storage.
+        """
+        _, target = self.cover_copy(src, dst, source)
+        blocks = self.cover(target, stored)
+        starts_apart = any(a[0] != b[0] for a, b in zip(target, blocks, strict=True))
+        ends_outside = any(stop > size for (_, stop), size in zip(target, stored, strict=True))
+        return None if starts_apart or ends_outside else blocks
+
     def check_cut(self, region: Region, shape: tuple[int, ...]) -> None:
         """Check that a box of a tensor can be encoded by itself.
 
@@ -100,7 +131,8 @@ class WeightFormat(ABC):
                 (a, n) for a, b, n in zip(region, whole, shape, strict=True) if a != b
             )
             rows, cols = self.block
-            raise ValueError(f"cuts a {rows}x{cols} block at {start}:{stop} of {size}")
+            what = "row" if cols == ROW else f"{rows}x{cols} block"
+            raise ValueError(f"cuts a {what} at {start}:{stop} of {size}")
 
     @abstractmethod
     def encode(self, weight: torch.Tensor) -> Encoded:

@@ -1,4 +1,4 @@
-"""Gated block-FP8 experts in plain torch, for CPU engines."""
+"""Gated experts of quantized weights in plain torch, for CPU engines."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from sgl_fp8rl.ops.reference import fp8_linear
 
 Weight = tuple[torch.Tensor, torch.Tensor]
-"""Codes ``[E, N, K]`` and scales ``[E, N/128, K/128]``."""
+"""Codes ``[E, N, K]`` and scales ``[E, N/128, K/128]``, or ``[E, N, 1]`` for ``channel_linear``."""
 
 
 def fp8_experts(
@@ -17,6 +17,7 @@ def fp8_experts(
     topk_weights_MT: torch.Tensor,
     topk_ids_MT: torch.Tensor,
     activation: Callable[[torch.Tensor], torch.Tensor],
+    linear: Callable[..., torch.Tensor] = fp8_linear,
 ) -> torch.Tensor:
     """Run gated experts one by one.
 
@@ -30,9 +31,9 @@ def fp8_experts(
         if expert < 0:
             continue  # the expert lives on another rank
         tokens, slots = (topk_ids_MT == expert).nonzero(as_tuple=True)
-        gate_up = fp8_linear(x_MH[tokens], *(part[expert] for part in w13))
+        gate_up = linear(x_MH[tokens], *(part[expert] for part in w13))
         gate, up = gate_up.chunk(2, dim=-1)
-        down = fp8_linear(activation(gate) * up, *(part[expert] for part in w2))
+        down = linear(activation(gate) * up, *(part[expert] for part in w2))
         weight = topk_weights_MT[tokens, slots].float().unsqueeze(-1)
         out_MH.index_add_(0, tokens, down.float() * weight)
     return out_MH

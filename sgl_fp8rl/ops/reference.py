@@ -23,16 +23,22 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+def scale_of(amax: torch.Tensor, largest: float = FP8_MAX) -> torch.Tensor:
+    """``amax / largest``, FP32 and positive.
+
+    Raises:
+        ValueError: NaN or Inf.
+    """
     if not torch.isfinite(amax).all():
         raise ValueError(
             "FP8 quantization met NaN or Inf; check the tensor before it is sent to the engine"
         )
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
-    return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, FP8_MAX)
+    return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
 
 
-def _encode(scaled: torch.Tensor) -> torch.Tensor:
+def encode(scaled: torch.Tensor) -> torch.Tensor:
+    """The nearest E4M3 numbers."""
     # The cast itself does not saturate on every torch version (2.11 makes NaN of 465).
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
 
@@ -64,8 +70,8 @@ def quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     padded = F.pad(weight, pad) if any(pad) else weight
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     # [..., n, 128, k, 128] -> [..., n, k]
-    scale_inv_nk = _scale_of(blocks.abs().amax(dim=(-1, -3)))
-    return _encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
+    scale_inv_nk = scale_of(blocks.abs().amax(dim=(-1, -3)))
+    return encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
 
 
 def dequantize_weight(
@@ -91,8 +97,8 @@ def quantize_activation(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     cols = x_MK.shape[-1]
     x = x_MK.float()
     padded = F.pad(x, (0, -cols % BLOCK)) if cols % BLOCK else x
-    scales_Mk = _scale_of(padded.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1))
-    return _encode(x / _spread(scales_Mk, None, cols)), scales_Mk
+    scales_Mk = scale_of(padded.unflatten(-1, (-1, BLOCK)).abs().amax(dim=-1))
+    return encode(x / _spread(scales_Mk, None, cols)), scales_Mk
 
 
 def dequantize_activation(

@@ -7,7 +7,8 @@ an update is a few launches, however many tensors it holds.
 # Triton comes without types.
 # mypy: disable-error-code="untyped-decorator"
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 from typing import Any
@@ -23,9 +24,9 @@ from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
 
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
-_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _STRIPS = 8
-_DTYPES = {
+DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -67,6 +68,18 @@ class Status:
         return (None if tag == _NO_TAG else tag), tiles
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Raise what Triton cannot compile as a RuntimeError with one sentence."""
+    try:
+        yield
+    except (TritonError, SubprocessError) as error:
+        raise RuntimeError(
+            f"the kernel of updates cannot be compiled ({type(error).__name__}: {error}); "
+            f"install a C compiler and Python's headers, which Triton needs"
+        ) from error
+
+
 @dataclass(frozen=True)
 class Launch:
     """Copies of one kind, as device tables."""
@@ -93,13 +106,8 @@ class Launch:
         Raises:
             RuntimeError: the kernel cannot be compiled here.
         """
-        try:
+        with compiling():
             self._start(bases, status, shift)
-        except (TritonError, SubprocessError) as error:
-            raise RuntimeError(
-                f"the kernel of updates cannot be compiled ({type(error).__name__}: {error}); "
-                f"install a C compiler and Python's headers, which Triton needs"
-            ) from error
 
     def _start(self, bases: Bases, status: Status, shift: int) -> None:
         status.started += self.tiles
@@ -110,7 +118,7 @@ class Launch:
             if self._compiled:
                 self._compiled[0][self.tiles, 1, 1](*arguments, *kind, _STRIPS)
             else:
-                kernel = _copy_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **_OPTIONS)
+                kernel = _copy_tiles[(self.tiles,)](*arguments, *kind, _STRIPS, **OPTIONS)
                 if kernel is not None:  # Triton's interpreter compiles nothing
                     self._compiled.append(kernel)
 
@@ -130,9 +138,9 @@ def compile_descriptors(
                 torch.from_numpy(group.tiles).to(device), output_size=int(group.tiles.sum())
             ),
             torch.from_numpy(group.table.view(np.int64)).to(device),
-            _DTYPES[group.source_dtype],
-            _DTYPES[group.target_dtype],
-            _DTYPES[dtype],
+            DTYPES[group.source_dtype],
+            DTYPES[group.target_dtype],
+            DTYPES[dtype],
             group.positive,
             group.full,
         )
@@ -142,21 +150,21 @@ def compile_descriptors(
 
 _SIDE = tl.constexpr(BLOCK)
 _LARGEST = tl.constexpr(FP8_MAX)
-_FLOOR = tl.constexpr(AMAX_FLOOR)
+FLOOR = tl.constexpr(AMAX_FLOOR)
 _FIELDS = tl.constexpr(COLUMNS.itemsize // 8)
 # FP32 and BF16 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INF = tl.constexpr(0x7F800000)
+INF = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def _scale_of(top: tl.tensor) -> tl.tensor:
     """The scale of a block whose largest magnitude has the FP32 bits ``top``."""
-    return tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), _FLOOR), _LARGEST)
+    return tl.div_rn(tl.maximum(top.to(tl.float32, bitcast=True), FLOOR), _LARGEST)
 
 
 @triton.jit
-def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """``x / scale`` rounded to nearest; x holds BF16 or FP16 values, one scale for them all.
 
     A product with the reciprocal and Markstein's correction: three operations in the place of a
@@ -170,17 +178,25 @@ def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
+def cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
     """Rounded to nearest even; what has the dtype already keeps its bytes."""
     return x if x.dtype == VALUE else x.to(tl.float32).to(VALUE)
 
 
 @triton.jit
-def _bits_of(x: tl.tensor, POSITIVE: tl.constexpr) -> tl.tensor:
+def bits_of(x: tl.tensor, POSITIVE: tl.constexpr) -> tl.tensor:
     """The FP32 bits of the magnitudes; Inf for what must be positive and is not."""
     values = x.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return tl.where(values > 0, bits, _INF) if POSITIVE else bits
+    return tl.where(values > 0, bits, INF) if POSITIVE else bits
+
+
+@triton.jit
+def quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """``x / scale`` rounded to nearest; x is of the model's dtype."""
+    if x.dtype == tl.float32:
+        return tl.div_rn(x, scale)
+    return divide(x.to(tl.float32), scale)
 
 
 @triton.jit
@@ -189,9 +205,7 @@ def _encode(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
     Without a clamp: amax / scale is at most an ulp above 448, and all up to 464 becomes 448.
     """
-    if x.dtype == tl.float32:
-        return tl.div_rn(x, scale).to(tl.float8e4nv)
-    return _divide(x.to(tl.float32), scale).to(tl.float8e4nv)
+    return quotient(x, scale).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -226,7 +240,7 @@ def _quantize_bf16(
     scale = _scale_of(top)
     for k in tl.static_range(STRIPS):
         pairs = tl.join(strips[k] << 16, strips[k] & -0x10000).to(tl.float32, bitcast=True)
-        codes = tl.reshape(_divide(pairs, scale).to(tl.float8e4nv), (ROWS, _SIDE))
+        codes = tl.reshape(divide(pairs, scale).to(tl.float8e4nv), (ROWS, _SIDE))
         tl.store(target + k * ROWS * target_stride + (row * target_stride + col), codes)
     return top
 
@@ -245,8 +259,8 @@ def _copy_whole(
     row = tl.arange(0, _SIDE)[:, None].to(tl.int64)
     col = tl.arange(0, _SIDE)[None, :]
     x = tl.load(source + row * source_stride + col)
-    x = _cast(x, VALUE)
-    top = tl.max(_bits_of(x, POSITIVE))
+    x = cast(x, VALUE)
+    top = tl.max(bits_of(x, POSITIVE))
     if QUANTIZE:
         x = _encode(x, _scale_of(top))
     tl.store(target + row * target_stride + col, x)
@@ -275,8 +289,8 @@ def _copy_ragged(
         row = start + strip
         inside = (row < rows) & (col < cols)
         x = tl.load(source + row * source_stride + col, mask=inside, other=1.0 * POSITIVE)
-        x = _cast(x, VALUE)
-        bits = tl.maximum(bits, _bits_of(x, POSITIVE))
+        x = cast(x, VALUE)
+        bits = tl.maximum(bits, bits_of(x, POSITIVE))
         if not QUANTIZE:
             tl.store(target + row * target_stride + col, x, mask=inside)
     top = tl.max(bits)
@@ -285,7 +299,7 @@ def _copy_ragged(
         for start in range(0, rows, ROWS):
             row = start + strip
             inside = (row < rows) & (col < cols)
-            x = _cast(tl.load(source + row * source_stride + col, mask=inside, other=0.0), VALUE)
+            x = cast(tl.load(source + row * source_stride + col, mask=inside, other=0.0), VALUE)
             tl.store(target + row * target_stride + col, _encode(x, scale), mask=inside)
     return top
 
@@ -356,6 +370,6 @@ def _copy_tiles(
     if QUANTIZE:
         scales = tl.load(descriptor + 5) + (i * tl.load(descriptor + 10) + j) * 4
         tl.store(scales.to(tl.pointer_type(tl.float32)), _scale_of(top))
-    if top >= _INF:
+    if top >= INF:
         tl.atomic_min(status, tl.load(descriptor + 11), sem="relaxed")
     tl.atomic_add(status + 1, 1, sem="relaxed")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
+from sgl_fp8rl.formats import CHOICES
 from sgl_fp8rl.sensitivity import kv, report, search, tokens
 from sgl_fp8rl.sensitivity.divergence import Divergence
 from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
@@ -35,6 +36,8 @@ class Options:
     dtype: torch.dtype = torch.float32
     """Dtype of the arithmetic; weights have BF16 values in either case."""
     seed: int = 0
+    format: str = "block-fp8"
+    """What the layers are in, as the engine's option names it."""
 
     def __post_init__(self) -> None:
         if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
@@ -57,7 +60,7 @@ def run(options: Options, output: Path | None) -> None:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         model = load(options.model, device, options.dtype)
-        fp8_groups(model)  # fails now, not after sampling
+        fp8_groups(model, CHOICES[options.format])  # fails now, not after sampling
         found = measure(model, options, texts_of(model, options))
     except torch.OutOfMemoryError:
         raise ValueError(
@@ -155,7 +158,7 @@ def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[
     Raises:
         ValueError: the model has no FP8 layers, or returns NaN.
     """
-    groups = fp8_groups(model)
+    groups = fp8_groups(model, CHOICES[options.format])
     batches = tokens.batches_of(texts, model.device)
     replay = Replay(model, batches)
     with tqdm(total=len(groups), unit="layer", file=sys.stderr) as bar:
@@ -174,6 +177,7 @@ def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[
     ignored = tuple(damage.group for damage in ranked[: points[-1].ignored])
     facts = {
         "model": options.model,
+        "format": options.format,
         "device": _device_name(model.device),
         "arithmetic": str(model.dtype).removeprefix("torch."),
         "source": "sampled by the model"

@@ -1,8 +1,8 @@
-"""Make layers of a transformers model compute like the engine's FP8 layers.
+"""Make layers of a transformers model compute like the engine's quantized layers.
 
 The arithmetic is that of the engine's reference implementation: weights quantized in 128x128
-blocks, activations per token and 128 channels, GEMMs in FP32, results in the model's dtype. A GPU
-engine sums in another order and may differ by an ulp of a scale.
+blocks, activations per token and 128 channels, or both by rows; GEMMs in FP32, results in the
+model's dtype. A GPU engine sums in another order and may differ by an ulp of a scale.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sgl_fp8rl.ops.experts import fp8_experts
-from sgl_fp8rl.ops.reference import BLOCK, fp8_linear, quantize_weight
+from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.ops.channel import channel_linear
+from sgl_fp8rl.ops.experts import Weight, fp8_experts
+from sgl_fp8rl.ops.reference import BLOCK, fp8_linear
 from sgl_fp8rl.sensitivity.groups import Group
 from trainer_bridge.fp8_layers import check_experts
 
@@ -23,7 +25,7 @@ Forward = Callable[..., torch.Tensor]
 
 @contextmanager
 def fp8(groups: Iterable[Group]) -> Iterator[None]:
-    """Compute these groups in FP8 in this context, without changing their parameters.
+    """Compute these groups in their formats in this context, without changing their parameters.
 
     Raises:
         ValueError: a weight, or an activation in a forward, is NaN or Inf; or the layout of experts
@@ -34,7 +36,7 @@ def fp8(groups: Iterable[Group]) -> Iterator[None]:
         for group in groups:
             for module in group.modules:
                 is_linear = isinstance(module, nn.Linear)
-                forward = _linear(module) if is_linear else _experts(module, group.name)
+                forward = _linear(module, group) if is_linear else _experts(module, group)
                 module.forward = forward  # over the class's own
                 changed.append(module)
         yield
@@ -43,29 +45,37 @@ def fp8(groups: Iterable[Group]) -> Iterator[None]:
             del module.forward
 
 
-def _linear(module: Any) -> Forward:
-    codes_NK, scale_inv_nk = quantize_weight(module.weight.detach())
+def _linear(module: Any, group: Group) -> Forward:
+    codes_NK, scales = _quantized(module.weight, group)
+    linear = fp8_linear if group.format is BLOCK_FP8 else channel_linear
 
     def forward(x_MK: torch.Tensor) -> torch.Tensor:
-        return fp8_linear(x_MK, codes_NK, scale_inv_nk, module.bias)
+        return linear(x_MK, codes_NK, scales, module.bias)
 
     return forward
 
 
-def _experts(module: Any, name: str) -> Forward:
-    check_experts(module, name)
+def _experts(module: Any, group: Group) -> Forward:
+    check_experts(module, group.name)
+    is_block = group.format is BLOCK_FP8
     gate_up_E2IH, down_EHI = module.gate_up_proj.detach(), module.down_proj.detach()
     # gate and up begin with a block each, as in the engine
     rest = -down_EHI.shape[-1] % BLOCK
-    if rest:
+    if rest and is_block:
         halves = F.pad(gate_up_E2IH.unflatten(1, (2, -1)), (0, 0, 0, rest))
         gate_up_E2IH, down_EHI = halves.flatten(1, 2), F.pad(down_EHI, (0, rest))
-    w13, w2 = quantize_weight(gate_up_E2IH), quantize_weight(down_EHI)
+    w13, w2 = _quantized(gate_up_E2IH, group), _quantized(down_EHI, group)
+    linear = fp8_linear if is_block else channel_linear
 
     def forward(
         x_MH: torch.Tensor, topk_ids_MT: torch.Tensor, topk_weights_MT: torch.Tensor
     ) -> torch.Tensor:
-        out_MH = fp8_experts(x_MH, w13, w2, topk_weights_MT, topk_ids_MT, module.act_fn)
+        out_MH = fp8_experts(x_MH, w13, w2, topk_weights_MT, topk_ids_MT, module.act_fn, linear)
         return out_MH.to(x_MH.dtype)
 
     return forward
+
+
+def _quantized(weight: torch.Tensor, group: Group) -> Weight:
+    codes, scales = group.format.encode(weight.detach()).values()
+    return codes, scales

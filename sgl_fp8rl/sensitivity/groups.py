@@ -1,7 +1,7 @@
-"""The layers of a transformers model that ``--quantization fp8rl`` keeps in FP8, by engine names.
+"""The layers of a transformers model that ``--quantization fp8rl`` quantizes, by engine names.
 
 SGLang stacks projections: q, k and v are one layer of the engine, gate and up another, and all
-experts of a decoder layer a third. What is one layer there can only be FP8 or BF16 as a whole.
+experts of a decoder layer a third. What is one layer there is quantized or BF16 as a whole.
 """
 
 import re
@@ -15,6 +15,7 @@ from torch import nn
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from trainer_bridge.fp8_layers import is_experts
 
 _STACKED = {
@@ -36,6 +37,8 @@ class Group:
     """Number of the decoder layer."""
     modules: tuple[nn.Module, ...]
     """Linears, or the one module that holds the experts of the layer as 3-D parameters."""
+    format: WeightFormat = BLOCK_FP8
+    """What the engine keeps it in."""
 
     @property
     def weights(self) -> Iterator[torch.Tensor]:
@@ -51,18 +54,19 @@ class Group:
     @property
     def fp8_bytes(self) -> int:
         """Bytes of codes and scales."""
-        companions = (BLOCK_FP8.companions(tuple(w.shape)) for w in self.weights)
+        companions = (self.format.companions(tuple(w.shape)) for w in self.weights)
         scales = sum(spec.nbytes for specs in companions for spec in specs.values())
         return scales + sum(weight.numel() for weight in self.weights)
 
 
-def fp8_groups(model: nn.Module) -> list[Group]:
-    """The layers that an engine of one rank keeps in FP8, in the order of the model.
+def fp8_groups(model: nn.Module, format_: WeightFormat = BLOCK_FP8) -> list[Group]:
+    """The layers that an engine of one rank keeps in a format, in the order of the model.
 
     A layer that is not smaller there than in BF16, padded to whole blocks, is left out.
 
     Args:
         model: a causal language model of transformers 5.
+        format_: one of ``CHOICES``.
 
     Raises:
         ValueError: it has a layer of which the engine's name is not known, or none that is FP8.
@@ -75,14 +79,15 @@ def fp8_groups(model: nn.Module) -> list[Group]:
                 found[engine_name].append(module)
     config: Any = model.config
     groups = [
-        Group(name, _layer_of(name), tuple(modules))
+        Group(name, _layer_of(name), tuple(modules), format_)
         for name, modules in found.items()
-        if _why_bf16(name, modules, config) is None
+        if _why_bf16(name, modules, config, format_) is None
     ]
     if not groups:
+        reasons = (_why_bf16(name, modules, config, format_) for name, modules in found.items())
         raise ValueError(
-            f"no layer of this model would run in FP8: {len(found)} are no smaller than in BF16, "
-            f"padded to whole blocks of {BLOCK_FP8.block[0]}"
+            f"no layer of this model would run in {format_.name.upper()}, of {len(found)}: "
+            f"{next(reasons, 'it has none')}"
         )
     return sorted(groups, key=lambda group: group.layer)
 
@@ -125,15 +130,22 @@ def _layer_of(name: str) -> int:
     return int(found[1])
 
 
-def _why_bf16(name: str, modules: list[nn.Module], config: Any) -> str | None:
-    """Why the engine does not keep a layer in FP8."""
+def _why_bf16(
+    name: str, modules: list[nn.Module], config: Any, format_: WeightFormat
+) -> str | None:
+    """Why the engine does not keep a layer in the format."""
+    is_block = format_ is BLOCK_FP8
     if is_experts(modules[0]):
         *_, down = _matrices(modules[0])
         *_, hidden, size = down.shape
-        return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
+        if is_block:
+            return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
+        return format_.refusal([size, size], hidden)
     rows, cols = zip(*(weight.shape for m in modules for weight in _matrices(m)), strict=True)
     if len(modules) == 1:  # stacked in the checkpoint already
         rows = _parts(name, rows[0], config)
+    if not is_block:
+        return format_.refusal(rows, cols[0])
     return fit(BLOCK_FP8, [Shard(size) for size in rows], Shard(cols[0]))[1]
 
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server_args.args import flag_name
+from server_args.args import FORMATS, flag_name
 from sgl_fp8rl.formats.padding import BF16_BYTES
 from sgl_fp8rl.sensitivity.divergence import Divergence
 from sgl_fp8rl.sensitivity.groups import Group
 from sgl_fp8rl.sensitivity.search import Damage, Point
 from sgl_fp8rl.tables import align
 
-FLAG = flag_name("ignored_layers")
+FLAG, FORMAT_FLAG = flag_name("ignored_layers"), flag_name("format")
 BUDGET_SHARE = 0.5
 
 
@@ -62,6 +62,8 @@ def as_json(
     answer = points[-1]
     names = [damage.group.name for damage in ranked]
     ignored = names[: answer.ignored]
+    flags = [] if facts["format"] == FORMATS[0] else [f"{FORMAT_FLAG} {facts['format']}"]
+    flags += [f"{FLAG} {shlex.quote(' '.join(ignored))}"] if ignored else []
     return facts | {
         "layers": [
             {
@@ -80,7 +82,7 @@ def as_json(
         "kl": answer.divergence.kl,
         "k3": answer.divergence.k3,
         "ignored_layers": ignored,
-        "flag": f"{FLAG} {shlex.quote(' '.join(ignored))}" if ignored else "",
+        "flag": " ".join(flags),
         "measured": [
             {
                 "ignored": tried.ignored,
@@ -137,7 +139,8 @@ def render(found: dict[str, Any]) -> str:
     whole = found["kl_all_fp8"]
     parts = [
         f"{found['model']}: {found['tokens']} tokens of {found['sequences']} sequences, "
-        f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}; nats per token",
+        f"{found['source']}, {found['arithmetic']} arithmetic on {found['device']}, FP8 is "
+        f"{found['format']}; nats per token",
         align(layers),
         f"all in FP8: KL {whole:.2e}; the layers alone add up to {total:.2e}"
         + (f", {total / whole:.2f} of it" if whole else "")

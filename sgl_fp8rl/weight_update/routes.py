@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of, split_name
+from sgl_fp8rl.formats import (
+    ENGINE_ONLY,
+    FORMATS,
+    QUANTIZED,
+    UNQUANTIZED,
+    split_name,
+    stored_format,
+)
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.regions import Region, numel, overlap, view
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
@@ -62,20 +69,25 @@ class RouteTable:
 
     def format_of(self, route: Route) -> WeightFormat:
         """The format of the storage that a route leads to."""
-        return format_of(self.parameters[route.parameter].dtype)
+        return stored_format(route.parameter, self.parameters)
 
     def storage_of(self, parameter: str) -> tuple[WeightFormat, str]:
         """The format that a parameter is stored in, and its suffix there; ``""`` for codes."""
-        weight, suffix = split_name(parameter)
-        codes = self.parameters.get(weight) if suffix else None
-        if codes is not None and suffix in format_of(codes.dtype).suffixes:
-            return format_of(codes.dtype), suffix
-        return format_of(self.parameters[parameter].dtype), ""
+        weight, suffix = split_name(parameter, ENGINE_ONLY)
+        if suffix and weight in self.parameters:
+            format_ = stored_format(weight, self.parameters)
+            if suffix in format_.suffixes:
+                return format_, suffix
+        return stored_format(parameter, self.parameters), ""
 
     def is_quantized(self, source: str) -> bool:
         """Whether the engine quantizes this HF tensor."""
-        routes = self.routes.get(source, ())
-        return any(self.format_of(route) is not UNQUANTIZED for route in routes)
+        return self.kept_as(source) is not UNQUANTIZED
+
+    def kept_as(self, source: str) -> WeightFormat:
+        """The format of the storage that all routes of an HF tensor lead to."""
+        routes = self.routes.get(source)
+        return self.format_of(routes[0]) if routes else UNQUANTIZED
 
     def why_ragged(self, source: str) -> str | None:
         """Why the sides of an HF matrix are not multiples of a block's, or None if they are."""
@@ -91,11 +103,12 @@ class RouteTable:
         ]
 
     def by_format(self) -> dict[str, list[str]]:
-        """The HF tensors that the engine quantizes, by the name of the format."""
+        """The HF tensors that a trainer may send as codes, by the name of the format."""
         found: dict[str, list[str]] = defaultdict(list)
         for source, routes in self.routes.items():
-            for name in {self.format_of(route).name for route in routes} - {UNQUANTIZED.name}:
-                found[name].append(source)
+            for name in {self.format_of(route).name for route in routes} & FORMATS.keys():
+                if name != UNQUANTIZED.name:
+                    found[name].append(source)
         return dict(found)
 
     @cached_property
@@ -129,7 +142,7 @@ class RouteTable:
                 covered[route.parameter].append(route.dst)
                 blocks[route.parameter].append(self._check_format(route))
         for name, regions in blocks.items():
-            if format_of(self.parameters[name].dtype) is not UNQUANTIZED and overlap(regions):
+            if stored_format(name, self.parameters) is not UNQUANTIZED and overlap(regions):
                 raise RouteError(f"two tensors share a block of {name}; {_LEAVE}")
         for name, tensor in self.parameters.items():
             _, suffix = self.storage_of(name)
@@ -140,11 +153,9 @@ class RouteTable:
         """The blocks of storage that a route writes to, which must be those of its source."""
         parameter, format_ = self.parameters[route.parameter], self.format_of(route)
         shape = tuple(parameter.shape)
-        _, dst = format_.cover_copy(route.src, route.dst, self.sources[route.source])
-        blocks = format_.cover(dst, shape)
-        starts_apart = any(a[0] != b[0] for a, b in zip(dst, blocks, strict=True))
-        ends_outside = any(stop > size for (_, stop), size in zip(dst, shape, strict=True))
-        if starts_apart or ends_outside:
+        source = self.sources[route.source]
+        blocks = format_.stored_blocks(route.src, route.dst, source, shape)
+        if blocks is None:
             raise RouteError(
                 f"{route.source} -> {route.parameter} cuts a block: {route.src} goes to "
                 f"{route.dst} of {shape}; {_LEAVE}"
@@ -163,7 +174,8 @@ class RouteTable:
         total = sum(numel(region) for region in regions)
         if total == tensor.numel() and not overlap(regions):
             return
-        if self.fallback and format_of(tensor.dtype) is UNQUANTIZED and total == 0:
+        quantized = stored_format(name, self.parameters) is not UNQUANTIZED
+        if self.fallback and not quantized and total == 0:
             self.by_loader.add(name)
             return
         raise RouteError(
@@ -195,9 +207,10 @@ class RouteTable:
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
             kept = self.routes.get(name) or name in self.fallback
             sent = manifest.format_of(name)
-            if sent is not UNQUANTIZED and kept and not self.is_quantized(name):
+            if sent is not UNQUANTIZED and kept and self.kept_as(name) is not sent:
                 raise ManifestError(
-                    f"{name} is {sent.name}, but the engine keeps it in BF16; send it in BF16"
+                    f"{name} is {sent.name}, but the engine keeps it in "
+                    f"{self.kept_as(name).name.upper()}; send it in BF16"
                 )
 
     def fill_constants(self) -> None:

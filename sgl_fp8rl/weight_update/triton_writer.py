@@ -9,8 +9,9 @@ import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
-from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
+from sgl_fp8rl.formats.weight_format import ROW, WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops import delta_triton
+from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
@@ -131,7 +132,7 @@ class TritonWriter(WeightWriter):
             self._launches[index] = self._compile_mapped(index, segments)
             self._mapped_places = segments.places
 
-    def _compile_in_bucket(self, index: int) -> list[Launch]:
+    def _compile_in_bucket(self, index: int) -> list[Launch | RowLaunch]:
         return self._compile(
             descriptor
             for chunk_slice in self.chunks[index]
@@ -142,12 +143,13 @@ class TritonWriter(WeightWriter):
         )
 
     def _compile_reads(self, index: int) -> list[Launch]:
-        return self._compile(
+        descriptors = (
             descriptor
             for chunk_slice in self.chunks[index]
             if not self.is_deferred(chunk_slice.name)
             for descriptor in self._read_descriptors(chunk_slice)
         )
+        return compile_descriptors(descriptors, self._device, self.dtype)
 
     def _read_descriptors(self, chunk_slice: ChunkSlice) -> Iterator[CopyDescriptor]:
         name, (first, last), offset = chunk_slice
@@ -160,7 +162,7 @@ class TritonWriter(WeightWriter):
                 parameter = _placed(self.table.parameters[route.parameter])
                 yield from describe_copy(parameter, dst, target, src, tag=self._tags[name])
 
-    def _compile_mapped(self, index: int, segments: Segments) -> list[Launch]:
+    def _compile_mapped(self, index: int, segments: Segments) -> list[Launch | RowLaunch]:
         descriptors: list[CopyDescriptor] = []
         cut: list[CutBlock] = []
         for name in (each.name for each in self.chunks[index] if not self.is_deferred(each.name)):
@@ -190,8 +192,15 @@ class TritonWriter(WeightWriter):
             )
         return launches
 
-    def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch]:
-        return compile_descriptors(descriptors, self._device, self.dtype)
+    def _compile(self, descriptors: Iterable[CopyDescriptor]) -> list[Launch | RowLaunch]:
+        blocks: list[CopyDescriptor] = []
+        rows: list[CopyDescriptor] = []
+        for descriptor in descriptors:
+            (blocks if descriptor.kept is None else rows).append(descriptor)
+        return [
+            *compile_descriptors(blocks, self._device, self.dtype),
+            *compile_rows(rows, self._device, self.dtype),
+        ]
 
     def _block_rows(self, name: str) -> int | None:
         """Rows of a block of a matrix that is quantized as it is written; None of another."""
@@ -233,8 +242,9 @@ class TritonWriter(WeightWriter):
             if clipped is not None:
                 src, dst = clipped
                 format_ = self.table.format_of(route)
-                scales = None
+                scales = kept = None
                 if self._quantizes(format_, spec.dtype):
+                    kept = src[-1] if format_.block[1] == ROW else None
                     # what is not of this rank is written, too, and zeroed as the update finishes
                     src, dst = format_.cover_copy(src, dst, shape)
                     _check_cut(format_, name, spec, src, first)
@@ -249,6 +259,7 @@ class TritonWriter(WeightWriter):
                     segment=segment,
                     positive=self.manifest.is_companion(name),
                     tag=self._tags[name],
+                    kept=kept,
                 )
 
     def _scales(self, route: Route, format_: WeightFormat, dst: Region) -> Scales:
@@ -259,7 +270,7 @@ class TritonWriter(WeightWriter):
 
     @staticmethod
     def _quantizes(format_: WeightFormat, sent: torch.dtype) -> bool:
-        return format_ is not UNQUANTIZED and sent not in format_.dtypes
+        return format_ is not UNQUANTIZED and sent in WEIGHT_DTYPES
 
 
 def joined_memory(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ It shares neither routes nor quantizer with the engine: HF tensors are quantized
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,27 @@ NOPE, VALUES = 128, 128
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")  # rows are shared out between ranks
 
 
-def digests(checkpoint: Path, tp_size: int, ep_size: int = 1) -> list[dict[str, str]]:
-    """SHA-256 of each engine parameter by its name, for each rank; see ``parameters_of``."""
+def digests(
+    checkpoint: Path,
+    tp_size: int,
+    ep_size: int = 1,
+    by_row: Collection[str] = (),
+    *,
+    int8: bool = False,
+) -> list[dict[str, str]]:
+    """SHA-256 of each engine parameter by its name, for each rank; see ``parameters_of``.
+
+    Args:
+        by_row: HF tensors that have a scale for each row, in FP8 or INT8; others have blocks.
+    """
     tensors = dict(models.named_tensors(checkpoint))
-    fp8 = {
-        name: oracle.quantize_weight(tensors.pop(name).float().numpy())
-        for name in models.fp8_names(checkpoint)
-    }
+    fp8: dict[str, Pair] = {}
+    for name in models.fp8_names(checkpoint):
+        weight = tensors.pop(name).float().numpy()
+        is_by_row = name in by_row
+        fp8[name] = (
+            oracle.quantize_rows(weight, int8=int8) if is_by_row else oracle.quantize_weight(weight)
+        )
     bf16 = {name: tensor.view(torch.int16).numpy() for name, tensor in tensors.items()}
     return [
         {name: _sha256(array) for name, array in parameters.items()}
@@ -116,7 +130,8 @@ def parameters_of(
     for name, bits in bf16.items():  # norms and routers are on every rank
         parameters[name] = np.split(bits, tp_size)[rank] if name in VOCABULARY else bits
     for name, (codes, scales) in pairs.items():
-        parameters[name], parameters[f"{name}_scale_inv"] = codes, scales
+        suffix = "_scale" if _is_by_row((codes, scales)) else "_scale_inv"
+        parameters[name], parameters[name + suffix] = codes, scales
     return parameters
 
 
@@ -145,6 +160,9 @@ def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
     Elements of other ranks in these blocks are zeros, and so is what makes all ranks' shards equal.
     """
     codes, scales = parts
+    if _is_by_row(parts):  # a part of a row has the scale of the whole one
+        mine = np.split(codes, ranks, axis)[rank]
+        return mine, np.split(scales, ranks)[rank] if axis == 0 else scales
     size = codes.shape[axis] // ranks
     borders = [(r * size // BLOCK, -(-(r + 1) * size // BLOCK)) for r in range(ranks)]
     blocks = max(last - first for first, last in borders)
@@ -161,11 +179,16 @@ def cut(parts: Pair, axis: int, rank: int, ranks: int) -> Pair:
         stored[tuple(index)] = source
         return stored
 
-    mine = slice(rank * size, (rank + 1) * size)
+    taken = slice(rank * size, (rank + 1) * size)
     return (
-        filled(codes, 0, blocks * BLOCK, lead, mine),
+        filled(codes, 0, blocks * BLOCK, lead, taken),
         filled(scales, NO_SCALE, blocks, 0, slice(first, last)),
     )
+
+
+def _is_by_row(parts: Pair) -> bool:
+    codes, scales = parts
+    return codes.shape[:-1] == scales.shape[:-1]
 
 
 def _join(how: Callable[[Sequence[Array]], Array], pairs: list[Pair]) -> Pair:

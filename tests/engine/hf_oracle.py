@@ -33,6 +33,7 @@ def prompt_logprobs(
     *,
     fault: Fault | None = None,
     fp8: bool = True,
+    fmt: str = "block-fp8",
     prepare: Callable[[Any], None] | None = None,
 ) -> list[float]:
     """Logprob of each token given those before it.
@@ -42,6 +43,7 @@ def prompt_logprobs(
         token_ids: T token ids.
         fault: plants a fault in layer 0, see below.
         fp8: with ``False`` the weights stay BF16.
+        fmt: of the engine's layers, as the option ``format`` has it.
         prepare: changes the model before it computes.
 
     Returns:
@@ -52,8 +54,10 @@ def prompt_logprobs(
     names = models.fp8_names(path) if fp8 else []
     tensors = {name: tensor.float() for name, tensor in models.named_tensors(path)}
     for name in names:
-        tensors[name] = _fake_quantize(tensors[name])
-    if fault is not None:
+        tensors[name] = _dequantize(*_quantize(tensors[name], fmt))
+    if fault is shift_scales:
+        shift_scales(tensors, names, fmt)
+    elif fault is not None:
         fault(tensors, names)
     with tempfile.TemporaryDirectory() as folder:
         # Through a checkpoint, because only from_pretrained stacks experts as the class has them.
@@ -80,12 +84,16 @@ def scale_mla(model: Any, factor: float) -> None:
         layer.self_attn.scaling = factor / math.sqrt(layer.self_attn.qk_head_dim)
 
 
-def _fake_quantize(weight: torch.Tensor) -> torch.Tensor:
-    return _dequantize(*oracle.quantize_weight(weight.numpy()))
+def _quantize(weight: torch.Tensor, fmt: str) -> tuple[oracle.Codes | oracle.Int8s, oracle.F32]:
+    if fmt == "block-fp8":
+        return oracle.quantize_weight(weight.numpy())
+    return oracle.quantize_rows(weight.numpy(), int8=fmt == "int8")
 
 
-def _dequantize(codes: oracle.Codes, scale: oracle.F32) -> torch.Tensor:
-    return torch.from_numpy(oracle.dequantize_weight(codes, scale).astype(np.float32))
+def _dequantize(codes: oracle.Codes | oracle.Int8s, scale: oracle.F32) -> torch.Tensor:
+    by_row = codes.shape[:-1] == scale.shape[:-1]
+    dequantize = oracle.dequantize_rows if by_row else oracle.dequantize_weight
+    return torch.from_numpy(dequantize(codes, scale).astype(np.float32))
 
 
 def _swap(tensors: models.Tensors, pairs: list[tuple[str, str]]) -> None:
@@ -115,12 +123,16 @@ def misroute_expert(tensors: models.Tensors, names: list[str]) -> None:
     _swap(tensors, [(n, n.replace(".experts.0.", ".experts.1.")) for n in first])
 
 
-def shift_scale_block(tensors: models.Tensors, names: list[str]) -> None:
-    """Give each block of one FP8 tensor of layer 0 the scale of its neighbour."""
-    name = [n for n in names if "layers.0." in n][-1]
+def shift_scales(tensors: models.Tensors, names: list[str], fmt: str = "block-fp8") -> None:
+    """Give each block of one quantized tensor of layer 0 the scale of its neighbour, or each row
+    that of the row a block on: next to it they are alike."""
+    by_block = fmt == "block-fp8"
+    fits = [n for n in names if by_block or len(tensors[n]) > models.BLOCK]
+    name = [n for n in fits if "layers.0." in n][-1]
     # Quantizing fake-quantized values again gives the same codes and scales.
-    codes, scale = oracle.quantize_weight(tensors[name].numpy())
-    tensors[name] = _dequantize(codes, np.roll(scale, 1, axis=-1))
+    codes, scale = _quantize(tensors[name], fmt)
+    shift, axis = (1, -1) if by_block else (models.BLOCK, -2)
+    tensors[name] = _dequantize(codes, np.roll(scale, shift, axis))
 
 
 def stale_kv_b(tensors: models.Tensors, names: list[str]) -> None:

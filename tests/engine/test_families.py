@@ -106,22 +106,30 @@ def test_no_family_is_forgotten() -> None:
     assert set(LAYERS) == set(models.FAMILIES)
 
 
-@pytest.mark.parametrize("family", chosen(list(LAYERS)))
-def test_family(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "fmt"),
+    [
+        *((family, "block-fp8") for family in chosen(list(LAYERS))),
+        *((family, "channel-fp8") for family in chosen(["qwen3_moe", "qwen2_cut", "phi3"])),
+        *((family, "int8") for family in chosen(["qwen3_moe_cut", "smollm2", "qwen3"])),
+    ],
+)
+def test_family(family: str, fmt: str, tmp_path: Path) -> None:
     first = models.make_checkpoint(family, tmp_path / family)
     second = models.perturb(first, tmp_path / f"{family} updated", seed=1)
-    with EngineProcess(tmp_path / "log", first, RANKS.get(family, 1)) as engine:
+    ranks = RANKS.get(family, 1)
+    with EngineProcess(tmp_path / "log", first, ranks, fp8rl_format=fmt) as engine:
         layers = engine.control({"op": "layers"})["layers"]
         at_start = score(engine)
         engine.update(second, version=0, stream="stream")
         updated = score(engine)
-        engine.update(first, version=1, stream="fp8")
+        engine.update(first, version=1, stream="fp8" if fmt == "block-fp8" else "bf16")
         returned = score(engine)
 
     block, ends = LAYERS[family]
-    check_layers(layers, in_both(block) | ends)
-    check_logprobs(first, *at_start)
-    check_logprobs(second, *updated)
+    check_layers(layers, in_both(block) | ends, "fp8" if fmt == "block-fp8" else fmt)
+    check_logprobs(first, *at_start, fmt)
+    check_logprobs(second, *updated, fmt)
     assert returned == at_start
 
 
@@ -150,17 +158,21 @@ def score(engine: EngineProcess) -> tuple[list[int], list[float]]:
     return tokens, [logprob for logprob, *_ in scored]
 
 
-def check_layers(layers: list[dict[str, object]], expected: dict[str, str | None]) -> None:
+def check_layers(
+    layers: list[dict[str, object]], expected: dict[str, str | None], quantized: str = "fp8"
+) -> None:
     formats = {layer["name"]: layer["format"] for layer in layers}
-    assert formats == {name: "bf16" if why else "fp8" for name, why in expected.items()}
+    assert formats == {name: "bf16" if why else quantized for name, why in expected.items()}
     for layer in layers:
         why = expected[str(layer["name"])]
         assert (layer["reason"] is None) if why is None else (why in str(layer["reason"])), layer
 
 
-def check_logprobs(path: Path, tokens: list[int], engine: list[float]) -> None:
-    healthy = hf_oracle.prompt_logprobs(path, tokens)
-    faults = [hf_oracle.swap_gate_up, hf_oracle.shift_scale_block]
+def check_logprobs(
+    path: Path, tokens: list[int], engine: list[float], fmt: str = "block-fp8"
+) -> None:
+    healthy = hf_oracle.prompt_logprobs(path, tokens, fmt=fmt)
+    faults = [hf_oracle.swap_gate_up, hf_oracle.shift_scales]
     names = [name for name, _ in models.named_tensors(path) if "layers.0." in name]
     if any(".experts." in name for name in names):
         faults.append(hf_oracle.misroute_expert)
@@ -168,7 +180,7 @@ def check_logprobs(path: Path, tokens: list[int], engine: list[float]) -> None:
         faults.append(hf_oracle.stale_kv_b)
     controls = {
         fault.__name__: hf_oracle.mean_difference(
-            healthy, hf_oracle.prompt_logprobs(path, tokens, fault=fault)
+            healthy, hf_oracle.prompt_logprobs(path, tokens, fault=fault, fmt=fmt)
         )
         for fault in faults
     }

@@ -10,6 +10,7 @@ import torch
 
 from server_args import parse
 from sgl_fp8rl import cli
+from sgl_fp8rl.formats import CHOICES
 from sgl_fp8rl.sensitivity import command, fake_quant
 from sgl_fp8rl.sensitivity.groups import fp8_groups
 from tests.engine import models
@@ -24,29 +25,36 @@ CLOSE = 0.5
 of the list would change."""
 
 
-def test_the_list_is_what_the_engine_leaves_in_bf16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fmt", ["block-fp8", pytest.param("channel-fp8", marks=pytest.mark.full)])
+def test_the_list_is_what_the_engine_leaves_in_bf16(fmt: str, tmp_path: Path) -> None:
+    name = CHOICES[fmt].name
     checkpoint = models.make_checkpoint("qwen3_moe", tmp_path / "model")
     saved = tmp_path / "report.json"
-    assert cli.main(["precision", str(checkpoint), "--tokens", "256", "--output", str(saved)]) == 0
+    given = ["precision", str(checkpoint), "--tokens", "256", "--format", fmt]
+    assert cli.main([*given, "--output", str(saved)]) == 0
     found: dict[str, Any] = json.loads(saved.read_text())
     ignored = found["ignored_layers"]
     assert ignored and len(ignored) < len(found["layers"])
 
     options, _ = parse(shlex.split(found["flag"]), {})
-    patterns = {"fp8rl_ignored_layers": options.ignored_layers}
-    with EngineProcess(tmp_path / "log", checkpoint, **patterns) as engine:
+    assert options.format == fmt
+    keywords: dict[str, Any] = {
+        "fp8rl_ignored_layers": options.ignored_layers,
+        "fp8rl_format": options.format,
+    }
+    with EngineProcess(tmp_path / "log", checkpoint, **keywords) as engine:
         layers = {x["name"]: x for x in engine.control({"op": "layers"})["layers"]}
         tokens, logprobs = score(engine)
     for layer in found["layers"]:
         real = layers[layer["name"]]
-        assert real["format"] == ("bf16" if layer["name"] in ignored else "fp8")
+        assert real["format"] == ("bf16" if layer["name"] in ignored else name)
         assert (real["reason"] or "").startswith("ignored by") == (layer["name"] in ignored)
-    assert {n for n, x in layers.items() if x["format"] == "fp8"} == {
+    assert {n for n, x in layers.items() if x["format"] == name} == {
         layer["name"] for layer in found["layers"] if layer["name"] not in ignored
     }
 
     model = command.load(str(checkpoint), torch.device("cpu"), torch.bfloat16)
-    groups = fp8_groups(model)
+    groups = fp8_groups(model, CHOICES[fmt])
     as_listed = by_transformers(model, [g for g in groups if g.name not in ignored], tokens)
     without_list = by_transformers(model, groups, tokens)
     apart = mean_difference(logprobs, as_listed)

@@ -20,21 +20,32 @@ from trainer_bridge.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
 
-CASES = [  # family, ranks of tensor and of expert parallelism
-    pytest.param(("qwen3", 1, 1), id="qwen3-tp1"),
-    pytest.param(("qwen3", 2, 1), id="qwen3-tp2", marks=pytest.mark.full),
-    pytest.param(("qwen3_moe", 1, 1), id="qwen3_moe-tp1", marks=pytest.mark.full),
-    pytest.param(("qwen3_moe", 2, 1), id="qwen3_moe-tp2"),
-    pytest.param(("qwen3_moe", 2, 2), id="qwen3_moe-ep2"),
-    pytest.param(("smollm2", 1, 1), id="smollm2-tp1", marks=pytest.mark.full),
-    pytest.param(("qwen2_cut", 1, 1), id="qwen2_cut-tp1", marks=pytest.mark.full),
-    pytest.param(("qwen2_cut", 2, 1), id="qwen2_cut-tp2"),
-    pytest.param(("qwen3_moe_ragged", 1, 1), id="qwen3_moe_ragged-tp1", marks=pytest.mark.full),
-    pytest.param(("qwen3_moe_cut", 2, 1), id="qwen3_moe_cut-tp2"),
-    pytest.param(("deepseek_v2", 1, 1), id="deepseek_v2-tp1"),
-    pytest.param(("deepseek_v2", 2, 1), id="deepseek_v2-tp2", marks=pytest.mark.full),
-    pytest.param(("deepseek_v3", 1, 1), id="deepseek_v3-tp1", marks=pytest.mark.full),
-    pytest.param(("deepseek_v3", 2, 1), id="deepseek_v3-tp2"),
+CHANNEL, INT8 = {"fp8rl_format": "channel-fp8"}, {"fp8rl_format": "int8"}
+RAGGED = {"fp8rl_ragged": "channel"}
+full = pytest.mark.full
+CASES = [  # family, ranks of tensor and of expert parallelism, options
+    pytest.param(("qwen3", 1, 1, {}), id="qwen3-tp1"),
+    pytest.param(("qwen3", 2, 1, {}), id="qwen3-tp2", marks=full),
+    pytest.param(("qwen3_moe", 1, 1, {}), id="qwen3_moe-tp1", marks=full),
+    pytest.param(("qwen3_moe", 2, 1, {}), id="qwen3_moe-tp2"),
+    pytest.param(("qwen3_moe", 2, 2, {}), id="qwen3_moe-ep2"),
+    pytest.param(("smollm2", 1, 1, {}), id="smollm2-tp1", marks=full),
+    pytest.param(("qwen2_cut", 1, 1, {}), id="qwen2_cut-tp1", marks=full),
+    pytest.param(("qwen2_cut", 2, 1, {}), id="qwen2_cut-tp2"),
+    pytest.param(("qwen3_moe_ragged", 1, 1, {}), id="qwen3_moe_ragged-tp1", marks=full),
+    pytest.param(("qwen3_moe_cut", 2, 1, {}), id="qwen3_moe_cut-tp2"),
+    pytest.param(("deepseek_v2", 1, 1, {}), id="deepseek_v2-tp1"),
+    pytest.param(("deepseek_v2", 2, 1, {}), id="deepseek_v2-tp2", marks=full),
+    pytest.param(("deepseek_v3", 1, 1, {}), id="deepseek_v3-tp1", marks=full),
+    pytest.param(("deepseek_v3", 2, 1, {}), id="deepseek_v3-tp2"),
+    pytest.param(("qwen2_cut", 1, 1, CHANNEL), id="qwen2_cut-tp1-channel", marks=full),
+    pytest.param(("qwen2_cut", 2, 1, CHANNEL), id="qwen2_cut-tp2-channel"),
+    pytest.param(("qwen3_moe", 2, 2, CHANNEL), id="qwen3_moe-ep2-channel", marks=full),
+    pytest.param(("smollm2", 1, 1, INT8), id="smollm2-tp1-int8", marks=full),
+    pytest.param(("qwen3_moe_cut", 1, 1, INT8), id="qwen3_moe_cut-tp1-int8", marks=full),
+    pytest.param(("qwen3_moe_cut", 2, 1, INT8), id="qwen3_moe_cut-tp2-int8"),
+    pytest.param(("qwen3_ragged", 1, 1, RAGGED), id="qwen3_ragged-tp1-ragged", marks=full),
+    pytest.param(("qwen3_moe_ragged", 1, 1, RAGGED), id="qwen3_moe_ragged-tp1-ragged"),
 ]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.
@@ -87,6 +98,7 @@ class Run:
     checkpoints: list[Path]
     tp_size: int
     ep_size: int
+    options: dict[str, str]
     formats: dict[str, list[str]]
     """Format -> the HF tensors that the engine says it keeps so."""
     snapshots: list[Snapshot]
@@ -94,22 +106,40 @@ class Run:
     rollout: Rollout
     """After the last update, of ``PROMPTS``."""
 
+    @property
+    def in_blocks(self) -> list[str]:
+        """The HF tensors that the engine keeps in block FP8, and an update may bring so."""
+        if "fp8rl_format" in self.options:
+            return []
+        names = models.whole_names if "fp8rl_ragged" in self.options else models.fp8_names
+        return names(self.checkpoints[0])
+
+    def expected(self, version: int) -> list[dict[str, str]]:
+        """The digests of a version, by the oracle."""
+        checkpoint = self.checkpoints[version]
+        by_row = set(models.fp8_names(checkpoint)).difference(self.in_blocks)
+        int8 = self.options.get("fp8rl_format") == "int8"
+        return expected.digests(checkpoint, self.tp_size, self.ep_size, by_row, int8=int8)
+
 
 @pytest.fixture(scope="module", params=CASES)
 def run(
     request: pytest.FixtureRequest, policies: Policies, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    family, tp_size, ep_size = request.param
+    family, tp_size, ep_size, options = request.param
     checkpoints = policies(family)
     log = tmp_path_factory.mktemp("updated") / "engine.log"
-    with EngineProcess(log, checkpoints[0], tp_size, ep_size=ep_size) as engine:
+    with EngineProcess(log, checkpoints[0], tp_size, ep_size=ep_size, **options) as engine:
         formats = engine.control({"op": "layout"})["formats"]
         snapshots = [Snapshot.of(engine)]
         for version in range(1, UPDATES + 1):
-            engine.update(checkpoints[version], version, FORMS[version - 1])
+            form = FORMS[version - 1]
+            engine.update(
+                checkpoints[version], version, "bf16" if options and form == "fp8" else form
+            )
             snapshots.append(Snapshot.of(engine))
         sampled = rollout(engine, PROMPTS, {"n": 2, "max_new_tokens": 4, "ignore_eos": True})
-    return Run(checkpoints, tp_size, ep_size, formats, snapshots, sampled)
+    return Run(checkpoints, tp_size, ep_size, options, formats, snapshots, sampled)
 
 
 def sha256(digest: Digest) -> list[dict[str, str]]:
@@ -134,19 +164,19 @@ def same_bytes(digest: Digest, wanted: list[dict[str, str]]) -> Iterator[str]:
 @pytest.mark.guarantee("all-or-none", fault="five updates, every byte compared with an oracle")
 def test_codes_and_scales_are_those_of_the_oracle(run: Run) -> None:
     for version, snapshot in enumerate(run.snapshots):
-        wanted = expected.digests(run.checkpoints[version], run.tp_size, run.ep_size)
-        assert sha256(snapshot.digest) == wanted, f"after update {version}"
+        assert sha256(snapshot.digest) == run.expected(version), f"after update {version}"
 
 
 def test_the_comparison_tells_one_policy_from_the_next(run: Run) -> None:
-    wanted = expected.digests(run.checkpoints[UPDATES - 1], run.tp_size, run.ep_size)
+    wanted = run.expected(UPDATES - 1)
     assert list(same_bytes(run.snapshots[UPDATES].digest, wanted)) == []
     for before, after in zip(run.snapshots, run.snapshots[1:], strict=False):
         assert before.logprobs != after.logprobs
 
 
 def test_the_trainer_is_told_of_every_rank(run: Run) -> None:
-    assert run.formats == {"fp8": sorted(models.fp8_names(run.checkpoints[0]))}
+    """And of no codes but those of block FP8, so that it sends the others in BF16."""
+    assert run.formats == ({"fp8": sorted(run.in_blocks)} if run.in_blocks else {})
 
 
 @pytest.mark.guarantee("in-place", fault="five updates, every address compared")
@@ -185,7 +215,8 @@ def test_a_rollout_loses_only_the_requests_that_fail(run: Run) -> None:
 )
 def test_a_fresh_engine_is_the_same(run: Run, version: int, tmp_path: Path) -> None:
     checkpoint, log = run.checkpoints[version], tmp_path / "engine.log"
-    with EngineProcess(log, checkpoint, run.tp_size, ep_size=run.ep_size) as engine:
+    options: dict[str, Any] = run.options
+    with EngineProcess(log, checkpoint, run.tp_size, ep_size=run.ep_size, **options) as engine:
         fresh = Snapshot.of(engine)
     assert sha256(fresh.digest) == sha256(run.snapshots[version].digest)
     assert fresh.logprobs == run.snapshots[version].logprobs

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from sgl_fp8rl.formats import CHOICES
 from sgl_fp8rl.ops.reference import quantize_weight
 from tests.engine import expected, models
 
@@ -196,14 +197,17 @@ def write_checkpoint(
 
 
 def reference_digests(
-    policy: Tensors, rank: int = 0, tp_size: int = 1, ep_size: int = 1
+    policy: Tensors, rank: int = 0, tp_size: int = 1, ep_size: int = 1, fmt: str = "block-fp8"
 ) -> dict[str, str]:
     """SHA-256 of each parameter that a rank of an engine must hold, by SGLang's names.
 
     Codes and scales are made by the torch reference, stacked by ``tests.engine.expected``.
+
+    Args:
+        fmt: of all linears, as the option ``format`` has it.
     """
     fp8 = {
-        name: tuple(map(_array, quantize_weight(tensor)))
+        name: tuple(map(_array, CHOICES[fmt].encode(tensor).values()))
         for name, tensor in policy.items()
         if models.is_linear(name)
     }

@@ -509,14 +509,14 @@ def test_any_moves_together(
 def _compare_divisions(
     amaxes: tl.tensor, xs: tl.tensor, count: tl.tensor, SPOIL: tl.constexpr
 ) -> None:
-    """Count the codes of x / scale that `_divide` and a division make differently."""
+    """Count the codes of x / scale that `divide` and a division make differently."""
     amax = tl.load(amaxes + tl.program_id(0)).to(tl.float32)
     scale = weight_quant_triton._scale_of(amax.to(tl.int32, bitcast=True))
     wrong = tl.zeros((1024,), tl.int32)
     for start in range(0, 65536, 1024):
         x = tl.load(xs + start + tl.arange(0, 1024)).to(tl.float32)
         x = tl.where(tl.abs(x) <= amax, x, 0.0)  # NaN too
-        fast = x * tl.div_rn(1.0, scale) if SPOIL else weight_quant_triton._divide(x, scale)
+        fast = x * tl.div_rn(1.0, scale) if SPOIL else weight_quant_triton.divide(x, scale)
         codes = fast.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         true = tl.div_rn(x, scale).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         wrong += (codes != true).to(tl.int32)

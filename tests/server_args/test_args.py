@@ -22,7 +22,8 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         Fp8RLServerArgs,
         bucket_bytes=st.integers(1, 1 << 40).map(lambda number: number * 512),
         ignored_layers=st.lists(patterns | regexes, max_size=4).map(tuple),
-        ragged=st.sampled_from(["pad", "bf16"]),
+        format=st.sampled_from(["block-fp8", "channel-fp8", "int8"]),
+        ragged=st.sampled_from(["pad", "channel", "bf16"]),
         kv_scheme=st.sampled_from(["engine", "trainer", "unit"]),
         kv_scales=st.none() | WORDS,
         tune_cache=WORDS,
@@ -45,6 +46,7 @@ def test_every_field_travels() -> None:
     every_field = {
         "bucket_bytes": 1024,
         "ignored_layers": ("lm_head", "re:x"),
+        "format": "int8",
         "ragged": "bf16",
         "kv_scheme": "trainer",
         "kv_scales": "/scales.json",

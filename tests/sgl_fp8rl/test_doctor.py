@@ -241,10 +241,24 @@ def test_entry_point_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"),
-    [((8, 0), "fail"), ((8, 9), "warn"), ((9, 0), "ok"), ((10, 0), "warn"), ((12, 0), "warn")],
+    ("fmt", "capability", "expected"),
+    [
+        ("block-fp8", (8, 0), "fail"),
+        ("block-fp8", (8, 9), "warn"),
+        ("block-fp8", (9, 0), "ok"),
+        ("block-fp8", (10, 0), "warn"),
+        ("channel-fp8", (8, 0), "fail"),
+        ("channel-fp8", (9, 0), "ok"),
+        ("int8", (7, 5), "fail"),
+        ("int8", (8, 0), "warn"),
+        ("int8", (9, 0), "ok"),
+        ("int8", (10, 0), "fail"),
+    ],
 )
-def test_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str) -> None:
+def test_gpus(
+    monkeypatch: pytest.MonkeyPatch, fmt: str, capability: tuple[int, int], expected: str
+) -> None:
+    monkeypatch.setenv("FP8RL_FORMAT", fmt)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)

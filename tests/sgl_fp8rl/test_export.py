@@ -74,7 +74,11 @@ def test_a_checkpoint(options: list[Any], tmp_path: Path) -> None:
     source, output = checkpoint(tmp_path / "in"), tmp_path / "new" / "out"
     arguments = ["export", str(source), str(output), "--tp", "2"]
     assert cli.main([*arguments, "--ignored-layers", "a", "re:b"]) == 0
-    wanted_options = {"fp8rl_ragged": "bf16", "fp8rl_ignored_layers": ("a", "re:b")}
+    wanted_options = {
+        "fp8rl_format": "block-fp8",
+        "fp8rl_ragged": "bf16",
+        "fp8rl_ignored_layers": ("a", "re:b"),
+    }
     assert options == [(str(source), 2, wanted_options)]
 
     given = {**load_file(source / "a.safetensors"), **load_file(source / "b.safetensors")}
@@ -111,7 +115,7 @@ def test_a_checkpoint_in_another_format(
     monkeypatch.setattr(FakeEngine, "format", other_format.name)
     monkeypatch.setattr(export, "QUANTIZED", other_format)
     source = checkpoint(tmp_path / "in")
-    assert "1 INT8 and 1 other" in export.run(str(source), tmp_path / "out")
+    assert f"1 {other_format.name.upper()} and 1 other" in export.run(str(source), tmp_path / "out")
     found = load_file(next((tmp_path / "out").glob("*.safetensors")))
     for suffix, part in other_format.encode(load_file(source / "a.safetensors")[MATRIX]).items():
         assert torch.equal(found[MATRIX + suffix], part)

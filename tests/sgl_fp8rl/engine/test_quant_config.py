@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import linear, moe, quant_config
+from sgl_fp8rl.engine import linear, moe
 from sgl_fp8rl.engine.quant_config import FP8RLConfig, LayerFormat, list_layers
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from tests.experts_fakes import E, Experts, H, I, T
@@ -46,17 +46,18 @@ def test_a_format_is_served_by_its_line_in_the_tables(
     vars(a_linear).update(params_dtype=torch.get_default_dtype())
     experts = compat.FusedMoE.__new__(compat.FusedMoE)
     sizes = {"intermediate_size_per_partition": 128, "hidden_size": 128}
-    vars(experts).update(sizes, use_triton_kernels=False, use_flashinfer_trtllm_moe=False)
+    plain = {"with_bias": False, "moe_runner_config": SimpleNamespace(is_gated=True)}
+    vars(experts).update(sizes | plain, use_triton_kernels=False, use_flashinfer_trtllm_moe=False)
     assert isinstance(config.get_quant_method(a_linear, "a"), linear.FP8RLLinearMethod)
     assert isinstance(config.get_quant_method(experts, "b"), moe.FP8RLMoEMethod)
 
-    monkeypatch.setattr(quant_config, "QUANTIZED", other_format)
-    monkeypatch.setitem(linear.METHODS, "int8", Method)
+    config.formats = [other_format]
+    monkeypatch.setitem(linear.METHODS, other_format.name, Method)
     assert config.get_quant_method(a_linear, "a") == Method(None, "a")
     method = config.get_quant_method(experts, "b")
     assert isinstance(method, compat.UnquantizedFusedMoEMethod)
-    assert experts.fp8rl_reason == "no layer of experts computes in int8"
-    monkeypatch.setitem(moe.METHODS, "int8", Method)
+    assert experts.fp8rl_reason == f"no layer of experts computes in {other_format.name}"
+    monkeypatch.setitem(moe.METHODS, other_format.name, Method)
     assert config.get_quant_method(experts, "b") == Method(None, "b")
 
 

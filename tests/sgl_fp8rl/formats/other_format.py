@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from sgl_fp8rl import formats
-from sgl_fp8rl.formats import FORMATS
+from sgl_fp8rl.formats import ENGINE_ONLY, FORMATS
 from sgl_fp8rl.formats.weight_format import NOT_FINITE, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region
 from sgl_fp8rl.protocol import manifest
 
 
-class Int8(WeightFormat):
+class Stepped(WeightFormat):
     """INT8 codes, and one FP16 scale for each block of 32x64."""
 
-    name = "int8"
+    name = "stepped"
     dtypes = (torch.int8,)
     headers = ("I8",)
     suffixes = ("_step",)
@@ -61,11 +61,12 @@ class Int8(WeightFormat):
         return spread[..., : shape[-2], : shape[-1]]
 
 
-OTHER = Int8()
+OTHER = Stepped()
 
-every_format = pytest.mark.parametrize(
-    "fmt", [*FORMATS.values(), OTHER], ids=[*FORMATS, OTHER.name]
-)
+_SENT = [*FORMATS.values(), OTHER]
+every_format = pytest.mark.parametrize("fmt", [*_SENT, *ENGINE_ONLY], ids=lambda f: f.name)
+sent_format = pytest.mark.parametrize("fmt", _SENT, ids=lambda f: f.name)
+"""Of codes that an update may bring."""
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> WeightFormat:

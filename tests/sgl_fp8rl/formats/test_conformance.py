@@ -11,7 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sgl_fp8rl.formats import UNQUANTIZED, by_dtype, format_of, split_name
+from sgl_fp8rl.formats import (
+    BLOCK_FP8,
+    ENGINE_ONLY,
+    FORMATS,
+    UNQUANTIZED,
+    by_dtype,
+    split_name,
+    stored_format,
+)
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
@@ -21,7 +29,7 @@ from sgl_fp8rl.weight_update import route_tracer
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 from sgl_fp8rl.weight_update.torch_writer import write_tensor
-from tests.sgl_fp8rl.formats.other_format import OTHER, Int8, every_format
+from tests.sgl_fp8rl.formats.other_format import OTHER, Stepped, every_format, sent_format
 from tests.sgl_fp8rl.weight_update.toy import Model
 
 pytestmark = pytest.mark.usefixtures("other_format")
@@ -64,10 +72,12 @@ def test_encode_gives_what_is_announced(
     original = weight(*shape, dtype=dtype)
     encoded = fmt.encode(original)
     codes = encoded[""]
-    assert codes.shape == shape and codes.dtype in fmt.dtypes and format_of(codes.dtype) is fmt
+    assert codes.shape == shape and codes.dtype in fmt.dtypes
+    parameters = {f"w{suffix}": tensor for suffix, tensor in encoded.items()}
+    assert stored_format("w", parameters) is fmt
     companions = {s: TensorSpec(t.dtype, tuple(t.shape)) for s, t in encoded.items() if s}
     assert companions == fmt.companions(shape) and set(companions) == set(fmt.suffixes)
-    assert all(split_name(f"w{suffix}") == ("w", suffix) for suffix in companions)
+    assert all(split_name(f"w{suffix}", ENGINE_ONLY) == ("w", suffix) for suffix in companions)
     for suffix, tensor in encoded.items():
         fmt.check_values(suffix, tensor)
     error = (fmt.decode(encoded) - original.float()).abs().max() / original.abs().max()
@@ -108,9 +118,11 @@ def test_rows_may_be_encoded_apart(fmt: WeightFormat, shape: tuple[int, ...]) ->
 
 @every_format
 def test_a_cut_inside_of_a_block_is_refused(fmt: WeightFormat) -> None:
-    blocks_of_one = fmt.block == (1, 1)
-    for region in (((1, 256), (0, 256)), ((0, 255), (0, 256))):
-        if blocks_of_one:
+    of_rows = (((1, 256), (0, 256)), ((0, 255), (0, 256)))
+    of_columns = ((0, 256), (0, 255))
+    for region in (*of_rows, of_columns):
+        whole_row = fmt.block[0] == 1 and region in of_rows
+        if whole_row or fmt.block == (1, 1):
             original = weight(256, 256)
             fmt.check_cut(region, (256, 256))
             expected = cut(fmt, fmt.encode(original), region)
@@ -153,7 +165,8 @@ def test_a_weight_arrives_encoded_or_not(
     """What a trainer encodes and what the engine encodes are the same bytes, also over chunks."""
     original, table = weight(*shape, dtype=dtype), stored(fmt, shape)
     expected = fmt.encode(original.to(BF16))
-    for tensors in ({"w": original}, {f"w{s}": t for s, t in expected.items()}):
+    encoded = {f"w{s}": t for s, t in expected.items()}
+    for tensors in ({"w": original}, *([encoded] if fmt.name in FORMATS else [])):
         for parameter in table.parameters.values():
             parameter.zero_()
         sent(table, tensors, 1 << 17)
@@ -161,7 +174,7 @@ def test_a_weight_arrives_encoded_or_not(
         assert_same(found, expected)
 
 
-@every_format
+@sent_format
 def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) -> None:
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(256, 256)).items()}
     for suffix in fmt.suffixes:
@@ -176,7 +189,7 @@ def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) ->
     assert [n for n in encoded if manifest.is_companion(n)] == [f"w{s}" for s in fmt.suffixes]
 
 
-@every_format
+@sent_format
 def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
     table = stored(fmt, (256, 256))
     for suffix in fmt.suffixes:
@@ -187,6 +200,14 @@ def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
             RouteTable(table.sources, table.routes, parameters).check()
 
 
+@pytest.mark.parametrize("fmt", ENGINE_ONLY, ids=lambda fmt: fmt.name)
+def test_codes_of_another_format_are_refused(fmt: WeightFormat) -> None:
+    """Whatever their dtype: channel FP8 has that of block FP8."""
+    encoded = {f"w{s}": t for s, t in BLOCK_FP8.encode(weight(256, 256)).items()}
+    with pytest.raises(ManifestError, match=f"w is fp8.*in {fmt.name.upper()}; send it in BF16"):
+        sent(stored(fmt, (256, 256)), encoded, 1 << 17)
+
+
 @every_format
 def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) -> None:
     assert fmt.refusal([256, 128], 512) is None
@@ -195,7 +216,7 @@ def test_a_layer_size_is_accepted_or_refused_with_a_reason(fmt: WeightFormat) ->
 
 
 def test_a_dtype_of_another_format_is_refused() -> None:
-    class Copycat(Int8):
+    class Copycat(Stepped):
         name = "copycat"
 
     for order in ([OTHER, Copycat()], [Copycat(), OTHER]):
@@ -207,7 +228,7 @@ def test_a_dtype_of_another_format_is_refused() -> None:
 # -- where a checkpoint is read
 
 
-@every_format
+@sent_format
 def test_headers_tell_dtype_and_shape(fmt: WeightFormat, tmp_path: Path) -> None:
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(weight(64, 64)).items()}
     save_file(encoded, tmp_path / "model.safetensors")
@@ -231,4 +252,4 @@ def test_routes_into_the_other_format_are_recorded(monkeypatch: pytest.MonkeyPat
         record_routes(model, {"w": (64, 128)})
     monkeypatch.setattr(route_tracer, "QUANTIZED", OTHER)
     recorded = record_routes(model, {"w": (64, 128)})
-    assert recorded.routes == table.routes and recorded.by_format() == {"int8": ["w"]}
+    assert recorded.routes == table.routes and recorded.by_format() == {OTHER.name: ["w"]}

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_fp8rl.formats import UNQUANTIZED, format_of
+from sgl_fp8rl.formats import ENGINE_ONLY, FORMATS, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops import weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import BLOCK, CopyDescriptor, group_descriptors
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import triton_writer
-from tests.sgl_fp8rl.formats.other_format import every_format
+from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
 from trainer_bridge.fsdp import sources
 from trainer_bridge.packer import QuantizePacker
@@ -46,11 +46,18 @@ class TorchLaunch:
             if not given.scales:
                 boxed(*where).copy_(source)
                 continue
-            encoded = format_of(given.target_dtype).encode(source.to(self.dtype))
-            boxed(*where).copy_(encoded.pop(""))
+            encoded = self._format(given).encode(source.to(self.dtype))
+            first, last = given.kept or (0, given.cols)
+            boxed(*where)[:, first:last].copy_(encoded.pop("")[:, first:last])
             (scales,) = encoded.values()
             strided = (*scales.shape, given.scale_stride)
             boxed(given.scales, strided, scales.dtype).copy_(scales)
+
+    @staticmethod
+    def _format(given: CopyDescriptor) -> WeightFormat:
+        if given.kept is None:
+            return format_of(given.target_dtype)
+        return next(fmt for fmt in ENGINE_ONLY if given.target_dtype in fmt.dtypes)
 
 
 def boxed(address: int, box: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +71,8 @@ def boxed(address: int, box: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 def compile_in_torch(
     descriptors: Iterable[CopyDescriptor], device: Any, dtype: torch.dtype
 ) -> list[TorchLaunch]:
-    return [TorchLaunch(list(descriptors), dtype)]
+    listed = list(descriptors)
+    return [TorchLaunch(listed, dtype)] if listed else []
 
 
 @every_format
@@ -72,10 +80,12 @@ def compile_in_torch(
 def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
     fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_writer, "compile_descriptors", compile_in_torch)
+    for compiler in ("compile_descriptors", "compile_rows"):
+        monkeypatch.setattr(triton_writer, compiler, compile_in_torch)
     original, table = weight(*shape), stored(fmt, shape)
     expected = fmt.encode(original)
-    for tensors in ({"w": original}, {f"w{s}": t for s, t in expected.items()}):
+    encoded = {f"w{s}": t for s, t in expected.items()}
+    for tensors in ({"w": original}, *([encoded] if fmt.name in FORMATS else [])):
         for parameter in table.parameters.values():
             parameter.zero_()
         manifest = describe(tensors.items(), 0, 1 << 17)
@@ -91,7 +101,7 @@ def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
         assert_same(found, expected)
 
 
-@every_format
+@sent_format
 @pytest.mark.parametrize("shape", [(384, 256), (300, 200), (3, 256, 128)])
 def test_a_packer_lays_out_what_is_encoded(
     fmt: WeightFormat, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -115,7 +125,7 @@ def test_a_packer_lays_out_what_is_encoded(
     assert_same({name.removeprefix("w"): t for name, t in found.items()}, expected)
 
 
-@every_format
+@sent_format
 def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
     fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from triton.runtime.errors import PTXASError
 
 from sgl_fp8rl.ops import (
     activation_triton,
+    channel_triton,
     delta_triton,
     expert_rows_triton,
     heads_triton,
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[3]
     ("file", "least", "skipped"),
     [
         ("test_weight_quant_triton.py", 100, 3),
-        ("test_formats.py", 18, 0),
+        ("test_formats.py", 51, 36),
         ("test_kv_triton.py", 100, 8),
         ("test_qk_rope.py", 40, 8),
         ("test_heads_triton.py", 70, 4),
@@ -73,6 +74,7 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
     "module",
     [
         weight_quant_triton,
+        channel_triton,
         kv_triton,
         qk_rope_triton,
         heads_triton,

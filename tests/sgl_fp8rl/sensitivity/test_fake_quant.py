@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, INT8
+from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from sgl_fp8rl.sensitivity import fake_quant
 from sgl_fp8rl.sensitivity.groups import Group, fp8_groups
@@ -20,6 +22,23 @@ BF16_ROUNDING = 2.0**-8
 
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("fmt", [CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
+def test_a_linear_with_a_scale_for_each_row(fmt: WeightFormat) -> None:
+    linear = nn.Linear(250, 384, dtype=torch.bfloat16)
+    x = drawn(7, 250)
+    with fake_quant.fp8([Group("a", 0, (linear,), fmt)]):
+        got = linear(x)
+    weight = linear.weight.float().detach().numpy()
+    codes = oracle.quantize_rows(weight, int8=fmt is INT8)
+    exact = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
+    error = np.abs(got.float().detach().numpy() - exact)
+    assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
+    # the control: the other format's codes
+    codes = oracle.quantize_rows(weight, int8=fmt is not INT8)
+    other = oracle.channel_linear(x.float().numpy(), *codes, linear.bias.float().detach().numpy())
+    assert np.abs(got.float().detach().numpy() - other).mean() > 2 * error.mean()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -45,13 +64,14 @@ def test_a_linear(has_bias: bool) -> None:
     assert (error <= BF16_ROUNDING * np.abs(exact) + 1e-5).all()
 
 
+@pytest.mark.parametrize("fmt", [BLOCK_FP8, CHANNEL_FP8, INT8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_ragged"])
-def test_experts_are_those_of_a_cpu_engine(family: str, load: Load) -> None:
+def test_experts_are_those_of_a_cpu_engine(family: str, fmt: WeightFormat, load: Load) -> None:
     """Padded or not: each half of gate_up is quantized by itself."""
     from sgl_fp8rl.engine.moe import experts_reference
 
     model = load(family)
-    group = next(g for g in fp8_groups(model) if g.name == "model.layers.1.mlp.experts")
+    group = next(g for g in fp8_groups(model, fmt) if g.name == "model.layers.1.mlp.experts")
     (experts,) = group.modules
     x = drawn(6, 256)
     ids = torch.tensor([[0, 1], [1, 2], [3, 0], [0, 1], [2, 3], [3, 1]])
@@ -62,18 +82,15 @@ def test_experts_are_those_of_a_cpu_engine(family: str, load: Load) -> None:
     assert torch.equal(experts(x, ids, weights), before) and not torch.equal(got, before)
     parameters: Any = dict(experts.named_parameters())
     size = parameters["down_proj"].shape[-1]
-    padded = -(-size // 128) * 128
+    padded = -(-size // 128) * 128 if fmt is BLOCK_FP8 else size
     up, down = torch.zeros(4, 2 * padded, 256), torch.zeros(4, 256, padded)
     for half in range(2):
         rows = parameters["gate_up_proj"][:, half * size :][:, :size]
         up[:, half * padded :][:, :size] = rows.detach()
     down[..., :size] = parameters["down_proj"].detach()
-    (w13, w13_scale), (w2, w2_scale) = quantize_weight(up), quantize_weight(down)
+    weights_of = {"w13_weight": fmt.encode(up), "w2_weight": fmt.encode(down)}
     layer = SimpleNamespace(
-        w13_weight=w13,
-        w13_weight_scale_inv=w13_scale,
-        w2_weight=w2,
-        w2_weight_scale_inv=w2_scale,
+        **{name + s: part for name, held in weights_of.items() for s, part in held.items()},
         moe_runner_config=SimpleNamespace(
             activation="silu", apply_router_weight_on_input=False, routed_scaling_factor=None
         ),

@@ -64,6 +64,11 @@ class Interpreter:
         self.compiled += 1
         return [FakeLaunch(self, self.damage(list(descriptors)), dtype)]
 
+    def compile_rows(
+        self, descriptors: Iterable[CopyDescriptor], device: torch.device, dtype: torch.dtype
+    ) -> list["FakeLaunch"]:
+        return [FakeLaunch(self, listed, dtype)] if (listed := list(descriptors)) else []
+
     @property
     def readable(self) -> Spans:
         """What the trainer shared, and staging memory."""
@@ -107,7 +112,8 @@ class FakeLaunch:
 
     def _write(self, descriptor: CopyDescriptor, x: torch.Tensor, status: Status) -> None:
         writable = self.interpreter.writable + self.interpreter.staging
-        quantize = descriptor.target_dtype == FP8 and descriptor.source_dtype != FP8
+        is_code = descriptor.target_dtype in (FP8, torch.int8)
+        quantize = is_code and descriptor.source_dtype != descriptor.target_dtype
         assert (descriptor.scales != 0) == quantize
         x = x.to(self.dtype if quantize else descriptor.target_dtype)
         bad = ~torch.isfinite(x.float()) | (x.float() <= 0 if descriptor.positive else False)
@@ -115,19 +121,24 @@ class FakeLaunch:
             status.words[0] = min(int(status.words[0]), descriptor.tag)
             x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).to(x.dtype)
         size = descriptor.target_dtype.itemsize
+        first, last = descriptor.kept or (0, descriptor.cols)
         target = box(
             writable,
-            descriptor.target,
+            descriptor.target + first * size,
             descriptor.rows,
-            descriptor.cols,
+            last - first,
             descriptor.target_stride,
             size,
         )
         if not quantize:
             target[:] = x.contiguous().view(torch.uint8).numpy().reshape(target.shape)
             return
-        codes, scale = oracle.quantize_weight(x.float().numpy())
-        target[:] = codes.view(np.uint8)
+        weight = x.float().numpy()
+        if descriptor.kept is None:
+            codes, scale = oracle.quantize_weight(weight)
+        else:
+            codes, scale = oracle.quantize_rows(weight, int8=descriptor.target_dtype == torch.int8)
+        target[:] = codes.view(np.uint8)[:, first:last]
         scales = box(writable, descriptor.scales, *scale.shape, descriptor.scale_stride, 4)
         scales[:] = np.ascontiguousarray(scale).view(np.uint8)
 
@@ -189,6 +200,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
         return interpreter.stages[-1]
 
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
+    monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
     monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -631,6 +643,55 @@ def test_what_is_mapped_is_read_where_it_lies(
             assert elsewhere == 1
         elif tp == 1 or rows < 128:  # else this rank may keep no rows of a cut block
             assert elsewhere > 1
+
+
+BY_ROW: toy.Shapes = {"up": (300, 208), "down": (130, 208), "norm": (300,)}
+
+
+def by_row(rank: int, dtype: torch.dtype) -> Model:
+    """Half of the rows of one matrix, half of the columns of the other, with a scale for each
+    row."""
+    half = {"up": (slice(150 * rank, 150 * rank + 150),)}
+    half["down"] = (slice(None), slice(104 * rank, 104 * rank + 104))
+    storage = {"norm": torch.zeros(300, dtype=BF16)}
+    for name, shape in (("up", (150, 208)), ("down", (130, 104))):
+        storage[name] = torch.zeros(shape).to(dtype)
+        storage[f"{name}_scale"] = torch.full((shape[0], 1), -1.0)
+
+    def load(model: Model, named: Weights) -> None:
+        for name, weight in named:
+            model.data(name).copy_(weight[half.get(name, (slice(None),))])
+
+    return Model(storage, load)
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 64, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [FP8, torch.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("mapped", [("up", "down"), ("up",), ()], ids=len)
+def test_a_scale_is_that_of_the_whole_row_on_each_rank(
+    gpu: Interpreter, mapped: tuple[str, ...], dtype: torch.dtype, rank: int, rows: int
+) -> None:
+    """In the trainer's memory, wherever its ranks cut the rows apart, and through the bucket."""
+    weights = engine(gpu, by_row(rank, dtype), BY_ROW)
+    tensors = toy.checkpoint(shapes=BY_ROW)
+    tensors["down"][:, 0] = 64.0  # the scale of each row is this rank's or the other's
+    there = {name: tensors[name] for name in mapped}
+    manifest = describe(tensors.items(), 0, 1 << 17, there)
+    weights.accept(manifest)
+    weights.memory.bucket = Bucket("toy", torch.zeros(1 << 18, dtype=torch.uint8))
+    if mapped:
+        weights.memory.segments = in_place(gpu, there, 64, rows)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    write_all_parts(session, tensors)
+    found = toy.contents(weights.model)
+    for name, axis in (("up", 0), ("down", 1)):
+        whole_ = oracle.quantize_rows(tensors[name].float().numpy(), int8=dtype == torch.int8)
+        codes = np.split(whole_[0], 2, axis)[rank]
+        scales = np.split(whole_[1], 2)[rank] if axis == 0 else whole_[1]
+        assert found[name].tobytes() == codes.tobytes()
+        assert found[f"{name}_scale"].tobytes() == scales.tobytes()
+    assert not gpu.joined  # no row lies on several ranks of the trainer
 
 
 def write_all_parts(session: Session, tensors: toy.Tensors) -> None:
