@@ -22,6 +22,7 @@ from benchmarks.tables import (
     memory,
     pictures,
     plan,
+    pretrained,
     sharded,
     trl,
     verl,
@@ -40,6 +41,7 @@ BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **demo.BLOCKS,
     **tables.BLOCKS,
+    **pretrained.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
