@@ -1,4 +1,4 @@
-"""The task of a pretrained model: sums of three or four digits, asked in a chat.
+"""The task of a pretrained model: sums of three digits, asked in a chat.
 
     user       7 + 5 + 8
     assistant  7 + 5 = 12, 12 + 8 = 20
@@ -15,12 +15,12 @@ from typing import Any
 
 from benchmarks.parity.tasks import Problem, Task, is_held_out
 
-TERMS = (3, 4)
+TERMS = 3
 LARGEST = 9
-SHOWN = ((2, 3, 4), (9, 4, 6, 2))
+SHOWN = ((2, 3, 4), (9, 4, 6))
 """Sums that stand before each problem."""
-MAX_NEW_TOKENS = 48
-"""The longest right response has 35."""
+MAX_NEW_TOKENS = 32
+"""The longest right response in the form that is shown has 20."""
 
 
 def task(folder: Path) -> Task:
@@ -47,8 +47,8 @@ def draw_problems(count: int, seed: str, held_out: bool = False) -> list[Problem
 def make_problem(rng: random.Random, held_out: bool = False) -> Problem:
     """A sum that is not one of those shown."""
     while True:
-        terms = tuple(rng.randint(1, LARGEST) for _ in range(rng.choice(TERMS)))
-        problem = Problem("chain", len(terms), asked(terms), str(sum(terms)))
+        terms = tuple(rng.randint(1, LARGEST) for _ in range(TERMS))
+        problem = Problem("chain", 1, asked(terms), str(sum(terms)))
         if is_held_out(problem) is held_out and terms not in SHOWN:
             return problem
 
