@@ -51,6 +51,13 @@ ARMS = {
         Arm("moe-fp8", "moe-bf16", "moe"),
         Arm("smollm2-bf16", None, "smollm2", ALL_BF16),
         Arm("smollm2-fp8-kv8", "smollm2-bf16", "smollm2", engine=KV8),
+        Arm(
+            "smollm2-fp8-kv8-uncorrected",
+            "smollm2-bf16",
+            "smollm2",
+            correction="disabled",
+            engine=KV8,
+        ),
         Arm("outliers-kv8", "bf16", engine=KV8, planted=True),
         Arm("outliers-kv8-unit", "bf16", engine=_UNIT, planted=True, must_alarm=True),
     )

@@ -126,9 +126,11 @@ def test_the_jobs_of_the_pretrained_model(tmp_path: Path) -> None:
     starts, runs, evaluations = run_all.stages(study, args)
     assert [job.name for job in starts] == ["start-smollm2"]
     assert [job.name for job in runs] == [
-        f"smollm2-{arm}-{seed}" for seed in range(3) for arm in ("bf16", "fp8-kv8")
+        f"smollm2-{arm}-{seed}"
+        for seed in range(3)
+        for arm in ("bf16", "fp8-kv8", "fp8-kv8-uncorrected")
     ]
-    assert [len(job.makes) for job in evaluations] == [2, 2, 2]
+    assert [len(job.makes) for job in evaluations] == [3, 3, 3]
 
 
 def test_a_stage_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
