@@ -40,7 +40,7 @@ class Work:
     """Responses to each question, for the mismatch."""
 
 
-WORK = {"cpu": Work(256, 8, 4, 48, 1), "cuda": Work(512, 32, 8, 96, 16)}
+WORK = {"cpu": Work(256, 4, 3, 32, 1), "cuda": Work(512, 32, 8, 96, 16)}
 
 
 def measure(checkpoint: Path, arm: Arm, work: Work, device: torch.device) -> Row:
