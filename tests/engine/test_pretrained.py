@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 WINDOW = 192
-FP8_COSTS = 0.15
-"""Nats a token that padded block FP8 with FP8 KV may add to BF16; HEALTHY."""
+FP8_COSTS = 0.2
+"""Nats a token that padded block FP8 with FP8 KV may add to BF16; 0.10 was measured."""
 WRONG_COSTS = 0.3
-"""Nats a token that the controls add at least; CONTROLS."""
-OFF = 0.5
+"""Nats a token that the controls add at least; scales that are off added 1.4 to BF16."""
+OFF = 0.2
 """By which the scales of the control are wrong."""
 
 
