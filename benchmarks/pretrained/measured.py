@@ -60,7 +60,8 @@ def scaled_blocks(model: Any, off: float) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights with every block of 128 x 128 of a matrix times 1 + off or 1 / (1 + off), at
     random: its codes stay what they are, its scale is wrong."""
     drawn = torch.Generator().manual_seed(SEED)
-    for name, weight in model.state_dict().items():
+    for name, parameter in model.named_parameters():  # a tied head comes once
+        weight = parameter.detach()
         if "_proj" in name:
             rows, columns = (-(-size // BLOCK) for size in weight.shape)
             signs = torch.randint(2, (rows, columns), generator=drawn) * 2 - 1
