@@ -45,6 +45,8 @@ def convert(folder: Path, gguf: Path | None = None) -> Path:
     """
     if folder.exists():
         return folder
+    from transformers.utils.logging import disable_progress_bar
+
     gguf = gguf or source()
     if gguf is None or not gguf.exists():
         raise FileNotFoundError(
@@ -54,6 +56,7 @@ def convert(folder: Path, gguf: Path | None = None) -> Path:
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if digest != SHA256:
         raise ValueError(f"{gguf} has SHA-256 {digest}, not {SHA256}; take it from {VERSION}")
+    disable_progress_bar()
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
     model_of(gguf).save_pretrained(unfinished)
     tokenizer_of(gguf).save_pretrained(unfinished)
