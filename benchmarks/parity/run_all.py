@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.parity import models
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run import STOPPED
 from benchmarks.parity.run_log import FINISHED, HELD_OUT
@@ -54,9 +55,10 @@ def stages(study: Study, args: argparse.Namespace) -> list[list[Job]]:
         (arm, seed)
         for seed in range(1 if args.timing else args.seeds)
         for arm in ARMS.values()
-        if (arm.is_timed if args.timing else seed == 0 or not arm.planted)
+        if arm.model in models.models_of(args.size)
+        and (arm.is_timed if args.timing else seed == 0 or not arm.planted)
     ]
-    models = list(dict.fromkeys(arm.model for arm, _ in runs))
+    begun = list(dict.fromkeys(arm.model for arm, _ in runs))
 
     def job(name: str, script: str, makes: list[Path], *words: str) -> Job:
         settings = ("--size", args.size, "--settings", json.dumps(args.settings))
@@ -65,7 +67,7 @@ def stages(study: Study, args: argparse.Namespace) -> list[list[Job]]:
 
     starts = [
         job(f"start-{model}", "start", [study.start_folder(model) / WARMED], "--model", model)
-        for model in models
+        for model in begun
     ]
     options = ("--until", f"{args.until - GRACE_S:.0f}", *(("--timing",) if args.timing else ()))
     learning = []

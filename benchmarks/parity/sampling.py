@@ -1,33 +1,43 @@
 """Responses of an engine to problems, and their rewards."""
 
 from collections import defaultdict
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.parity import tasks
-from examples.grpo import arithmetic
+from benchmarks.parity import chat_task, models
+from benchmarks.parity.tasks import WORKED_OUT, Problem, Task
 from trainer_bridge import Rollout, rollout
 
-SAMPLING: dict[str, Any] = {
-    "temperature": 1.0,
-    "max_new_tokens": tasks.MAX_NEW_TOKENS,
-    "stop_token_ids": [arithmetic.END_TOKEN],
-    "no_stop_trim": True,  # the end token belongs to the response
-}
+
+def task_of(model: str, start: Path) -> Task:
+    """What a model is to learn.
+
+    Args:
+        start: the checkpoint that its runs begin with.
+    """
+    return chat_task.task(start) if model == models.PRETRAINED else WORKED_OUT
 
 
-def respond(engine: Any, problems: list[tasks.Problem], version: int, n: int = 1) -> Rollout:
+def respond(engine: Any, task: Task, problems: list[Problem], version: int, n: int = 1) -> Rollout:
     """``n`` responses to each problem, by policy ``version``."""
-    prompts = [arithmetic.encode(problem.prompt) for problem in problems]
-    return rollout(engine, prompts, {**SAMPLING, "n": n}, expected_version=version)
+    prompts = [task.encode(problem.prompt) for problem in problems]
+    sampling = {
+        "temperature": 1.0,
+        "max_new_tokens": task.max_new_tokens,
+        "stop_token_ids": [task.end_token],
+        "no_stop_trim": True,  # the end token belongs to the response
+        "n": n,
+    }
+    return rollout(engine, prompts, sampling, expected_version=version)
 
 
-def rewards_of(problems: list[tasks.Problem], batch: Rollout) -> list[float]:
+def rewards_of(task: Task, problems: list[Problem], batch: Rollout) -> list[float]:
     """Reward of each response; those to one problem stand side by side."""
     n = len(batch.tokens) // len(problems)
     repeated = [problem for problem in problems for _ in range(n)]
     return [
-        tasks.reward(problem, arithmetic.decode(tokens))
+        task.reward(problem, task.decode(tokens))
         for problem, tokens in zip(repeated, batch.tokens, strict=True)
     ]
 
@@ -44,14 +54,14 @@ def shape_of(batch: Rollout) -> dict[str, float]:
     }
 
 
-def evaluate(engine: Any, count: int, version: int) -> dict[str, Any]:
+def evaluate(engine: Any, task: Task, count: int, version: int) -> dict[str, Any]:
     """Mean reward of one response to each of ``count`` held-out problems, in all and by kind.
 
     The problems are the same for every run and every step.
     """
-    problems = tasks.draw_problems(count, "evaluation", held_out=True)
-    batch = respond(engine, problems, version)
-    rewards = rewards_of(problems, batch)
+    problems = task.draw(count, "evaluation", held_out=True)
+    batch = respond(engine, task, problems, version)
+    rewards = rewards_of(task, problems, batch)
     groups: dict[str, list[float]] = defaultdict(list)
     for problem, reward in zip(problems, rewards, strict=True):
         groups[f"{problem.kind} {problem.level}"].append(reward)

@@ -1,5 +1,6 @@
 """The weights that all runs of a model begin with: trained from scratch on the teacher's
-demonstrations, until they solve a given part of the problems. On a GPU its engines are run as well.
+demonstrations, until they solve a given part of the problems; or a published checkpoint. On a GPU
+its engines are run as well.
 
     python -m benchmarks.parity.start --model dense --state runs/parity
 """
@@ -18,6 +19,7 @@ from benchmarks.parity import models, sampling, tasks
 from benchmarks.parity.arms import ALL_BF16, ARMS, Arm
 from benchmarks.parity.learner import Learner, micro_batches_of
 from benchmarks.parity.settings import Settings, Study, add_options, open_study
+from benchmarks.pretrained import checkpoint
 from examples.grpo import arithmetic, tiny_model
 from examples.grpo.engine import running_engine
 from trainer_bridge import connect, response_logprobs
@@ -33,8 +35,10 @@ WARMED = "warmed"
 
 
 def start_of(study: Study, model: str) -> Path:
-    """Folder of the checkpoint to begin with; trained here if there is none yet."""
+    """Folder of the checkpoint to begin with; made here if there is none yet."""
     folder = study.start_folder(model)
+    if model == models.PRETRAINED:
+        return checkpoint.convert(folder)
     if not folder.exists():
         unfinished = folder.with_suffix(f".{os.getpid()}")
         models.save(train(model, study.size, study.settings, study.device), unfinished)
@@ -115,11 +119,12 @@ def warm_up(study: Study, model: str) -> None:
     that start side by side would all do that, and measure each other.
     """
     folder = study.start_folder(model)
+    task = sampling.task_of(model, folder)
     for arm in fp8_engines_of(model) if study.device.type == "cuda" else []:
-        problems = tasks.draw_problems(study.settings.prompts, "warm-up")
+        problems = task.draw(study.settings.prompts, "warm-up")
         with running_engine(folder, arm.ignored_layers, 0, study.engine(arm.engine)) as engine:
             version = connect(engine).control({"op": "layout"})["version"]
-            sampling.respond(engine, problems, version, study.settings.group)
+            sampling.respond(engine, task, problems, version, study.settings.group)
     (folder / WARMED).touch()
 
 
@@ -135,7 +140,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description="Train the weights that runs begin with.")
     add_options(parser)
-    parser.add_argument("--model", choices=models.MODELS, required=True)
+    parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     args = parser.parse_args()
     study = open_study(args)
     start_of(study, args.model)

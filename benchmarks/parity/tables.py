@@ -5,6 +5,7 @@ from statistics import fmean, median, stdev
 
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.comparison import Comparison, powers
+from benchmarks.parity.models import PRETRAINED
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import ALPHA, LAST_STEPS, MARGIN
 from benchmarks.parity.verdict import (
@@ -43,8 +44,9 @@ def rewards(text: str) -> str:
     e = rows[0]
     models = " and ".join(f"{n / 1e6:.0f} M parameters ({m})" for m, n in e["parameters"].items())
     options = e["options"]
+    size = f" --size {PRETRAINED}" if options.get("size") == PRETRAINED else ""
     note = (
-        f"`python -m benchmarks.parity.run_all`: {models}, {options['steps']} steps of "
+        f"`python -m benchmarks.parity.run_all{size}`: {models}, {options['steps']} steps of "
         f"{options['prompts']} problems with {options['group']} responses each, {_where(e)}, "
         f"{e['date'][:10]}. Means over seeds, least and largest. Held-out reward: on "
         f"{options['held_out_problems']} held-out problems, one response each, by one BF16 engine "
@@ -192,6 +194,10 @@ BLOCKS = {
     "parity_alarms": ("parity.jsonl", alarms),
     "parity_timing": ("parity.jsonl", timing),
     "headline_learning": ("parity.jsonl", learning),
+    "pretrained_rewards": ("pretrained_grpo.jsonl", rewards),
+    "pretrained_tests": ("pretrained_grpo.jsonl", tests),
+    "pretrained_mismatch": ("pretrained_grpo.jsonl", mismatch),
+    "headline_pretrained": ("pretrained_grpo.jsonl", learning),
 }
 """The file that each block is made from, and how."""
 

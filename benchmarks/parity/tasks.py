@@ -17,8 +17,9 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
-from examples.grpo.arithmetic import END
+from examples.grpo.arithmetic import END, END_TOKEN, decode, encode
 
 LEVELS = (1, 2, 3)
 MAX_NEW_TOKENS = 288
@@ -43,6 +44,26 @@ class Problem:
     level: int
     prompt: str
     answer: str
+
+
+class Draw(Protocol):
+    """Draws problems, the same ones for the same seed."""
+
+    def __call__(self, count: int, seed: str, held_out: bool = False) -> list[Problem]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Problems, and how they are put to a model and its responses are marked."""
+
+    draw: Draw
+    encode: Callable[[str], list[int]]
+    """Token ids of a problem's prompt."""
+    decode: Callable[[list[int]], str]
+    """The text of a response, its end token included."""
+    reward: Callable[[Problem, str], float]
+    end_token: int
+    max_new_tokens: int
 
 
 # ---- sums, whose terms are taken in any order ----------------------------------------------------
@@ -209,3 +230,7 @@ def reward(problem: Problem, response: str) -> float:
         return 0.0
     separator = KINDS[problem.kind].separator
     return float(response[: -len(END)].split(separator)[-1] == problem.answer)
+
+
+WORKED_OUT = Task(draw_problems, encode, decode, reward, END_TOKEN, MAX_NEW_TOKENS)
+"""Of the models that are trained from scratch."""

@@ -13,6 +13,7 @@ FP8_ARMS = {
     "fp8": "FP8 weights",
     "fp8-kv8": "with FP8 KV",
     "moe-fp8": "FP8 weights, mixture of experts",
+    "smollm2-fp8-kv8": "FP8 weights and KV, SmolLM2-135M-Instruct from 4 bits",
 }
 """Arms whose question was fixed before the runs."""
 
@@ -54,16 +55,17 @@ def learning(text: str) -> str:
     rows = rows_of(text)
     held_out, found = held_out_rewards(rows), comparisons(rows)
     e = rows[0]
-    parts = []
-    for arm, what in FP8_ARMS.items():
+    parts, arms = [], [arm for arm in FP8_ARMS if arm in held_out]
+    for arm in arms:
         reference = ARMS[arm].reference or ""
         seeds = held_out[arm].keys() & held_out[reference].keys()
         ours, theirs = (fmean(held_out[n][seed] for seed in seeds) for n in (arm, reference))
         size = e["parameters"][ARMS[arm].model] / 1e6
-        parts.append(f"{ours:.3f} beside {theirs:.3f} ({what}, {size:.0f} M parameters)")
-    p_tost = [found[arm].p_tost for arm in FP8_ARMS]
+        what = f"{FP8_ARMS[arm]}, {size:.0f} M parameters"
+        parts.append(f"{ours:.3f} beside {theirs:.3f} ({what})")
+    p_tost = [found[arm].p_tost for arm in arms]
     p = max(1.0 if one is None else one for one in p_tost)  # None: of a single seed
-    pairs = min(len(found[arm].differences) for arm in FP8_ARMS)
+    pairs = min(len(found[arm].differences) for arm in arms)
     return (
         f"GRPO of small models, on FP8 rollouts beside BF16 rollouts of the same engine, ends at a "
         f"reward of {', '.join(parts)}; "

@@ -65,7 +65,7 @@ def test_learning_in_micro_batches_is_learning_from_the_whole_batch(
 ) -> None:
     problems = tasks.draw_problems(3, "a")
     batch = a_batch(problems, 4, "b")
-    rewards_PG = torch.tensor(sampling.rewards_of(problems, batch)).view(3, 4)
+    rewards_PG = torch.tensor(sampling.rewards_of(tasks.WORKED_OUT, problems, batch)).view(3, 4)
     rewards_PG[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     norms = {}
     for limit in (600, 100_000):
@@ -129,7 +129,9 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         facts["versions"].append(version)
         return Updated()
 
-    def respond(engine: str, problems: list[tasks.Problem], version: int, n: int = 1) -> Rollout:
+    def respond(
+        engine: str, task: tasks.Task, problems: list[tasks.Problem], version: int, n: int = 1
+    ) -> Rollout:
         if n > 1 and version == facts["kill_at"]:
             raise Killed
         return a_batch(problems, n, f"version {version}")

