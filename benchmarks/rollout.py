@@ -111,7 +111,6 @@ LOADS = {
     ),
     "qwen3-30b-a3b": (Load(64, 4096, NEW),),
     "qwen3-32b": (Load(128, 512, NEW), Load(64, 4096, NEW)),
-    "qwen3-0.5b": (Load(128, 512, NEW), Load(64, 4096, NEW)),
 }
 
 
@@ -183,4 +182,3 @@ def _benchmark(model: str) -> Benchmark:
 DENSE = _benchmark("qwen3-8b")
 MOE = _benchmark("qwen3-30b-a3b")
 ON_TWO_GPUS = _benchmark("qwen3-32b")
-PADDED = _benchmark("qwen3-0.5b")

@@ -49,11 +49,7 @@ MODELS = {
 """Those that run on one GPU."""
 SHAPES = MODELS | {
     "qwen3-32b": Shape(hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8),
-    "qwen3-0.5b": Shape(
-        hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64
-    ),
 }
-"""The last has the sizes of Qwen2.5-0.5B, of which ranks hold parts of blocks."""
 
 
 @dataclass(frozen=True)
