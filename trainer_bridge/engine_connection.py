@@ -32,8 +32,8 @@ class EngineConnection:
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
         self.image: tuple[str, Image] | None = None
-        """What an engine on another host has kept of the last update, and the fingerprint of its
-        manifest. It outlasts a failure: the engine says what it has."""
+        """The last update that an engine on another host committed, and the fingerprint of its
+        manifest. It outlasts a failure: the engine says what it holds."""
         self.image_failed = False
         """Whether the last update that changed it failed: after a second one the next is whole."""
         self._layout: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What an update changes in the image that engines on other hosts keep of the one before."""
+"""What an update changes in the image of the one before, which engines on other hosts hold."""
 
 import secrets
 from collections.abc import Collection, Iterable

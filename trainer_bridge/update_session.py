@@ -312,7 +312,7 @@ class UpdateSession:
         self._in_flight += 1
 
     def _begin_changes(self) -> None:
-        """Send only what changed to the engines that have kept the last update."""
+        """Send only what changed to the engines that hold the last update."""
         manifest, kept, held = self.plan.manifest, [], []
         for member in self._open_members():
             assert member.ranks is not None
@@ -335,7 +335,7 @@ class UpdateSession:
                 connection.image = None  # its memory goes before that of the next one comes
 
     def _fits_an_image(self, most: int) -> bool:
-        """Whether an engine keeps this update; a stream's chunks are not known before."""
+        """Whether changes of this update may come; a stream's chunks are not known before."""
         chunks = range(len(self.plan.chunks))
         return not self.plan.streamed and sum(self.plan.extent(i)[1] for i in chunks) <= most
 

@@ -27,14 +27,15 @@ def rewards(text: str) -> str:
             len(runs),
             _spread([run["held_out"]["reward"] for run in runs]),
             _spread([run["last_reward"] for run in runs]),
+            _spread([run["evaluations"][0][1] for run in runs]),
             _spread([run["evaluations"][-1][1] for run in runs]),
             f"{sum(run['alarm_steps'] for run in runs)} of {sum(run['steps'] for run in runs)}",
         )
         for arm, runs in runs_by_arm(rows).items()
     ]
     head = (
-        f"arm | seeds | held-out reward | last {LAST_STEPS} steps | own engine at the end "
-        f"| steps with an alarm"
+        f"arm | seeds | held-out reward | last {LAST_STEPS} steps | own engine at the start "
+        f"| own engine at the end | steps with an alarm"
     )
     starts = [
         f"The {row['model']} model begins at {row['held_out']['reward']:.3f} (held out)."

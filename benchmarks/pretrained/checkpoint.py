@@ -37,14 +37,17 @@ def source() -> Path | None:
 
 
 def convert(folder: Path, gguf: Path | None = None) -> Path:
-    """Write the checkpoint, unless the folder is there already; returns the folder.
+    """Write the checkpoint, unless the folder holds one already; returns the folder.
 
     Raises:
+        FileExistsError: the folder holds something else.
         FileNotFoundError: there is no source.
         ValueError: the source is another file.
     """
-    if folder.exists():
+    if (folder / "config.json").exists():
         return folder
+    if folder.exists():
+        raise FileExistsError(f"{folder} holds no checkpoint; name a folder that is not there yet")
     from transformers.utils.logging import disable_progress_bar
 
     gguf = gguf or source()

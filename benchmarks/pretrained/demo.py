@@ -36,7 +36,7 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
     parser = argparse.ArgumentParser(description="SmolLM2-135M-Instruct on a CPU: FP8 beside BF16.")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/smollm2"), help="folder of all files"
+        "--out", type=Path, default=Path("runs/demo-pretrained"), help="folder of all files"
     )
     out: Path = parser.parse_args().out
     study = Study(out, models.PRETRAINED, SETTINGS, torch.device("cpu"))

@@ -19,6 +19,7 @@ def formats(text: str) -> str:
     """Perplexity and mismatch of each arm."""
     environment, _, *arms = rows_of(text)
     reference = next(row for row in arms if row["arm"] == BF16)
+    sampled = [row["sampled_tokens"] for row in arms]
     lines = [
         "| engine | quantized matrices | perplexity | log of its ratio to BF16's "
         "| mismatch KL (k3) | ESS | logprob error |",
@@ -42,7 +43,7 @@ def formats(text: str) -> str:
         f"\n\nPerplexity of {reference['tokens']} tokens in {len(reference['nll'])} windows of "
         f"{environment['work']['length']}: {files}; the brackets hold the files' SHA-256. Log of "
         f"ratio: mean over windows, +- one standard error of paired windows. Mismatch: of "
-        f"{reference['sampled_tokens']} tokens that the engine samples, against transformers in "
+        f"{min(sampled)} to {max(sampled)} tokens that engines sample, against transformers in "
         f"BF16 with an FP32 head. {machine(environment)}"
     )
 

@@ -31,6 +31,7 @@ class _Linear(LayerMethod):
     def __init__(self, quant_config: Any, prefix: str) -> None:
         super().__init__(quant_config)  # type: ignore[call-arg]
         self.prefix = prefix
+        self.quant_config = quant_config  # SGLang's DeepSeek and GLM read it of shared experts
 
     def create_weights(
         self,

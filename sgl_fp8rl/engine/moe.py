@@ -126,7 +126,8 @@ def why_not(layer: Any, format_: WeightFormat, *, pads: bool) -> str | None:
     if layer.with_bias or not layer.moe_runner_config.is_gated:
         return f"experts with biases or without a gate cannot be {format_.name}"
     size = layer.intermediate_size_per_partition
-    reason = format_.refusal([size, size], layer.hidden_size)
+    hidden = layer.hidden_size
+    reason = format_.refusal([size, size], hidden) or format_.refusal([hidden], size)
     return reason and f"expert {reason}"
 
 

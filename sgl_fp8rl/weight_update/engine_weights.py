@@ -234,6 +234,7 @@ class EngineWeights:
         self._in_doubt = (voted_for, self.session) if voted_for and self.session else None
         self._image = None
         if self.session is not None:
+            self.session.forget_changes()
             self.session.writer.end()
         self.state, self.reason, self.session = State.QUARANTINED, reason, None
         self.memory.close()

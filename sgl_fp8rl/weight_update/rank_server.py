@@ -44,7 +44,7 @@ class Outcome:
     """Whether the trainer sent the commit, and everything was written."""
     reason: str
     dirty: bool
-    """Whether the engine can no longer serve the version before."""
+    """Whether the engine can no longer serve the version before, as it is."""
     voted: bool = False
     """Whether everything was written when the trainer was lost: it may have committed elsewhere."""
     goes_back: bool = False

@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch
-from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter
+from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter, rows_of
 
 if TYPE_CHECKING:
     from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -88,6 +88,7 @@ class Session:
         """
         self._check_awaited(index)
         self._is_whole = True
+        self.forget_changes()
         self._write(index, self.writer.chunk_source(index, self.weights.memory))
 
     def change(self, index: Any, size: Any) -> None:
@@ -104,15 +105,18 @@ class Session:
         if type(size) is not int or not 0 <= size <= slot.content.numel():
             raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
         changed, back = self.writer.changed(index, slot.content[:size])
-        self._goes_back.append((index, back))
+        if not self._is_whole:
+            self._goes_back.append((index, back))
         self._write(index, changed)
 
     def undo(self) -> None:
         """Write back what changed: the version before is whole again.
 
         Raises:
-            RuntimeError: it cannot be written.
+            SessionError: a parameter moved.
+            RuntimeError, ValueError: it cannot be written.
         """
+        self.writer.begin()
         while self._goes_back:
             index, back = self._goes_back[-1]
             before, _ = self.writer.changed(index, back)
@@ -120,6 +124,12 @@ class Session:
             self._goes_back.pop()
         self.writer.table.fill_constants()
         self.weights.derived.refresh()
+        self.weights.check_addresses()
+        self.writer.finish()
+
+    def forget_changes(self) -> None:
+        """Free what ``undo`` needs: it will not be called."""
+        self._goes_back.clear()
 
     def _check_awaited(self, index: Any) -> None:
         known = type(index) is int and 0 <= index < len(self.writer.chunks)
@@ -132,8 +142,7 @@ class Session:
             tensor = source.tensor(chunk_slice, spec)
             if chunk_slice.name not in self.deferred:
                 self.deferred[chunk_slice.name] = tensor.new_empty(spec.shape)
-            whole = self.deferred[chunk_slice.name]
-            (whole[slice(*chunk_slice.rows)] if spec.shape else whole).copy_(tensor)
+            rows_of(self.deferred[chunk_slice.name], chunk_slice).copy_(tensor)
         self.writer.write(index, source)
         self._written.add(index)
 

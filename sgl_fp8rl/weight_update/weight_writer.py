@@ -139,8 +139,8 @@ class WeightWriter:
         self._read(index, slot)
         for chunk_slice in self.deferred(index):
             name = chunk_slice.name
-            rows = self.kept[name][slice(*chunk_slice.rows)]
-            slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(rows)
+            kept = rows_of(self.kept[name], chunk_slice)
+            slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(kept)
         return slot, delta.undoing(change, self._apply(slot.content, change))
 
     def stage(self, index: int) -> Slot:
@@ -176,6 +176,11 @@ class WeightWriter:
             ValueError: NaN or Inf.
         """
         return None
+
+
+def rows_of(whole: torch.Tensor, chunk_slice: ChunkSlice) -> torch.Tensor:
+    """The slice of its tensor, which may be a scalar."""
+    return whole[slice(*chunk_slice.rows)] if whole.dim() else whole
 
 
 def _holder_of(sent: torch.dtype) -> torch.dtype:

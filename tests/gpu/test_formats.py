@@ -18,10 +18,12 @@ from tests import oracle
 from tests.gpu.conftest import INTERPRETED
 
 BF16 = torch.bfloat16
-GEMM_ERROR = 0.025
-"""Root mean square, as a part of the product's. By arithmetic 0.002: results are BF16, and few
-activations take the next code, since SGLang multiplies by a reciprocal. On an H100 up to 0.020 for
-one row in channel FP8, whose kernel adds up less exactly, and less than 0.01 for all else."""
+GEMM_ERROR = {1: 0.025, 33: 0.01, 256: 0.01}
+"""By rows: root mean square, as a part of the product's. Results are BF16, and SGLang multiplies
+by a reciprocal: activations that lie between two codes take the next one, which is up to 0.0194 of
+one row and 0.0041 of 33 by arithmetic. On an H100 0.0200 of one row, and less than 0.01 of more."""
+OFF = 1.05
+"""Times the scales of the control."""
 channel_format = pytest.mark.parametrize("fmt", ENGINE_ONLY, ids=lambda fmt: fmt.name)
 
 
@@ -189,4 +191,4 @@ def test_sglangs_gemm_is_the_oracles(
         x.float().numpy(), raw, scale.numpy(), None if bias is None else bias.float().numpy()
     )
     print(f"{fmt.name} {shape} {M}: {error(scale):.5f}")
-    assert error(scale) < GEMM_ERROR < error(scale.roll(1, 0))
+    assert error(scale) < GEMM_ERROR[M] < error(OFF * scale)

@@ -107,6 +107,7 @@ def test_a_ragged_layer_goes_to_channel_fp8(
     [
         ({}, [None, None, None]),
         ({"intermediate_size_per_partition": 192}, ["multiple of 128", None, None]),
+        ({"intermediate_size_per_partition": 24}, ["of 128", "multiple of 16", "multiple of 16"]),
         ({"hidden_size": 200}, ["multiple of 128", "multiple of 16", "multiple of 16"]),
         ({"with_bias": True}, [None, "biases", "biases"]),
     ],

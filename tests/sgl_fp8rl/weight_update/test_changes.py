@@ -145,6 +145,37 @@ def test_a_chunk_that_is_written_in_part_is_undone(
     assert rank.holds(toy.checkpoint(0))
 
 
+def test_what_moved_is_not_undone(rank: Rank) -> None:
+    """CUDA graphs read the memory where it was: only a complete start helps."""
+    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
+    session = toy.begin(rank.weights, sent, 1, SMALL)
+    change(session, before, sent)
+    parameter = rank.weights.model.get_parameter("norm.weight")
+    parameter.data = parameter.data.clone()
+    if rank.gpu is not None:
+        rank.gpu.writable.append(span_of(parameter))
+        rank.gpu.shared.append(span_of(parameter))
+    for action in (session.finish, session.undo):
+        with pytest.raises(SessionError, match="moved in memory"):
+            action()
+
+
+def test_changes_behind_a_whole_chunk_are_not_kept(rank: Rank) -> None:
+    """They are of no use: the chunk cannot be undone."""
+    before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
+    session = toy.begin(rank.weights, sent, 1, SMALL)
+    change(session, before, sent, 2)
+    toy.fill(session, sent, 2)
+    session.write(2)
+    assert not session.can_undo and not session._goes_back
+    for index in range(3, len(session.writer.chunks)):
+        toy.fill(session, sent, index)
+        session.write(index)
+    session.finish()
+    rank.weights.commit()
+    assert rank.holds(stepped(1))
+
+
 def test_control_changes_of_other_weights_are_seen(rank: Rank) -> None:
     sent = toy.quantized(stepped(1))
     other = {**sent, "norm.weight": toy.checkpoint(0)["norm.weight"]}
@@ -203,3 +234,21 @@ def test_scales_of_a_kv_cache_change_too() -> None:
         before = sent
         assert torch.equal(with_kv.kv_of(weights).scales.amax(-1), scales.amax(-1))
         assert toy.same(toy.contents(weights.model), toy.expected(stepped(version)))
+
+
+def test_single_scales_of_a_kv_cache_change_too() -> None:
+    """They are scalars, which have no rows."""
+    weights = with_kv.engine("trainer")
+
+    def sent(version: int) -> toy.Tensors:
+        names = (f"model.layers.{n}.self_attn.attn.{x}_scale" for n in (0, 1) for x in "kv")
+        return toy.quantized(stepped(version)) | {n: torch.tensor(2.0 + version) for n in names}
+
+    commit(weights, sent(0))
+    for version in (1, 2):
+        session = toy.begin(weights, sent(version), version, SMALL)
+        change(session, sent(version - 1), sent(version))
+        session.image = BASE
+        session.finish()
+        weights.commit()
+        assert with_kv.kv_of(weights).store.unique().tolist() == [2.0 + version]
