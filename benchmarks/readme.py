@@ -55,6 +55,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "flips": ("flips.json", flips.flips),
     "formats": ("formats.json", formats.formats),
     "delta": ("delta.json", links.delta),
+    "delta_links": ("delta.json", links.delta_links),
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),

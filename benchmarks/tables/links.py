@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.tables.markdown import Column, facts, failures, joined, table
+from benchmarks.engines.models import MODELS, parameters
+from benchmarks.tables.markdown import Column, facts, failures, grid, joined, table
 
+GBITS = (1, 10, 100)
+"""Links that updates are computed for."""
 SPREAD = "{median:,.0f} ms ({min:,.0f} to {max:,.0f})"
 
 
@@ -49,6 +52,30 @@ def delta(results: Mapping[str, Any]) -> str:
     runs = max((row["n"] for row in rows), default=0)
     end = f"{facts(results['environment'])}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
+
+
+def delta_links(results: Mapping[str, Any]) -> str:
+    """Updates over links, computed of what the GPUs took and of the bytes alone."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in results["rows"]:
+        if row["arm"] == "gpu":
+            found.setdefault((row["model"], row["case"]), {})[row["metric"]] = row["median"]
+    lines = []
+    for (model, case), values in found.items():
+        bf16_mb = sum(2 * each.numel for each in parameters(MODELS[model])) / 1e6
+        steps_ms = values["changes_ms"] + values["commit_ms"] + values["engine_ms"]
+        for gbits in GBITS:
+            ms_of_mb = 8 / gbits
+            cells = (
+                bf16_mb * ms_of_mb,
+                values["quantize_ms"] + values["image_mb"] * ms_of_mb,
+                steps_ms + values["records_mb"] * ms_of_mb,
+            )
+            if case == "0.2%" or gbits == GBITS[-1]:
+                name = f"{model}, {case}, {gbits} Gb/s"
+                lines.append([name, *(f"{cell / 1e3:,.2f} s" for cell in cells)])
+    head = ("model, bytes that change, link", "whole, BF16", "whole, FP8", "what changed")
+    return joined(grid(head, lines), f"{facts(results['environment'])}.")
 
 
 def chain(results: Mapping[str, Any]) -> str:

@@ -57,6 +57,8 @@ def test_every_share_is_measured(
     assert 1e6 * image_mb == pytest.approx(whole, rel=0.01), "half of the layers, twice"
     table = links.delta({"rows": rows, "failures": {}, "environment": FACTS})
     assert table.count("small, ") == 3 and "(" in table
+    computed = links.delta_links({"rows": rows, "environment": FACTS})
+    assert computed.count("small, ") == 5, "each link, and each share over the fastest"
 
 
 @pytest.mark.parametrize("fault", ["missed", "other"])

@@ -110,7 +110,10 @@ def test_no_family_is_forgotten() -> None:
     ("family", "fmt"),
     [
         *((family, "block-fp8") for family in chosen(list(LAYERS))),
-        *((family, "channel-fp8") for family in chosen(["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"])),
+        *(
+            (family, "channel-fp8")
+            for family in chosen(["qwen3_moe", "qwen2_cut", "phi3", "deepseek_v2"])
+        ),
         *((family, "int8") for family in chosen(["qwen3_moe_cut", "smollm2", "qwen3"])),
     ],
 )
