@@ -158,11 +158,6 @@ def _layout_of(engine: Any) -> dict[str, Any]:
             "the engine keeps no layer in block FP8, or does not know yet; update it first, and "
             "start it with --fp8rl-format block-fp8"
         )
-    if others := sorted(layout["formats"].keys() - {QUANTIZED.name}):
-        raise EngineError(
-            f"the engine keeps layers in {others[0]}, which fp8_forward does not compute; start it "
-            f"with --fp8rl-ragged bf16"
-        )
     return {name: layout[name] for name in ("formats", "dtype")}
 
 

@@ -20,12 +20,6 @@ class DerivedTensors:
         self._model = model
         self._layers = {n: m for n, m in model.named_modules() if hasattr(m, NAMES[0])}
         self.refresh()
-        mine = {p.untyped_storage().data_ptr() for p in model.parameters()} if self._layers else ()
-        for layer in self._layers.values():
-            for name in NAMES:
-                tensor = getattr(layer, name)
-                if tensor.untyped_storage().data_ptr() in mine:  # of one head it is a view
-                    setattr(layer, name, tensor.clone())
 
     def refresh(self) -> None:
         """Make them from the weights as they are now."""

@@ -271,19 +271,12 @@ class Relay:
             raise ValueError(f"a chunk lies at {excerpt(offset)}, outside of its bucket")
         return self._memory.content[offset : offset + size]
 
-    def _may_write(self, most: int) -> bool:
-        """Whether less than so many changed chunks are being written, or none will be any more."""
-        return self._writing < most
-
     def _write_changed(self, out: socket.socket) -> None:
-        """Have every rank write the chunks that changed, two at a time, in slots of their own."""
-        before = -1
+        """Have every rank write the chunks that changed, two at a time."""
         for index, offset, (payload, is_delta) in self._changes.in_order():
-            most = 1 if offset == before else SLOTS
-            before = offset
             with self._written:
-                self._written.wait_for(partial(self._may_write, most), self._silence_s)
-                if self._writing < 0 or not self._may_write(most):
+                self._written.wait_for(lambda: self._writing < SLOTS, self._silence_s)
+                if not 0 <= self._writing < SLOTS:
                     return  # the trainer is told why, or a rank hangs and it gives up
                 self._writing += 1
             self._place(offset, payload.numel()).copy_(payload)

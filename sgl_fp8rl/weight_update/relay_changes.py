@@ -78,6 +78,6 @@ class SessionChanges:
             self._changes[index] = Changed(index, offset, change)
 
     def in_order(self) -> Iterator[Changed]:
-        """Each chunk that changes, once."""
+        """Each chunk that changes, once; a trainer's neighbours lie in other slots."""
         for index in sorted(self._changes):
             yield self._changes.pop(index)

@@ -123,13 +123,6 @@ def test_an_engine_that_does_not_know_yet() -> None:
         fp8_forward(model, FakeEngine(model, formats={}))
 
 
-def test_an_engine_with_layers_in_another_format() -> None:
-    model = tiny("qwen3")
-    fp8, *others = sorted(fp8_names(model))
-    with pytest.raises(EngineError, match="keeps layers in channel-fp8"):
-        fp8_forward(model, FakeEngine(model, formats={"fp8": [fp8], "channel-fp8": others}))
-
-
 def test_a_model_that_is_not_the_engines() -> None:
     model = tiny("qwen3")
     other = "model.layers.7.self_attn.o_proj.weight"
