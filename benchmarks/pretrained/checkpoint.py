@@ -41,7 +41,7 @@ def convert(folder: Path, gguf: Path | None = None) -> Path:
 
     Raises:
         FileExistsError: the folder holds something else.
-        FileNotFoundError: there is no source.
+        FileNotFoundError: the source is missing.
         ValueError: the source is another file.
     """
     if (folder / "config.json").exists():

@@ -1,6 +1,6 @@
 """What MLA keeps of ``kv_b_proj`` beside it, to attend to latents: ``w_kc`` and ``w_vc``.
 
-They are no parameters. SGLang makes them when a checkpoint is loaded; here its own method writes
+They are not parameters. SGLang makes them when a checkpoint is loaded; here its own method writes
 them again after each update, in place. ``kv_b_proj`` is BF16, and they are its rows.
 """
 

@@ -12,7 +12,7 @@ SHAPES = {"kv_b": (256, 128)}
 
 
 class Attention(torch.nn.Module):
-    """As SGLang's MLA: what it derives of ``kv_b_proj`` are no parameters."""
+    """As SGLang's MLA: tensors derived from ``kv_b_proj`` are not parameters."""
 
     def __init__(self) -> None:
         super().__init__()
