@@ -125,9 +125,7 @@ def why_not(layer: Any, format_: WeightFormat, *, pads: bool) -> str | None:
         return fit(layer, pads=pads)[1]
     if layer.with_bias or not layer.moe_runner_config.is_gated:
         return f"experts with biases or without a gate cannot be {format_.name}"
-    size = layer.intermediate_size_per_partition
-    hidden = layer.hidden_size
-    reason = format_.refusal([size, size], hidden) or format_.refusal([hidden], size)
+    reason = format_.experts_refusal(layer.hidden_size, layer.intermediate_size_per_partition)
     return reason and f"expert {reason}"
 
 

@@ -18,14 +18,19 @@ from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
-from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
+from sgl_fp8rl.weight_update.rank_server import (
+    LONGEST_NAME,
+    Outcome,
+    RankSocket,
+    committed,
+    reply,
+    serve,
+)
 
 PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
-LONGEST_NAME = 64
-"""Characters of a transaction's name."""
 Reply = dict[str, Any]
 
 

@@ -88,6 +88,11 @@ class WeightFormat(ABC):
             rows: of each matrix that is stacked into the layer, on this rank.
         """
 
+    def experts_refusal(self, hidden: int, intermediate: int) -> str | None:
+        """``refusal`` of both matrices of a gated expert."""
+        gate_up = self.refusal([intermediate, intermediate], hidden)
+        return gate_up or self.refusal([hidden], intermediate)
+
     def cover(self, region: Region, shape: tuple[int, ...]) -> Region:
         """The whole blocks of a tensor that a box has elements of: it is encoded with them."""
         around = list(region)

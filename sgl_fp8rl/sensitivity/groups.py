@@ -140,7 +140,7 @@ def _why_bf16(
         *_, hidden, size = down.shape
         if is_block:
             return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
-        return format_.refusal([size, size], hidden) or format_.refusal([hidden], size)
+        return format_.experts_refusal(hidden, size)
     rows, cols = zip(*(weight.shape for m in modules for weight in _matrices(m)), strict=True)
     if len(modules) == 1:  # stacked in the checkpoint already
         rows = _parts(name, rows[0], config)

@@ -8,6 +8,7 @@ from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.shared_memory import Bucket
+from sgl_fp8rl.weight_update.weight_writer import rows_of
 
 
 def write_all(
@@ -34,9 +35,7 @@ def write_all(
                 name, tensor = next(stream)
                 read[name] = tensor
             tensor, spec = read[chunk_slice.name], manifest.tensors[chunk_slice.name]
-            slot.tensor(chunk_slice, spec).copy_(
-                tensor[slice(*chunk_slice.rows)] if spec.shape else tensor
-            )
+            slot.tensor(chunk_slice, spec).copy_(rows_of(tensor, chunk_slice))
             if not spec.shape or chunk_slice.rows[1] == spec.shape[0]:
                 del read[chunk_slice.name]
         session.write(index)

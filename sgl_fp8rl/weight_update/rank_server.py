@@ -31,7 +31,7 @@ HELLO_TIMEOUT_S = 10.0
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
 LONGEST_NAME = 64
-"""Characters of the name of an image."""
+"""Characters of the name of a transaction or of an image."""
 LONGEST_REASON = 1000
 """Characters of the reason of a failure that are kept: each request is refused with it."""
 

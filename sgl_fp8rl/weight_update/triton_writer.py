@@ -70,8 +70,7 @@ class TritonWriter(WeightWriter):
             self._run(index, source)
             return
         stage = self.stage(index)
-        if source.content is not stage.content:
-            stage.content.copy_(source.content)
+        stage.content.copy_(source.content)
         self._run(index, stage)
 
     def _new_stage(self) -> torch.Tensor:

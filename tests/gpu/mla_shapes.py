@@ -24,20 +24,12 @@ class MlaShape(Shape):
     shared: int = 1
     """Shared experts."""
     linears: tuple[tuple[int, int], ...] = ()
-    """N, K of each FP8 weight that is no expert, as stored on one rank."""
+    """N and K of each FP8 weight outside of the experts, as stored on one rank."""
 
     def config(self) -> dict[str, Any]:
         kind = "3" if self.q_rank else "2"
         return {
-            "architectures": [f"DeepseekV{kind}ForCausalLM"],
-            "model_type": f"deepseek_v{kind}",
-            "torch_dtype": "bfloat16",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
+            **self.common(f"DeepseekV{kind}ForCausalLM", f"deepseek_v{kind}"),
             "q_lora_rank": self.q_rank or None,
             "kv_lora_rank": LATENT,
             "qk_nope_head_dim": NOPE,
@@ -55,8 +47,6 @@ class MlaShape(Shape):
             "scoring_func": "sigmoid" if self.q_rank else "softmax",
             "norm_topk_prob": bool(self.q_rank),
             "routed_scaling_factor": 2.5 if self.q_rank else 1.0,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
             "rope_theta": 10000.0,
             "rope_scaling": {
                 "type": "yarn",
@@ -67,11 +57,6 @@ class MlaShape(Shape):
                 "beta_slow": 1,
                 "original_max_position_embeddings": 2048,
             },
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
         }
 
     def _layer(self, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -49,11 +49,11 @@ class Shape:
     layers: int = 2
     vocabulary: int = 4096
 
-    def config(self) -> dict[str, Any]:
-        """What ``config.json`` says."""
-        common = {
-            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
-            "model_type": "qwen3_moe" if self.experts else "qwen3",
+    def common(self, architecture: str, model_type: str) -> dict[str, Any]:
+        """What the configurations of all decoders say."""
+        return {
+            "architectures": [architecture],
+            "model_type": model_type,
             "torch_dtype": "bfloat16",
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
@@ -61,15 +61,22 @@ class Shape:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": HEAD,
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000,
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
             "bos_token_id": None,
             "eos_token_id": None,
+        }
+
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says."""
+        architecture = "Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"
+        common = {
+            **self.common(architecture, "qwen3_moe" if self.experts else "qwen3"),
+            "head_dim": HEAD,
+            "rope_theta": 1000000,
         }
         if not self.experts:
             return common

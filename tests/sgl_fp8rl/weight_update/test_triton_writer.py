@@ -165,6 +165,12 @@ def box(
     )
 
 
+class OnDevice(torch.Tensor):
+    """Host memory that says that it is the device's."""
+
+    is_cuda = True
+
+
 class FakeDeviceMemory:
     """Host memory that stands for the staging slot on the device."""
 
@@ -196,8 +202,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     interpreter = Interpreter()
 
     def stage(nbytes: int, device: int | None) -> FakeDeviceMemory:
-        interpreter.stages.append(FakeDeviceMemory(nbytes, device))
-        return interpreter.stages[-1]
+        memory = FakeDeviceMemory(nbytes, device)
+        memory.tensor = memory.tensor.as_subclass(OnDevice)
+        interpreter.stages.append(memory)
+        return memory
 
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
@@ -513,12 +521,6 @@ def test_a_table_is_small_where_memory_is_contiguous() -> None:
 
 
 # -- where a chunk lies
-
-
-class OnDevice(torch.Tensor):
-    """Host memory that says that it is the device's."""
-
-    is_cuda = True
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -19,6 +19,7 @@ from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.session import Session
 from sgl_fp8rl.weight_update.shared_memory import Bucket, Slot
+from sgl_fp8rl.weight_update.weight_writer import rows_of
 from tests import oracle
 
 FP8 = torch.float8_e4m3fn
@@ -238,7 +239,7 @@ def fill(session: Session, tensors: Tensors, index: int) -> None:
         target = Slot(bucket.content, 0).tensor(
             chunk_slice, session.writer.manifest.tensors[chunk_slice.name]
         )
-        target.copy_(tensor[slice(*chunk_slice.rows)] if tensor.dim() else tensor)
+        target.copy_(rows_of(tensor, chunk_slice))
 
 
 def write(session: Session, tensors: Tensors) -> None:
