@@ -22,6 +22,7 @@ BENCHMARKS = {
     "rollout": "benchmarks.rollout:DENSE",
     "rollout_moe": "benchmarks.rollout:MOE",
     "rollout_two_gpus": "benchmarks.rollout:ON_TWO_GPUS",
+    "ragged": "benchmarks.ragged:BENCHMARK",
     "long_tail": "benchmarks.long_tail:BENCHMARK",
     "multi_turn": "benchmarks.multi_turn:BENCHMARK",
     "decode_profile": "benchmarks.decode_profile:DENSE",

@@ -12,7 +12,12 @@ import torch
 from benchmarks import measuring
 from benchmarks.benchmark import Measurement
 from benchmarks.engines import kv_weights, models, stock_push, traffic
-from benchmarks.engines.keywords import Keywords, is_stock, weight_format
+from benchmarks.engines.keywords import (
+    Keywords,
+    is_stock,
+    quantizes_itself,
+    weight_format,
+)
 
 DEVICE = "cuda"
 QUARTERS = 4
@@ -51,11 +56,14 @@ def start(folder: str, keywords: Keywords) -> Any:
 
 
 def give_weights(engine: Any, shape: models.Shape, keywords: Keywords) -> None:
-    """The same random weights for every engine, in the form that it holds them in.
+    """The same random weights for every engine, in the form that it holds them in; but for one that
+    quantizes dummy weights by itself, whose codes have the range of any others.
 
     Raises:
         RuntimeError: they did not take the place of the dummy ones.
     """
+    if quantizes_itself(keywords):
+        return
     if is_stock(keywords):
         named = kv_weights.shared(shape, DEVICE, weight_format(keywords))
         stock_push.push(engine, named, keywords.get("tp_size", 1))

@@ -1,0 +1,86 @@
+"""Decode of models whose layers are no whole FP8 blocks on a rank, beside stock SGLang's.
+
+  qwen2.5-0.5b, TP 2     q, k and v are stacked off a block; o_proj has 448 columns
+  qwen3-30b-a3b, TP 4    experts have 192 channels on a rank
+
+Every format of ours serves them. Stock SGLang refuses them in block FP8; in FP8 it quantizes what
+it loads by itself, with a scale for each row.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
+from benchmarks.engines import models, serving
+from benchmarks.engines.keywords import (
+    ENGINE,
+    FULL,
+    NCCL_ALONE,
+    NO_MULTICAST,
+    ONLINE_FP8,
+    OURS,
+    is_stock,
+)
+from benchmarks.engines.serving import Load
+
+ARMS: dict[str, dict[str, Any]] = {
+    "stock-bf16": {},
+    "stock-fp8": ONLINE_FP8,
+    "fp8rl-pad": OURS,
+    "fp8rl-ragged-channel": {**OURS, "fp8rl_ragged": "channel"},
+    "fp8rl-ragged-bf16": {**OURS, "fp8rl_ragged": "bf16"},
+    "fp8rl-channel": {**OURS, "fp8rl_format": "channel-fp8"},
+    "fp8rl-int8": {**OURS, "fp8rl_format": "int8"},
+}
+MODELS = {
+    "qwen2.5-0.5b": models.Shape(
+        hidden=896,
+        intermediate=4864,
+        layers=24,
+        heads=14,
+        kv_heads=2,
+        head_dim=64,
+        is_qwen2=True,
+    ),
+    "qwen3-30b-a3b": models.MODELS["qwen3-30b-a3b"],
+}
+RANKS = {"qwen2.5-0.5b": 2, "qwen3-30b-a3b": 4}
+LOADS = (Load(32, 512, 128), Load(256, 512, 128))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to serve one model."""
+
+    arm: str
+    model: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``sglang.Engine`` besides those of all cases."""
+
+
+def measure(case: Case, run: Run) -> list[Measurement]:
+    """KV capacity, and prefill and decode of each load."""
+    shape = MODELS[case.model]
+    shape = replace(shape, layers=run.options["layers"] or shape.layers)
+    models.save_config(shape, run.folder)
+    graphs = {"cuda_graph_bs_decode": [load.batch for load in LOADS]}
+    ranks = {**NCCL_ALONE, "tp_size": RANKS[case.model]}
+    largest = {"cuda_graph_max_bs_decode": max(load.batch for load in LOADS)}
+    keywords = ENGINE | FULL | ranks | graphs | largest | case.engine
+    loads = [load for load in LOADS if run.wants(load.name)]
+    values = serving.speed(keywords, shape, str(run.folder), loads)
+    model = f"{case.model}, TP {RANKS[case.model]}"
+    return serving.measurements(case.arm, model, values)
+
+
+BENCHMARK = Benchmark(
+    jobs=tuple(
+        Job(f"{model}/{arm}", Case(arm, model, engine), is_stock(engine), environ=NO_MULTICAST)
+        for model in RANKS
+        for arm, engine in ARMS.items()
+    ),
+    measure=measure,
+    limit_s=300.0,
+    options=(LAYERS,),
+    facts={"engine": ENGINE | FULL, "arms": ARMS},
+)
