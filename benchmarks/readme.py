@@ -84,6 +84,8 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "rollout_restarts": ("rollout_restarts.json", engine_tables.rollout),
     "rollout_moe_restarts": ("rollout_moe_restarts.json", engine_tables.rollout),
     "rollout_two_gpus": ("rollout_two_gpus.json", beside_stock.both),
+    "ragged_tp2": ("ragged_tp2.json", engine_tables.rollout),
+    "ragged_tp4": ("ragged_tp4.json", engine_tables.rollout),
     "rollout_graphs": ("rollout_graphs.json", engine_tables.rollout),
     "rollout_deterministic": ("rollout_deterministic.json", engine_tables.rollout),
     "multi_turn": ("multi_turn.json", engine_tables.multi_turn),
