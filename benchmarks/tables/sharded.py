@@ -7,6 +7,7 @@ from benchmarks.engines.models import SHAPES, config
 from benchmarks.tables.engines import is_reference
 from benchmarks.tables.markdown import Column, facts, failures, grid, joined, table, with_ratio
 from sgl_fp8rl.plan import shape, update_time
+from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
 
 SPREAD = "{median:.0f} ms ({min:.0f} to {max:.0f})"
 
@@ -49,8 +50,23 @@ QWEN3_235B = shape.Shape(
     experts=128,
     experts_per_token=8,
 )
-ENGINES, GIGABITS = 8, (100.0, 400.0)
-"""Of 64 GPUs in hosts of eight; and links of the host where the first rank runs."""
+KIMI_K2 = shape.Shape(
+    hidden=7168,
+    intermediate=2048,
+    layers=61,
+    heads=64,
+    kv_heads=1,
+    head_dim=128,
+    vocab=163840,
+    experts=384,
+    experts_per_token=8,
+)
+"""With plain attention of about the size of its own, which is 1% of it."""
+FAR = (("Qwen3-235B", QWEN3_235B, 8), ("Kimi K2, 1T", KIMI_K2, 32))
+"""Engines of eight GPUs, each on a host of its own, as many trainer hosts beside them: 64 and 256
+GPUs of each."""
+GIGABITS = 100.0, 400.0
+"""Of each host's link."""
 
 
 def kernels_ms(results: Mapping[str, Any]) -> dict[str, float]:
@@ -72,16 +88,17 @@ def predicted(results: Mapping[str, Any]) -> str:
         cells.append([name, *(f"{each:.1f} ms" for each in times), f"{found:.1f} ms"])
     head = [f"{gpus} GPUs" for gpus in PREDICTED_GPUS]
     far = [
-        ", ".join(
-            f"{update_time.far_s(QWEN3_235B, ENGINES, link, senders):.0f} s at {link:.0f} Gb/s"
-            for link in GIGABITS
-        )
-        for senders in (1, ENGINES)
+        [
+            f"{name}, {engines} engines, from {senders} host{'s' if senders > 1 else ''}",
+            *(f"{update_time.far_s(of, engines, link, senders):,.0f} s" for link in GIGABITS),
+        ]
+        for name, of, engines in FAR
+        for senders in (1, min(engines, MOST_SLOTS // SLOTS))
     ]
+    links = [f"{link:.0f} Gb/s a host" for link in GIGABITS]
     return joined(
         grid(
             ["engine's kernels, predicted", *head, f"measured, {trainer_gpus(results)} GPUs"], cells
         ),
-        f"Qwen3-235B to {ENGINES} engines on other hosts, by the links alone: {far[0]} from one "
-        f"host, {far[1]} from {ENGINES}.",
+        grid(["engines on other hosts, by the links alone", *links], far),
     )
