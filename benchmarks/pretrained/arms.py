@@ -26,6 +26,8 @@ ARMS = {
         Arm(BF16, "BF16, SGLang without our quantization", {}),
         Arm("fp8", "block FP8, padded", OURS),
         Arm("fp8-kv8", "block FP8, padded; FP8 KV", OURS | KV8),
+        Arm("channel-fp8", "channel FP8", OURS | {"fp8rl_format": "channel-fp8"}),
+        Arm("int8", "INT8", OURS | {"fp8rl_format": "int8"}),
         Arm("fp8-scales-off", "block FP8 whose scales are 10% off: must be worse", OURS, 0.1),
     )
 }
