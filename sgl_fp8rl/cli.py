@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from server_args.args import FORMATS
+from server_args.args import FORMATS, RAGGED
 from sgl_fp8rl import compat, doctor
 from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.options import current_options
@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=FORMATS,
         default=FORMATS[0],
         help="what the layers are in, as of --fp8rl-format (default block-fp8)",
+    )
+    precision.add_argument(
+        "--ragged",
+        choices=RAGGED,
+        default=RAGGED[0],
+        help="layers that are no whole FP8 blocks, as of --fp8rl-ragged (default pad)",
     )
     precision.add_argument(
         "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
@@ -186,7 +192,7 @@ def _tune(model: str, tp_size: int) -> int:
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        sys.exit("sgl-fp8rl tune: no Hopper GPU found; other GPUs run SGLang's kernels")
+        sys.exit("sgl-fp8rl tune: no Hopper GPU found; run it on one, others need no tuning")
     from sgl_fp8rl.formats import BLOCK_FP8
 
     layers = [la for la in read_layers(model, tp_size) if la["format"] == BLOCK_FP8.name]
@@ -200,7 +206,7 @@ def _tune(model: str, tp_size: int) -> int:
     stacks = [(*layer["shape"], layer["top_k"]) for layer in layers if layer["top_k"]]
     experts = sorted({ExpertShape(E, H, rows // 2, T) for E, rows, H, T in stacks})
     if not shapes and not experts:
-        sys.exit(f"sgl-fp8rl tune: {model} has no FP8 layers with a choice of kernels")
+        sys.exit(f"sgl-fp8rl tune: {model} has no block-FP8 layers; unset FP8RL_FORMAT")
     try:
         with compiling_only_what_runs():
             command.run(shapes, experts, current_options().tune_cache)
@@ -225,6 +231,7 @@ def _precision(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype),
             seed=arguments.seed,
             format=arguments.format,
+            ragged=arguments.ragged,
         )
         command.run(options, arguments.output)
     except (OSError, ValueError, MemoryError) as error:

@@ -66,7 +66,7 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
         """What layers are kept in: the first of these that a layer can be."""
         if torch.cuda.is_available():
             refused = self.formats[0].why_not_on(torch.cuda.get_device_capability())
-            if refused is not None and self.formats[0] is not BLOCK_FP8:
+            if refused is not None:
                 raise ValueError(f"this GPU has no kernels: {refused}; choose another fp8rl-format")
         if self.formats == [BLOCK_FP8] and self.ragged == "channel":
             self.formats.append(CHANNEL_FP8)

@@ -38,6 +38,8 @@ class Options:
     seed: int = 0
     format: str = "block-fp8"
     """What the layers are in, as the engine's option names it."""
+    ragged: str = "pad"
+    """What becomes of those that are no whole FP8 blocks, likewise."""
 
     def __post_init__(self) -> None:
         if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:
@@ -60,7 +62,7 @@ def run(options: Options, output: Path | None) -> None:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         model = load(options.model, device, options.dtype)
-        fp8_groups(model, CHOICES[options.format])  # fails now, not after sampling
+        _groups(model, options)  # fails now, not after sampling
         found = measure(model, options, texts_of(model, options))
     except torch.OutOfMemoryError:
         raise ValueError(
@@ -152,13 +154,17 @@ def tokenizer(model: str) -> tokens.Tokenize:
     return tokenize
 
 
+def _groups(model: Any, options: Options) -> list[Group]:
+    return fp8_groups(model, CHOICES[options.format], options.ragged)
+
+
 def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[str, Any]:
     """The report, in the form of ``report.as_json``.
 
     Raises:
         ValueError: the model has no FP8 layers, or returns NaN.
     """
-    groups = fp8_groups(model, CHOICES[options.format])
+    groups = _groups(model, options)
     batches = tokens.batches_of(texts, model.device)
     replay = Replay(model, batches)
     with tqdm(total=len(groups), unit="layer", file=sys.stderr) as bar:
@@ -178,6 +184,7 @@ def measure(model: Any, options: Options, texts: Sequence[tokens.Text]) -> dict[
     facts = {
         "model": options.model,
         "format": options.format,
+        "ragged": options.ragged,
         "device": _device_name(model.device),
         "arithmetic": str(model.dtype).removeprefix("torch."),
         "source": "sampled by the model"

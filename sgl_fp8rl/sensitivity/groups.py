@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sgl_fp8rl.formats import BLOCK_FP8
+from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from trainer_bridge.fp8_layers import is_experts
@@ -59,7 +59,9 @@ class Group:
         return scales + sum(weight.numel() for weight in self.weights)
 
 
-def fp8_groups(model: nn.Module, format_: WeightFormat = BLOCK_FP8) -> list[Group]:
+def fp8_groups(
+    model: nn.Module, format_: WeightFormat = BLOCK_FP8, ragged: str = "pad"
+) -> list[Group]:
     """The layers that an engine of one rank keeps in a format, in the order of the model.
 
     A layer that is not smaller there than in BF16, padded to whole blocks, is left out.
@@ -67,6 +69,7 @@ def fp8_groups(model: nn.Module, format_: WeightFormat = BLOCK_FP8) -> list[Grou
     Args:
         model: a causal language model of transformers 5.
         format_: one of ``CHOICES``.
+        ragged: what becomes of layers that are no whole blocks, in block FP8: one of ``RAGGED``.
 
     Raises:
         ValueError: it has a layer of which the engine's name is not known, or none that is FP8.
@@ -78,16 +81,21 @@ def fp8_groups(model: nn.Module, format_: WeightFormat = BLOCK_FP8) -> list[Grou
             if engine_name is not None:
                 found[engine_name].append(module)
     config: Any = model.config
-    groups = [
-        Group(name, _layer_of(name), tuple(modules), format_)
-        for name, modules in found.items()
-        if _why_bf16(name, modules, config, format_) is None
-    ]
+    formats = [format_]
+    if format_ is BLOCK_FP8 and ragged == "channel":
+        formats.append(CHANNEL_FP8)
+    groups, reasons = [], []
+    for name, modules in found.items():
+        refused = {each: _why_bf16(name, modules, config, each, ragged) for each in formats}
+        able = [each for each, reason in refused.items() if reason is None]
+        if able:
+            groups.append(Group(name, _layer_of(name), tuple(modules), able[0]))
+        else:
+            reasons.append("; ".join(filter(None, refused.values())))
     if not groups:
-        reasons = (_why_bf16(name, modules, config, format_) for name, modules in found.items())
         raise ValueError(
             f"no layer of this model would run in {format_.name.upper()}, of {len(found)}: "
-            f"{next(reasons, 'it has none')}"
+            f"{next(iter(reasons), 'it has none')}; choose another --format or --ragged"
         )
     return sorted(groups, key=lambda group: group.layer)
 
@@ -118,8 +126,8 @@ def _engine_name(name: str, family: str) -> str | None:
         return None
     if leaf not in _STACKED and leaf not in _WHOLE:
         raise ValueError(
-            f"precision does not know how the engine stores {name} of a {family} model; it knows "
-            f"attention of q, k, v, o and MLPs or experts of gate, up, down"
+            f"precision does not know how the engine stores {name} of a {family} model; give it "
+            f"one with attention of q, k, v, o and MLPs or experts of gate, up, down"
         )
     return f"{base}.{_STACKED.get(leaf, leaf)}"
 
@@ -131,20 +139,20 @@ def _layer_of(name: str) -> int:
 
 
 def _why_bf16(
-    name: str, modules: list[nn.Module], config: Any, format_: WeightFormat
+    name: str, modules: list[nn.Module], config: Any, format_: WeightFormat, ragged: str
 ) -> str | None:
     """Why the engine does not keep a layer in the format."""
-    is_block = format_ is BLOCK_FP8
+    is_padded = format_ is BLOCK_FP8 and ragged == "pad"
     if is_experts(modules[0]):
         *_, down = _matrices(modules[0])
         *_, hidden, size = down.shape
-        if is_block:
+        if is_padded:
             return fit_experts(BLOCK_FP8, hidden, Shard(size))[1]
         return format_.experts_refusal(hidden, size)
     rows, cols = zip(*(weight.shape for m in modules for weight in _matrices(m)), strict=True)
     if len(modules) == 1:  # stacked in the checkpoint already
         rows = _parts(name, rows[0], config)
-    if not is_block:
+    if not is_padded:
         return format_.refusal(rows, cols[0])
     return fit(BLOCK_FP8, [Shard(size) for size in rows], Shard(cols[0]))[1]
 

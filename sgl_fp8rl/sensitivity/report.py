@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server_args.args import FORMATS, flag_name
+from server_args.args import FORMATS, RAGGED, flag_name
 from sgl_fp8rl.formats.padding import BF16_BYTES
 from sgl_fp8rl.sensitivity.divergence import Divergence
 from sgl_fp8rl.sensitivity.groups import Group
 from sgl_fp8rl.sensitivity.search import Damage, Point
 from sgl_fp8rl.tables import align
 
-FLAG, FORMAT_FLAG = flag_name("ignored_layers"), flag_name("format")
+FLAG = flag_name("ignored_layers")
+DEFAULTS = {"format": FORMATS[0], "ragged": RAGGED[0]}
 BUDGET_SHARE = 0.5
 
 
@@ -62,7 +63,7 @@ def as_json(
     answer = points[-1]
     names = [damage.group.name for damage in ranked]
     ignored = names[: answer.ignored]
-    flags = [] if facts["format"] == FORMATS[0] else [f"{FORMAT_FLAG} {facts['format']}"]
+    flags = [f"{flag_name(o)} {facts[o]}" for o, usual in DEFAULTS.items() if facts[o] != usual]
     flags += [f"{FLAG} {shlex.quote(' '.join(ignored))}"] if ignored else []
     return facts | {
         "layers": [

@@ -45,6 +45,20 @@ def created(method: Any, rows: list[int], cols: int) -> Any:
     return layer
 
 
+@pytest.mark.parametrize(
+    ("fmt", "capability"), [("block-fp8", (8, 0)), ("channel-fp8", (8, 6)), ("int8", (10, 0))]
+)
+def test_a_gpu_without_kernels_is_refused(
+    fmt: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert config(monkeypatch, format=fmt).formats[0].name == CHOICES[fmt].name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with pytest.raises(ValueError, match="this GPU has no kernels"):
+        config(monkeypatch, format=fmt)
+
+
 def test_every_choice_has_its_layers() -> None:
     assert tuple(CHOICES) == FORMATS
     names = {fmt.name for fmt in CHOICES.values()}

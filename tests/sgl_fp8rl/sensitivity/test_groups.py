@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
 from sgl_fp8rl.sensitivity.groups import fp8_groups
 from tests.engine import models
 from tests.engine.test_families import LAYERS
@@ -46,6 +47,20 @@ def test_what_padding_makes_as_large_as_bf16_stays_bf16(load: Load) -> None:
     assert {group.name for group in fp8_groups(model)} == {
         f"model.layers.{n}.self_attn.{leaf}" for n in (0, 1) for leaf in ("qkv_proj", "o_proj")
     }
+
+
+def test_ragged_layers_follow_the_engines_option(load: Load) -> None:
+    model, ragged = load("qwen3_ragged"), {"qkv_proj", "o_proj"}
+    found = {
+        option: {g.name.rpartition(".")[2]: g.format.name for g in groups}
+        for option in ("pad", "channel", "bf16")
+        for groups in (fp8_groups(model, ragged=option),)
+    }
+    assert set(found["pad"].values()) == {BLOCK_FP8.name}
+    assert {name for name, kept in found["channel"].items() if kept != BLOCK_FP8.name} == ragged
+    assert {found["channel"][name] for name in ragged} == {CHANNEL_FP8.name}
+    assert found["pad"].keys() == found["channel"].keys() == found["bf16"].keys() | ragged
+    assert not found["bf16"].keys() & ragged
 
 
 @pytest.mark.parametrize("family", MLA)
