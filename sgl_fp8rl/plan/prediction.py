@@ -105,6 +105,11 @@ def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
         found.append(
             f"FP8 GEMMs of {', '.join(others)}, taken from a line through those of other shapes"
         )
+    if best.arm.fp8 and (ragged := shape.ragged_sizes(best.tp)):
+        found.append(
+            f"layers of {', '.join(map(str, ragged))} channels on a GPU, which are no multiples of "
+            f"128: ours pads them, stock SGLang has no block FP8 for them"
+        )
     if best.tp > 1:
         found.append("communication between GPUs, which is left out: times are lower bounds")
     return found

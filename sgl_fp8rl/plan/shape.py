@@ -57,6 +57,13 @@ class Shape:
         down = 0 if self.experts else self.hidden * self.intermediate
         return self.layers * (self.hidden * self.heads * self.head_dim + down)
 
+    def ragged_sizes(self, tp: int) -> list[int]:
+        """Sides of a layer's matrices on a rank that are not multiples of a block's."""
+        keys = max(self.kv_heads // tp, 1)
+        heads = (each * self.head_dim for each in (self.heads // tp, keys))
+        sides = {self.hidden, self.intermediate // tp, *heads}
+        return sorted(side for side in sides if side % BLOCK_FP8.block[0])
+
     @property
     def head_weights(self) -> int:
         """Elements of the head."""

@@ -40,12 +40,15 @@ CASES = [  # family, ranks of tensor and of expert parallelism, options
     pytest.param(("deepseek_v3", 2, 1, {}), id="deepseek_v3-tp2"),
     pytest.param(("qwen2_cut", 1, 1, CHANNEL), id="qwen2_cut-tp1-channel", marks=full),
     pytest.param(("qwen2_cut", 2, 1, CHANNEL), id="qwen2_cut-tp2-channel"),
+    pytest.param(("qwen3_moe", 1, 1, CHANNEL), id="qwen3_moe-tp1-channel", marks=full),
     pytest.param(("qwen3_moe", 2, 2, CHANNEL), id="qwen3_moe-ep2-channel", marks=full),
+    pytest.param(("qwen2_cut", 2, 1, INT8), id="qwen2_cut-tp2-int8", marks=full),
     pytest.param(("smollm2", 1, 1, INT8), id="smollm2-tp1-int8", marks=full),
     pytest.param(("qwen3_moe_cut", 1, 1, INT8), id="qwen3_moe_cut-tp1-int8", marks=full),
     pytest.param(("qwen3_moe_cut", 2, 1, INT8), id="qwen3_moe_cut-tp2-int8"),
     pytest.param(("qwen3_ragged", 1, 1, RAGGED), id="qwen3_ragged-tp1-ragged", marks=full),
     pytest.param(("qwen3_moe_ragged", 1, 1, RAGGED), id="qwen3_moe_ragged-tp1-ragged"),
+    pytest.param(("qwen3_moe_ragged", 2, 1, RAGGED), id="qwen3_moe_ragged-tp2-ragged", marks=full),
 ]
 DERIVED = ".cos_sin_cache"  # the only buffers: they depend on no weight
 # One prompt at a time: SGLang's kernels round otherwise with other batches.

@@ -1,6 +1,7 @@
 """``sgl-fp8rl plan`` from its arguments to what it prints."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ def test_what_lies_outside_of_the_measurements_is_said() -> None:
     many = lognormal(2000, 100, 200, 0.5, 1000)
     (best, *_) = prediction.predictions(QWEN, many, prediction.Cluster(H200))
     assert any("1024" in what for what in prediction.unmeasured(QWEN, many, best))
+    cut = replace(QWEN, intermediate=12160)
+    padded = [
+        any("pads" in what for what in prediction.unmeasured(each, asked, replace(best, tp=tp)))
+        for each, tp in ((QWEN, 1), (QWEN, 2), (cut, 1), (cut, 2))
+    ]
+    assert best.arm.fp8 and padded == [False, False, False, True]  # 95 blocks, by two
 
 
 def test_lengths_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
