@@ -1,10 +1,14 @@
-"""The arms: they differ in the engine's precision, its KV scales, and the correction."""
+"""The arms: they differ in the engine, its precision and scales, in the correction, and in what is
+planted; here those of the first study, in ``dose_arms`` those of the second."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 CORRECTED = "decoupled_token_is"
 """Token TIS, C = 2, as the published FP8 runs have it."""
+MASKED = "decoupled_token_icepop"
+"""Token MIS: tokens whose ratio is outside of 0.5 to 5 weigh nothing."""
+UNCORRECTED = "disabled"
 ALL_BF16 = "re:.*"
 """Pattern of layers that stay BF16: every one."""
 # No backend is named: the plugin chooses what serves an FP8 KV cache.
@@ -26,10 +30,26 @@ class Arm:
     """Preset of ``trainer_bridge.correct``."""
     engine: dict[str, Any] = field(default_factory=dict)
     """More keywords of ``sglang.Engine``."""
+    stock: bool = False
+    """Whether SGLang runs as it is, without our plugin."""
     planted: bool = False
-    """Whether K has outlier channels (``models.plant``); such an arm runs with one seed."""
-    must_alarm: bool = False
-    """Whether it is broken on purpose, so that alarms are to be seen."""
+    """Whether K has outlier channels (``planting.kv_outliers``); it runs with one seed."""
+    dose: float | None = None
+    """Mismatch (k3, nats a token) of the first step, by outliers in the inputs of layers."""
+    grows: bool = False
+    """Whether the outliers double again and again (``Settings.grows_after``)."""
+    controlled: bool = False
+    """Whether a ``Controller`` decides on the correction and on the engine's precision."""
+    fp8_forward: bool = False
+    """Whether the trainer computes with the engine's codes."""
+    mini_batches: int = 1
+    """Optimizer steps on each rollout."""
+    retract: bool = False
+    """Whether the next rollout runs while an update comes, which retracts its requests."""
+    must_alarm: bool | None = False
+    """Whether alarms are to be seen; None where nothing was predicted."""
+    predicted: Literal["same", "worse"] | None = None
+    """Its final reward beside that of its reference, written down before the runs."""
 
     @property
     def is_timed(self) -> bool:
@@ -44,9 +64,9 @@ ARMS = {
     for arm in (
         Arm("bf16", None, ignored_layers=ALL_BF16),
         Arm("fp8", "bf16"),
-        Arm("fp8-uncorrected", "bf16", correction="disabled"),
+        Arm("fp8-uncorrected", "bf16", correction=UNCORRECTED),
         Arm("fp8-kv8", "bf16", engine=KV8),
-        Arm("fp8-kv8-uncorrected", "bf16", correction="disabled", engine=KV8),
+        Arm("fp8-kv8-uncorrected", "bf16", correction=UNCORRECTED, engine=KV8),
         Arm("moe-bf16", None, "moe", ALL_BF16),
         Arm("moe-fp8", "moe-bf16", "moe"),
         Arm("smollm2-bf16", None, "smollm2", ALL_BF16),
@@ -55,7 +75,7 @@ ARMS = {
             "smollm2-fp8-kv8-uncorrected",
             "smollm2-bf16",
             "smollm2",
-            correction="disabled",
+            correction=UNCORRECTED,
             engine=KV8,
         ),
         Arm("outliers-kv8", "bf16", engine=KV8, planted=True),

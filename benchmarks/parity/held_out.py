@@ -3,20 +3,18 @@
     python -m benchmarks.parity.held_out --model dense --seed 0 --state runs/parity
 
 An arm's own evaluations have its engine's precision in them; here only the weights differ that the
-arms have learned. What was evaluated is not evaluated again. Seed 0 comes with the weights that all
-runs began with.
+arms have learned. What was evaluated is not evaluated again. The weights that the runs began with
+are evaluated, too.
 """
 
 import argparse
 import json
 import os
 
-from benchmarks.parity import models, sampling
-from benchmarks.parity.arms import ALL_BF16, ARMS
+from benchmarks.parity import engines, models, sampling
+from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT
 from benchmarks.parity.settings import Study, add_options, open_study
-from examples.grpo.engine import running_engine
-from trainer_bridge import update
 
 # 4096 problems at once, and few engines on a GPU by then
 ENGINE = {
@@ -30,18 +28,18 @@ ENGINE = {
 
 
 def evaluate(study: Study, model: str, seed: int) -> None:
-    """Write HELD_OUT beside each run's log, and beside the weights that all began with."""
-    start = study.start_folder(model)
-    runs = [study.run_folder(arm.name, seed) for arm in ARMS.values() if arm.model == model]
+    """Write HELD_OUT beside each run's log, and beside the weights that they began with."""
+    start = study.start_folder(model, study.start_of(seed))
+    runs = [study.run_folder(arm.name, seed) for arm in study.arms.values() if arm.model == model]
     weights = {folder: folder / FINAL for folder in runs if (folder / FINISHED).exists()}
-    if seed == 0:
-        weights[start] = start
+    weights[start] = start
     missing = [folder for folder in weights if not (folder / HELD_OUT).exists()]
-    task = sampling.task_of(model, start)
+    task = sampling.task_of(model, start, study.settings.levels)
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
-    with running_engine(start, ALL_BF16, 0, keywords) as engine:
+    bf16 = ARMS["bf16"]
+    with engines.running(bf16, start, bf16.ignored_layers, 0, keywords) as engine:
         for version, folder in enumerate(missing):
-            update(models.load(weights[folder], study.device), engine, version=version)
+            engine.update(models.load(weights[folder], study.device), version)
             found = {"problems": count, **sampling.evaluate(engine, task, count, version)}
             (folder / HELD_OUT).write_text(json.dumps(found))
             print(f"{folder.name}  {json.dumps(found)}", flush=True)

@@ -1,5 +1,4 @@
-"""The trainer of one process: a BF16 model (FP32 on a CPU), FP32 master weights, AdamW, one GRPO
-step.
+"""The trainer of one process: a BF16 model (FP32 on a CPU), FP32 master weights, AdamW, GRPO steps.
 
 This is what FSDP2's mixed precision computes, on one device and without its collectives. Passes are
 cut by length, so that a step fits beside other runs on the same GPU.
@@ -7,13 +6,15 @@ cut by length, so that a step fits beside other runs on the same GPU.
 Shapes: B sequences, T tokens of the longest response, P prompts, G responses to each.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.parity.planting import Gains
 from examples.grpo.loop import group_advantages
-from trainer_bridge import Correction, Rollout, correct, response_logprobs
+from trainer_bridge import Correction, CorrectionConfig, Rollout, correct, response_logprobs
 
 TOKENS_PER_PASS = 4096
 """Padded tokens of a forward with its backward; 6 GB or so, with a vocabulary of 49,152."""
@@ -25,31 +26,39 @@ LARGEST_NORM = 1.0
 class Learner:
     """Trains ``model`` through FP32 copies of its parameters.
 
+    What is planted is in the model alone. Its masters, gradients and AdamW's moments are those of
+    the model without: a gain is a power of two, by which weights are multiplied on their way to the
+    model and gradients on their way back, without rounding.
+
     Args:
+        model: with nothing planted.
         learning_rate: AdamW's.
-        frozen: parameters that stay as they are.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        learning_rate: float,
-        frozen: Collection[torch.nn.Parameter] = (),
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, learning_rate: float) -> None:
         self.model = model
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._named = dict(model.named_parameters())
         self._masters = [p.detach().float().clone() for p in self._named.values()]
+        self._gains: list[torch.Tensor | None] = [None] * len(self._masters)
         self.optimizer = torch.optim.AdamW(
             self._masters, lr=learning_rate, betas=BETAS, weight_decay=0.0
         )
 
+    def plant(self, gains: Gains) -> None:
+        """Plant these outliers into the model, in the place of what was planted."""
+        assert gains.keys() <= self._named.keys(), "gains name no parameter of the model"
+        found = [gains.get(name) for name in self._named]
+        self._gains = [None if gain is None else gain.to(self.model.device) for gain in found]
+        self._write()
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch, in FP32."""
         loss.backward()
-        for master, parameter in zip(self._masters, self._named.values(), strict=True):
+        of_each = zip(self._masters, self._named.values(), self._gains, strict=True)
+        for master, parameter, gain in of_each:
             gradient = parameter.grad.float()
+            if gain is not None:
+                gradient = gradient * gain
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -59,8 +68,14 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self._masters, LARGEST_NORM, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        torch._foreach_copy_(list(self._named.values()), self._masters)
+        self._write()
         return norm.item()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        pairs = zip(self._masters, self._gains, strict=True)
+        weights = [master if gain is None else master * gain for master, gain in pairs]
+        torch._foreach_copy_(list(self._named.values()), weights)
 
     def state(self) -> dict[str, torch.Tensor]:
         """All that a step depends on: weights, AdamW's moments and its count of steps."""
@@ -80,7 +95,7 @@ class Learner:
                 key: state[f"{key}.{name}"].to("cpu" if key == "step" else master.device)
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }
-        torch._foreach_copy_(list(self._named.values()), self._masters)
+        self._write()
 
 
 def micro_batches_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
@@ -95,32 +110,51 @@ def micro_batches_of(prompts: list[list[int]], responses: list[list[int]]) -> It
     yield micro_batch
 
 
-def logprobs_of(learner: Learner, batch: Rollout, micro_batch: list[int]) -> torch.Tensor:
+def _logprobs(model: PreTrainedModel, batch: Rollout, micro_batch: list[int]) -> torch.Tensor:
     """Logprobs [len(micro_batch), longest response] by the trainer's weights."""
     prompts, responses = (
         [rows[i] for i in micro_batch] for rows in (batch.prompt_tokens, batch.tokens)
     )
-    return response_logprobs(learner.model, prompts, responses, batch.temperature)
+    return response_logprobs(model, prompts, responses, batch.temperature)
+
+
+@torch.no_grad()
+def trainer_logprobs(model: PreTrainedModel, batch: Rollout) -> torch.Tensor:
+    """Logprobs [B, T] by the trainer's weights, padded with 0."""
+    found_BT = torch.zeros(batch.mask_BT.shape, device=model.device)
+    for micro_batch in micro_batches_of(batch.prompt_tokens, batch.tokens):
+        logprobs_BT = _logprobs(model, batch, micro_batch)
+        found_BT[micro_batch, : logprobs_BT.shape[1]] = logprobs_BT
+    return found_BT
+
+
+def mini_batches_of(batch: Rollout, count: int) -> Iterator[Rollout]:
+    """A rollout in equal parts, in order; responses to a prompt stay together if they can."""
+    size = len(batch.tokens) // count
+    for first in range(0, size * count, size):
+        part = slice(first, first + size)
+        yield replace(
+            batch,
+            prompt_tokens=batch.prompt_tokens[part],
+            tokens=batch.tokens[part],
+            logprobs=batch.logprobs[part],
+            versions=batch.versions[part],
+            runs=batch.runs[part],
+            finish_reasons=batch.finish_reasons[part],
+        )
 
 
 def learn(
-    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, preset: str
+    learner: Learner, batch: Rollout, rewards_PG: torch.Tensor, config: str | CorrectionConfig
 ) -> tuple[Correction, float]:
-    """One on-policy GRPO step on the whole batch; returns its correction, and the norm of the
-    gradient before it was clipped."""
-    device = learner.model.device
-    micro_batches = list(micro_batches_of(batch.prompt_tokens, batch.tokens))
-    trainer_BT = torch.zeros(batch.mask_BT.shape, device=device)
-    with torch.no_grad():
-        for micro_batch in micro_batches:
-            logprobs_BT = logprobs_of(learner, batch, micro_batch)
-            trainer_BT[micro_batch, : logprobs_BT.shape[1]] = logprobs_BT
-    correction = correct(batch, trainer_BT, preset)
-    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(device)
+    """One GRPO step on the whole batch, as if it came from the weights of now; returns its
+    correction, and the norm of the gradient before it was clipped."""
+    correction = correct(batch, trainer_logprobs(learner.model, batch), config)
+    advantages_B1 = group_advantages(rewards_PG).view(-1, 1).to(learner.model.device)
     factors_BT = -correction.weights_BT * correction.mask_BT * advantages_B1
     count = correction.mask_BT.sum().clamp(min=1)
-    for micro_batch in micro_batches:
-        logprobs_BT = logprobs_of(learner, batch, micro_batch)
+    for micro_batch in micro_batches_of(batch.prompt_tokens, batch.tokens):
+        logprobs_BT = _logprobs(learner.model, batch, micro_batch)
         factors = factors_BT[micro_batch, : logprobs_BT.shape[1]]
         learner.backward((factors * logprobs_BT).sum() / count)
     return correction, learner.step()

@@ -18,8 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 from examples.grpo import tiny_model
 from examples.grpo.arithmetic import END_TOKEN, VOCAB_SIZE
 
-MODELS = ("dense", "moe")
-"""Trained from scratch, in each size."""
+MODELS = ("dense", "moe", "moe32")
+"""Trained from scratch, in each size; in the last each expert is half as wide, and twice as many
+are active."""
 PRETRAINED = "smollm2"
 """Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
 CONTEXT = 512
@@ -43,19 +44,26 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
     },
 }
+MORE_EXPERTS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_experts": 8},
+    "full": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+}
+"""What ``moe32`` has in the place of that."""
 # Four query heads a KV head, as in Qwen3-8B: XQA is compiled for each such number.
 DENSE = {
     "tiny": tiny_model.SIZES["tiny"],
     "full": {**tiny_model.SIZES["small"], "num_key_value_heads": 4},
 }
-OUTLIER_GAIN = 2.0**9
-"""A power of two, so that planting changes no bit of what attention computes in BF16. K is then
-up to 3000: at scale 1 its planted channels are cut off beyond 0.9 of their standard deviation."""
 
 
 def models_of(size: str) -> tuple[str, ...]:
-    """The models of a study."""
+    """The models that come in a size."""
     return (PRETRAINED,) if size == PRETRAINED else MODELS
+
+
+def has_experts(model: str) -> bool:
+    """Whether it is a mixture of experts."""
+    return model.startswith("moe")
 
 
 def build(model: str, size: str, seed: int) -> PreTrainedModel:
@@ -69,10 +77,11 @@ def build(model: str, size: str, seed: int) -> PreTrainedModel:
         "eos_token_id": END_TOKEN,
         "pad_token_id": None,
     }
-    if model == "dense":
+    if not has_experts(model):
         return Qwen3ForCausalLM(Qwen3Config(**common, **DENSE[size]))
+    sizes = EXPERTS[size] | (MORE_EXPERTS[size] if model == "moe32" else {})
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**common, **EXPERTS[size], norm_topk_prob=True, decoder_sparse_step=1)
+        Qwen3MoeConfig(**common, **sizes, norm_topk_prob=True, decoder_sparse_step=1)
     )
 
 
@@ -91,25 +100,3 @@ def load(folder: Path, device: torch.device) -> PreTrainedModel:
     """A BF16 checkpoint, as the trainer has it."""
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(device)).to(device)
-
-
-@torch.no_grad()
-def plant(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Give K outlier channels, and Q the inverse: attention, and so the policy, stays what it is.
-
-    Every other pair of channels that RoPE turns into each other gets OUTLIER_GAIN in the weight of
-    K's norm. Real models have few such channels but lean on them; here attention leans on no
-    channel in particular, so half of them are planted, or cutting them off would cost nothing.
-
-    Returns:
-        the norms' weights, which are not to be trained: Adam's steps know nothing of the gain.
-    """
-    norms = []
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        pairs = torch.arange(0, attention.head_dim // 2, 2)
-        channels = torch.cat((pairs, pairs + attention.head_dim // 2)).to(model.device)
-        attention.k_norm.weight[channels] *= OUTLIER_GAIN
-        attention.q_norm.weight[channels] /= OUTLIER_GAIN
-        norms += [attention.q_norm.weight, attention.k_norm.weight]
-    return norms

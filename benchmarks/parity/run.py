@@ -1,4 +1,4 @@
-"""One run of the study: GRPO of one arm with one seed, which goes on where it was stopped.
+"""One run of a study: GRPO of one arm with one seed, which goes on where it was stopped.
 
     python -m benchmarks.parity.run --arm fp8-kv8 --seed 0 --state runs/parity
 
@@ -12,19 +12,18 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from typing import Any
 
-import torch
-
-from benchmarks.parity import models, sampling, start
-from benchmarks.parity.arms import ARMS, Arm
-from benchmarks.parity.learner import Learner, learn
+from benchmarks.parity import engines, models, planting, sampling, scan, start
+from benchmarks.parity.arms import Arm
+from benchmarks.parity.controlled import Controlled, Fixed
+from benchmarks.parity.dose_arms import ALL_ARMS
+from benchmarks.parity.learner import Learner
 from benchmarks.parity.run_log import FINAL, RunLog
-from benchmarks.parity.settings import TIMING_STEPS, Settings, Study, add_options, open_study
-from benchmarks.parity.tasks import Task
+from benchmarks.parity.settings import TIMING_STEPS, Study, add_options, open_study
+from benchmarks.parity.steps import Steps
 from examples.grpo import tiny_model
-from examples.grpo.engine import running_engine
-from trainer_bridge import connect, update
+from sgl_fp8rl.protocol.states import ABORT, RETRACT
+from trainer_bridge import FP8Forward, fp8_forward
 
 STOPPED = 3
 """Exit status of a run whose time was up, and that is to be started again."""
@@ -37,80 +36,130 @@ def run(study: Study, arm: Arm, seed: int, until: float, is_timed: bool = False)
     run_log = RunLog(study.run_folder(arm.name, seed, is_timed))
     if run_log.is_finished:
         return True
-    settings = study.settings
-    steps = TIMING_STEPS if is_timed else settings.steps
-    weights = start.start_of(study, arm.model)
-    task = sampling.task_of(arm.model, weights)
-    model = models.load(weights, study.device)
-    frozen = models.plant(model) if arm.planted else []
-    learner = Learner(model, tiny_model.learning_rate(settings.rate, model), frozen)
-    keywords = study.engine(arm.engine)
-    step, state = run_log.resume()
-    if state:
-        learner.restore(state)
-    else:
-        about = {"parameters": model.num_parameters(), "engine": keywords}
-        run_log.add("run", arm=arm.name, seed=seed, **about)
-    engine_seed = seed + ENGINE_SEEDS * step
-    with running_engine(weights, arm.ignored_layers, engine_seed, keywords) as engine:
-        formats = [row["format"] for row in connect(engine).control({"op": "layers"})["layers"]]
-        counts = {"matrices": len(formats), "fp8_matrices": formats.count("fp8")}
-        run_log.add("engine", step=step, **counts)
-        while step < steps:
-            if time.time() > until:
-                if step:
-                    run_log.save(step, learner.state())
-                return False
-            updated = update(model, engine, version=step)
-            if step % settings.evaluate_every == 0:
-                evaluate(engine, task, run_log, step, settings)
-            row = take_step(engine, task, learner, arm, seed, step, settings)
-            run_log.add("step", step=step, update_s=updated.seconds["total"], **row)
-            print(
-                f"{arm.name}  step {step}  reward {row['reward']:.3f}  "
-                f"mismatch KL {row['mismatch_kl_k3']:.1e}  ESS {row['ess']:.4f}  "
-                f"{row['response_tokens']:.0f} tokens, entropy {row['entropy']:.3f}  "
-                f"rollout {row['rollout_s']:.2f} s  training {row['learn_s']:.2f} s  "
-                f"alarms {[alarm['metric'] for alarm in row['alarms']]}",
-                flush=True,
-            )
-            step += 1
-            if step % settings.checkpoint_every == 0 or step == steps:
-                run_log.save(step, learner.state())
-        update(model, engine, version=step)
-        evaluate(engine, task, run_log, step, settings)
-    models.save(model, run_log.folder / FINAL)
+    this = _Run(study, arm, seed, run_log, TIMING_STEPS if is_timed else study.settings.steps)
+    while not this.is_over:
+        if not this.go_on(until):
+            return False
+    this.learner.plant({})
+    models.save(this.learner.model, run_log.folder / FINAL)
     run_log.finish()
     return True
 
 
-def evaluate(engine: Any, task: Task, run_log: RunLog, step: int, settings: Settings) -> None:
-    """Evaluate on held-out problems, by the arm's own engine."""
-    found = sampling.evaluate(engine, task, settings.evaluation_problems, version=step)
-    run_log.add("evaluation", step=step, **found)
-    print(f"step {step}  held-out {found['reward']:.3f}", found["by_kind"], flush=True)
+class _Run:
+    """What a run has beside its engine, of which it may need several, one after the other."""
 
+    def __init__(self, study: Study, arm: Arm, seed: int, run_log: RunLog, steps: int) -> None:
+        self.study, self.arm, self.seed, self.log, self.steps = study, arm, seed, run_log, steps
+        self.is_over = False
+        which = study.start_of(seed)
+        self.weights = start.start_of(study, arm.model, which)
+        self.dose = scan.dose_of(study, arm, which)
+        model = models.load(self.weights, study.device)
+        self.learner = Learner(model, tiny_model.learning_rate(study.settings.rate, model))
+        self.forward: FP8Forward | None = None
+        task = sampling.task_of(arm.model, self.weights, study.settings.levels)
+        self.take = Steps(study.settings, arm, seed, task, self.learner)
+        self.step, state, controller = run_log.resume()
+        self.control = Controlled(arm, controller) if arm.controlled else Fixed(arm)
+        if state:
+            self.learner.restore(state)
+        else:
+            run_log.add(
+                "run",
+                arm=arm.name,
+                seed=seed,
+                start=which,
+                parameters=model.num_parameters(),
+                engine=study.engine(arm.engine),
+                planted=self.dose and asdict(self.dose),
+            )
 
-def take_step(
-    engine: Any, task: Task, learner: Learner, arm: Arm, seed: int, step: int, settings: Settings
-) -> dict[str, Any]:
-    """Sample from the engine, and learn; returns the step's row."""
-    started = time.perf_counter()
-    problems = task.draw(settings.prompts, f"{seed} step {step}")
-    batch = sampling.respond(engine, task, problems, step, settings.group)
-    sampled = time.perf_counter()
-    rewards = torch.tensor(sampling.rewards_of(task, problems, batch))
-    rewards_PG = rewards.view(settings.prompts, settings.group)
-    correction, gradient_norm = learn(learner, batch, rewards_PG, arm.correction)
-    return {
-        "reward": rewards.mean().item(),
-        **sampling.shape_of(batch),
-        "gradient_norm": gradient_norm,
-        "rollout_s": sampled - started,
-        "learn_s": time.perf_counter() - sampled,
-        **correction.metrics,
-        "alarms": [asdict(alarm) for alarm in correction.alarms],
-    }
+    def go_on(self, until: float) -> bool:
+        """Run one engine until the last step, or until it has to be another; returns False where
+        the time was up."""
+        settings, keywords = self.study.settings, self.study.engine(self.control.engine)
+        ignored, seed = self.control.ignored_layers, self.seed + ENGINE_SEEDS * self.step
+        with engines.running(self.arm, self.weights, ignored, seed, keywords) as engine:
+            formats = engine.formats()
+            self.control.started(formats)
+            self.log.add(
+                "engine",
+                step=self.step,
+                matrices=len(formats),
+                fp8_matrices=[*formats.values()].count("fp8"),
+                kv_cache=keywords.get("kv_cache_dtype", "auto"),
+            )
+            if self.arm.fp8_forward and self.forward is None:
+                self.forward = fp8_forward(self.learner.model, like=engine.handle)
+            self.plant(force=True)
+            while self.step < self.steps and not self.control.must_restart:
+                if time.time() > until:
+                    self.take.wait()  # or it would outlive its engine
+                    if self.step:
+                        self.save()
+                    return False
+                self.take_step(engine)
+                self.step += 1
+                if self.step % settings.checkpoint_every == 0 or self.step == self.steps:
+                    self.save()
+            if self.step == self.steps:
+                self.update(engine)
+                self.evaluate(engine)
+                self.is_over = True
+        return True
+
+    def take_step(self, engine: engines.Engine) -> None:
+        """Update the engine, sample, learn."""
+        self.plant()
+        seconds = self.update(engine)
+        batch = self.take.wait()
+        if self.step % self.study.settings.evaluate_every == 0:
+            if self.forward is not None:
+                self.forward.check(engine.handle)
+            self.evaluate(engine)
+        row = self.take(engine, self.step, batch, self.control.config)
+        if self.arm.retract and self.step + 1 < self.steps:
+            self.take.begin(engine, self.step + 1)
+        reasons = self.control.observe(row)
+        for reason in reasons:
+            self.log.add("decision", step=self.step, reason=reason)
+        self.log.add("step", step=self.step, update_s=seconds, **row)
+        print(
+            f"{self.arm.name}  step {self.step}  reward {row['reward']:.3f}  "
+            f"mismatch KL {row['mismatch_kl_k3']:.1e}  ESS {row['ess']:.4f}  "
+            f"{row['response_tokens']:.0f} tokens, entropy {row['entropy']:.3f}  "
+            f"rollout {row['rollout_s']:.2f} s  training {row['learn_s']:.2f} s  "
+            f"alarms {[alarm['metric'] for alarm in row['alarms']]}  {' '.join(reasons)}",
+            flush=True,
+        )
+
+    def plant(self, force: bool = False) -> None:
+        """Bring what is planted to this step."""
+        model = self.learner.model
+        if self.arm.planted and force:
+            self.learner.plant(planting.kv_outliers(model))
+        if self.dose is not None and (force or self.arm.grows):
+            settings, doublings = self.study.settings, 0
+            if self.arm.grows and self.step >= settings.grows_after:
+                doublings = 1 + (self.step - settings.grows_after) // settings.doubles_every
+            self.learner.plant(planting.input_outliers(model, self.dose.grown(doublings)))
+
+    def update(self, engine: engines.Engine) -> float:
+        """Bring the engine to the weights of this step; returns the seconds."""
+        in_flight = RETRACT if self.take.waits else ABORT
+        return engine.update(self.learner.model, self.step, in_flight)
+
+    def evaluate(self, engine: engines.Engine) -> None:
+        """Evaluate on held-out problems, by the arm's own engine."""
+        count = self.study.settings.evaluation_problems
+        found = sampling.evaluate(engine, self.take.task, count, self.step)
+        self.log.add("evaluation", step=self.step, **found)
+        print(f"step {self.step}  held-out {found['reward']:.3f}", found["by_kind"], flush=True)
+
+    def save(self) -> None:
+        """Write a checkpoint to go on from at this step."""
+        self.log.save(self.step, self.learner.state(), self.control.state())
 
 
 def main() -> None:
@@ -118,14 +167,14 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")  # SGLang's, of missing libraries
     parser = argparse.ArgumentParser(description="GRPO of one arm with one seed; it resumes.")
     add_options(parser)
-    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--arm", choices=ALL_ARMS, required=True)
     parser.add_argument("--seed", type=int, default=0, help="of problems and of sampling (0)")
     parser.add_argument("--timing", action="store_true", help="a few steps, kept apart")
     parser.add_argument(
         "--until", type=float, default=math.inf, metavar="UNIX_TIME", help="stop then, to resume"
     )
     args = parser.parse_args()
-    finished = run(open_study(args), ARMS[args.arm], args.seed, args.until, args.timing)
+    finished = run(open_study(args), ALL_ARMS[args.arm], args.seed, args.until, args.timing)
     sys.exit(0 if finished else STOPPED)
 
 

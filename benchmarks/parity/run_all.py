@@ -1,11 +1,11 @@
-"""The whole study, side by side on the GPUs of one machine; call it until all is done.
+"""A whole study, side by side on the GPUs of one machine; call it until all is done.
 
     python -m benchmarks.parity.run_all --gpus 0,1 --per-gpu 6 --deadline 570 --state runs/parity
 
-First the weights that runs begin with, then the runs, a seed of every arm before the next seed,
-then the held-out evaluations. Before the deadline each run writes a checkpoint and ends, and the
-next call goes on. ``--timing`` runs the timed arms instead, for a few steps, one alone on a GPU:
-side by side they take each other's time.
+First the weights that runs begin with, then the runs, a seed of every arm with its held-out
+evaluations before the next seed; a job waits only for those that it builds on. Before the deadline
+each run writes a checkpoint and ends, and the next call goes on. ``--timing`` runs the timed arms
+instead, for a few steps, one alone on a GPU: side by side they take each other's time.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.parity import models
-from benchmarks.parity.arms import ARMS
 from benchmarks.parity.run import STOPPED
 from benchmarks.parity.run_log import FINISHED, HELD_OUT
+from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import Study, add_options, open_study
 from benchmarks.parity.start import WARMED
 
@@ -33,6 +33,8 @@ GRACE_S = 45.0
 LEAST_S = 90.0
 """A job that has less time than this is not started: its engine takes 40 s."""
 POLL_S = 0.2
+START_S, STEP_S = 60.0, 4.0
+"""Of a run of the first study, with six on a GPU: its engine and evaluations, a step."""
 
 
 @dataclass(frozen=True)
@@ -43,45 +45,67 @@ class Job:
     command: tuple[str, ...]
     makes: tuple[Path, ...]
     """All exist when there is nothing left to do."""
+    needs: tuple[Path, ...] = ()
+    """It cannot start before all exist."""
+    after: tuple[str, ...] = ()
+    """Jobs that it waits for, until they are done or have failed."""
 
     @property
     def is_done(self) -> bool:
         return all(path.exists() for path in self.makes)
 
 
-def stages(study: Study, args: argparse.Namespace) -> list[list[Job]]:
-    """Jobs that may run side by side, each list after the one before it."""
-    runs = [
-        (arm, seed)
-        for seed in range(1 if args.timing else args.seeds)
-        for arm in ARMS.values()
-        if arm.model in models.models_of(args.size)
-        and (arm.is_timed if args.timing else seed == 0 or not arm.planted)
-    ]
-    begun = list(dict.fromkeys(arm.model for arm, _ in runs))
+def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
+    """All jobs, in the order in which they start if nothing is to be waited for."""
 
-    def job(name: str, script: str, makes: list[Path], *words: str) -> Job:
+    def job(name: str, script: str, makes: list[Path], *words: str, **waits: Any) -> Job:
         settings = ("--size", args.size, "--settings", json.dumps(args.settings))
-        program = (sys.executable, "-m", f"benchmarks.parity.{script}")
-        return Job(name, (*program, "--state", str(args.state), *settings, *words), tuple(makes))
+        program = (sys.executable, "-m", f"benchmarks.parity.{script}", "--study", study.name)
+        command = (*program, "--state", str(args.state), *settings, *words)
+        return Job(name, command, tuple(makes), **waits)
 
-    starts = [
-        job(f"start-{model}", "start", [study.start_folder(model) / WARMED], "--model", model)
-        for model in begun
-    ]
     options = ("--until", f"{args.until - GRACE_S:.0f}", *(("--timing",) if args.timing else ()))
-    learning = []
-    evaluated: dict[tuple[str, int], list[Path]] = defaultdict(list)
-    for arm, seed in runs:
-        folder = study.run_folder(arm.name, seed, args.timing)
-        words = ("--arm", arm.name, "--seed", str(seed), *options)
-        learning.append(job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words))
-        evaluated[arm.model, seed].append(folder / HELD_OUT)
-    evaluations = [
-        job(f"held-out-{model}-{seed}", "held_out", makes, "--model", model, "--seed", str(seed))
-        for (model, seed), makes in evaluated.items()
-    ]
-    return [starts, learning] if args.timing else [starts, learning, evaluations]
+    begun: set[tuple[str, int]] = set()
+    for seed in range(args.first_seed, args.first_seed + (1 if args.timing else args.seeds)):
+        which = study.start_of(seed)
+        arms = [
+            arm
+            for arm in study.arms.values()
+            if arm.model in (args.models or [arm.model])
+            and (arm.is_timed if args.timing else not arm.planted or seed == 0)
+        ]
+        by_model = dict.fromkeys(arm.model for arm in arms)
+        for model in [model for model in by_model if (model, which) not in begun]:
+            begun.add((model, which))
+            yield from _starts(study, job, model, which)
+        runs: dict[str, list[Job]] = {model: [] for model in by_model}
+        for arm in arms:
+            needs = [study.start_folder(arm.model, which) / WARMED]
+            if arm.dose is not None:
+                needs.append(study.start_folder(arm.model, which) / SCAN)
+            folder = study.run_folder(arm.name, seed, args.timing)
+            words = ("--arm", arm.name, "--seed", str(seed), *options)
+            made = job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words, needs=tuple(needs))
+            runs[arm.model].append(made)
+            yield made
+        for model, mine in runs.items() if not args.timing else ():
+            yield job(
+                f"held-out-{model}-{seed}",
+                "held_out",
+                [run.makes[0].with_name(HELD_OUT) for run in mine],
+                *("--model", model, "--seed", str(seed)),
+                after=tuple(run.name for run in mine),
+            )
+
+
+def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> Iterator[Job]:
+    """The weights to begin with, and their scan where doses are planted."""
+    folder, suffix = study.start_folder(model, which), f"-{which}" if which else ""
+    words = ("--model", model, "--start", str(which))
+    yield job(f"start-{model}{suffix}", "start", [folder / WARMED], *words)
+    if any(arm.model == model and arm.dose is not None for arm in study.arms.values()):
+        needs = (folder / WARMED,)
+        yield job(f"scan-{model}{suffix}", "scan", [folder / SCAN], *words, needs=needs)
 
 
 def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> None:
@@ -94,22 +118,30 @@ def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> Non
     """
     logs.mkdir(parents=True, exist_ok=True)
     waiting, free = [job for job in jobs if not job.is_done], list(slots)
+    over = {job.name for job in jobs} - {job.name for job in waiting}
     running: list[tuple[Job, str, subprocess.Popen[bytes]]] = []
     started = dict.fromkeys(slots, 0.0)
+
+    def can_start(job: Job) -> bool:
+        return over.issuperset(job.after) and all(path.exists() for path in job.needs)
+
     try:
-        while running or (waiting and time.time() < until - LEAST_S):
+        while time.time() < until:
             ready = [gpu for gpu in free if time.time() > started[gpu] + BETWEEN_STARTS_S]
-            if waiting and ready and time.time() < until - LEAST_S:
-                job, gpu = waiting.pop(0), ready[0]
-                free.remove(gpu)
-                started[gpu] = time.time()
-                running.append((job, gpu, _start(job, gpu, logs)))
+            has_time = time.time() < until - LEAST_S
+            startable = next(filter(can_start, waiting), None) if has_time else None
+            if startable is None and not running:
+                break
+            if startable is not None and ready:
+                waiting.remove(startable)
+                free.remove(ready[0])
+                started[ready[0]] = time.time()
+                running.append((startable, ready[0], _start(startable, ready[0], logs)))
             for each in [each for each in running if _has_ended(each[2])]:
                 running.remove(each)
                 free.append(each[1])
-                _end(each[0], each[2])
-            if time.time() > until:
-                break
+                if _end(each[0], each[2]) != STOPPED:
+                    over.add(each[0].name)
             time.sleep(POLL_S)
     finally:
         for job, _, process in running:
@@ -131,12 +163,30 @@ def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, process.pid, options) is not None
 
 
-def _end(job: Job, process: "subprocess.Popen[bytes]") -> None:
-    """End all that a job has started, itself included."""
+def _end(job: Job, process: "subprocess.Popen[bytes]") -> int:
+    """End all that a job has started, itself included; returns its exit status."""
     os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
     how = "is done" if job.is_done else "is to go on" if status == STOPPED else f"failed: {status}"
     print(f"{job.name}  {how}", flush=True)
+    return status
+
+
+def plan(study: Study, jobs: list[Job], slots: int) -> str:
+    """What is left to do, and about how long it takes."""
+    left = [job for job in jobs if not job.is_done]
+    runs = [job for job in left if "--arm" in job.command]
+    lines = [f"{job.name}  {'done' if job.is_done else 'left'}" for job in jobs]
+    waves = -(-len(runs) // slots)
+    each = START_S + study.settings.steps * STEP_S
+    return "\n".join(
+        [
+            *lines,
+            f"{len(left)} of {len(jobs)} jobs are left, {len(runs)} of them runs of "
+            f"{study.settings.steps} steps: {waves} times some {each / 60:.0f} minutes for "
+            f"{slots} at once, besides starts, scans and evaluations",
+        ]
+    )
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -149,7 +199,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-gpu", type=int, default=4, help="jobs side by side on a GPU (4)")
     parser.add_argument("--deadline", type=float, default=570, help="seconds from now (570)")
     parser.add_argument("--seeds", type=int, default=3, help="of each arm (3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the next ones follow (0)")
+    parser.add_argument("--models", nargs="*", help="only runs of these (all)")
     parser.add_argument("--timing", action="store_true", help="time a few steps, each arm alone")
+    parser.add_argument("--list", action="store_true", help="print the jobs, and start none")
     args = parser.parse_args(argv)
     args.until = began + args.deadline
     return args
@@ -160,10 +213,13 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each job: there are many
     study = open_study(args)
     slots = args.gpus.split(",") * (1 if args.timing else args.per_gpu)
-    for jobs in stages(study, args):
-        run_jobs(jobs, slots, args.state / "logs", args.until)
-        if left := [job.name for job in jobs if not job.is_done]:
-            sys.exit(f"left: {', '.join(left)}; see {args.state / 'logs'}, and call again to go on")
+    jobs = list(jobs_of(study, args))
+    if args.list:
+        print(plan(study, jobs, len(slots)))
+        return
+    run_jobs(jobs, slots, args.state / "logs", args.until)
+    if left := [job.name for job in jobs if not job.is_done]:
+        sys.exit(f"left: {', '.join(left)}; see {args.state / 'logs'}, and call again to go on")
 
 
 if __name__ == "__main__":

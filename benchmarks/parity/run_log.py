@@ -49,21 +49,25 @@ class RunLog:
         with self._log.open("a") as file:
             file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def resume(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """Cut the log back to the checkpoint; returns the step to go on with, and the learner's
-        state, which is empty at step 0."""
+    def resume(self) -> tuple[int, dict[str, torch.Tensor], Row]:
+        """Cut the log back to the checkpoint; returns the step to go on with, the learner's state
+        and the controller's, which are empty at step 0."""
         if not self._checkpoint.exists():
             self._log.unlink(missing_ok=True)
-            return 0, {}
+            return 0, {}, {}
         with safe_open(self._checkpoint, "pt") as file:
             about = file.metadata()
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         os.truncate(self._log, int(about["log_bytes"]))
-        return int(about["step"]), state
+        return int(about["step"]), state, json.loads(about["controller"])
 
-    def save(self, step: int, state: dict[str, torch.Tensor]) -> None:
+    def save(self, step: int, state: dict[str, torch.Tensor], controller: Row) -> None:
         """Replace the checkpoint, whole or not at all. ``step``: the one to go on with."""
-        about = {"step": str(step), "log_bytes": str(self._log.stat().st_size)}
+        about = {
+            "step": str(step),
+            "log_bytes": str(self._log.stat().st_size),
+            "controller": json.dumps(controller),
+        }
         unfinished = self._checkpoint.with_suffix(".tmp")
         save_file(state, unfinished, metadata=about)
         unfinished.replace(self._checkpoint)

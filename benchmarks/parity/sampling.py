@@ -1,26 +1,31 @@
 """Responses of an engine to problems, and their rewards."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.parity import chat_task, models
-from benchmarks.parity.tasks import WORKED_OUT, Problem, Task
-from trainer_bridge import Rollout, rollout
+from benchmarks.parity import chat_task, models, tasks
+from benchmarks.parity.engines import Engine
+from benchmarks.parity.tasks import Problem, Task
+from trainer_bridge import Rollout
 
 
-def task_of(model: str, start: Path) -> Task:
+def task_of(model: str, start: Path, levels: Sequence[int]) -> Task:
     """What a model is to learn.
 
     Args:
         start: the checkpoint that its runs begin with.
+        levels: of problems, for a model that is trained from scratch.
     """
-    return chat_task.task(start) if model == models.PRETRAINED else WORKED_OUT
+    return chat_task.task(start) if model == models.PRETRAINED else tasks.worked_out(levels)
 
 
-def respond(engine: Any, task: Task, problems: list[Problem], version: int, n: int = 1) -> Rollout:
-    """``n`` responses to each problem, by policy ``version``."""
+def respond(
+    engine: Engine, task: Task, problems: list[Problem], version: int | None, n: int = 1
+) -> Rollout:
+    """``n`` responses to each problem, by policy ``version``; None: by what the engine has."""
     prompts = [task.encode(problem.prompt) for problem in problems]
     sampling = {
         "temperature": 1.0,
@@ -29,7 +34,7 @@ def respond(engine: Any, task: Task, problems: list[Problem], version: int, n: i
         "no_stop_trim": True,  # the end token belongs to the response
         "n": n,
     }
-    return rollout(engine, prompts, sampling, expected_version=version)
+    return engine.sample(prompts, sampling, version)
 
 
 def rewards_of(task: Task, problems: list[Problem], batch: Rollout) -> list[float]:
@@ -54,7 +59,7 @@ def shape_of(batch: Rollout) -> dict[str, float]:
     }
 
 
-def evaluate(engine: Any, task: Task, count: int, version: int) -> dict[str, Any]:
+def evaluate(engine: Engine, task: Task, count: int, version: int) -> dict[str, Any]:
     """Mean reward of one response to each of ``count`` held-out problems, in all and by kind.
 
     The problems are the same for every run and every step.

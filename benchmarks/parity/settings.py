@@ -1,7 +1,7 @@
 """What all runs of a study have in common, and the folder that keeps them.
 
 STATE/environment.json      device, versions, commit and settings: the same for every run
-STATE/start-MODEL/          the weights that all runs of a model begin with
+STATE/start-MODEL/          the weights that runs of a model begin with, and what a scan of it found
 STATE/ARM-SEED/             a run, see run_log.py; under STATE/timing/ a timed one
 """
 
@@ -15,6 +15,9 @@ import torch
 
 from benchmarks.environment import commit
 from benchmarks.parity import models
+from benchmarks.parity.arms import Arm
+from benchmarks.parity.dose_arms import STUDIES
+from benchmarks.parity.tasks import LEVELS
 from examples.grpo.environment import environment
 
 MARGIN = 0.05
@@ -43,6 +46,8 @@ class Settings:
     """Problems of a GRPO step."""
     group: int = 8
     """Responses to each."""
+    levels: list[int] = field(default_factory=lambda: list(LEVELS))
+    """Of problems, in demonstrations, training and evaluations."""
     rate: float = 5e-5
     evaluation_problems: int = 256
     """Held-out problems of an evaluation: of the model while it learns from demonstrations, then by
@@ -51,6 +56,13 @@ class Settings:
     checkpoint_every: int = 50
     held_out_problems: int = 4096
     """Held-out problems for the final weights of every run, by one BF16 engine."""
+    seeds_a_start: int | None = None
+    """Seeds that begin with the same weights, the next ones with others; None: all."""
+    exponents: list[int] = field(default_factory=list)
+    """Of the gains that a scan tries."""
+    grows_after: int = 20
+    """Steps that a growing dose stays as it is; then it doubles, and again ``doubles_every``."""
+    doubles_every: int = 10
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More keywords of every ``sglang.Engine``."""
 
@@ -69,6 +81,20 @@ SIZES = {
     # At 5e-5 a step moved this policy by some 0.03 nats a token.
     models.PRETRAINED: Settings(steps=100, rate=2e-5),
 }
+OF_STUDY: dict[str, dict[str, Any]] = {
+    "parity": {},
+    # fixed by a pilot of BF16, which is to end between 0.3 and 0.7: docs/dose_response.md
+    "doses": {
+        "steps": 80,
+        "start_reward": 0.2,
+        "levels": [2, 3],
+        "evaluate_every": 40,
+        "checkpoint_every": 40,
+        "seeds_a_start": 2,
+        "exponents": list(range(12, 23)),
+    },
+}
+"""Settings of a study that differ from those of its size."""
 
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 16384, "sleep_on_idle": True},
@@ -97,10 +123,22 @@ class Study:
     size: str
     settings: Settings
     device: torch.device
+    name: str = "parity"
+    """One of ``STUDIES``."""
 
-    def start_folder(self, model: str) -> Path:
+    @property
+    def arms(self) -> dict[str, Arm]:
+        """Those of the study whose models come in its size."""
+        known = models.models_of(self.size)
+        return {name: arm for name, arm in STUDIES[self.name].items() if arm.model in known}
+
+    def start_of(self, seed: int) -> int:
+        """Which start a seed's runs begin with."""
+        return seed // self.settings.seeds_a_start if self.settings.seeds_a_start else 0
+
+    def start_folder(self, model: str, start: int = 0) -> Path:
         """Of the weights that runs of a model begin with."""
-        return self.state / f"start-{model}"
+        return self.state / f"start-{model}{f'-{start}' if start else ''}"
 
     def run_folder(self, arm: str, seed: int, is_timed: bool = False) -> Path:
         """Of one run."""
@@ -114,6 +152,7 @@ class Study:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that all scripts of the study share."""
     size = "full" if torch.cuda.is_available() else "tiny"
+    parser.add_argument("--study", choices=STUDIES, default="parity", help="which arms (parity)")
     parser.add_argument("--state", type=Path, default=Path("runs/parity"), help="study's folder")
     parser.add_argument("--size", choices=SIZES, default=size, help=f"of models ({size})")
     parser.add_argument(
@@ -128,9 +167,9 @@ def open_study(args: argparse.Namespace) -> Study:
         TypeError: ``--settings`` names something unknown.
         ValueError: the folder holds a study of other settings, commit, versions or device.
     """
-    settings = replace(SIZES[args.size], **args.settings)
+    settings = replace(SIZES[args.size], **OF_STUDY[args.study] | args.settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options = asdict(settings) | {"size": args.size}
+    options = asdict(settings) | {"size": args.size, "study": args.study}
     facts = environment(device) | {"commit": commit(), "options": options}
     path = args.state / ENVIRONMENT
     if path.exists():
@@ -145,4 +184,4 @@ def open_study(args: argparse.Namespace) -> Study:
     else:
         args.state.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(facts))
-    return Study(args.state, args.size, settings, device)
+    return Study(args.state, args.size, settings, device, args.study)

@@ -1,4 +1,4 @@
-"""The weights that all runs of a model begin with: trained from scratch on the teacher's
+"""The weights that runs of a model begin with: trained from scratch on the teacher's
 demonstrations, until they solve a given part of the problems; or a published checkpoint. On a GPU
 its engines are run as well.
 
@@ -8,6 +8,7 @@ its engines are run as well.
 import argparse
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,16 +16,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from benchmarks.parity import models, sampling, tasks
-from benchmarks.parity.arms import ALL_BF16, ARMS, Arm
+from benchmarks.parity import engines, models, sampling, tasks
+from benchmarks.parity.arms import ALL_BF16, Arm
 from benchmarks.parity.learner import Learner, micro_batches_of
 from benchmarks.parity.settings import Settings, Study, add_options, open_study
 from benchmarks.pretrained import checkpoint
 from examples.grpo import arithmetic, tiny_model
-from examples.grpo.engine import running_engine
 from trainer_bridge import connect, response_logprobs
 
-SEED = 0
 LINE_EVERY = 25  # steps
 EVALUATE_EVERY = 200
 PADDING = 0  # no character of the tasks
@@ -34,36 +33,46 @@ WARMED = "warmed"
 """Empty; exists when the model's kernels have been compiled and measured."""
 
 
-def start_of(study: Study, model: str) -> Path:
-    """Folder of the checkpoint to begin with; made here if there is none yet."""
-    folder = study.start_folder(model)
+def start_of(study: Study, model: str, start: int = 0) -> Path:
+    """Folder of the checkpoint to begin with; made here if there is none yet.
+
+    Args:
+        start: which one; each has its own random weights and demonstrations.
+    """
+    folder = study.start_folder(model, start)
     if model == models.PRETRAINED:
         return checkpoint.convert(folder)
     if not folder.exists():
         unfinished = folder.with_suffix(f".{os.getpid()}")
-        models.save(train(model, study.size, study.settings, study.device), unfinished)
+        made = train(model, study.size, study.settings, study.device, start)
+        models.save(made, unfinished)
         unfinished.rename(folder)
         if study.device.type == "cuda":
             torch.cuda.empty_cache()  # what is to come is smaller
     return folder
 
 
-def train(model: str, size: str, settings: Settings, device: torch.device) -> PreTrainedModel:
+def train(
+    model: str, size: str, settings: Settings, device: torch.device, seed: int = 0
+) -> PreTrainedModel:
     """The trained model, in BF16."""
     # the same weights on the same machine, wherever torch has a deterministic kernel
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    rng = random.Random(f"{SEED} demonstrations")
-    made = models.build(model, size, SEED).to(device, models.dtype_of(device))
+    rng = random.Random(f"{seed} demonstrations")
+    made = models.build(model, size, seed).to(device, models.dtype_of(device))
     learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
     aux: list[torch.Tensor] = []
-    if model == "moe":
+    if models.has_experts(model):
         made.config.output_router_logits = True
         made.register_forward_hook(lambda module, given, output: aux.append(output.aux_loss))
     schedule = tiny_model.warm_up_and_decay(learner.optimizer, settings.demonstrations)
     for step in range(1, settings.demonstrations + 1):
-        problems = [tasks.make_problem(rng) for _ in range(settings.demonstration_batch)]
+        problems = [
+            tasks.make_problem(rng, levels=settings.levels)
+            for _ in range(settings.demonstration_batch)
+        ]
         prompts = [arithmetic.encode(problem.prompt) for problem in problems]
         texts = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
         responses = [arithmetic.encode(text) for text in texts]
@@ -82,8 +91,8 @@ def train(model: str, size: str, settings: Settings, device: torch.device) -> Pr
             print(f"demonstrations  step {step}  loss {total.item():.3f} nats a token", flush=True)
         if step % EVALUATE_EVERY == 0:
             made.config.output_router_logits = False  # which sampling cannot make
-            reward = reward_of(made, settings.evaluation_problems)
-            made.config.output_router_logits = model == "moe"
+            reward = reward_of(made, settings.evaluation_problems, settings.levels)
+            made.config.output_router_logits = models.has_experts(model)
             aux.clear()
             print(f"demonstrations  step {step}  held-out {reward:.3f}", flush=True)
             if reward >= settings.start_reward:
@@ -94,9 +103,9 @@ def train(model: str, size: str, settings: Settings, device: torch.device) -> Pr
 
 
 @torch.no_grad()
-def reward_of(model: PreTrainedModel, count: int) -> float:
+def reward_of(model: PreTrainedModel, count: int, levels: Sequence[int]) -> float:
     """Mean reward of one response to each of ``count`` held-out problems, without SGLang."""
-    problems = tasks.draw_problems(count, "demonstrations", held_out=True)
+    problems = tasks.draw_problems(count, "demonstrations", held_out=True, levels=levels)
     prompts = [torch.tensor(arithmetic.encode(problem.prompt)) for problem in problems]
     tokens_BL = pad_sequence(prompts, batch_first=True, padding_side="left").to(model.device)
     sampled_BT = model.generate(
@@ -112,28 +121,32 @@ def reward_of(model: PreTrainedModel, count: int) -> float:
     return fmean(tasks.reward(*pair) for pair in zip(problems, texts, strict=True))
 
 
-def warm_up(study: Study, model: str) -> None:
+def warm_up(study: Study, model: str, start: int = 0) -> None:
     """Compile and measure the kernels of a model's FP8 engines.
 
     The first FP8 engine of a model measures GEMMs for half a minute and keeps what it found. Runs
     that start side by side would all do that, and measure each other.
     """
-    folder = study.start_folder(model)
-    task = sampling.task_of(model, folder)
-    for arm in fp8_engines_of(model) if study.device.type == "cuda" else []:
+    folder = study.start_folder(model, start)
+    task = sampling.task_of(model, folder, study.settings.levels)
+    for arm in fp8_engines_of(study, model) if study.device.type == "cuda" else []:
         problems = task.draw(study.settings.prompts, "warm-up")
-        with running_engine(folder, arm.ignored_layers, 0, study.engine(arm.engine)) as engine:
-            version = connect(engine).control({"op": "layout"})["version"]
+        keywords = study.engine(arm.engine)
+        with engines.running(arm, folder, arm.ignored_layers, 0, keywords) as engine:
+            version = connect(engine.handle).control({"op": "layout"})["version"]
             sampling.respond(engine, task, problems, version, study.settings.group)
     (folder / WARMED).touch()
 
 
-def fp8_engines_of(model: str) -> list[Arm]:
+def fp8_engines_of(study: Study, model: str) -> list[Arm]:
     """Arms whose engines differ in FP8, and the first again: it finishes what it had no time for,
     since an engine measures for a bounded time and the first that it does is to compile."""
-    arms = [arm for arm in ARMS.values() if arm.model == model and arm.is_timed]
-    quantized = [arm for arm in arms if arm.ignored_layers != ALL_BF16]
-    return [*quantized, quantized[0]]
+    found: dict[str, Arm] = {}
+    for arm in study.arms.values():
+        is_ours = arm.model == model and not arm.stock and arm.ignored_layers != ALL_BF16
+        if is_ours and "fp8rl_kv_scheme" not in arm.engine:  # scales are no matter of kernels
+            found.setdefault(str(arm.engine), arm)
+    return [*found.values(), next(iter(found.values()))]
 
 
 def main() -> None:
@@ -141,10 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the weights that runs begin with.")
     add_options(parser)
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
+    parser.add_argument("--start", type=int, default=0, help="which one (0)")
     args = parser.parse_args()
     study = open_study(args)
-    start_of(study, args.model)
-    warm_up(study, args.model)
+    start_of(study, args.model, args.start)
+    warm_up(study, args.model, args.start)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ comes from the generator that is passed in.
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from examples.grpo.arithmetic import END, END_TOKEN, decode, encode
@@ -195,18 +196,22 @@ KINDS = {
 }
 
 
-def make_problem(rng: random.Random, held_out: bool = False) -> Problem:
-    """A problem of any kind and level; held-out ones never come up in training."""
-    kind, level = KINDS[rng.choice(list(KINDS))], rng.choice(LEVELS)
+def make_problem(
+    rng: random.Random, held_out: bool = False, levels: Sequence[int] = LEVELS
+) -> Problem:
+    """A problem of any kind and of one of these levels; held-out ones never come up in training."""
+    kind, level = KINDS[rng.choice(list(KINDS))], rng.choice(levels)
     while is_held_out(problem := kind.make(level, rng)) is not held_out:
         pass
     return problem
 
 
-def draw_problems(count: int, seed: str, held_out: bool = False) -> list[Problem]:
+def draw_problems(
+    count: int, seed: str, held_out: bool = False, levels: Sequence[int] = LEVELS
+) -> list[Problem]:
     """The same ones for the same seed."""
     rng = random.Random(seed)
-    return [make_problem(rng, held_out) for _ in range(count)]
+    return [make_problem(rng, held_out, levels) for _ in range(count)]
 
 
 def is_held_out(problem: Problem) -> bool:
@@ -232,5 +237,7 @@ def reward(problem: Problem, response: str) -> float:
     return float(response[: -len(END)].split(separator)[-1] == problem.answer)
 
 
-WORKED_OUT = Task(draw_problems, encode, decode, reward, END_TOKEN, MAX_NEW_TOKENS)
-"""Of the models that are trained from scratch."""
+def worked_out(levels: Sequence[int] = LEVELS) -> Task:
+    """The task of the models that are trained from scratch, with problems of these levels."""
+    draw = partial(draw_problems, levels=levels)
+    return Task(draw, encode, decode, reward, END_TOKEN, MAX_NEW_TOKENS)

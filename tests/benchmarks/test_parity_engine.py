@@ -33,9 +33,11 @@ SETTINGS = {
 }
 
 
-def start(script: str, state: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """A script of the study, in a process group of its own."""
-    common = ["--state", str(state), "--size", "tiny", "--settings", json.dumps(SETTINGS)]
+def start(
+    script: str, state: Path, *words: str, settings: dict[str, Any] = SETTINGS
+) -> "subprocess.Popen[bytes]":
+    """A script of a study, in a process group of its own."""
+    common = ["--state", str(state), "--size", "tiny", "--settings", json.dumps(settings)]
     command = [sys.executable, "-m", f"benchmarks.parity.{script}", *common, *words]
     with (state / "out").open("ab") as out:
         return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)

@@ -1,11 +1,13 @@
 """One run: learning in parts, planted outliers, and a curve that a kill does not change."""
 
+import json
 import math
 import random
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import pytest
 import torch
 
 from benchmarks import environment
-from benchmarks.parity import learner, models, run, sampling, tasks
-from benchmarks.parity.arms import ARMS
+from benchmarks.parity import engines, learner, models, run, sampling, tasks
+from benchmarks.parity.arms import Arm
+from benchmarks.parity.controlled import Controlled
+from benchmarks.parity.dose_arms import ALL_ARMS, MINI_BATCHES
 from benchmarks.parity.learner import Learner
 from benchmarks.parity.run_log import FINAL, FINISHED, LOG, rows_of
+from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import open_study
 from examples.grpo import arithmetic
-from trainer_bridge import Rollout
+from trainer_bridge import Request, Rollout
 
 STEPS, EVERY = 6, 2
 COMMIT = "abc1234"  # of the tree, which may change while the tests run
@@ -36,8 +41,8 @@ SMALL = {
 NOISE = 1e-6  # of a gradient's norm, passes of other lengths; 0.0 was measured
 
 
-def a_batch(problems: list[tasks.Problem], n: int, seed: str) -> Rollout:
-    """What the teacher would respond, with made-up logprobs."""
+def a_batch(problems: list[tasks.Problem], n: int, seed: str, off: float = 6.0) -> Rollout:
+    """What the teacher would respond, with made-up logprobs down to ``-off``."""
     rng = random.Random(seed)
     repeated = [problem for problem in problems for _ in range(n)]
     shown = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in repeated]
@@ -45,7 +50,7 @@ def a_batch(problems: list[tasks.Problem], n: int, seed: str) -> Rollout:
     return Rollout(
         prompt_tokens=[arithmetic.encode(problem.prompt) for problem in repeated],
         tokens=tokens,
-        logprobs=[[-rng.random() * 6 for _ in row] for row in tokens],
+        logprobs=[[-rng.random() * off for _ in row] for row in tokens],
         versions=[[0] * len(row) for row in tokens],
         finish_reasons=["stop"] * len(tokens),
         temperature=1.0,
@@ -65,7 +70,7 @@ def test_learning_in_micro_batches_is_learning_from_the_whole_batch(
 ) -> None:
     problems = tasks.draw_problems(3, "a")
     batch = a_batch(problems, 4, "b")
-    rewards_PG = torch.tensor(sampling.rewards_of(tasks.WORKED_OUT, problems, batch)).view(3, 4)
+    rewards_PG = torch.tensor(sampling.rewards_of(tasks.worked_out(), problems, batch)).view(3, 4)
     rewards_PG[0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
     norms = {}
     for limit in (600, 100_000):
@@ -108,44 +113,51 @@ class Killed(BaseException):
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engines that respond as the teacher does, each policy version in its own way."""
-    facts: dict[str, Any] = {"seeds": [], "kill_at": None, "versions": []}
+    lists = ("seeds", "versions", "in_flight", "ignored", "kv")
+    facts: dict[str, Any] = {"kill_at": None, "off": 6.0, **{name: [] for name in lists}}
     monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
 
+    class FakeEngine:
+        def formats(self) -> dict[str, str]:
+            return {"model.layers.0.mlp.gate_up_proj": "fp8", "lm_head": "bf16"}
+
+        def update(self, model: Any, version: int, in_flight: str = "abort") -> float:
+            facts["versions"].append(version)
+            facts["in_flight"].append(in_flight)
+            return 0.5
+
     @contextmanager
-    def running_engine(
-        checkpoint: Path, ignored: str, seed: int, keywords: dict[str, Any]
-    ) -> Iterator[str]:
+    def running(
+        arm: Arm, checkpoint: Path, ignored: str, seed: int, keywords: dict[str, Any]
+    ) -> Iterator[FakeEngine]:
         facts["seeds"].append(seed)
-        yield "engine"
-
-    class Client:
-        def control(self, message: dict[str, str], timeout_s: float = 9.0) -> dict[str, Any]:
-            return {"layers": [{"format": "fp8"}, {"format": "bf16"}]}
-
-    class Updated:
-        seconds = {"total": 0.5}  # noqa: RUF012
-
-    def update(model: Any, engine: str, version: int) -> Updated:
-        facts["versions"].append(version)
-        return Updated()
+        facts["ignored"].append(ignored)
+        facts["kv"].append(keywords.get("kv_cache_dtype"))
+        yield FakeEngine()
 
     def respond(
-        engine: str, task: tasks.Task, problems: list[tasks.Problem], version: int, n: int = 1
+        engine: Any,
+        task: tasks.Task,
+        problems: list[tasks.Problem],
+        version: int | None,
+        n: int = 1,
     ) -> Rollout:
-        if n > 1 and version == facts["kill_at"]:
+        if n > 1 and version == facts["kill_at"] is not None:
             raise Killed
-        return a_batch(problems, n, f"version {version}")
+        batch = a_batch(problems, n, f"version {version}", facts["off"])
+        sampled_by = facts["versions"][-1] if version is None else version
+        return replace(batch, versions=[[sampled_by] * len(row) for row in batch.tokens])
 
-    monkeypatch.setattr(run, "running_engine", running_engine)
-    monkeypatch.setattr(run, "connect", lambda engine: Client())
-    monkeypatch.setattr(run, "update", update)
+    monkeypatch.setattr(engines, "running", running)
     monkeypatch.setattr(sampling, "respond", respond)
     return facts
 
 
-def go_on(state: Path, until: float = math.inf, **settings: Any) -> bool:
-    args = Namespace(state=state, size="tiny", settings=SMALL | settings)
-    return run.run(open_study(args), ARMS["fp8"], 1, until)
+def go_on(
+    state: Path, until: float = math.inf, arm: str = "fp8", study: str = "parity", **settings: Any
+) -> bool:
+    args = Namespace(state=state, size="tiny", study=study, settings=SMALL | settings)
+    return run.run(open_study(args), ALL_ARMS[arm], 1, until)
 
 
 def curve(state: Path) -> list[dict[str, Any]]:
@@ -227,3 +239,71 @@ def test_a_study_has_the_same_settings_and_commit_throughout(
     rows = rows_of(tmp_path / "fp8-1" / LOG)
     assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
     assert rows[0]["engine"]["page_size"] == 16
+
+
+# ---- what the study of doses adds ----------------------------------------------------------------
+
+
+def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [row for row in rows_of(folder / LOG) if row["kind"] == kind]
+
+
+def test_several_steps_on_a_rollout_are_each_corrected_by_themselves(
+    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    step = Learner.step
+    monkeypatch.setattr(Learner, "step", lambda self: counts.append(0) or step(self))
+    assert go_on(tmp_path, arm="stale-bf16", study="doses", prompts=MINI_BATCHES, steps=2)
+    demonstrations = SMALL["demonstrations"]
+    assert len(counts) == demonstrations + 2 * MINI_BATCHES
+    for row in rows(tmp_path / "stale-bf16-1", "step"):
+        assert len(set(row["kl_of_parts"])) == MINI_BATCHES
+        assert row["mismatch_kl_k3"] == pytest.approx(sum(row["kl_of_parts"]) / MINI_BATCHES)
+
+
+def test_an_update_comes_while_the_next_rollout_runs(
+    tmp_path: Path, fake_engine: dict[str, Any]
+) -> None:
+    assert go_on(tmp_path, arm="retract-bf16", study="doses", steps=4)
+    assert fake_engine["in_flight"] == ["abort", *["retract"] * 3, "abort"]
+    steps = rows(tmp_path / "retract-bf16-1", "step")
+    assert [row["old_tokens"] for row in steps] == [0, 1, 1, 1]
+    # the control: an arm that waits for its updates has none
+    assert go_on(tmp_path, arm="bf16", study="doses", steps=4)
+    assert {row["old_tokens"] for row in rows(tmp_path / "bf16-1", "step")} == {0}
+
+
+def test_a_dose_grows_and_a_request_restarts_the_engine(
+    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: dict[str, Any] = {"study": "doses", "grows_after": 2, "doubles_every": 2}
+    assert go_on(tmp_path, arm="bf16", **changed)
+    scanned = {"exponent": 13, "every": 2, "mismatch_kl_k3": 1e-3}
+    (tmp_path / "start-dense" / SCAN).write_text(json.dumps(scanned) + "\n")
+    largest: list[float] = []
+    asked: list[int] = []
+
+    def observe(self: Controlled, metrics: dict[str, float]) -> tuple[str, ...]:
+        asked.append(len(asked))
+        if len(asked) != 3:
+            return ()
+        self._ask([Request("kv_cache_dtype", "bf16", "a fake reason")])
+        return ("a fake reason",)
+
+    def plant(self: Learner, gains: dict[str, torch.Tensor]) -> None:
+        largest.append(max((gain.max().item() for gain in gains.values()), default=1.0))
+
+    monkeypatch.setattr(Controlled, "observe", observe)
+    monkeypatch.setattr(Learner, "plant", plant)
+    for name in ("seeds", "kv"):
+        fake_engine[name].clear()
+    assert go_on(tmp_path, arm="grows-controlled", **changed)
+    assert fake_engine["kv"] == ["fp8_e4m3", None]
+    assert fake_engine["seeds"] == [1, 1 + 3 * run.ENGINE_SEEDS]
+    # before each step, once more for each engine, and nothing in the weights that are evaluated
+    exponents = [math.log2(gain) for gain in largest]
+    assert exponents == [13, 13, 13, 14, 14, 14, 15, 15, 0]
+    folder = tmp_path / "grows-controlled-1"
+    assert [row["step"] for row in rows(folder, "decision")] == [2]
+    assert [row["step"] for row in rows(folder, "step")] == list(range(STEPS))

@@ -2,13 +2,15 @@
 
 import sys
 import time
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.parity import models, run_all
-from benchmarks.parity.arms import ARMS
+from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_all import Job, run_jobs
 from benchmarks.parity.settings import SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
@@ -98,64 +100,100 @@ def test_a_job_without_time_is_not_started(tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "logs").iterdir())
 
 
+def test_a_job_waits_for_what_it_needs_and_for_jobs_that_may_fail(tmp_path: Path) -> None:
+    jobs = [
+        replace(job(tmp_path, "last", WORKS), after=("fails", "second")),
+        replace(job(tmp_path, "second", WORKS), needs=(tmp_path / "first.done",)),
+        job(tmp_path, "first", WORKS),
+        job(tmp_path, "fails", FAILS),
+        replace(job(tmp_path, "never", WORKS), needs=(tmp_path / "fails.done",)),
+    ]
+    run_jobs(jobs, ["0", "1"], tmp_path / "logs", time.time() + LONG_S)
+    assert [job.is_done for job in jobs] == [True, True, True, False, False]
+    order = sorted(jobs[:3], key=lambda job: job.makes[0].stat().st_mtime_ns)
+    assert [job.name for job in order] == ["first", "second", "last"]
+    assert not (tmp_path / "logs" / "never.log").exists()
+
+
+def jobs_of(study: Study, args: Namespace) -> dict[str, Job]:
+    return {job.name: job for job in run_all.jobs_of(study, args)}
+
+
 def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     study = Study(tmp_path, "full", SIZES["full"], torch.device("cpu"))
     words = ["--state", str(tmp_path), "--size", "full", "--settings", '{"rate": 1.0}']
-    args = run_all.arguments(words)
-    starts, runs, evaluations = run_all.stages(study, args)
-    assert [job.name for job in starts] == ["start-dense", "start-moe"]
+    jobs = jobs_of(study, run_all.arguments(words))
+    assert list(jobs)[:2] == ["start-dense", "start-moe"]
+    runs = [job for job in jobs.values() if "--arm" in job.command]
     assert len(runs) == 5 * 3 + 2 * 3 + 2  # of three seeds, and of one where outliers are planted
     assert {job.name[-2:] for job in runs[:9]} == {"-0"}  # all arms, then the next seed
-    by_name = {job.name: job for job in (*runs, *evaluations)}
-    moe = by_name["moe-fp8-2"]
+    moe = jobs["moe-fp8-2"]
     assert moe.makes == (tmp_path / "moe-fp8-2" / "finished",)
+    assert moe.needs == jobs["start-moe"].makes
     assert set(words) | {"--arm", "moe-fp8", "--seed", "2", "--until"} <= set(moe.command)
-    held_out = {name: by_name[name].makes for name in ("held-out-dense-0", "held-out-dense-1")}
-    assert [len(makes) for makes in held_out.values()] == [7, 5]
-    assert held_out["held-out-dense-1"][0] == tmp_path / "bf16-1" / "held_out.json"
+    held_out = [jobs["held-out-dense-0"], jobs["held-out-dense-1"]]
+    assert [len(job.makes) for job in held_out] == [len(job.after) for job in held_out] == [7, 5]
+    assert held_out[1].makes[0] == tmp_path / "bf16-1" / "held_out.json"
 
-    timing = run_all.arguments([*words, "--timing"])
-    _, timed = run_all.stages(study, timing)
+    timed = list(jobs_of(study, run_all.arguments([*words, "--timing"])).values())[2:]
     assert [j.name for j in timed] == ["bf16-0", "fp8-0", "fp8-kv8-0", "moe-bf16-0", "moe-fp8-0"]
     assert all(job.makes[0].parts[-3] == "timing" and "--timing" in job.command for job in timed)
+
+
+def test_the_jobs_of_the_doses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = replace(SIZES["full"], seeds_a_start=2)
+    study = Study(tmp_path, "full", settings, torch.device("cpu"), "doses")
+    words = ["--study", "doses", "--state", str(tmp_path), "--size", "full", "--seeds", "3"]
+    jobs = jobs_of(study, run_all.arguments(words))
+    scans = [name for name in jobs if name.startswith("scan-")]
+    assert scans == [f"scan-{model}{n}" for n in ("", "-1") for model in models.MODELS]
+    assert set(DOSE_ARMS) == {
+        name[:-2] for name in jobs if name.endswith("-0") and "held" not in name
+    }
+    # a dose needs the scan of its own start, and nothing else does
+    assert jobs["5e-2-none-1"].needs[-1] == tmp_path / "start-dense" / "scan.jsonl"
+    assert jobs["5e-2-none-2"].needs[-1] == tmp_path / "start-dense-1" / "scan.jsonl"
+    assert jobs["kv8-none-2"].needs == (tmp_path / "start-dense-1" / "warmed",)
+    # what is given back early has whole comparisons
+    names = list(jobs)
+    assert names.index("held-out-dense-0") < names.index("bf16-1")
+    assert names.index("5e-2-none-0") < names.index("moe-bf16-0")
+    some = jobs_of(study, run_all.arguments([*words, "--first-seed", "2", "--models", "dense"]))
+    runs = [job for job in some.values() if "--arm" in job.command]
+    assert {job.name[-2:] for job in runs} == {"-2", "-3", "-4"}
+    assert not any("moe" in name for name in some)
+    assert "runs of 150 steps" in run_all.plan(study, list(jobs.values()), 24)
 
 
 def test_the_jobs_of_the_pretrained_model(tmp_path: Path) -> None:
     study = Study(tmp_path, models.PRETRAINED, SIZES[models.PRETRAINED], torch.device("cpu"))
     args = run_all.arguments(["--state", str(tmp_path), "--size", models.PRETRAINED])
-    starts, runs, evaluations = run_all.stages(study, args)
-    assert [job.name for job in starts] == ["start-smollm2"]
-    assert [job.name for job in runs] == [
-        f"smollm2-{arm}-{seed}"
-        for seed in range(3)
-        for arm in ("bf16", "fp8-kv8", "fp8-kv8-uncorrected")
+    assert list(jobs_of(study, args)) == [
+        "start-smollm2",
+        *(
+            name
+            for seed in range(3)
+            for name in (
+                *(f"smollm2-{arm}-{seed}" for arm in ("bf16", "fp8-kv8", "fp8-kv8-uncorrected")),
+                f"held-out-smollm2-{seed}",
+            )
+        ),
     ]
-    assert [len(job.makes) for job in evaluations] == [3, 3, 3]
 
 
-def test_a_stage_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def only_starts_end(jobs: list[Job], *rest: object) -> None:
-        ran.extend(job.name for job in jobs)
-        for path in (path for job in jobs if "start" in job.name for path in job.makes):
-            path.parent.mkdir()
-            path.touch()
-
-    monkeypatch.setattr(run_all, "run_jobs", only_starts_end)
+def test_what_is_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "run_jobs", lambda *given: None)
     monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
-    with pytest.raises(SystemExit, match="left: bf16-0, fp8-0, "):
+    with pytest.raises(SystemExit, match="left: start-dense, start-moe, bf16-0, fp8-0, "):
         run_all.main()
-    arms = [arm.name for arm in ARMS.values() if arm.model in models.MODELS]
-    assert ran == ["start-dense", "start-moe", *(f"{arm}-0" for arm in arms)]
 
 
-def test_engines_that_differ_in_fp8_are_warmed_up() -> None:
-    named = {
-        model: [arm.name for arm in fp8_engines_of(model)] for model in (*models.MODELS, "smollm2")
-    }
-    assert named == {
-        "dense": ["fp8", "fp8-kv8", "fp8"],
-        "moe": ["moe-fp8", "moe-fp8"],
-        "smollm2": ["smollm2-fp8-kv8"] * 2,
-    }
+def test_engines_that_differ_in_fp8_are_warmed_up(tmp_path: Path) -> None:
+    def named(size: str, study: str, model: str) -> list[str]:
+        found = Study(tmp_path, size, SIZES[size], torch.device("cpu"), study)
+        return [arm.name for arm in fp8_engines_of(found, model)]
+
+    assert named("full", "parity", "dense") == ["fp8", "fp8-kv8", "fp8"]
+    assert named("full", "parity", "moe") == ["moe-fp8"] * 2
+    assert named("smollm2", "parity", "smollm2") == ["smollm2-fp8-kv8"] * 2
+    assert named("full", "doses", "dense") == ["5e-2-none", "grows-controlled", "5e-2-none"]

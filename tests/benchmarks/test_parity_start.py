@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.parity import models, start, tasks
+from benchmarks.parity import models, planting, start, tasks
 from benchmarks.parity.learner import Learner
 from benchmarks.parity.settings import SIZES, Study
 from benchmarks.parity.tasks import Problem
@@ -35,13 +35,12 @@ def test_planting_changes_k_but_not_the_policy() -> None:
         return logits, calibrator.scales()[:, 0].amin()
 
     before, amax = look()
-    frozen = models.plant(model)
+    gains = planting.kv_outliers(model)
+    Learner(model, 1e-3).plant(gains)
     after, planted = look()
     assert torch.equal(before, after)
     assert amax < 20 < 448 < planted
-    assert len(frozen) == 2 * model.config.num_hidden_layers
-    trained = Learner(model, 1e-3, frozen).state()
-    assert not any("q_norm" in name or "k_norm" in name for name in trained)
+    assert len(gains) == 2 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("model", models.MODELS)
@@ -57,25 +56,22 @@ def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("model", models.MODELS)
-def test_the_start_is_made_once_and_repeats_by_seed(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_start_is_made_once_and_repeats_by_its_number(model: str, tmp_path: Path) -> None:
     first, second, other = (Study(tmp_path / n, "tiny", SMALL, CPU) for n in ("a", "b", "c"))
     folder = start.start_of(first, model)
     assert [path.name for path in first.state.iterdir()] == [f"start-{model}"]
     mine, again = weights_of(folder), weights_of(start.start_of(second, model))
     assert all(torch.equal(mine[name], again[name]) for name in mine)
     assert not torch.are_deterministic_algorithms_enabled()
-    before = models.build(model, "tiny", start.SEED).state_dict()
+    before = models.build(model, "tiny", 0).state_dict()
     after = models.load(folder, CPU)
     routers = [name for name in before if name.endswith("mlp.gate.weight")]
-    assert bool(routers) == (model == "moe")
+    assert bool(routers) == models.has_experts(model)
     for name in (*routers, "lm_head.weight"):
         assert not torch.equal(after.state_dict()[name], before[name].bfloat16().float()), name
     assert not getattr(after.config, "output_router_logits", False)
-    monkeypatch.setattr(start, "SEED", 1)
     assert start.start_of(first, model) == folder  # made once
-    changed = weights_of(start.start_of(other, model))
+    changed = weights_of(start.start_of(other, model, 1))
     assert not torch.equal(mine["lm_head.weight"], changed["lm_head.weight"])
 
 
@@ -88,9 +84,9 @@ def test_the_start_ends_at_the_reward_that_was_asked_for(
     found: list[float] = []
     true_reward = start.reward_of
 
-    def reward_of(model: Any, count: int) -> float:
-        assert count == SMALL.evaluation_problems
-        assert true_reward(model, count) == 0  # so early
+    def reward_of(model: Any, count: int, levels: list[int]) -> float:
+        assert (count, levels) == (SMALL.evaluation_problems, SMALL.levels)
+        assert true_reward(model, count, levels) == 0  # so early
         found.append(0.1 * (len(found) + 1))
         return found[-1]
 
@@ -122,5 +118,5 @@ def test_reward_is_of_the_problems_that_a_policy_solves(
         learner.backward(-logprobs_BT[tiny_model.mask_of(responses)].mean())
         learner.step()
     monkeypatch.setattr(tasks, "draw_problems", lambda *args, **kwargs: problems)
-    assert start.reward_of(made, len(problems)) == pytest.approx(3 / 5)
-    assert start.reward_of(models.build(model, "tiny", 0), len(problems)) == 0
+    assert start.reward_of(made, len(problems), [1]) == pytest.approx(3 / 5)
+    assert start.reward_of(models.build(model, "tiny", 0), len(problems), [1]) == 0

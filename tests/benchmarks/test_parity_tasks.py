@@ -108,7 +108,7 @@ def test_rewards_and_the_shape_of_a_batch() -> None:
         finish_reasons=["stop", "stop", "length"],
         temperature=1.0,
     )
-    assert sampling.rewards_of(tasks.WORKED_OUT, [problem], batch) == [1.0, 0.0, 0.0]
+    assert sampling.rewards_of(tasks.worked_out(), [problem], batch) == [1.0, 0.0, 0.0]
     shape = sampling.shape_of(batch)
     assert shape["entropy"] == 0.5
     assert shape["unfinished"] == pytest.approx(1 / 3)
