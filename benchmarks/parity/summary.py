@@ -1,6 +1,9 @@
-"""From the folder of a study to the rows of results/parity.jsonl.
+"""From the folder of a study to the rows of its result file.
 
-python -m benchmarks.parity.summary runs/parity
+    python -m benchmarks.parity.summary runs/parity
+
+A folder is one execution, on one machine. Of doses all executions are kept: rows of others that the
+file has already stay there.
 """
 
 import argparse
@@ -10,11 +13,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.parity.arms import ARMS
+from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG, Row, rows_of
+from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import ENVIRONMENT, LAST_STEPS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "parity.jsonl"
+DOSE_RESULTS = RESULTS.with_name("dose_response.jsonl")
 SERIES = (
     "reward",
     "mismatch_kl_k3",
@@ -30,8 +35,8 @@ WARM_UP = 5
 
 
 def summarize(state: Path) -> list[Row]:
-    """Rows of kind environment, start, run and timing; of runs that are finished, and evaluated
-    where they are not timed."""
+    """Rows of kind environment, start, scan, run and timing; of runs that are finished, and
+    evaluated where they are not timed."""
     logs = {
         folder: rows_of(folder / LOG)
         for folder in sorted([*state.glob("*-*"), *state.glob("timing/*")])
@@ -40,19 +45,32 @@ def summarize(state: Path) -> list[Row]:
     runs = [_run(f, rows) for f, rows in logs.items() if (f / HELD_OUT).exists()]
     timings = [_timing(rows) for f, rows in logs.items() if f.parent.name == "timing"]
     headers = [rows[0] for rows in logs.values()]
-    parameters = {ARMS[header["arm"]].model: header["parameters"] for header in headers}
+    parameters = {ALL_ARMS[header["arm"]].model: header["parameters"] for header in headers}
+    folders = sorted(state.glob("start-*"))
     starts = [
-        {"kind": "start", "model": folder.name.removeprefix("start-"), **_held_out(folder)}
-        for folder in sorted(state.glob("start-*"))
+        {"kind": "start", **_start(folder), **_held_out(folder)}
+        for folder in folders
         if (folder / HELD_OUT).exists()
     ]
+    scans = [
+        {"kind": "scan", **_start(folder), **{name: _brief(value) for name, value in row.items()}}
+        for folder in folders
+        for row in rows_of(folder / SCAN)
+    ]
     environment = json.loads((state / ENVIRONMENT).read_text())
-    return [
+    rows = [
         {"kind": "environment", **environment, "parameters": parameters},
         *runs,
         *timings,
         *starts,
+        *scans,
     ]
+    return [row | {"execution": environment["date"]} for row in rows]
+
+
+def _start(folder: Path) -> Row:
+    _, model, *which = folder.name.split("-")
+    return {"model": model, "start": int(which[0]) if which else 0}
 
 
 def _held_out(folder: Path) -> Row:
@@ -67,6 +85,8 @@ def _run(folder: Path, rows: list[Row]) -> Row:
         "kind": "run",
         "arm": header["arm"],
         "seed": header["seed"],
+        "start": header.get("start", 0),
+        "planted": header.get("planted"),
         "steps": len(steps),
         "engine_starts": len(engines),
         "matrices": engines[0]["matrices"],
@@ -77,6 +97,7 @@ def _run(folder: Path, rows: list[Row]) -> Row:
         **_held_out(folder),
         "alarm_steps": sum(bool(row["alarms"]) for row in steps),
         "alarms": _alarms(steps),
+        "decisions": [[row["step"], row["reason"]] for row in _of("decision", rows)],
         "series": {
             name: [_short(row[name]) for row in steps] for name in SERIES if name in steps[0]
         },
@@ -129,14 +150,23 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
+def _brief(value: Any) -> Any:
+    return _short(value) if isinstance(value, float) else value
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write the result file from a study's folder.")
     parser.add_argument("state", type=Path, help="the folder given to run_all as --state")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, help="the study's file in benchmarks/results")
     args: Any = parser.parse_args(argv)
     rows = summarize(args.state)
-    args.output.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
-    print(f"{args.output}: {sum(row['kind'] == 'run' for row in rows)} runs")
+    is_of_doses = rows[0]["options"].get("study") == "doses"
+    output = args.output or (DOSE_RESULTS if is_of_doses else RESULTS)
+    if is_of_doses:
+        execution = rows[0]["execution"]
+        rows = [*(row for row in rows_of(output) if row["execution"] != execution), *rows]
+    output.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    print(f"{output}: {sum(row['kind'] == 'run' for row in rows)} runs")
 
 
 if __name__ == "__main__":

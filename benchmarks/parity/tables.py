@@ -25,10 +25,10 @@ def rewards(text: str) -> str:
         (
             arm,
             len(runs),
-            _spread([run["held_out"]["reward"] for run in runs]),
-            _spread([run["last_reward"] for run in runs]),
-            _spread([run["evaluations"][0][1] for run in runs]),
-            _spread([run["evaluations"][-1][1] for run in runs]),
+            spread([run["held_out"]["reward"] for run in runs]),
+            spread([run["last_reward"] for run in runs]),
+            spread([run["evaluations"][0][1] for run in runs]),
+            spread([run["evaluations"][-1][1] for run in runs]),
             f"{sum(run['alarm_steps'] for run in runs)} of {sum(run['steps'] for run in runs)}",
         )
         for arm, runs in runs_by_arm(rows).items()
@@ -48,12 +48,12 @@ def rewards(text: str) -> str:
     size = f" --size {PRETRAINED}" if options.get("size") == PRETRAINED else ""
     note = (
         f"`python -m benchmarks.parity.run_all{size}`: {models}, {options['steps']} steps of "
-        f"{options['prompts']} problems with {options['group']} responses each, {_where(e)}, "
+        f"{options['prompts']} problems with {options['group']} responses each, {where(e)}, "
         f"{e['date'][:10]}. Means over seeds, least and largest. Held-out reward: on "
         f"{options['held_out_problems']} held-out problems, one response each, by one BF16 engine "
         f"for the arms of a seed."
     )
-    return "\n".join([_table(head, lines), "", *starts, note])
+    return "\n".join([table(head, lines), "", *starts, note])
 
 
 def tests(text: str) -> str:
@@ -90,7 +90,7 @@ def tests(text: str) -> str:
         f"{most.least_p_permutation:.2g} with {len(most.differences)} seeds. The t test found a "
         f"difference in {', '.join(differ) or 'no arm'}."
     )
-    return f"{_table(head, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\n{note}"
 
 
 def mismatch(text: str) -> str:
@@ -129,7 +129,7 @@ def mismatch(text: str) -> str:
         f"steps and seeds, in brackets the worst step. Tokens above C: their mean fraction. "
         f"Entropy: first step to last, means over seeds. Cut off: of the last {LAST_STEPS} steps."
     )
-    return f"{_table(head, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\n{note}"
 
 
 def alarms(text: str) -> str:
@@ -158,7 +158,7 @@ def alarms(text: str) -> str:
     broken = ", ".join(f"`{arm.name}`" for arm in ARMS.values() if arm.must_alarm)
     head = "arm | alarm | steps | first | worst value | threshold | as expected"
     note = f"Expected: alarms in {broken}, which is broken, and no other."
-    return f"{_table(head, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\n{note}"
 
 
 def timing(text: str) -> str:
@@ -181,11 +181,11 @@ def timing(text: str) -> str:
     steps = max(row["n"] for row in timed.values())
     note = (
         f"`python -m benchmarks.parity.run_all --timing`: medians of {steps} steps, one run alone "
-        f"on a GPU, {_where(rows[0])}. Correction and metrics are part of the training, and the "
+        f"on a GPU, {where(rows[0])}. Correction and metrics are part of the training, and the "
         f"same in every arm."
     )
     head = "arm | step | rollout | tokens/s | training | update | steps with an alarm"
-    return f"{_table(head, lines)}\n\n{note}"
+    return f"{table(head, lines)}\n\n{note}"
 
 
 BLOCKS = {
@@ -203,7 +203,7 @@ BLOCKS = {
 """The file that each block is made from, and how."""
 
 
-def _table(head: str, lines: Iterable[Sequence[object]]) -> str:
+def table(head: str, lines: Iterable[Sequence[object]]) -> str:
     """Markdown; ``head``: the names of the columns, with bars between them."""
     rows = [f"| {' | '.join(map(str, line))} |" for line in lines]
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows])
@@ -226,13 +226,15 @@ def _tested(found: Comparison, inside: bool) -> list[str]:
     ]
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean, least and largest."""
     if len(values) == 1:
         return f"{values[0]:.3f}"
     return f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def _where(e: Row) -> str:
+def where(e: Row) -> str:
+    """Device, versions and commit of an execution."""
     versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items())
     return f"{e['device']}, {versions}, commit {e['commit']}"
 

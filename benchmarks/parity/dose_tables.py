@@ -1,0 +1,185 @@
+"""The tables of docs/dose_response.md, from the text of results/dose_response.jsonl."""
+
+from itertools import pairwise
+from statistics import fmean, median
+
+from benchmarks.parity.comparison import powers
+from benchmarks.parity.dose_arms import DOSE_ARMS
+from benchmarks.parity.dose_verdict import (
+    SHARE,
+    WINDOW,
+    Verdict,
+    falls_at,
+    first_alarm,
+    rows_of,
+    runs_of,
+    verdicts,
+)
+from benchmarks.parity.run_log import Row
+from benchmarks.parity.scan import nearest
+from benchmarks.parity.settings import ALPHA
+from benchmarks.parity.tables import spread, table, where
+
+
+def scans(text: str) -> str:
+    """What each gain did to the mismatch of a start, and which were chosen."""
+    rows = rows_of(text)
+    found: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "scan":
+            found.setdefault((row["execution"], row["model"], row["start"]), []).append(row)
+    lines = []
+    for (execution, model, start), mine in found.items():
+        unplanted = next(row for row in mine if not row["exponent"])
+        doses = {arm.dose for arm in DOSE_ARMS.values() if arm.model == model and arm.dose}
+        chosen = [(dose, nearest(mine, dose)) for dose in sorted(doses)]
+        planted = [row["mismatch_kl_k3"] for row in mine if row["exponent"]]
+        rising = sum(a <= b for a, b in pairwise(planted))
+        lines.append(
+            (
+                execution[:16],
+                f"{model}, {start}",
+                f"{unplanted['mismatch_kl_k3']:.1e}",
+                "; ".join(f"{dose:g}: {_gain(row)}" for dose, row in chosen),
+                f"{rising} of {len(planted) - 1}",
+            )
+        )
+    head = "execution | model, start | unplanted | dose: gain, k3 | steps of the scan that rise"
+    return table(head, lines)
+
+
+def _gain(row: Row) -> str:
+    channels = "each" if row["every"] == 1 else "every second"
+    return f"2^{row['exponent']} in {channels} group, {row['mismatch_kl_k3']:.1e}"
+
+
+def response(text: str) -> str:
+    """Each arm beside its reference, what was predicted and what was found."""
+    rows = rows_of(text)
+    found = verdicts(rows)
+    lines = []
+    for arm in DOSE_ARMS.values():
+        runs = list(runs_of(rows, arm.name).values())
+        if not runs:
+            continue
+        lines.append(
+            (
+                arm.name,
+                len(runs),
+                f"{median(run['series']['mismatch_kl_k3'][0] for run in runs):.1e}",
+                f"{median(k3 for run in runs for k3 in run['series']['mismatch_kl_k3']):.1e}",
+                spread([run["held_out"]["reward"] for run in runs]),
+                f"{fmean(run['evaluations'][-1][1] for run in runs):.3f}",
+                *_judged(found.get(arm.name), arm.predicted),
+            )
+        )
+    head = (
+        "arm | runs | k3, first step | k3, all steps | held-out reward | own engine at the end "
+        f"| lost, of the gain | {1 - 2 * ALPHA:.0%} interval of the difference | predicted | found "
+        "| as predicted"
+    )
+    return f"{table(head, lines)}\n\n{_note(rows, found)}"
+
+
+def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
+    if verdict is None:
+        return [""] * 5
+    interval = verdict.comparison.interval
+    low_high = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+    decided = predicted is not None and verdict.found != "undecided"
+    agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
+    return [f"{verdict.loss:.0%}", low_high, predicted or "", verdict.found, agrees]
+
+
+def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
+    environments = [row for row in rows if row["kind"] == "environment"]
+    starts = [row for row in rows if row["kind"] == "start"]
+    e = environments[0]
+    options = e["options"]
+    spreads = [v.comparison.spread for v in found.values() if v.comparison.spread is not None]
+    power = ""
+    if spreads:
+        pairs = max(len(v.comparison.differences) for v in found.values())
+        middle, margin = median(spreads), median(v.margin for v in found.values())
+        worse, _ = powers(middle, pairs, margin, 2 * ALPHA)
+        _, same = powers(middle, pairs, margin, ALPHA)
+        power = (
+            f" With {pairs} pairs whose differences spread by {middle:.3f}, the median, a loss of "
+            f"twice the margin is found in {worse:.0%} of experiments, and no loss in at least "
+            f"{same:.0%}."
+        )
+    begun = ", ".join(
+        f"{row['model']} {row['start']} {row['held_out']['reward']:.3f}" for row in starts
+    )
+    executions = "; ".join(f"{row['date'][:16]} {where(row)}" for row in environments)
+    return (
+        f"{options['steps']} steps of {options['prompts']} problems of levels "
+        f"{', '.join(map(str, options['levels']))} with {options['group']} responses each. Starts: "
+        f'{begun}. Held-out rewards as in parity.md; means, least and largest. "worse": more than '
+        f'{SHARE:.0%} of the reference\'s gain is lost, "same": less; one-sided, alpha '
+        f"{ALPHA}.{power} All executions: {executions}."
+    )
+
+
+def alarms(text: str) -> str:
+    """When alarms fired, and when rewards fell."""
+    rows = rows_of(text)
+    found = verdicts(rows)
+    lines = []
+    for arm in DOSE_ARMS.values():
+        runs, theirs = runs_of(rows, arm.name), runs_of(rows, arm.reference or "")
+        if not runs:
+            continue
+        fired = [first_alarm(run) for run in runs.values()]
+        margin = found[arm.name].margin if arm.name in found else 0.0
+        fell = [
+            falls_at(run, theirs[key], margin) if key in theirs else None
+            for key, run in runs.items()
+        ]
+        alarmed = sum(run["alarm_steps"] for run in runs.values())
+        warned = sum(run["alarm_steps"] > 0 for run in runs.values())
+        steps = sum(run["steps"] for run in runs.values())
+        expected = {True: len(runs), False: 0, None: warned}[arm.must_alarm]
+        late = any(
+            down is not None and (alarm is None or alarm > down)
+            for alarm, down in zip(fired, fell, strict=True)
+        )
+        lines.append(
+            (
+                arm.name,
+                f"{alarmed} of {steps}",
+                ", ".join("never" if at is None else str(at) for at in fired),
+                ", ".join("never" if at is None else str(at) for at in fell),
+                "no" if warned != expected else "" if arm.must_alarm is None else "yes",
+                "no" if late else "yes" if any(at is not None for at in fell) else "",
+            )
+        )
+    head = (
+        "arm | steps with an alarm | first alarm of each run | reward falls | alarms as predicted "
+        "| alarm before the fall"
+    )
+    note = (
+        f"Reward falls: from this step on the mean of {WINDOW} training steps stays below the "
+        f"reference's by more than the margin. Without a prediction the cell is empty."
+    )
+    return f"{table(head, lines)}\n\n{note}"
+
+
+def decisions(text: str) -> str:
+    """What the controllers decided."""
+    runs = runs_of(rows_of(text), "grows-controlled")
+    lines = [
+        (execution[:16], seed, step, reason)
+        for (execution, seed), run in runs.items()
+        for step, reason in run["decisions"]
+    ]
+    return table("execution | seed | step | decision", lines)
+
+
+BLOCKS = {
+    "dose_scans": ("dose_response.jsonl", scans),
+    "dose_response": ("dose_response.jsonl", response),
+    "dose_alarms": ("dose_response.jsonl", alarms),
+    "dose_decisions": ("dose_response.jsonl", decisions),
+}
+"""The file that each block is made from, and how."""

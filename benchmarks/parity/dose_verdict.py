@@ -1,0 +1,101 @@
+"""Which arms lost reward to the mismatch, from the rows of results/dose_response.jsonl.
+
+Rewards are paired by execution and seed: an execution's runs of a seed share the machine, the start
+and the problems.
+"""
+
+import json
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from benchmarks.parity.comparison import Comparison, compare
+from benchmarks.parity.dose_arms import DOSE_ARMS
+from benchmarks.parity.run_log import Row
+from benchmarks.parity.settings import ALPHA
+
+SHARE = 0.2
+"""Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
+WINDOW = 10
+"""Steps over which rewards in training are averaged, to see when they fall."""
+
+Key = tuple[str, int]
+"""Execution and seed."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an arm's pairs with its reference say."""
+
+    comparison: Comparison
+    margin: float
+    """SHARE of the reference's gain, of reward; means over pairs."""
+    found: Literal["same", "worse", "undecided"]
+    """By two one-sided t tests at ALPHA each: whether the arm loses less than the margin, or more.
+    "undecided" is what they cannot tell, and what a single pair gives."""
+
+    @property
+    def loss(self) -> float:
+        """As a share of what the reference has learned."""
+        return -SHARE * self.comparison.mean / self.margin
+
+
+def rows_of(text: str) -> list[Row]:
+    """The rows of the result file."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:
+    """An arm's runs, in order."""
+    mine = [row for row in rows if row["kind"] == "run" and row["arm"] == arm]
+    mine.sort(key=lambda row: (row["execution"], row["seed"]))
+    return {(row["execution"], row["seed"]): row for row in mine}
+
+
+def verdicts(rows: list[Row]) -> dict[str, Verdict]:
+    """Of each arm that has pairs with its reference, in the order of the arms."""
+    starts = {
+        (row["execution"], row["model"], row["start"]): row["held_out"]["reward"]
+        for row in rows
+        if row["kind"] == "start"
+    }
+    found = {}
+    for arm in DOSE_ARMS.values():
+        mine, theirs = (runs_of(rows, name) for name in (arm.name, arm.reference or ""))
+        both = [key for key in mine if key in theirs]
+        if not both:
+            continue
+        ours, references = (
+            [runs[key]["held_out"]["reward"] for key in both] for runs in (mine, theirs)
+        )
+        begun = [starts[key[0], arm.model, theirs[key]["start"]] for key in both]
+        margin = SHARE * (fmean(references) - fmean(begun))
+        found[arm.name] = judge(compare(ours, references, max(margin, 1e-9), ALPHA), margin)
+    return found
+
+
+def judge(comparison: Comparison, margin: float) -> Verdict:
+    """The verdict of a comparison. A reference that has learned nothing decides nothing."""
+    if comparison.interval is None or margin <= 0:
+        return Verdict(comparison, margin, "undecided")
+    low, high = comparison.interval
+    if high < -margin:
+        return Verdict(comparison, margin, "worse")
+    return Verdict(comparison, margin, "same" if low > -margin else "undecided")
+
+
+def first_alarm(run: Row) -> int | None:
+    """The first step with an alarm."""
+    return min((alarm["first_step"] for alarm in run["alarms"].values()), default=None)
+
+
+def falls_at(run: Row, reference: Row, margin: float) -> int | None:
+    """The step at whose end the rewards of WINDOW steps are lower than the reference's by more than
+    the margin, and never come back."""
+    pairs = zip(run["series"]["reward"], reference["series"]["reward"], strict=True)
+    less = [theirs - ours for ours, theirs in pairs]
+    means = [fmean(less[end - WINDOW : end]) for end in range(WINDOW, len(less) + 1)]
+    at = None
+    for end, mean in enumerate(means, WINDOW):
+        at = (at or end - 1) if mean > margin else None
+    return at

@@ -1,0 +1,168 @@
+"""What a controller asks for, and what results of doses say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.parity import dose_tables, dose_verdict, summary
+from benchmarks.parity.controlled import BUDGET_KL, Controlled
+from benchmarks.parity.dose_arms import DOSE_ARMS
+from benchmarks.parity.run_log import Row
+
+STEPS = 40
+START = 0.2
+FORMATS = {
+    "model.layers.0.self_attn.o_proj": "fp8",
+    "model.layers.0.self_attn.qkv_proj": "fp8",
+    "model.layers.0.mlp.gate_up_proj": "fp8",
+    "lm_head": "bf16",
+}
+# a healthy ESS: no correction is asked for, only precision
+FAR = {"mismatch_kl_k3": 2 * BUDGET_KL, "ess": 1.0, "weight_ess": 1.0, "ratio_mean": 1.0}
+FAR |= {"weight_mean": 1.0, "ratio_max": 1.0, "tokens": 10000.0}
+
+
+def test_a_controller_asks_for_kv_then_for_the_planted_layers() -> None:
+    arm = DOSE_ARMS["grows-controlled"]
+    control = Controlled(arm, {})
+    control.started(FORMATS)
+    asked = []
+    for _ in range(3):
+        reasons = [reason for _ in range(5) for reason in control.observe(FAR)]
+        asked.append((control.must_restart, control.engine, control.ignored_layers, len(reasons)))
+        again = Controlled(arm, json.loads(json.dumps(control.state())))
+        assert (again.engine, again.ignored_layers) == (control.engine, control.ignored_layers)
+        assert again.config == control.config
+        control.started(FORMATS)
+        assert not control.must_restart
+    planted_first = " ".join([*list(FORMATS)[1:3], next(iter(FORMATS))])
+    assert asked == [
+        (True, {}, "", 1),
+        (True, {}, planted_first, 1),
+        (False, {}, planted_first, 1),  # nothing is left to ask for
+    ]
+
+
+def test_a_tightened_correction_outlives_a_restart() -> None:
+    arm = DOSE_ARMS["grows-controlled"]
+    control = Controlled(arm, {})
+    control.started(FORMATS)
+    tail = FAR | {"mismatch_kl_k3": 0.0, "ess": 0.9, "weight_ess": 0.9, "ratio_max": 50.0}
+    tail |= {"weight_mean": 0.5}
+    for _ in range(5):
+        control.observe(tail)
+    assert control.config.rollout_is_threshold == (0.5, 2.0)
+    again = Controlled(arm, json.loads(json.dumps(control.state())))
+    assert again.config == control.config
+
+
+# ---- what results say ----------------------------------------------------------------------------
+
+
+def a_run(arm: str, seed: int, reward: float, execution: str = "2026-01-01", **more: Any) -> Row:
+    series = {"reward": [0.5] * STEPS, "mismatch_kl_k3": [0.05] * STEPS}
+    run = {"kind": "run", "arm": arm, "seed": seed, "start": seed // 2, "execution": execution}
+    run |= {"held_out": {"reward": reward}, "evaluations": [[0, START], [STEPS, reward]]}
+    run |= {"series": series, "alarms": {}, "alarm_steps": 0, "steps": STEPS, "decisions": []}
+    return run | more
+
+
+def a_study(arms: dict[str, list[float]], execution: str = "2026-01-01") -> list[Row]:
+    options = {"steps": STEPS, "prompts": 16, "group": 8, "levels": [2, 3], "study": "doses"}
+    facts = {"device": "A GPU", "versions": {"sglang": "0.5.17"}, "commit": "abc1234"}
+    facts |= {"options": options, "date": execution, "parameters": {"dense": 1}}
+    held_out = {"held_out": {"reward": START}, "model": "dense", "execution": execution}
+    scan = {"kind": "scan", "model": "dense", "start": 0, "execution": execution, "every": 1}
+    return [
+        {"kind": "environment", "execution": execution, **facts},
+        *({"kind": "start", "start": start, **held_out} for start in (0, 1)),
+        *(scan | {"exponent": n, "mismatch_kl_k3": 10.0 ** (n / 2 - 9)} for n in (0, 12, 14, 17)),
+        *(
+            a_run(arm, s, r, execution)
+            for arm, all_of in arms.items()
+            for s, r in enumerate(all_of)
+        ),
+    ]
+
+
+ARMS = {
+    "bf16": [0.60, 0.61, 0.59, 0.60],
+    "5e-2-none": [0.40, 0.42, 0.38, 0.41],
+    "5e-2-tis": [0.59, 0.61, 0.58, 0.60],
+    "5e-2-mis": [0.60, 0.40, 0.62, 0.45],
+}
+
+
+def test_an_arm_is_judged_by_what_its_reference_learned() -> None:
+    found = dose_verdict.verdicts(a_study(ARMS))
+    assert {arm: verdict.found for arm, verdict in found.items()} == {
+        "5e-2-none": "worse",
+        "5e-2-tis": "same",
+        "5e-2-mis": "undecided",
+    }
+    assert found["5e-2-none"].margin == pytest.approx(0.2 * (0.6 - START))
+    assert found["5e-2-none"].loss == pytest.approx((0.6 - 0.4025) / 0.4)
+    # a reference that has learned nothing, or a single pair, decides nothing
+    flat = a_study(ARMS | {"bf16": [START] * 4})
+    single = a_study({arm: rewards[:1] for arm, rewards in ARMS.items()})
+    for rows in (flat, single):
+        assert {v.found for v in dose_verdict.verdicts(rows).values()} == {"undecided"}
+
+
+def test_pairs_are_of_one_execution() -> None:
+    here = a_study({"bf16": [0.6, 0.6], "5e-2-tis": [0.5]}, "2026-01-01")
+    there = a_study({"bf16": [0.8, 0.8], "5e-2-tis": [0.7, 0.7]}, "2026-01-02")
+    differences = dose_verdict.verdicts(here + there)["5e-2-tis"].comparison.differences
+    assert differences == pytest.approx((-0.1,) * 3)
+
+
+def test_an_alarm_has_to_come_before_the_fall() -> None:
+    rows = a_study(ARMS)
+    falling = {"reward": [0.5] * 20 + [0.2] * 20, "mismatch_kl_k3": [0.05] * STEPS}
+    for run in rows:
+        if run.get("arm") == "5e-2-none":
+            at = 22 if run["seed"] else 35
+            run |= {"series": falling, "alarms": {"ess": {"first_step": at}}, "alarm_steps": 1}
+    reference = dose_verdict.runs_of(rows, "bf16")
+    run = dose_verdict.runs_of(rows, "5e-2-none")[("2026-01-01", 1)]
+    assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.08) == 22
+    assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.4) is None
+
+    def line() -> list[str]:
+        text = "\n".join(map(json.dumps, rows))
+        lines = dose_tables.alarms(text).splitlines()
+        (found,) = [row for row in lines if row.startswith("| 5e-2-none ")]
+        return [cell.strip() for cell in found.split("|")]
+
+    assert line()[3:7] == ["35, 22, 22, 22", "22, 22, 22, 22", "yes", "no"]
+    for row in rows:
+        if row.get("arm") == "5e-2-none":
+            row["alarms"] = {"ess": {"first_step": 3}}
+    assert line()[-2] == "yes"
+
+
+def test_the_tables_say_what_was_predicted_and_found() -> None:
+    rows = a_study(ARMS)
+    rows.append(a_run("grows-controlled", 0, 0.5) | {"decisions": [[24, "BF16 KV, please"]]})
+    text = "\n".join(map(json.dumps, rows))
+    lines = {line.split(" | ")[0]: line for line in dose_tables.response(text).splitlines()}
+    assert lines["| 5e-2-none"].endswith("| worse | worse | yes |")
+    assert lines["| 5e-2-mis"].endswith("| same | undecided |  |")
+    assert "2^14 in each group, 1.0e-02" in dose_tables.scans(text)
+    assert dose_tables.decisions(text).endswith("| 2026-01-01 | 0 | 24 | BF16 KV, please |")
+
+
+def test_executions_are_added_to_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "results.jsonl"
+    made: list[Row] = []
+    monkeypatch.setattr(summary, "summarize", lambda state: made)
+    for execution, reward in (("a", 0.1), ("b", 0.2), ("a", 0.3)):
+        made = a_study({"bf16": [reward]}, execution)
+        summary.main([str(tmp_path), "--output", str(output)])
+    runs = [row for row in map(json.loads, output.read_text().splitlines()) if row["kind"] == "run"]
+    assert {row["execution"]: row["held_out"]["reward"] for row in runs} == {"a": 0.3, "b": 0.2}
+    assert len(runs) == 2
