@@ -8,7 +8,8 @@ from trainer_bridge import PRESETS, Controller, CorrectionConfig, Request
 
 BUDGET_KL = 3e-3
 """Nats a token: three times the dose that a growing one begins with."""
-LAYERS_AT_ONCE = 8
+PATIENCE, LAYERS_AT_ONCE = 2, 8
+"""Less patient than by default: the dose grows within a run as elsewhere within many."""
 PLANTED = (".qkv_proj", ".gate_up_proj")
 
 
@@ -90,6 +91,7 @@ class Controlled(Fixed):
             fp8_kv=self._fp8_kv,
             layers=self._layers,
             layers_at_once=LAYERS_AT_ONCE,
+            patience=PATIENCE,
         )
 
     def _ask(self, requests: list[Request]) -> None:

@@ -45,12 +45,14 @@ def scans(text: str) -> str:
             )
         )
     head = "execution | model, start | unplanted | dose: gain, k3 | steps of the scan that rise"
-    return table(head, lines)
+    return f"{table(head, lines)}\n\nLeft: of k3, where the trainer computes by `fp8_forward`."
 
 
 def _gain(row: Row) -> str:
     channels = "each" if row["every"] == 1 else "every second"
-    return f"2^{row['exponent']} in {channels} group, {row['mismatch_kl_k3']:.1e}"
+    left = row.get("fp8_forward/mismatch_kl_k3")
+    of_it = "" if left is None else f" ({left:.1e} left)"
+    return f"2^{row['exponent']} in {channels} group, {row['mismatch_kl_k3']:.1e}{of_it}"
 
 
 def response(text: str) -> str:

@@ -115,8 +115,6 @@ class _Run:
         seconds = self.update(engine)
         batch = self.take.wait()
         if self.step % self.study.settings.evaluate_every == 0:
-            if self.forward is not None:
-                self.forward.check(engine.handle)
             self.evaluate(engine)
         row = self.take(engine, self.step, batch, self.control.config)
         if self.arm.retract and self.step + 1 < self.steps:
@@ -152,6 +150,8 @@ class _Run:
 
     def evaluate(self, engine: engines.Engine) -> None:
         """Evaluate on held-out problems, by the arm's own engine."""
+        if self.forward is not None:
+            self.forward.check(engine.handle)
         count = self.study.settings.evaluation_problems
         found = sampling.evaluate(engine, self.take.task, count, self.step)
         self.log.add("evaluation", step=self.step, **found)

@@ -4,7 +4,8 @@
 
 One engine, updated with one planted model after the other, responds once to the same problems. A
 dose is the gain whose k3 is nearest in logarithm, the mildest of those equally near. So doses are
-of the device at hand, and each start has its own.
+of the device at hand, and each start has its own. Beside it: what is left of k3 where the trainer
+computes with the engine's codes, whose kernels for the runs are compiled here.
 """
 
 import argparse
@@ -20,11 +21,12 @@ from benchmarks.parity.learner import Learner, trainer_logprobs
 from benchmarks.parity.planting import Planting, input_outliers, plantings
 from benchmarks.parity.run_log import Row, rows_of
 from benchmarks.parity.settings import Study, add_options, open_study
-from trainer_bridge import correct
+from trainer_bridge import correct, fp8_forward
 
 SCAN = "scan.jsonl"
 """In the folder of a start; its first row is of the unplanted model."""
 METRICS = "mismatch_kl_k3", "ess", "logprob_abs_diff_max", "rollout_nll", "tokens"
+"""Of each row; with the prefix ``fp8_forward/`` those that this leaves."""
 
 
 def dose_of(study: Study, arm: Arm, which: int) -> Planting | None:
@@ -55,20 +57,31 @@ def scan_of(study: Study, model: str, which: int) -> Path:
 
 def scan(study: Study, model: str, checkpoint: Path) -> list[Row]:
     """A row for each planting, in the engine of the model's planted arms."""
-    arm = next(arm for arm in study.arms.values() if arm.model == model and arm.dose is not None)
+    mine = [arm for arm in study.arms.values() if arm.model == model]
+    arm = next(arm for arm in mine if arm.dose is not None)
     settings = study.settings
     task = sampling.task_of(model, checkpoint, settings.levels)
-    learner = Learner(models.load(checkpoint, study.device), learning_rate=0.0)
     problems = task.draw(settings.prompts, "scan")
+    trainer, in_fp8 = (
+        Learner(models.load(checkpoint, study.device), learning_rate=0.0) for _ in range(2)
+    )
     rows = []
     keywords = study.engine(arm.engine)
     with engines.running(arm, checkpoint, arm.ignored_layers, 0, keywords) as engine:
+        learners = {"": trainer}
+        if any(arm.fp8_forward for arm in mine):
+            fp8_forward(in_fp8.model, like=engine.handle)
+            learners["fp8_forward/"] = in_fp8
         for version, planting in enumerate([Planting(0, 1), *plantings(settings.exponents)]):
-            learner.plant(input_outliers(learner.model, planting))
-            engine.update(learner.model, version)
+            for learner in learners.values():
+                learner.plant(input_outliers(learner.model, planting))
+            engine.update(trainer.model, version)
             batch = sampling.respond(engine, task, problems, version, settings.group)
-            found = correct(batch, trainer_logprobs(learner.model, batch), "disabled").metrics
-            rows.append(asdict(planting) | {name: found[name] for name in METRICS})
+            row = asdict(planting)
+            for prefix, learner in learners.items():
+                found = correct(batch, trainer_logprobs(learner.model, batch), "disabled").metrics
+                row |= {prefix + name: found[name] for name in METRICS}
+            rows.append(row)
             print(f"{model}  {json.dumps(rows[-1])}", flush=True)
     return rows
 

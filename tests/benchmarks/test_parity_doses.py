@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import dose_tables, dose_verdict, summary
-from benchmarks.parity.controlled import BUDGET_KL, Controlled
+from benchmarks.parity.controlled import BUDGET_KL, PATIENCE, Controlled
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row
 
@@ -30,7 +30,7 @@ def test_a_controller_asks_for_kv_then_for_the_planted_layers() -> None:
     control.started(FORMATS)
     asked = []
     for _ in range(3):
-        reasons = [reason for _ in range(5) for reason in control.observe(FAR)]
+        reasons = [reason for _ in range(PATIENCE) for reason in control.observe(FAR)]
         asked.append((control.must_restart, control.engine, control.ignored_layers, len(reasons)))
         again = Controlled(arm, json.loads(json.dumps(control.state())))
         assert (again.engine, again.ignored_layers) == (control.engine, control.ignored_layers)
@@ -51,7 +51,7 @@ def test_a_tightened_correction_outlives_a_restart() -> None:
     control.started(FORMATS)
     tail = FAR | {"mismatch_kl_k3": 0.0, "ess": 0.9, "weight_ess": 0.9, "ratio_max": 50.0}
     tail |= {"weight_mean": 0.5}
-    for _ in range(5):
+    for _ in range(PATIENCE):
         control.observe(tail)
     assert control.config.rollout_is_threshold == (0.5, 2.0)
     again = Controlled(arm, json.loads(json.dumps(control.state())))

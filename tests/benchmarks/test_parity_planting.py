@@ -14,6 +14,8 @@ from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import SIZES, Study
 from sgl_fp8rl.ops.reference import fp8_linear, quantize_weight
 from tests.benchmarks.test_parity_run import a_batch
+from trainer_bridge import hf_names
+from trainer_bridge.fp8_forward import convert_layers
 
 STEPS = 3
 PLANTED = Planting(exponent=16, every=1)
@@ -126,3 +128,37 @@ def test_a_start_is_of_its_seeds(tmp_path: Path) -> None:
     )
     assert [study.start_of(seed) for seed in range(5)] == [0, 0, 1, 1, 2]
     assert study.start_folder("dense", 1) == tmp_path / "start-dense-1"
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_the_codes_of_a_trainer_follow_its_steps_and_what_is_planted(model: str) -> None:
+    """``Learner`` writes weights without an optimizer that ``fp8_forward`` could watch."""
+
+    def converted(made: Any) -> Any:
+        names = {
+            name
+            for module_name, weight in made.named_parameters()
+            if "_proj" in module_name
+            for name, _ in hf_names.split(module_name, tuple(weight.shape), made.config.model_type)
+        }
+        convert_layers(made, names, torch.bfloat16)
+        return made
+
+    made = models.build(model, "tiny", 0)
+    this = Learner(converted(made), 1e-2)
+    tokens = torch.randint(128, (2, 24), generator=torch.Generator().manual_seed(0))
+    seen: list[torch.Tensor] = []
+    for planted in (None, Planting(17, 1), None):
+        this.plant({} if planted is None else planting.input_outliers(made, planted))
+        loss = made(tokens, use_cache=False).logits.float().square().mean()
+        this.backward(loss)
+        this.step()
+        other = models.build(model, "tiny", 1)
+        other.load_state_dict(made.state_dict())
+        with torch.no_grad():
+            ours, theirs = (
+                each(tokens, use_cache=False).logits for each in (made, converted(other))
+            )
+        assert torch.equal(ours, theirs)
+        seen.append(ours)
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
