@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
     "evaluation_problems": 2,
     "evaluate_every": STEPS,
     "held_out_problems": 4,
-    "exponents": [15, 17, 19],
+    "exponents": [16, 19],
     "levels": [1],
 }
 HEALTHY, HEALTHY_BF16 = 1e-3, 1e-4
