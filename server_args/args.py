@@ -23,6 +23,7 @@ KV_SCHEMES = ("engine", "trainer", "unit")
 FORMATS = ("block-fp8", "channel-fp8", "int8")
 RAGGED = ("pad", "channel", "bf16")
 LISTEN_SCOPES = ("loopback", "any")
+NETWORKS = ("tcp", "nixl")
 
 
 def _option(help_: str, parse: Callable[[str], object] = str) -> dict[str, object]:
@@ -115,6 +116,15 @@ class Fp8RLServerArgs:
     The route is on SGLang's own HTTP server, which may itself listen on every address. ``"any"``
     accepts every peer that has the key.
     """
+    network: str = field(
+        default="tcp",
+        metadata=_option(f"how weights come from another host: {', '.join(NETWORKS)}"),
+    )
+    """How the chunks of a trainer on another host come; default ``"tcp"``.
+
+    ``"nixl"``: the trainer writes them into the engine's host memory by NIXL, which uses RDMA
+    where the network has it. All else, and what changed alone, goes over TCP.
+    """
     image_bytes: int = field(
         default=0,
         metadata=_option("largest update that may be sent as changes; KiB, MiB, GiB", parse_size),
@@ -158,6 +168,7 @@ class Fp8RLServerArgs:
         if self.kv_scales is not None and not self.kv_scales.strip():
             raise _invalid("kv_scales", "must name a file")
         _check_choice("listen", self.listen, LISTEN_SCOPES)
+        _check_choice("network", self.network, NETWORKS)
         if not self.tune_cache.strip():
             raise _invalid("tune_cache", "must name a folder")
         if self.key is not None and not _is_header_safe(self.key):

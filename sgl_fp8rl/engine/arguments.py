@@ -6,6 +6,7 @@ from typing import Any
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
+from sgl_fp8rl.protocol import nixl_memory
 
 REFUSED: Mapping[str, Mapping[str, object]] = {
     "updates reach one tokenizer worker, one scheduler and its ranks on one host": {
@@ -57,8 +58,10 @@ def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
 
     Raises:
         ValueError: updates cannot reach all of it, its KV cache cannot be scaled, or its control
-            route would need two keys in one header.
+            route would need two keys in one header, or NIXL is to be used and not installed.
     """
+    if options.network == "nixl":
+        nixl_memory.check_installed()
     refuse_layout(server_args)
     refuse_kv_cache(server_args, options)
     refuse_second_key(server_args, options.key)

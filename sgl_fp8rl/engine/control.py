@@ -78,7 +78,9 @@ class Control:
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
-        self._memories = Memories(self.options.bucket_bytes, self.options.image_bytes)
+        self._memories = Memories(
+            self.options.bucket_bytes, self.options.image_bytes, self.options.network
+        )
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)
 
     async def handle(self, message: Any, is_gone: IsGone | None = None) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Forwards the messages of a trainer on another host, which come over TCP, to every rank.
 
-The bytes of a chunk follow its message. They are written once, into memory that all ranks read as
-they read the memory of a trainer on their own host. Where all ranks hold the trainer's last update,
-changes of its chunks follow instead. They are all here before a rank writes the first chunk, so
-where they are torn, nothing was written. The trainer's first rank leads; others may send chunks of
-their own, each over a connection of its own.
+The bytes of a chunk follow its message, or the trainer has written them by NIXL before. They are
+written once, into memory that all ranks read as they read the memory of a trainer on their own
+host. Where all ranks hold the trainer's last update, changes of its chunks follow instead. They are
+all here before a rank writes the first chunk, so where they are torn, nothing was written. The
+trainer's first rank leads; others may send chunks of their own, each over a connection of its own.
 """
 
 import logging
@@ -88,7 +88,7 @@ class Relay:
                 known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
-                framing.send(out, {"ok": True, "known": known, **self._told})
+                framing.send(out, {"ok": True, "known": known, **self._told, **self._exposed()})
             except (OSError, ValueError) as error:
                 logger.warning("no trainer on another host connected: %s", str(error))
                 self._listener.close()
@@ -148,7 +148,7 @@ class Relay:
             try:
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                framing.send(peer, {"ok": True, "known": [], **self._told})
+                framing.send(peer, {"ok": True, "known": [], **self._told, **self._exposed()})
                 while True:
                     self._pass_chunk(peer)
             except OSError:  # it has sent all, or the vote misses what it has not
@@ -210,6 +210,11 @@ class Relay:
         """Receive a chunk, and have the ranks write it; or what changes in it, which they write
         later."""
         content = self._place(message.pop("offset", None), message.pop("bytes", None))
+        if message.pop("written", False) is True:
+            if not self._exposed() or "change" in message:
+                raise ValueError("a chunk was written into memory that is not exposed")
+            self._ranks.ask(message, out)
+            return
         if "change" not in message:
             _receive(peer, content)
             self._ranks.ask(message, out)
@@ -235,8 +240,9 @@ class Relay:
                 if not failed:
                     self._send(out, {"progress": True})
                     continue
+            told = self._exposed() if op == "bucket" else {}
             for to in {by, out} if failed else {by}:
-                self._send(to, {"replies": replies})
+                self._send(to, {"replies": replies, **told})
         # a rank hangs up when the session is over, and so do we
         with self._written:
             self._writing = -1
@@ -260,8 +266,12 @@ class Relay:
                 f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; "
                 f"install one sgl-fp8rl"
             )
-        memory = self._memories.by_name[name] = HostMemory(size)
-        return memory
+        return self._memories.make(name, size)
+
+    def _exposed(self) -> dict[str, Any]:
+        """What the trainer is told of the bucket, where it may write into it itself."""
+        exposed = None if self._memory is None else self._memories.exposed.get(self._memory)
+        return {} if exposed is None else {"exposed": exposed.told}
 
     def _place(self, offset: Any, size: Any) -> torch.Tensor:
         if self._memory is None:

@@ -29,6 +29,7 @@ SESSIONS = (
     [BUCKET, CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}, {"op": "finish"}],
     [BUCKET, {**CHUNK, "order": ["a", "b"]}, {"op": "commit", "image": "next"}],
     [BUCKET, {**CHUNK, "change": 3}, {**CHUNK, "index": 1, "change": ROOM}, {"op": "finish"}],
+    [BUCKET, {**CHUNK, "written": True}, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}],
 )
 SENDERS = (
     [CHUNK, {**CHUNK, "index": 1, "offset": 64, "bytes": 8}],

@@ -1,16 +1,20 @@
 """The ranks of an engine on another host, through a connection to its relay."""
 
+import logging
+import select
 import socket
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.nixl_memory import NixlError, Writer, writer_to
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import (
@@ -21,10 +25,19 @@ from trainer_bridge.transport.rank_client import (
     receive,
 )
 
+logger = logging.getLogger(__name__)
+
 FLUSH_S = 1.0
 """Seconds that what was sent last has to leave, before the connection is closed."""
-Parcel = tuple[dict[str, Any], torch.Tensor | None]
-"""A message, and the bytes that follow it."""
+
+
+class Parcel(NamedTuple):
+    """A message, and the bytes that follow it."""
+
+    message: dict[str, Any]
+    data: torch.Tensor | None = None
+    writer: Writer | None = None
+    """What brings the bytes before the message instead."""
 
 
 class RelayClient(EngineRanks):
@@ -82,10 +95,12 @@ class RelayClient(EngineRanks):
             self.close()
             raise
         self.known, self.image, self.image_bytes = set(known), image, most
+        self._writer: Writer | None = None
+        self._find_writer(hello)
         self._parcels: SimpleQueue[Parcel | None] = SimpleQueue()
         out = relay.dup()  # its timeout is its own
         out.settimeout(timeout_s)
-        sender = Thread(target=_send_all, args=(self._parcels, out), daemon=True)
+        sender = Thread(target=_send_all, args=(self._parcels, out, timeout_s), daemon=True)
         sender.start()
         # the thread does not hold this
         self._end = weakref.finalize(self, _end, self._parcels, sender, out)
@@ -93,17 +108,20 @@ class RelayClient(EngineRanks):
     def send(self, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if message["op"] == "commit":
             message = {**message, "image": self.next_image}
-        self._parcels.put((message, None))  # the relay opens memory of its own
+        self._parcels.put(Parcel(message))  # the relay opens memory of its own
 
     def send_chunk(self, message: dict[str, Any], content: Content | None) -> None:
         assert content is not None
         offset, data, before, change = content
         message = {**message, "offset": offset, "bytes": data.numel()}
+        writer = self._writer
         if before and before == self.image and change is not None:
-            data = change.payload
+            data, writer = change.payload, None
             message["change"] = data.numel()
+        if writer is not None:
+            message["written"] = True
         self.network_bytes += data.numel()
-        self._parcels.put((message, data))
+        self._parcels.put(Parcel(message, data, writer))
 
     def wait(self, began: float | None = None) -> list[dict[str, Any]]:
         (relay,) = self._sockets
@@ -113,6 +131,7 @@ class RelayClient(EngineRanks):
         except SlowEngineError:
             self._give_up()
             raise
+        self._find_writer(answer)
         replies = answer.get("replies")
         if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
             raise EngineError("the engine's relay passed no replies on; install one sgl-fp8rl")
@@ -123,7 +142,19 @@ class RelayClient(EngineRanks):
     def close(self) -> None:
         if self._end is not None:  # it was connected
             self._end()
+            self._writer = None
         super().close()
+
+    def _find_writer(self, answer: dict[str, Any]) -> None:
+        """Write chunks by NIXL where the engine offers it; else they follow their messages, which
+        is slower and no reason to stop a run."""
+        if "exposed" not in answer:
+            return
+        try:
+            self._writer = writer_to(answer["exposed"])
+        except NixlError as error:
+            self._writer = None
+            _warn(str(error))
 
     def _give_up(self) -> None:
         """After a timeout: what is still to be said would wait for as long again."""
@@ -145,17 +176,47 @@ def _end(parcels: "SimpleQueue[Parcel | None]", sender: Thread, out: socket.sock
         sender.join(FLUSH_S)
 
 
-def _send_all(parcels: "SimpleQueue[Parcel | None]", relay: socket.socket) -> None:
+@cache
+def _warn(why: str) -> None:
+    logger.warning("chunks go to engines on other hosts over TCP, which is slower: %s", why)
+
+
+def _is_shut(relay: socket.socket) -> bool:
+    """Whether either end has hung up."""
+    poll = select.poll()
+    poll.register(relay, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _send_all(
+    parcels: "SimpleQueue[Parcel | None]", relay: socket.socket, timeout_s: float
+) -> None:
     """Send what comes, until there is no more; nothing behind what could not be sent: the next
     reply, or that none comes, says why."""
     with relay:
         is_open = True
         while (parcel := parcels.get()) is not None:
             if is_open:
-                message, data = parcel
-                try:
-                    framing.send(relay, message)
-                    if data is not None:
-                        relay.sendall(data.numpy().data)
-                except OSError:
-                    is_open = False
+                is_open = _send(parcel, relay, timeout_s)
+
+
+def _send(parcel: Parcel, relay: socket.socket, timeout_s: float) -> bool:
+    """Whether it could be sent."""
+    message, data, writer = parcel
+    try:
+        if data is None:
+            framing.send(relay, message)
+        elif writer is None:
+            framing.send(relay, message)
+            relay.sendall(data.numpy().data)
+        else:
+            writer.write(data, message["offset"], timeout_s, lambda: _is_shut(relay))
+            framing.send(relay, message)
+    except OSError:
+        return False
+    except NixlError as error:
+        logger.error("an update over the network ends: %s", str(error))
+        with suppress(OSError):  # both ends learn that nothing comes any more
+            relay.shutdown(socket.SHUT_RDWR)
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""Host memory that a process of another host writes into by NIXL: RDMA where a network has it.
+
+All that knows NIXL is here. Only the process that writes reads what the other one says of its
+memory: a wrong metadata blob can crash NIXL's C++, so an engine never reads a trainer's.
+"""
+
+import base64
+import binascii
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from sgl_fp8rl.protocol.values import excerpt
+
+INSTALL = "install NIXL with pip install --no-deps nixl nixl-cu13 (nixl-cu12 for CUDA 12)"
+MOST_METADATA = 1 << 20
+"""Characters; NIXL's of one region has some 500."""
+POLL_S = 0.0002
+_STUCK: list[Any] = []
+"""Transfers that could not be cancelled, and their memory, which NIXL may still read."""
+
+
+class NixlError(ValueError):
+    """Memory that NIXL cannot reach, or a transfer that failed."""
+
+
+def check_installed() -> None:
+    """Check that NIXL can be imported.
+
+    Raises:
+        NixlError: it cannot.
+    """
+    try:
+        import nixl._api  # noqa: F401
+    except ImportError as error:
+        raise NixlError(f"NIXL cannot be imported ({error}); {INSTALL}") from error
+
+
+class Exposed:
+    """Memory that another process may write into, as long as this object lives.
+
+    Args:
+        content: uint8 [nbytes], in host memory.
+
+    Raises:
+        NixlError: NIXL is not installed, or cannot register the memory.
+    """
+
+    def __init__(self, content: torch.Tensor) -> None:
+        self._content = content
+        self._agent = _agent()
+        try:
+            self._agent.register_memory([content])
+            agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
+        except Exception as error:  # NIXL's errors have no other class in common
+            raise NixlError(
+                f"NIXL cannot register {content.numel()} bytes: {error or type(error).__name__}; "
+                f"raise the limit of locked memory, or start the engine with --fp8rl-network tcp"
+            ) from error
+        self.told = {"agent": agent, "address": content.data_ptr()}
+        """What a ``Writer`` is made of, as JSON."""
+
+
+class Writer:
+    """Writes into the ``Exposed`` memory of another process.
+
+    Args:
+        told: what the other process says of it.
+
+    Raises:
+        NixlError: NIXL is not installed, or the other process says something else.
+    """
+
+    def __init__(self, told: Any) -> None:
+        told = told if isinstance(told, dict) else {}
+        agent, self._address = told.get("agent"), told.get("address")
+        sound = isinstance(agent, str) and len(agent) <= MOST_METADATA
+        if not sound or type(self._address) is not int or not 0 <= self._address < 2**63:
+            raise NixlError(f"memory is exposed as {excerpt(told)}; install one sgl-fp8rl")
+        self._agent = _agent()
+        try:
+            self._remote = self._agent.add_remote_agent(base64.b64decode(agent, validate=True))
+        except binascii.Error as error:
+            raise NixlError(f"metadata of NIXL is {excerpt(agent)}") from error
+        except Exception as error:  # NIXL's errors have no other class in common
+            raise NixlError(f"NIXL cannot read the engine's metadata: {error}") from error
+
+    def write(
+        self, data: torch.Tensor, offset: int, timeout_s: float, is_over: Callable[[], bool]
+    ) -> None:
+        """Write, and wait until all of it has arrived.
+
+        Args:
+            data: uint8 [nbytes], contiguous, in host memory.
+            offset: in bytes, from the start of what is exposed.
+            is_over: whether nobody waits for it any more.
+
+        Raises:
+            NixlError: it has not arrived.
+        """
+        if not data.numel():
+            return
+        try:
+            # UCX keeps registrations of memory that comes again
+            registered = self._agent.register_memory([data])
+            remote = [(self._address + offset, data.numel(), 0)]
+            handle = self._agent.initialize_xfer(
+                "WRITE",
+                self._agent.get_xfer_descs([data]),
+                self._agent.get_xfer_descs(remote, "DRAM"),
+                self._remote,
+            )
+            state, deadline = self._agent.transfer(handle), time.monotonic() + timeout_s
+            while state == "PROC" and time.monotonic() < deadline and not is_over():
+                time.sleep(POLL_S)
+                state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                _STUCK.append((self, handle, data))  # a cancelled transfer may still read it
+                raise NixlError("it failed" if state == "ERR" else "it did not end in time")
+            self._agent.release_xfer_handle(handle)
+            self._agent.deregister_memory(registered)
+        except Exception as error:  # NIXL's errors have no other class in common
+            raise NixlError(
+                f"{data.numel()} bytes could not be written by NIXL: "
+                f"{str(error) or type(error).__name__}"
+            ) from error
+
+
+def writer_to(told: Any) -> Writer:
+    """The writer to some memory, made once as long as somebody holds it.
+
+    Raises:
+        NixlError: as ``Writer``.
+    """
+    key = repr(told)
+    writer = _WRITERS.get(key)
+    if writer is None:
+        writer = _WRITERS[key] = Writer(told)
+    return writer
+
+
+_WRITERS: WeakValueDictionary[str, Writer] = WeakValueDictionary()
+
+
+def _agent() -> Any:
+    """One for each use: what it registered and whom it knows goes with it."""
+    check_installed()
+    from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
+    strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # threads of a relay share one
+    try:
+        return nixl_agent(
+            f"fp8rl-{secrets.token_hex(8)}",
+            nixl_agent_config(backends=["UCX"], sync_mode=strict),
+        )
+    except Exception as error:  # NIXL's errors have no other class in common
+        raise NixlError(f"NIXL cannot start: {error}; {INSTALL}") from error
