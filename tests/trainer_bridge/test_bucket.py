@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 NBYTES = 8192
 TIMEOUT_S = 20.0
 HOST, GPU, RELAY = "host memory", "a GPU's memory", "host memory, over a relay"
+NIXL = "host memory, over a relay by NIXL"
 
 
 class Way:
@@ -28,7 +29,10 @@ class Way:
 
     def __init__(self, name: str) -> None:
         self.device = torch.device("cuda", 0) if name == GPU else None
-        self._memories = Memories(4 * NBYTES) if name == RELAY else None
+        networks = {RELAY: "tcp", NIXL: "nixl"}
+        self._memories: Memories | None = None
+        if name in networks:
+            self._memories = Memories(4 * NBYTES, network=networks[name])
         self._kept: EngineRanks | None = None
 
     def bucket(self, nbytes: int = NBYTES) -> Bucket:
@@ -64,10 +68,12 @@ class Way:
             self._kept.close()
 
 
-@pytest.fixture(params=[HOST, GPU, RELAY])
+@pytest.fixture(params=[HOST, GPU, RELAY, NIXL])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     if request.param == GPU:
         fake_ipc.install(monkeypatch)
+    if request.param == NIXL:
+        pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
     made = Way(request.param)
     yield made
     made.close()

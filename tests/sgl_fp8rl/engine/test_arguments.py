@@ -1,6 +1,7 @@
 """Which of SGLang's arguments an fp8rl engine refuses, and that each one of a kind is known."""
 
 import re
+import sys
 from argparse import ArgumentParser
 from types import SimpleNamespace
 from typing import Any
@@ -155,3 +156,9 @@ def test_one_header_must_carry_both_keys(keys: dict[str, str], flag: str | None)
     with pytest.raises(ValueError, match=flag) as refusal:
         arguments.check_server_args(server_args, Fp8RLServerArgs(key="ours"))
     assert not {"other", "ours"} & set(str(refusal.value).split())
+
+
+def test_nixl_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(ValueError, match="pip install"):
+        arguments.check_server_args(SimpleNamespace(), Fp8RLServerArgs(network="nixl"))

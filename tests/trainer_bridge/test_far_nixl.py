@@ -1,0 +1,57 @@
+"""Updates of an engine on another host by NIXL: real sessions and transfers, ranks in threads."""
+
+import pytest
+
+from sgl_fp8rl.protocol.nixl_memory import Writer
+from sgl_fp8rl.weight_update.relay_changes import Memories
+from tests.fuzz.decoder import to_frames
+from tests.fuzz.frames import arrived
+from tests.fuzz.relay import BUCKET, CHUNK, threadless
+from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
+from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge.test_far_engine import SMALL, far_engine, hang_up, holds
+from trainer_bridge.engine_client import EngineError
+from trainer_bridge.update import update
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("also", [{}, {"change": 8}])
+def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, int]) -> None:
+    relay = threadless()
+    with arrived(to_frames([BUCKET, {**CHUNK, "written": True, **also}])) as sock:
+        relay._pass_message(sock, sock)
+        with pytest.raises(ValueError, match="not exposed"):
+            relay._pass_message(sock, sock)
+
+
+def nixl_engine(bucket_bytes: int) -> FakeEngine:
+    pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
+    engine = far_engine(2, bucket_bytes)
+    engine.memories = Memories(bucket_bytes, network="nixl")
+    return engine
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, SMALL])
+def test_an_update_leaves_the_oracles_bytes(bucket_bytes: int) -> None:
+    engine = nixl_engine(bucket_bytes)
+    for version in range(3):
+        tensors = toy.checkpoint(version)
+        update(iter(tensors.items()) if version == 1 else tensors, engine, version=version)
+        assert holds(engine, tensors)
+        assert len(engine.memories.exposed) == 1
+    hang_up(engine)
+    assert not engine.memories.exposed, "what nobody uses is exposed no more"
+
+
+def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, write = nixl_engine(SMALL), Writer.write
+    update(toy.checkpoint(0), engine, version=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write", lambda self, data, offset, *a: write(self, data, -1, *a))
+        with pytest.raises(EngineError, match="ended the update"):
+            update(toy.checkpoint(1), engine, version=1)
+    engine.control({"op": "end"})
+    assert holds(engine, toy.checkpoint(0)), "no rank was told of a chunk"
+    update(toy.checkpoint(2), engine, version=2)
+    assert holds(engine, toy.checkpoint(2))
