@@ -21,7 +21,7 @@ MOST_METADATA = 1 << 20
 """Characters; NIXL's of one region has some 500."""
 POLL_S = 0.0002
 _STUCK: list[Any] = []
-"""Transfers that could not be cancelled, and their memory, which NIXL may still read."""
+"""Transfers that did not end, and their memory, which NIXL may still read."""
 
 
 class NixlError(ValueError):
@@ -118,11 +118,13 @@ class Writer:
             while state == "PROC" and time.monotonic() < deadline and not is_over():
                 time.sleep(POLL_S)
                 state = self._agent.check_xfer_state(handle)
-            if state != "DONE":
-                _STUCK.append((self, handle, data))  # a cancelled transfer may still read it
-                raise NixlError("it failed" if state == "ERR" else "it did not end in time")
+            if state == "PROC":
+                _STUCK.append((self, handle, data))
+                raise NixlError("it did not end in time")
             self._agent.release_xfer_handle(handle)
             self._agent.deregister_memory(registered)
+            if state != "DONE":
+                raise NixlError("the transfer failed")
         except Exception as error:  # NIXL's errors have no other class in common
             raise NixlError(
                 f"{data.numel()} bytes could not be written by NIXL: "

@@ -108,6 +108,8 @@ class Relay:
             except Exception as error:  # whatever it is, the trainer and the ranks must be told
                 logger.exception("an update over the network failed")
                 self._send(peer, {"replies": [{"error": f"the engine's relay failed: {error}"}]})
+            if peer.gettimeout() is not None:
+                self._memories.retire(self._memory)
             self._ranks.hang_up()
             answers.join()
 
@@ -231,8 +233,10 @@ class Relay:
         Args:
             out: to the rank that leads, which hears of each failure.
         """
+        committed = False
         for (op, by), replies in self._ranks.answers(out):
             failed = any("error" in reply for reply in replies)
+            committed = committed or (op == "commit" and not failed)
             if op == CHANGED:
                 with self._written:
                     self._writing = -1 if failed else self._writing - 1
@@ -244,6 +248,8 @@ class Relay:
             for to in {by, out} if failed else {by}:
                 self._send(to, {"replies": replies, **told})
         # a rank hangs up when the session is over, and so do we
+        if not committed:
+            self._memories.retire(self._memory)
         with self._written:
             self._writing = -1
             self._written.notify()

@@ -43,6 +43,13 @@ class Memories:
         self.by_name[name] = memory
         return memory
 
+    def retire(self, memory: HostMemory | None) -> None:
+        """After a failed update: what is still on its way to exposed memory must not come into the
+        next one, so that gets other memory."""
+        if memory is not None and self.exposed.pop(memory, None) is not None:
+            for name in [name for name, kept in self.by_name.items() if kept is memory]:
+                del self.by_name[name]
+
 
 class Changed(NamedTuple):
     """A chunk that changes."""

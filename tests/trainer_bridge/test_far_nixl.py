@@ -9,7 +9,7 @@ from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.trainer_bridge.test_far_engine import SMALL, far_engine, hang_up, holds
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, hang_up, holds
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update
 
@@ -25,10 +25,10 @@ def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, 
             relay._pass_message(sock, sock)
 
 
-def nixl_engine(bucket_bytes: int) -> FakeEngine:
+def nixl_engine(bucket_bytes: int, image_bytes: int = 0) -> FakeEngine:
     pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
-    engine = far_engine(2, bucket_bytes)
-    engine.memories = Memories(bucket_bytes, network="nixl")
+    engine = far_engine(2, bucket_bytes, image_bytes)
+    engine.memories = Memories(bucket_bytes, image_bytes, network="nixl")
     return engine
 
 
@@ -44,14 +44,27 @@ def test_an_update_leaves_the_oracles_bytes(bucket_bytes: int) -> None:
     assert not engine.memories.exposed, "what nobody uses is exposed no more"
 
 
+def test_changes_go_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, written, write = nixl_engine(SMALL, IMAGE_BYTES), [], Writer.write
+    monkeypatch.setattr(Writer, "write", lambda *args: written.append(args) or write(*args))
+    for version in range(3):
+        written.clear()
+        update(toy.checkpoint(version), engine, version=version)
+        assert holds(engine, toy.checkpoint(version))
+        assert bool(written) == (version == 0)
+
+
 def test_a_transfer_that_fails_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, write = nixl_engine(SMALL), Writer.write
     update(toy.checkpoint(0), engine, version=0)
+    (exposed,) = engine.memories.exposed.values()
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write", lambda self, data, offset, *a: write(self, data, -1, *a))
         with pytest.raises(EngineError, match="ended the update"):
             update(toy.checkpoint(1), engine, version=1)
     engine.control({"op": "end"})
     assert holds(engine, toy.checkpoint(0)), "no rank was told of a chunk"
+    assert not engine.memories.exposed, "what was on its way may not come into the next update"
     update(toy.checkpoint(2), engine, version=2)
+    assert exposed not in engine.memories.exposed.values()
     assert holds(engine, toy.checkpoint(2))
