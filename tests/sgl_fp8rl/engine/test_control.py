@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -312,7 +313,7 @@ def test_health_sees_schedulers_that_hang(
     monkeypatch.setattr(
         control_module,
         "current_options",
-        lambda: SimpleNamespace(session_timeout_s=limit_s, bucket_bytes=1, image_bytes=0),
+        lambda: SimpleNamespace(**asdict(Fp8RLServerArgs()) | {"session_timeout_s": limit_s}),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_send", lambda rpc, message: None, raising=False)
@@ -344,7 +345,7 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     monkeypatch.setattr(
         control_module,
         "current_options",
-        lambda: SimpleNamespace(session_timeout_s=-1.0, bucket_bytes=1, image_bytes=0),
+        lambda: SimpleNamespace(**asdict(Fp8RLServerArgs()) | {"session_timeout_s": -1.0}),
     )
     reply = SimpleNamespace(message="{}")
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
