@@ -1,13 +1,13 @@
-"""Decode of models whose layers are no whole FP8 blocks on a rank, beside stock SGLang's.
+"""Decode of models whose layer sizes on a rank are not multiples of 128, beside stock SGLang's.
 
   qwen2.5-0.5b, TP 2     q, k and v are stacked off a block; o_proj has 448 columns
   qwen3-30b-a3b, TP 4    experts have 192 channels on a rank
 
-Every format of ours serves them. Stock SGLang refuses them in block FP8; in FP8 it quantizes what
-it loads by itself, with a scale for each row.
+Every format of ours serves them. Stock SGLang refuses them in block FP8; its own online FP8
+quantizes the weights that it loads, with a scale for each row.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Run
@@ -15,13 +15,13 @@ from benchmarks.engines import models, serving
 from benchmarks.engines.keywords import (
     ENGINE,
     FULL,
-    NCCL_ALONE,
     NO_MULTICAST,
     ONLINE_FP8,
     OURS,
     is_stock,
 )
 from benchmarks.engines.serving import Load
+from benchmarks.rollout import Arm
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock-bf16": {},
@@ -46,40 +46,31 @@ MODELS = {
 }
 RANKS = {"qwen2.5-0.5b": 2, "qwen3-30b-a3b": 4}
 ROOM = {"mem_fraction_static": 0.8}
-"""Beside which stock engines can be sent their weights on GPUs of 80 GB."""
+"""It leaves memory to send stock engines their weights on GPUs of 80 GB."""
 LOADS = (Load(32, 512, 128), Load(256, 512, 128))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One way to serve one model."""
-
-    arm: str
-    model: str
-    engine: dict[str, Any] = field(default_factory=dict)
-    """Keywords of ``sglang.Engine`` besides those of all cases."""
-
-
-def measure(case: Case, run: Run) -> list[Measurement]:
+def measure(arm: Arm, run: Run) -> list[Measurement]:
     """KV capacity, and prefill and decode of each load."""
-    shape = MODELS[case.model]
+    shape = MODELS[arm.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
-    graphs = {"cuda_graph_bs_decode": [load.batch for load in LOADS]}
-    ranks = {**NCCL_ALONE, "tp_size": RANKS[case.model]}
-    largest = {"cuda_graph_max_bs_decode": max(load.batch for load in LOADS)}
-    keywords = ENGINE | FULL | ROOM | ranks | graphs | largest | case.engine
+    keywords = arm.keywords(batches=[load.batch for load in LOADS]) | ROOM
     loads = [load for load in LOADS if run.wants(load.name)]
     values = serving.speed(keywords, shape, str(run.folder), loads)
-    model = f"{case.model}, TP {RANKS[case.model]}"
-    return serving.measurements(case.arm, model, values)
+    return serving.measurements(arm.name, f"{arm.model}, TP {arm.tp}", values)
 
 
 BENCHMARK = Benchmark(
     jobs=tuple(
-        Job(f"{model}/{arm}", Case(arm, model, engine), is_stock(engine), environ=NO_MULTICAST)
-        for model in RANKS
-        for arm, engine in ARMS.items()
+        Job(
+            f"{model}/{name}",
+            Arm(name, engine, model=model, tp=tp),
+            is_stock(engine),
+            environ=NO_MULTICAST,
+        )
+        for model, tp in RANKS.items()
+        for name, engine in ARMS.items()
     ),
     measure=measure,
     limit_s=300.0,

@@ -42,6 +42,8 @@ class Arm:
     has_our_tiles: bool = False
     """Whether stock SGLang is given the tiles of experts that this package ships."""
     model: str = "qwen3-8b"
+    tp: int = 1
+    """Ranks of tensor parallelism."""
 
     def keywords(self, batches: Sequence[int] | None = None, largest: int = 0) -> dict[str, Any]:
         """All keywords of ``sglang.Engine``.
@@ -52,7 +54,7 @@ class Arm:
         graphs: dict[str, Any] = {"cuda_graph_max_bs_decode": max(batches or (largest,))}
         if batches is not None:
             graphs["cuda_graph_bs_decode"] = sorted(set(batches))
-        ranks = {**NCCL_ALONE, "tp_size": TP} if self.model not in models.MODELS else {}
+        ranks = {**NCCL_ALONE, "tp_size": self.tp} if self.tp > 1 else {}
         return ENGINE | FULL | ranks | graphs | self.engine
 
 
@@ -161,13 +163,14 @@ def jobs(model: str, by_default: Collection[str] | None = None) -> tuple[Job, ..
         by_default: the arms that run where none is named, if not those that say so themselves.
     """
     arms = (*ARMS, *EXPERTS) if models.SHAPES[model].experts else ARMS
+    tp = 1 if model in models.MODELS else TP
     return tuple(
         Job(
             f"{model}/{arm.name}",
-            replace(arm, model=model),
+            replace(arm, model=model, tp=tp),
             stock=is_stock(arm.engine),
             by_default=arm.by_default if by_default is None else arm.name in by_default,
-            environ={} if model in models.MODELS else NO_MULTICAST,
+            environ=NO_MULTICAST if tp > 1 else {},
         )
         for arm in arms
     )
