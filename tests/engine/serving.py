@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import trainer_bridge
+from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
 from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, describe
 from sgl_fp8rl.weight_update.shared_memory import Slot
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
+from trainer_bridge import participant
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
@@ -24,6 +26,17 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 ASK = {"input_ids": PROMPT, "sampling_params": GREEDY}
 
 Tensors = list[tuple[str, torch.Tensor]]
+
+
+def leave_the_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have this process take itself for a trainer on another host, which reaches no rank's socket.
+
+    Args:
+        folder: for what its kernel would say.
+    """
+    (folder / "boot_id").write_text("of another kernel")
+    patch.setattr(place, "BOOT", folder / "boot_id")
+    patch.setattr(participant, "RankClients", None)
 
 
 def version_of(server: Server) -> int:

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 
 import trainer_bridge
-from sgl_fp8rl.protocol import nixl_memory, place
+from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
 from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import SGLANG_SERVE, Server
-from tests.engine.serving import assert_quarantined, assert_serves, update, version_of
-from trainer_bridge import participant
+from tests.engine.serving import (
+    assert_quarantined,
+    assert_serves,
+    leave_the_host,
+    update,
+    version_of,
+)
 from trainer_bridge.engine_client import EngineError
 
 pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
@@ -40,16 +45,10 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield started
 
 
-def leave_the_host(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    (folder / "boot_id").write_text("of another kernel")
-    patch.setattr(place, "BOOT", folder / "boot_id")
-    patch.setattr(participant, "RankClients", None)
-    patch.setenv("FP8RL_KEY", KEY)
-
-
 @pytest.fixture(autouse=True)
 def far(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_the_host(monkeypatch, tmp_path)
+    monkeypatch.setenv("FP8RL_KEY", KEY)
     yield
     trainer_bridge.close(server)
 
@@ -85,6 +84,7 @@ def die_in_a_write(address: str, policy: Path, version: int, folder: Path) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         leave_the_host(patch, folder)
+        patch.setenv("FP8RL_KEY", KEY)
         write = Writer.write
 
         def die(self: Writer, *args: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 
 import trainer_bridge
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.manifest import Manifest
 from tests.engine import models
 from tests.engine.conftest import Policies
@@ -19,10 +18,10 @@ from tests.engine.serving import (
     assert_serves,
     begin_message,
     by_hand,
+    leave_the_host,
     update,
     version_of,
 )
-from trainer_bridge import participant
 from trainer_bridge.engine_client import EngineError
 
 pytestmark = pytest.mark.engine
@@ -76,9 +75,7 @@ def test_trainer_on_another_host(
     guarded: Server, policies: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows no socket and no memory of the engine's host: it takes itself for another one."""
-    (tmp_path / "boot_id").write_text("of another kernel")
-    monkeypatch.setattr(place, "BOOT", tmp_path / "boot_id")
-    monkeypatch.setattr(participant, "RankClients", None)
+    leave_the_host(monkeypatch, tmp_path)
     trainer_bridge.close(guarded)
     for policy in policies("qwen3")[1:3]:
         assert_serves(guarded, policy, update(guarded, policy))
