@@ -32,7 +32,7 @@ def _dense() -> Iterator[Arm]:
             made = Arm(f"{name}-{kind}", "bf16", correction=correction, dose=dose, must_alarm=alarm)
             yield replace(made, predicted="worse" if made.name == "5e-2-none" else "same")
         removed = uncorrected(f"{name}-fp8-forward", dose=dose, fp8_forward=True, predicted="same")
-        yield replace(removed, must_alarm=alarm and None)
+        yield replace(removed, must_alarm=None if alarm else alarm)
     yield uncorrected("fatal-none", dose=FATAL, must_alarm=True, predicted="worse")
 
     grows = replace(uncorrected("grows-none", engine=KV8), dose=DOSES["1e-3"], grows=True)

@@ -11,7 +11,6 @@ from benchmarks.parity.dose_verdict import (
     Verdict,
     falls_at,
     first_alarm,
-    rows_of,
     runs_of,
     verdicts,
 )
@@ -19,6 +18,7 @@ from benchmarks.parity.run_log import Row
 from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA
 from benchmarks.parity.tables import spread, table, where
+from benchmarks.parity.verdict import rows_of
 
 
 def scans(text: str) -> str:

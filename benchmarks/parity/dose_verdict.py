@@ -4,7 +4,6 @@ Rewards are paired by execution and seed: an execution's runs of a seed share th
 and the problems.
 """
 
-import json
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -38,11 +37,6 @@ class Verdict:
     def loss(self) -> float:
         """As a share of what the reference has learned."""
         return -SHARE * self.comparison.mean / self.margin
-
-
-def rows_of(text: str) -> list[Row]:
-    """The rows of the result file."""
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:

@@ -204,14 +204,11 @@ def _send(parcel: Parcel, relay: socket.socket, timeout_s: float) -> bool:
     """Whether it could be sent."""
     message, data, writer = parcel
     try:
-        if data is None:
-            framing.send(relay, message)
-        elif writer is None:
-            framing.send(relay, message)
-            relay.sendall(data.numpy().data)
-        else:
+        if data is not None and writer is not None:
             writer.write(data, message["offset"], timeout_s, lambda: _is_shut(relay))
-            framing.send(relay, message)
+        framing.send(relay, message)
+        if data is not None and writer is None:
+            relay.sendall(data.numpy().data)
     except OSError:
         return False
     except NixlError as error:
