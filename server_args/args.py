@@ -72,7 +72,7 @@ class Fp8RLServerArgs:
     """
     ragged: str = field(
         default="pad",
-        metadata=_option(f"layers that are no whole FP8 blocks: {', '.join(RAGGED)}"),
+        metadata=_option(f"layers whose sizes are not multiples of 128: {', '.join(RAGGED)}"),
     )
     """What becomes of a layer whose sides on a rank are not multiples of 128, where the format is
     block FP8; default ``"pad"``.

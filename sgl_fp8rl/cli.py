@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ragged",
         choices=RAGGED,
         default=RAGGED[0],
-        help="layers that are no whole FP8 blocks, as of --fp8rl-ragged (default pad)",
+        help="layers whose sizes are not multiples of 128, as of --fp8rl-ragged (default pad)",
     )
     precision.add_argument(
         "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"

@@ -144,7 +144,7 @@ def fp8_engines_of(study: Study, model: str) -> list[Arm]:
     found: dict[str, Arm] = {}
     for arm in study.arms.values():
         is_ours = arm.model == model and not arm.stock and arm.ignored_layers != ALL_BF16
-        if is_ours and "fp8rl_kv_scheme" not in arm.engine:  # scales are no matter of kernels
+        if is_ours and "fp8rl_kv_scheme" not in arm.engine:  # scales do not change kernels
             found.setdefault(str(arm.engine), arm)
     return [*found.values(), next(iter(found.values()))]
 

@@ -39,7 +39,7 @@ class Options:
     format: str = "block-fp8"
     """What the layers are in, as the engine's option names it."""
     ragged: str = "pad"
-    """What becomes of those that are no whole FP8 blocks, likewise."""
+    """What becomes of layers whose sizes are not multiples of 128, likewise."""
 
     def __post_init__(self) -> None:
         if self.budget_kl is not None and not 0 <= self.budget_kl < math.inf:

@@ -69,7 +69,8 @@ def fp8_groups(
     Args:
         model: a causal language model of transformers 5.
         format_: one of ``CHOICES``.
-        ragged: what becomes of layers that are no whole blocks, in block FP8: one of ``RAGGED``.
+        ragged: one of ``RAGGED``: what becomes of layers whose sizes are not multiples of 128, in
+            block FP8.
 
     Raises:
         ValueError: it has a layer of which the engine's name is not known, or none that is FP8.
