@@ -4,6 +4,8 @@ Shape suffixes: N output features, K input features; n, k = N, K in blocks of 12
 experts have a dimension of experts before them.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import strides_of, whole
 from sgl_fp8rl.protocol.manifest import ManifestError
 
 (SUFFIX,) = QUANTIZED.suffixes
+_ALIGNMENT = 256
+"""Bytes, as the device's allocations are aligned."""
 _steps = 0
 """Steps of all optimizers of this process."""
 
@@ -42,7 +48,7 @@ class FP8Parameter:
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._name, self._dtype = name, dtype
-        self._made: _Memory | None = None
+        self._made: CodesMemory | None = None
         self._made_of: tuple[Any, ...] = ()
         self._shard: DTensor | None = None
         _count_steps()
@@ -68,15 +74,15 @@ class FP8Parameter:
             for each in (weight, getattr(weight, "_local_tensor", weight))  # either is written to
         )
         state = versions, _steps, values.data_ptr(), values.dtype
-        if self._made is None or not self._made.fits(values):
-            self._made, self._made_of = _Memory(values, self._dtype), ()
+        if self._made is None or not self._made.fits([values], self._dtype):
+            self._made, self._made_of = CodesMemory([values], self._dtype), ()
         if anew or self._made_of != state:
             try:
-                self._made.write(values)
+                self._made.write([values])
             except ValueError as error:
                 raise ManifestError(f"{self._name} {error}") from error
             self._made_of = state
-        return self._made.codes
+        return self._made.codes[0]
 
     def registered(self, parameter: Any) -> None:
         """Its module has it anew. FSDP2 does so at each all-gather, whose result has the address
@@ -193,52 +199,102 @@ def moves_codes(sharded: DTensor) -> bool:
     )
 
 
-class _Memory:
-    """Codes and scales at addresses that stay: engines read them in place."""
+class CodesMemory:
+    """Codes and scales of some weights at addresses that stay: engines read them in place.
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        shape, device = tuple(weight.shape), weight.device
-        (scales,) = QUANTIZED.companions(shape).values()
-        self._dtype, self._of = dtype, (weight.shape, weight.dtype, device)
+    Args:
+        weights: on one device; their values are not read.
+        dtype: the engine's, to which weights are rounded before they are quantized.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for them.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self._dtype, self._of = dtype, _kinds(weights)
         self._launches: list[Any] = []
+        self._status: Any = None
+        specs = [
+            [TensorSpec(QUANTIZED.dtypes[0], tuple(weight.shape)), *companions.values()]
+            for weight in weights
+            for companions in (QUANTIZED.companions(tuple(weight.shape)),)
+        ]
+        sizes = [-(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT for each in specs for spec in each]
         with torch.inference_mode(False):  # it is read inside and outside of inference mode
-            self.codes = Codes(
-                torch.empty(shape, dtype=QUANTIZED.dtypes[0], device=device),
-                torch.empty(scales.shape, dtype=scales.dtype, device=device),
-            )
+            parts = iter(codes_memory(sum(sizes), weights[0].device).split(sizes))
+            self.codes = [
+                Codes(*(next(parts)[: s.nbytes].view(s.dtype).view(s.shape) for s in each))
+                for each in specs
+            ]
 
-    def fits(self, weight: torch.Tensor) -> bool:
-        """Whether it is the memory for such a weight."""
-        return self._of == (weight.shape, weight.dtype, weight.device)
+    def fits(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether it is the memory for such weights."""
+        return (self._of, self._dtype) == (_kinds(weights), dtype)
 
     @torch.no_grad()
-    def write(self, weight: torch.Tensor) -> None:
-        """Quantize a weight into it."""
-        if weight.is_cuda:
-            self._launch(weight.contiguous())
+    def write(self, weights: Sequence[torch.Tensor]) -> None:
+        """Quantize weights into it.
+
+        Raises:
+            ValueError: one holds NaN or Inf; on a GPU, ``bad`` tells it.
+        """
+        if weights[0].is_cuda:
+            self.launch([weight.contiguous() for weight in weights])
             return
-        encoded = QUANTIZED.encode(weight.to(self._dtype))
-        self.codes.codes_NK.copy_(encoded[""])
-        self.codes.scale_inv_nk.copy_(encoded[SUFFIX])
+        for weight, codes in zip(weights, self.codes, strict=True):
+            encoded = QUANTIZED.encode(weight.to(self._dtype))
+            codes.codes_NK.copy_(encoded[""])
+            codes.scale_inv_nk.copy_(encoded[SUFFIX])
 
-    def _launch(self, weight: torch.Tensor) -> None:
-        from sgl_fp8rl.ops.weight_quant_triton import Status, compile_descriptors
+    def launch(self, weights: Sequence[torch.Tensor]) -> None:
+        """The same on a GPU, behind what is on its current stream: a few launches for all.
 
-        if not self._launches:
-            source, target, scales = (
-                Placed(address, tensor.dtype, strides_of(tuple(tensor.shape)))
-                for address, tensor in (
-                    (0, weight),
-                    *((part.data_ptr(), part) for part in self.codes),
-                )
-            )
-            box = whole(tuple(weight.shape))
-            scales_box = whole(tuple(self.codes.scale_inv_nk.shape))
-            copies = describe_copy(source, box, target, box, Scales(scales, scales_box))
-            self._launches = compile_descriptors(copies, weight.device, self._dtype)
-            self._status = Status(weight.device)
+        Args:
+            weights: contiguous, at multiples of 16 bytes.
+        """
+        from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
+
+        device = weights[0].device
+        if self._status is None:
+            copies = chain.from_iterable(map(self._copies, count(), weights, self.codes))
+            self._launches = compile_descriptors(copies, device, self._dtype)
+            self._status = Status(device)
+        bases = bases_at([weight.data_ptr() for weight in weights], device)
         for launch in self._launches:
-            launch.run(weight.data_ptr(), self._status)
+            launch.run(bases, self._status)
+
+    def restart(self) -> None:
+        """Forget what ``bad`` would tell of launches before."""
+        if self._status is not None:
+            self._status.reset()
+
+    def bad(self) -> int | None:
+        """The first weight that held NaN or Inf, once the launches have ended."""
+        bad, tiles = self._status.read()
+        if bad is None and tiles != self._status.started:
+            raise RuntimeError(
+                f"{tiles} of {self._status.started} blocks were quantized; report this"
+            )
+        return bad  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _copies(number: int, weight: torch.Tensor, codes: Codes) -> Iterator[CopyDescriptor]:
+        source, target, scales = (
+            Placed(address, tensor.dtype, strides_of(tuple(tensor.shape)))
+            for address, tensor in ((0, weight), *((part.data_ptr(), part) for part in codes))
+        )
+        box, scales_box = whole(tuple(weight.shape)), whole(tuple(codes.scale_inv_nk.shape))
+        to = Scales(scales, scales_box)
+        return describe_copy(source, box, target, box, to, segment=number, tag=number)
+
+
+def codes_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of torch's allocator, uint8."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _kinds(weights: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(weight.shape, weight.dtype, weight.device) for weight in weights]
 
 
 _is_counting = False

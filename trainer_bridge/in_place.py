@@ -8,6 +8,7 @@ from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import Shards
+from trainer_bridge.shard_codes import pieces_of_codes
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.cuda_ipc import Placement, place, segments_message
 
@@ -26,6 +27,8 @@ class InPlace:
         self._shards: Shards | None = None
         self._sharded: frozenset[int] = frozenset()
         """The parameters whose shards are read on the GPUs of all ranks."""
+        self.coded: frozenset[int] = frozenset()
+        """Those of them that are read as codes and scales, which the ranks made."""
         self._pieces: dict[str, list[Piece]] = {}
         """Where the HF tensors in them lie."""
         self._family: str | None = None
@@ -35,7 +38,7 @@ class InPlace:
     def forget(self) -> None:
         """The engine lets go of everything."""
         self._placement = self._shards = self._told = None
-        self._sharded, self._pieces = frozenset(), {}
+        self._sharded, self.coded, self._pieces = frozenset(), frozenset(), {}
 
     def choose(
         self,
@@ -109,17 +112,20 @@ class InPlace:
             or layout["fp32"] is None
             or not shards.gpus <= set(layout["visible_gpus"])
         ):
-            self._shards, self._sharded, self._pieces = None, frozenset(), {}
+            self._shards, self._pieces = None, {}
+            self._sharded = self.coded = frozenset()
             return
         if shards is self._shards and family == self._family:
             return
         self._family = family
         self._shards, self._pieces, found = shards, {}, []
-        for index, source in enumerate(sources_for(named, family, layout)):
-            pieces = {
+        planned = sources_for(named, family, layout)
+        coded = pieces_of_codes(shards, named, family, layout, planned)
+        for index, source in enumerate(planned):
+            pieces: dict[str, list[Piece] | None] = {**coded.get(index, {})} or {
                 name: shards.pieces(index, view) for name, view in source.announce(source.dtype)
             }
             if all(pieces.values()):
                 self._pieces |= {name: each for name, each in pieces.items() if each}
                 found.append(index)
-        self._sharded = frozenset(found)
+        self._sharded, self.coded = frozenset(found), frozenset(coded)

@@ -6,8 +6,9 @@ read in place; the engine keeps that memory open until the next update.
 
 from collections import OrderedDict
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,6 +38,19 @@ class PlacedShards:
     placement: Placement
 
 
+class CodesWanted(NamedTuple):
+    """What every rank quantizes for the engines."""
+
+    dtype: torch.dtype
+    """The engines', to which weights are rounded before."""
+    parameters: tuple[int, ...]
+    """Their places among the parameters."""
+
+
+Told = PlacedShards | str | None
+"""What a rank tells the one that leads; see ``ShardBook.place``."""
+
+
 class Shards:
     """The shards of a model on all ranks.
 
@@ -53,6 +67,24 @@ class Shards:
         self._owners: Owners = assign([list(each.ranges) for each in of_ranks], sizes)
         counts = [len(each.placement.handles) for each in of_ranks]
         self._first_handles = [sum(counts[:rank]) for rank in range(len(counts))]
+        self.codes: tuple[CodesWanted, Shards] | None = None
+        """Parameters that lie there as codes too: for each, its codes and their scales. Their
+        pieces count from the end of the others' handles."""
+
+    def with_codes(self, wanted: CodesWanted, codes: "Shards") -> "Shards":
+        """The same, with codes of some parameters beside them."""
+        both = copy(self)
+        both.codes = wanted, codes
+        both.seeds, both.handles = self.seeds + codes.seeds, self.handles + codes.handles
+        return both
+
+    def ranges(self, index: int) -> list[Range] | None:
+        """The elements of a parameter that each rank has which holds any; None where it is not
+        sharded by rows."""
+        if self._owners[index] is None:
+            return None
+        held = (each.ranges[index] for each in self._of_ranks)
+        return [each for each in held if each is not None and each[0] < each[1]]
 
     def pieces(self, index: int, tensor: torch.Tensor) -> list[Piece] | None:
         """Where the rows of an HF tensor lie, by ``handles``; None where a row is cut.
@@ -95,7 +127,7 @@ class ShardBook:
         self._shards: OrderedDict[tuple[str, ...], Shards] = OrderedDict()
 
     @torch.no_grad()
-    def place(self, named: Named) -> PlacedShards | str | None:
+    def place(self, named: Named) -> Told:
         """What this rank holds: told whole at first, by a seed where nothing has moved since, and
         None where no shard can be opened by another process."""
         whereabouts = _whereabouts(named)
@@ -133,15 +165,25 @@ class ShardBook:
         """After a failure: the leader may not have heard where the shards of this rank lie."""
         self._own.clear()
 
-    def assemble(
-        self, of_ranks: Collection[PlacedShards | str | None], named: Named
-    ) -> Shards | None:
+    def own(self, seed: str) -> PlacedShards | None:
+        """What this rank told last of what has this seed."""
+        return self._own[seed][2] if seed in self._own else None
+
+    def assemble(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
         """On the leader: what can be read in place now, if all ranks hold it where they did."""
+        shards = self.survey(of_ranks, named)
+        return shards if all(isinstance(each, str) for each in of_ranks) else None
+
+    def survey(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
+        """On the leader: what all ranks hold, which may have moved since the last update."""
         for each in of_ranks:
             if isinstance(each, PlacedShards):
                 _keep(self._of_ranks, each.placement.seed, each, KEPT * len(of_ranks))
-        seeds = tuple(each for each in of_ranks if isinstance(each, str))
-        if len(seeds) != len(of_ranks) or not all(seed in self._of_ranks for seed in seeds):
+        seeds = tuple(
+            each.placement.seed if isinstance(each, PlacedShards) else each or ""
+            for each in of_ranks
+        )
+        if not all(seed in self._of_ranks for seed in seeds):
             return None
         if seeds not in self._shards:
             placed = [self._of_ranks[seed] for seed in seeds]

@@ -1,6 +1,6 @@
 """What a trainer keeps for engines of one layout: plans, and the memory that they read."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -171,9 +171,12 @@ class Sender:
             is_readable and is_aligned(tensor)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
         ]
+        coded = self._in_place.coded
         tensors = tuple(
-            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), is_resident, is_mapped)
-            for (name, tensor), is_resident, is_mapped in zip(named, resident, mapped, strict=True)
+            (name, tensor.dtype, tensor.shape, isinstance(tensor, DTensor), *ways, index in coded)
+            for index, ((name, tensor), ways) in enumerate(
+                zip(named, zip(resident, mapped, strict=True), strict=True)
+            )
         )
         slots = slots_for(device, layout)
         senders = 1
@@ -186,7 +189,7 @@ class Sender:
             return kept[1]
         is_encoded = device is not None or layout["through_host"] or layout["is_far"]
         quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
-        make = partial(self._plan, named, family, mapped, quantized, resident, streamed)
+        make = partial(self._plan, named, family, mapped, coded, quantized, resident, streamed)
         try:
             plan = make(slots * senders)
         except ManifestError:
@@ -202,6 +205,7 @@ class Sender:
         named: Named,
         family: str | None,
         mapped: list[bool],
+        coded: Collection[int],
         quantized: dict[str, WeightFormat],
         resident: list[bool],
         streamed: bool,
@@ -215,6 +219,7 @@ class Sender:
             [index for index, is_resident in enumerate(resident) if is_resident],
             streamed,
             slots,
+            coded,
         )
 
     def share(

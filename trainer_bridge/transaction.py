@@ -50,6 +50,8 @@ class Begun(NamedTuple):
     is_second_try: bool
     """Whether the weights of an earlier try, which not every engine has, are known: these must be
     the same."""
+    reads_codes: bool
+    """Whether engines read codes that the ranks make: no rank may be without them."""
 
 
 class Transaction:
@@ -117,6 +119,7 @@ class Transaction:
             [session.plan.mapped for session in self.sessions],
             len(self.sessions) == 1 and all(member.connection.is_far for member in self.active),
             bool(self._decision.digests),
+            any(session.plan.coded for session in self.sessions),
         )
 
     def check_same(self, digests: list[str]) -> None:

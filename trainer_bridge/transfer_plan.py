@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_fp8rl.formats import DTYPES
+from sgl_fp8rl.formats import DTYPES, QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
@@ -21,9 +21,10 @@ Signature = tuple[
     str | None,
     torch.device | None,
     int,
-    tuple[tuple[str, torch.dtype, torch.Size, bool, bool, bool], ...],
+    tuple[tuple[str, torch.dtype, torch.Size, bool, bool, bool, bool], ...],
 ]
-"""Family, GPU, senders; name, dtype, shape, whether sharded, resident, mapped of each tensor."""
+"""Family, GPU, senders; name, dtype, shape, whether sharded, resident, mapped, coded of each
+tensor."""
 
 
 class Span(NamedTuple):
@@ -51,6 +52,7 @@ class TransferPlan:
         resident: sources whose ``read`` is the trainer's own memory on its GPU, aligned.
         streamed: the order is not known: each source is planned as it comes, by ``add``.
         slots: of the bucket.
+        coded: mapped sources that are read as codes and scales, which the trainer's ranks made.
 
     Raises:
         ManifestError: a name comes twice, an update cannot carry a dtype, or the bucket is
@@ -66,12 +68,15 @@ class TransferPlan:
         resident: Collection[int] = (),
         streamed: bool = False,
         slots: int = Manifest.slots,
+        coded: Collection[int] = (),
     ) -> None:
         self.sources = sources
         self.mapped = mapped
+        self.coded = frozenset(coded)
         self.resident = frozenset(resident)
         self.offsets: dict[str, tuple[int, int]] = {}
-        """(index of the source, bytes from its start) of each mapped HF tensor."""
+        """(index of the source, bytes from its start) of each mapped HF tensor; of codes and their
+        scales, which lie elsewhere, the first alone counts."""
         self.views: dict[str, tuple[int, torch.Tensor]] = {}
         """(index of the source, meta view of it) of each HF tensor."""
         announced: list[tuple[str, torch.Tensor]] = []
@@ -80,6 +85,11 @@ class TransferPlan:
             for name, view in source.announce(dtype):
                 assert view.is_contiguous(), f"{name} is not a contiguous part of its parameter"
                 self.views[name] = index, view
+                if index in self.coded:
+                    pair = _encoded(name, view, QUANTIZED)
+                    self.offsets |= {part: (index, 0) for part, _ in pair}
+                    announced += pair
+                    continue
                 if mapped[index]:
                     self.offsets[name] = index, int(view.storage_offset()) * dtype.itemsize
                 elif quantized and name in quantized and dtype in WEIGHT_DTYPES:

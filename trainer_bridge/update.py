@@ -19,7 +19,7 @@ from trainer_bridge.collective import Leader, ranks_of, unwrapped
 from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
 from trainer_bridge.transaction import MissedCommitError, Transaction
-from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
+from trainer_bridge.weights import CODES_BOOK, SHARD_BOOK, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -43,8 +43,9 @@ class UpdateResult:
     mapped_bytes: int
     """How much of it was read in place, from the trainer's own memory."""
     seconds: dict[str, float]
-    """Wall time by stage: ``begin`` (check, pause, flush), ``read`` (gather and cast), ``write``
-    (copy to the bucket, wait for ranks that quantize), ``commit``; and ``total``."""
+    """Wall time by stage: ``begin`` (check, pause, flush), ``quantize`` (wait for ranks of the
+    trainer that quantize), ``read`` (gather and cast), ``write`` (copy to the bucket, wait for
+    engines), ``commit``; and ``total``. Stages that were not entered are left out."""
     gpu_seconds: float | None
     """Time of the engines' kernels on the slowest GPU; None on a CPU."""
     network_bytes: int = 0
@@ -128,6 +129,7 @@ def update(
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
         SHARD_BOOK.forget()
+        CODES_BOOK.forget()
         weights.exhaust()
         raise
     finally:
@@ -182,15 +184,15 @@ def _update(
         clock.lap("write")
         leader.attempt(Transaction.commit, transaction)
         _close_failed(transaction, leader)
-        results = transaction and (transaction.sent, gpu_seconds, transaction.failed)
+        sent = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         try:
-            sent, gpu_seconds, failed = leader.share(results)
+            (sent, gpu_seconds, failed), codes = leader.share((sent, weights.codes_wanted))
         except MissedCommitError:
             leader.attempt(Transaction.remember, transaction, digests())
             raise
         if failed:
             leader.attempt(Transaction.remember, transaction, digests())
-        weights.committed()
+        weights.committed(codes)
         clock.lap("commit")
     except BaseException as error:
         try:

@@ -15,11 +15,12 @@ from trainer_bridge import hf_names, shared_sending
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, check_ranks
-from trainer_bridge.engine_client import EngineClient
+from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
-from trainer_bridge.placed_shards import ShardBook, Shards
+from trainer_bridge.placed_shards import CodesWanted, PlacedShards, ShardBook, Shards, Told
 from trainer_bridge.sender import Sender
+from trainer_bridge.shard_codes import CodesBook
 from trainer_bridge.shared_filling import SharedFilling, agree
 from trainer_bridge.shared_sending import SharedSending
 from trainer_bridge.transaction import Begun, Transaction
@@ -29,6 +30,9 @@ from trainer_bridge.weights_digest import weights_digest
 logger = logging.getLogger(__name__)
 
 SHARD_BOOK = ShardBook()
+CODES_BOOK = CodesBook()
+CODES_S = 60.0
+"""Seconds that the first rank waits for each other one to quantize its shards."""
 
 
 class Weights(Protocol):
@@ -36,6 +40,8 @@ class Weights(Protocol):
 
     named: Named
     """All tensors, or none of a stream."""
+    codes_wanted: CodesWanted | None
+    """On the leader, behind ``send``: what all ranks should quantize from the next update on."""
 
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
@@ -58,8 +64,12 @@ class Weights(Protocol):
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
         others may send a part."""
 
-    def committed(self) -> None:
-        """The engines have them."""
+    def committed(self, codes: CodesWanted | None) -> None:
+        """The engines have them.
+
+        Args:
+            codes: ``codes_wanted``, as the leader has it.
+        """
 
     def close(self) -> None:
         """The update is over, however it ended."""
@@ -85,6 +95,10 @@ class WholeModel:
         # a fault waits for ``check``: the other ranks must hear of it
         named, self._fault = attempt(named_tensors, model_or_named_tensors)
         self.named = named or []
+        self.codes_wanted: CodesWanted | None = None
+        self._placed: Told = None
+        self._of_ranks: list[Told] = []
+        """On the leader: where each rank holds them."""
         self._shards: Shards | None = None
         self._ranks = 1
         self._sending: SharedSending | None = None
@@ -97,11 +111,19 @@ class WholeModel:
     def prepare(self, leader: Leader) -> None:
         self._ranks = leader.size
         if not leader.is_alone:  # whatever this rank holds, the leader waits for each
-            placed, error = attempt(SHARD_BOOK.place, self.named)
+            self._placed, error = attempt(SHARD_BOOK.place, self.named)
             if error is not None:
                 logger.warning("weights are gathered, which is slower", exc_info=error)
-            of_ranks = leader.collect(placed)
-            self._shards = leader.attempt(SHARD_BOOK.assemble, of_ranks, self.named)
+            placed = self._placed
+            own = SHARD_BOOK.own(placed) if isinstance(placed, str) else None
+            codes = CODES_BOOK.ready(self.named, own)
+            if leader.rank > 0:  # the first one waits for its GPU before it plans
+                CODES_BOOK.start()
+            self._shards = leader.attempt(self._assemble, leader.collect((placed, codes)))
+
+    def _assemble(self, of_ranks: list[tuple[Told, Told | EngineError]]) -> Shards | None:
+        self._of_ranks, codes = map(list, zip(*of_ranks, strict=True))
+        return CODES_BOOK.assemble(SHARD_BOOK.assemble(self._of_ranks, self.named), codes)
 
     def plan(
         self,
@@ -110,6 +132,7 @@ class WholeModel:
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
+        CODES_BOOK.start()
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
         ranks = 1
         if sender.layout["is_far"] and shared_sending.is_on_all(self.named, self._ranks):
@@ -119,6 +142,12 @@ class WholeModel:
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
+        leader.attempt(self._decide, transaction)
+        if begun.reads_codes:
+            _, error = attempt(CODES_BOOK.check)
+            faults = leader.collect(None if error is None else str(error), CODES_S)
+            leader.attempt(_raise_first, faults)
+            clock.lap("quantize")
         if all(map(all, begun.mapped)):
             return  # engines read everything in place
         layouts = begun.layouts
@@ -160,6 +189,12 @@ class WholeModel:
         if sending is not None:
             sending.finish(leader, transaction)
 
+    def _decide(self, transaction: Transaction) -> None:
+        readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
+        if self._of_ranks:
+            shards = SHARD_BOOK.survey(self._of_ranks, self.named)
+            self.codes_wanted = CODES_BOOK.decide(shards, self.named, self._family, readers)
+
     def _fill(
         self,
         shared: SharedFilling,
@@ -183,9 +218,12 @@ class WholeModel:
         if shared.follower is not None:
             shared.follower.finish()
 
-    def committed(self) -> None:
+    def committed(self, codes: CodesWanted | None) -> None:
         if self._sending is not None:
             self._sending.committed()
+        placed = self._placed
+        seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
+        CODES_BOOK.committed(seed, codes)
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
@@ -213,6 +251,7 @@ class Stream:
         self, tensors: Iterator[tuple[str, torch.Tensor]], announcement: Announcement | None
     ) -> None:
         self.named: Named = []
+        self.codes_wanted: CodesWanted | None = None
         self._tensors, self._announcement = tensors, announcement
 
     def check(self, ranks: tuple[int, ...]) -> None:
@@ -246,7 +285,7 @@ class Stream:
             clock.lap("write")
         leader.attempt(Transaction.end_stream, transaction)
 
-    def committed(self) -> None:
+    def committed(self, codes: CodesWanted | None) -> None:
         """Nothing is kept here."""
 
     def close(self) -> None:
@@ -258,3 +297,9 @@ class Stream:
 
     def digest(self, kv_scales: torch.Tensor | None) -> str:
         return ""
+
+
+def _raise_first(faults: list[str | None]) -> None:
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            raise EngineError(f"on rank {rank} of the trainer: {fault}")

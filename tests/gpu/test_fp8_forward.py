@@ -9,9 +9,8 @@ import torch
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
 from tests.gpu.conftest import INTERPRETED
-from trainer_bridge import fp8_weights
 from trainer_bridge.fp8_layers import convert
-from trainer_bridge.fp8_weights import FP8Parameter
+from trainer_bridge.fp8_weights import CodesMemory, FP8Parameter
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -35,7 +34,7 @@ def test_codes_are_the_reference(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of weights rounded to BF16; and again, into the same memory, after a change."""
-    monkeypatch.setattr(fp8_weights._Memory, "write", fp8_weights._Memory._launch)
+    monkeypatch.setattr(CodesMemory, "write", CodesMemory.launch)
     weight = 0.1 * drawn(*shape, device=device).to(dtype)
     weight += 1e-4 * drawn(*shape, seed=1, device=device)  # no values of BF16
     parameter = FP8Parameter("weight", BF16)

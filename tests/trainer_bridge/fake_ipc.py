@@ -26,7 +26,7 @@ from tests.sgl_fp8rl.weight_update.test_triton_writer import (
     span_of,
 )
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import placed_shards, sender, transaction
+from trainer_bridge import fp8_weights, placed_shards, sender, transaction
 from trainer_bridge.transport import bucket, cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
@@ -110,6 +110,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(cuda_ipc, "exportable", lambda base: base in memories.made)
     patch.setattr(placed_shards, "can_be_mapped", memories.holds)
     patch.setattr(sender, "can_be_mapped", lambda tensor: False)
+    patch.setattr(fp8_weights, "codes_memory", lambda nbytes, device: memories.allocate(nbytes))
     patch.setattr(bucket, "DeviceBucket", FileBucket)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
