@@ -4,7 +4,8 @@ Each rank of the trainer is a process with a GPU of its own; the first is the jo
 holds the engines. FSDP2 shards the parameters by rows. Stock SGLang is sent what frameworks send
 it: each rank gathers every parameter, all gathers of a bucket queued at once, flattens the bucket
 and passes it to the engine's rank on its GPU over CUDA IPC. To an engine on other GPUs the first
-rank broadcasts it.
+rank broadcasts it. Ours reads BF16 on its own GPUs; to other GPUs, and to several engines, travel
+the codes that the trainer's ranks make.
 """
 
 import multiprocessing
@@ -144,7 +145,8 @@ def steps(
     if not case.stock:
         given = engines if case.place == EACH else engine
         dtype = str(case.dtype).removeprefix("torch.")
-        yield f"from {dtype} shards", update.our_update(given, module)
+        what = "shards" if case.place == SAME else "shards as codes"
+        yield f"from {dtype} {what}", update.our_update(given, module)
         return
     group = None
     if case.place == OTHERS and engine is not None:
@@ -200,7 +202,7 @@ def values_of(
         extra: extra memory of each rank's GPU in each of the updates that were watched.
 
     Raises:
-        RuntimeError: ours gathered something.
+        RuntimeError: ours gathered something, or what travelled is not what the case's name says.
     """
     values = {"update_wall_ms": measured.times_ms, "trainer_gpus": [float(len(extra))]}
     if case.place != OTHERS:  # where the engine's GPUs are not looked at
@@ -210,6 +212,8 @@ def values_of(
     results = measured.results
     if any(result.mapped_bytes != result.bytes for result in results):
         raise RuntimeError(f"{results[0].bytes - results[0].mapped_bytes} bytes were gathered")
+    if ("quantize" in results[0].seconds) != (case.place != SAME and len(extra) > 1):
+        raise RuntimeError("codes travelled where BF16 should have, or the other way round")
     values["update_gpu_ms"] = [1e3 * result.gpu_seconds for result in results]
     return values | update.stages(results)
 

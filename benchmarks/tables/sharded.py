@@ -16,10 +16,13 @@ def sharded(results: Mapping[str, Any]) -> str:
     """A line for each way to update a model, beside the fastest of stock SGLang's."""
     placed = [row | {"place": row["case"].partition(", ")[2]} for row in results["rows"]]
     rows = with_ratio(placed, "update_wall_ms", is_reference, same=["model", "place"])
+    # of the ranks' kernels, what begin does not cover
+    waits = Column("quantize", {"update_quantize_ms": "{median:.1f} ms"})
     columns = [
         Column("update", {"update_wall_ms": SPREAD}),
         Column("faster than the best stock row", {"faster": "{median:.1f}x"}),
         Column("begin", {"update_begin_ms": "{median:.1f} ms"}),
+        *([waits] if any(row["metric"] in waits.metrics for row in rows) else []),
         Column("write", {"update_write_ms": "{median:.1f} ms"}),
         Column("commit", {"update_commit_ms": "{median:.1f} ms"}),
         Column("engine's kernels", {"update_gpu_ms": "{median:.1f} ms"}),

@@ -144,6 +144,17 @@ def test_what_was_gathered_is_not_measured_as_read_in_place() -> None:
         sharded.values_of(found, sharded.Case("fp8rl", "tiny"), [[0.0], [0.0]])
 
 
+def test_the_name_of_a_case_says_what_travels() -> None:
+    result = SimpleNamespace(
+        bytes=8, mapped_bytes=8, gpu_seconds=0.001, seconds={"quantize": 0.002}
+    )
+    found = update.Measured([1.0], [result], [0.0])
+    each = sharded.Case("fp8rl", "tiny", sharded.EACH)
+    assert sharded.values_of(found, each, [[0.0]] * 2)["update_quantize_ms"] == [2.0]
+    with pytest.raises(RuntimeError, match="codes travelled"):
+        sharded.values_of(found, sharded.Case("fp8rl", "tiny"), [[0.0]] * 2)
+
+
 def test_the_kernels_take_what_the_formula_predicts() -> None:
     """Of the recorded run; the control leaves out what crosses NVLink."""
     results = json.loads((RESULTS / "sharded.json").read_text())

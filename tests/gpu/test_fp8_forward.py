@@ -48,6 +48,32 @@ def test_codes_are_the_reference(
         weight.mul_(-1.5)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_codes_of_several_weights(dtype: torch.dtype, device: str) -> None:
+    """In a few launches, also of weights that moved; the first one that holds NaN is told."""
+    shapes = (256, 384), (3, 128, 256), (200, 130)
+    weights = [drawn(*s, seed=i, device=device).to(dtype) for i, s in enumerate(shapes)]
+    memory = CodesMemory(weights, BF16)
+    for _ in range(2):
+        memory.restart()
+        memory.launch(weights)
+        assert memory.bad() is None
+        for weight, found in zip(weights, memory.codes, strict=True):
+            codes, scales = quantize_weight(weight.to(BF16))
+            assert torch.equal(found.codes_NK.view(torch.uint8), codes.view(torch.uint8))
+            assert torch.equal(found.scale_inv_nk, scales)
+        weights = [-1.5 * weight for weight in weights]
+    weights[1][2, 5, 7] = torch.nan
+    memory.launch(weights)
+    assert memory.bad() == 1
+    weights[1][2, 5, 7] = 0.0
+    memory.launch(weights)
+    assert memory.bad() == 1, "the control: it is told until a restart"
+    memory.restart()
+    memory.launch(weights)
+    assert memory.bad() is None
+
+
 @pytest.fixture(params=["deep_gemm", "torch"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if torch.cuda.get_device_capability() != block_linear.HOPPER:
