@@ -22,9 +22,10 @@ from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
 from tests.trainer_bridge.test_shared_filling import distributed
 from tests.trainer_bridge.test_update import SMALL, engine_of
-from trainer_bridge import collective, update
+from trainer_bridge import collective, update, weights
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.fsdp import Source
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.transport import board
@@ -125,23 +126,32 @@ def test_another_rank_is_killed(die: Die, error: str, found: str, tmp_path: Path
     assert [left(engine) for engine in engines] == [f"{AFTER}"] * 2
 
 
-def killed_while_engines_read_its_shards(rank: int, folder: Path, engines: list[str]) -> None:
-    """It dies before it is asked whether it is still there."""
-    logging.disable(logging.CRITICAL)
+def while_engines_read_its_shards(patch: pytest.MonkeyPatch) -> None:
+    """Before it is asked whether it is still there."""
     share, left_to_hear = Leader.share, iter([1, 0])
 
     def share_or_die(self: Leader, value: Any) -> Any:
         return share(self, value) if next(left_to_hear) else ranks.die()
 
+    patch.setattr(Leader, "share", share_or_die)
+
+
+def while_it_quantizes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CodesMemory, "bad", ranks.die)
+
+
+def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: Die) -> None:
+    logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
         # the package's ``update`` is the function
         patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
+        patch.setattr(weights, "CODES_S", PRESENCE_S)
         trainer = Trainer(memories, rank, torch.bfloat16)
         for version in range(2):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
         if rank == 1:
-            patch.setattr(Leader, "share", share_or_die)
+            die(patch)
         with pytest.raises(TimeoutError, match="another rank did not call it"):
             update(trainer.become(toy.checkpoint(2)), engines, version=2)
         assert rank == 0
@@ -153,14 +163,17 @@ class WatchedGpu(Watched, GpuEngine):
 
 
 @pytest.mark.guarantee("several-engines", fault="a trainer rank whose shards are read is killed")
+@pytest.mark.parametrize(
+    ("die", "found"), [(while_engines_read_its_shards, "quarantined"), (while_it_quantizes, "1")]
+)
 def test_a_rank_is_killed_whose_shards_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    die: Die, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory may be anything by then. If the first one did not ask, both would commit."""
     _, interpreter = fake_ipc.install(monkeypatch)
     engines = [WatchedGpu(interpreter.writable) for _ in range(2)]
     with served(engines) as addresses:
-        worker = partial(killed_while_engines_read_its_shards, engines=addresses)
+        worker = partial(killed_beside_its_shards, engines=addresses, die=die)
         ranks.run_and_lose(worker, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=1)
-    assert [engine.before for engine in engines] == ["quarantined"] * 2
+    assert [engine.before for engine in engines] == [found] * 2
     assert [left(engine) for engine in engines] == [f"{AFTER}"] * 2

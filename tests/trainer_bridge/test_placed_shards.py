@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -190,12 +190,10 @@ CODED = {name for name in toy.FP8_NAMES if not name.endswith(("attn.o.weight", "
 """What ranks quantize for several engines; of the others each of two ranks has half a block."""
 
 
-def read_bytes(dtype: torch.dtype, engines: int) -> int:
-    """What engines on the trainer's GPU read in place: several of them codes, with their scales."""
-    coded = CODED if engines > 1 else set()
-    tensors = toy.checkpoint().items()
-    codes = sum(t.numel() + 4 * (t.numel() >> 14) for name, t in tensors if name in coded)
-    return codes + sum(t.numel() * dtype.itemsize for name, t in tensors if name not in coded)
+def mapped_bytes(tensors: toy.Tensors, coded: Collection[str], itemsize: int = 2) -> int:
+    """What engines read in place of such weights, where some are codes with their scales."""
+    codes = sum(t.numel() + 4 * (t.numel() >> 14) for n, t in tensors.items() if n in coded)
+    return codes + sum(t.numel() * itemsize for n, t in tensors.items() if n not in coded)
 
 
 def read_in_place(rank: int, folder: Path, dtype: torch.dtype, count: int) -> None:
@@ -209,7 +207,8 @@ def read_in_place(rank: int, folder: Path, dtype: torch.dtype, count: int) -> No
         patch.setattr(
             DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
         )
-        read = read_bytes(dtype, count)
+        coded = CODED if count > 1 else set()
+        read = mapped_bytes(toy.checkpoint(), coded, dtype.itemsize)
         versions = iter(range(100))
 
         def step(in_place: bool) -> UpdateResult:

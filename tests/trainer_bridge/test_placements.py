@@ -1,5 +1,6 @@
 """Every placement that FSDP2 and tensor parallelism give parameters: which engines read in place,
-which ranks write into the bucket together, and which are gathered, as docs/scale.md has it.
+as they are or as codes, which ranks write into the bucket together, and which are gathered, as
+docs/scale.md has it.
 """
 
 import logging
@@ -17,7 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import fake_ipc, ranks
-from tests.trainer_bridge.test_placed_shards import GpuEngine
+from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
+from tests.trainer_bridge.test_shard_codes import Elsewhere
 from tests.trainer_bridge.test_shared_filling import Engine
 from trainer_bridge.update import update
 
@@ -91,11 +93,13 @@ class Kind(NamedTuple):
     plain: set[str]
     """What each rank holds whole."""
     on_gpu: bool = True
+    coded: frozenset[str] = frozenset()
+    """What is read as codes by an engine on other GPUs: shards are whole blocks."""
 
 
 KINDS = (
     Kind(fsdp, set(), set()),
-    Kind(hsdp, set(), set()),
+    Kind(hsdp, set(), set(), coded=frozenset(CODED)),
     Kind(tp, COLUMNS, WHOLE),
     Kind(fsdp_over_tp, COLUMNS, set()),
     Kind(offloaded, set(), set(), on_gpu=False),
@@ -131,12 +135,15 @@ def become(named: Named, other: Named) -> None:
         here.detach().copy_(there)
 
 
-def follows(kind: Kind, engine: Any, memories: fake_ipc.Memories | None) -> None:
+def follows(
+    kind: Kind, engine: Any, memories: fake_ipc.Memories | None, is_elsewhere: bool = False
+) -> None:
     """Updates of one engine, whose bytes are the oracle's after each.
 
     Args:
         engine: on the first rank.
         memories: of a trainer and an engine on GPUs; none where both are on CPUs.
+        is_elsewhere: these are other GPUs than the trainer's.
     """
     gathered: list[torch.Size] = []
     full_tensor = DTensor.full_tensor
@@ -149,7 +156,7 @@ def follows(kind: Kind, engine: Any, memories: fake_ipc.Memories | None) -> None
             DTensor, "full_tensor", lambda t, **o: gathered.append(t.shape) or full_tensor(t, **o)
         )
         for version in range(UPDATES):
-            where = kind.hold.__name__, memories is not None, version
+            where = kind.hold.__name__, memories is not None, is_elsewhere, version
             tensors = toy.checkpoint(version)
             become(named, kind.hold(tensors))
             gathered.clear()
@@ -158,8 +165,9 @@ def follows(kind: Kind, engine: Any, memories: fake_ipc.Memories | None) -> None
             reads = memories is not None and kind.on_gpu and version > 0
             wanted = kind.gathered if reads or memories is None else spread
             assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
-            in_place = [tensors[name].nbytes for name in spread - kind.gathered if reads]
-            assert result.mapped_bytes == sum(in_place), where
+            in_place = {n: t for n, t in tensors.items() if n in spread - kind.gathered and reads}
+            coded = kind.coded if is_elsewhere else set()
+            assert result.mapped_bytes == mapped_bytes(in_place, coded), where
 
 
 def each_kind(rank: int, folder: Path) -> None:
@@ -167,11 +175,12 @@ def each_kind(rank: int, folder: Path) -> None:
     for kind in KINDS:
         follows(kind, Engine() if rank == 0 else None, None)
         ranks.meet(rank, folder, f"cpu-{kind.hold.__name__}", WORLD)
-        with pytest.MonkeyPatch.context() as patch:
-            memories, interpreter = fake_ipc.install(patch)
-            engine = GpuEngine(interpreter.writable) if rank == 0 else None
-            follows(kind, engine, memories)
-        ranks.meet(rank, folder, f"gpu-{kind.hold.__name__}", WORLD)
+        for make in (GpuEngine, Elsewhere):
+            with pytest.MonkeyPatch.context() as patch:
+                memories, interpreter = fake_ipc.install(patch)
+                engine = make(interpreter.writable) if rank == 0 else None
+                follows(kind, engine, memories, make is Elsewhere)
+            ranks.meet(rank, folder, f"{make.__name__}-{kind.hold.__name__}", WORLD)
 
 
 @pytest.mark.guarantee("all-or-none", fault="each placement of FSDP2 and tensor parallelism")

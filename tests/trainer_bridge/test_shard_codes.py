@@ -20,7 +20,7 @@ from tests import oracle
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
-from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
+from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
 from trainer_bridge import fp8_weights, shard_codes
 from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.fsdp import Named
@@ -34,15 +34,6 @@ Tensor = torch.Tensor
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
 OTHER = "GPU-00000000-0000-0000-0000-000000000001"
-CUT = {name for name in toy.FP8_NAMES if name.endswith(("attn.o.weight", "down.weight"))}
-"""Of 128 rows, of which each of two ranks has half a block."""
-CODED = set(toy.FP8_NAMES) - CUT
-
-
-def mapped_bytes(tensors: toy.Tensors, coded: set[str], itemsize: int = 2) -> int:
-    """What engines read in place of such weights, where these are codes."""
-    codes = sum(t.numel() + 4 * (t.numel() >> 14) for n, t in tensors.items() if n in coded)
-    return codes + sum(t.numel() * itemsize for n, t in tensors.items() if n not in coded)
 
 
 # -- where codes and scales of HF tensors lie
