@@ -214,6 +214,7 @@ class CodesMemory:
         self._dtype, self._of = dtype, _kinds(weights)
         self._launches: list[Any] = []
         self._status: Any = None
+        self._bases: Any = None
         specs = [
             [TensorSpec(QUANTIZED.dtypes[0], tuple(weight.shape)), *companions.values()]
             for weight in weights
@@ -246,22 +247,24 @@ class CodesMemory:
             codes.codes_NK.copy_(encoded[""])
             codes.scale_inv_nk.copy_(encoded[SUFFIX])
 
-    def launch(self, weights: Sequence[torch.Tensor]) -> None:
+    def launch(self, weights: Sequence[torch.Tensor] | None = None) -> None:
         """The same on a GPU, behind what is on its current stream: a few launches for all.
 
         Args:
-            weights: contiguous, at multiples of 16 bytes.
+            weights: contiguous, at multiples of 16 bytes; by default what lies where those of the
+                last call lay.
         """
         from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
 
-        device = weights[0].device
-        if self._status is None:
-            copies = chain.from_iterable(map(self._copies, count(), weights, self.codes))
-            self._launches = compile_descriptors(copies, device, self._dtype)
-            self._status = Status(device)
-        bases = bases_at([weight.data_ptr() for weight in weights], device)
+        if weights is not None:
+            device = weights[0].device
+            if self._status is None:
+                copies = chain.from_iterable(map(self._copies, count(), weights, self.codes))
+                self._launches = compile_descriptors(copies, device, self._dtype)
+                self._status = Status(device)
+            self._bases = bases_at([weight.data_ptr() for weight in weights], device)
         for launch in self._launches:
-            launch.run(bases, self._status)
+            launch.run(self._bases, self._status)
 
     def restart(self) -> None:
         """Forget what ``bad`` would tell of launches before."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.chunks import Piece
+from trainer_bridge.code_pieces import pieces_of_codes
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import Shards
-from trainer_bridge.shard_codes import pieces_of_codes
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.cuda_ipc import Placement, place, segments_message
 

@@ -7,122 +7,21 @@ What must be equal on all ranks is decided by the first one at an update, for th
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from sgl_fp8rl.formats import QUANTIZED
-from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.chunks import Piece
+from trainer_bridge.code_pieces import codes_wanted, range_of_scales, scales_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import SUFFIX, CodesMemory
-from trainer_bridge.fsdp import Named, Source, sources
-from trainer_bridge.layout import sources_for
+from trainer_bridge.fsdp import Named
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards, ShardBook, Shards, Told
 from trainer_bridge.shards import Range
 from trainer_bridge.transfer_plan import is_aligned
 from trainer_bridge.transport.cuda_ipc import place
 
 logger = logging.getLogger(__name__)
-
-
-def codes_wanted(
-    shards: Shards, named: Named, family: str | None, readers: list[tuple[dict[str, Any], int]]
-) -> CodesWanted | None:
-    """What all ranks should quantize for these engines; None where that would not be faster.
-
-    Args:
-        family: see ``fsdp.sources``.
-        readers: layouts, and how many engines have each.
-    """
-    layouts = [layout for layout, engines in readers if _gains(shards, layout, engines)]
-    if not layouts:
-        return None
-    first = layouts[0]
-    kept = {
-        name
-        for layout in layouts
-        if layout["dtype"] == first["dtype"]
-        for name in layout["formats"].get(QUANTIZED.name, ())
-    }
-    planned = enumerate(sources_for(named, family, first))
-    found = tuple(
-        index
-        for index, source in planned
-        if source.dtype in WEIGHT_DTYPES
-        and all(name in kept for name, _ in source.cuts)
-        and _is_whole_blocks(source, shards.ranges(index))
-    )
-    return CodesWanted(getattr(torch, first["dtype"]), found) if found else None
-
-
-def _gains(shards: Shards, layout: dict[str, Any], engines: int) -> bool:
-    """Whether engines that can read the shards read more than each its own GPU's, once."""
-    return (
-        not layout["is_far"]
-        and not layout["through_host"]
-        and layout["fp32"] is not None
-        and shards.gpus <= set(layout["visible_gpus"])
-        and (engines > 1 or set(layout["gpus"]) != shards.gpus)
-    )
-
-
-def _is_whole_blocks(source: Source, ranges: list[Range] | None) -> bool:
-    """Whether a block has elements of one rank alone, and of one HF tensor."""
-    if len(source.shape) < 2 or ranges is None:
-        return False
-    rows, cols = source.shape[-2:]
-    starts = {view.storage_offset() for _, view in source.announce(source.dtype)}
-    return all(bound // cols % rows % QUANTIZED.block[0] == 0 for bound in starts.union(*ranges))
-
-
-def pieces_of_codes(
-    shards: Shards,
-    named: Named,
-    family: str | None,
-    layout: dict[str, Any],
-    planned: list[Source],
-) -> dict[int, dict[str, list[Piece]]]:
-    """Where codes and scales lie that engines of a layout can read: by parameter and HF name.
-
-    Args:
-        planned: how each parameter is read.
-    """
-    if shards.codes is None or layout["dtype"] != str(shards.codes[0].dtype).split(".")[-1]:
-        return {}
-    wanted, codes = shards.codes
-    behind = len(shards.handles) - len(codes.handles)
-    kept = set(layout["formats"].get(QUANTIZED.name, ()))
-    scales = sources(
-        [
-            (named[index][0] + SUFFIX, _scales_of(planned[index].shape))
-            for index in wanted.parameters
-        ],
-        family,
-        wanted.dtype,
-    )
-    found: dict[int, dict[str, list[Piece]]] = {}
-    for number, (index, scale) in enumerate(zip(wanted.parameters, scales, strict=True)):
-        source = planned[index]
-        if not all(name in kept for name, _ in source.cuts):
-            continue
-        views = [(2 * number, *each) for each in source.announce(QUANTIZED.dtypes[0])]
-        views += [(2 * number + 1, *each) for each in scale.announce(scale.dtype)]
-        pieces = {name: codes.pieces(part, view) for part, name, view in views}
-        if all(pieces.values()):
-            found[index] = {
-                name: [piece._replace(segment=behind + piece.segment) for piece in each or ()]
-                for name, each in pieces.items()
-            }
-    return found
-
-
-def _scales_of(shape: Sequence[int]) -> torch.Tensor:
-    """The scales of a whole parameter, as a meta tensor."""
-    spec = QUANTIZED.companions(tuple(shape))[SUFFIX]
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
 class ShardCodes:
@@ -147,7 +46,7 @@ class ShardCodes:
     ) -> None:
         if not shards or not all(map(is_aligned, shards.values())):
             raise EngineError("shards do not lie at multiples of 16 bytes, or there are none")
-        self.wanted = wanted
+        self.wanted, self._of = wanted, _described(wanted, named, own)
         self._names = [named[index][0] for index in shards]
         self._memory = CodesMemory([*shards.values()], wanted.dtype)
         placement = place([part for codes in self._memory.codes for part in codes])
@@ -160,28 +59,38 @@ class ShardCodes:
             name, tensor = named[index]
             held = own.ranges[index] if index in shards else (0, 0)
             assert held is not None
-            ranges += held, _range_of_scales(held, tensor.shape)
+            ranges += held, range_of_scales(held, tensor.shape)
             self.whole.append((name, torch.empty(tensor.shape, device="meta")))
-            self.whole.append((name + SUFFIX, _scales_of(tensor.shape)))
+            self.whole.append((name + SUFFIX, scales_of(tensor.shape)))
         numbers = {index: number for number, index in enumerate(wanted.parameters)}
         order = [2 * numbers[index] + part for index in shards for part in (0, 1)]
         spots = {index: spot for spot, index in enumerate(order)}
         self.placed = PlacedShards(own.host, tuple(ranges), spots, placement)
 
-    def fits(self, wanted: CodesWanted, shards: dict[int, torch.Tensor]) -> bool:
-        """Whether these can be quantized into it."""
+    def fits(
+        self,
+        wanted: CodesWanted,
+        named: Named,
+        own: PlacedShards,
+        shards: dict[int, torch.Tensor],
+    ) -> bool:
+        """Whether these can be quantized into it; arguments as above."""
         weights = [*shards.values()]
         return (
-            self.wanted == wanted
+            (self.wanted, self._of) == (wanted, _described(wanted, named, own))
             and self._memory.fits(weights, wanted.dtype)
             and self.placed.placement.is_there(weights[0].device)
             and all(map(is_aligned, weights))
         )
 
-    def start(self, shards: dict[int, torch.Tensor]) -> None:
-        """Quantize them, behind what is on the GPU's current stream."""
+    def start(self, shards: dict[int, torch.Tensor] | None = None) -> None:
+        """Quantize them, behind what is on the GPU's current stream.
+
+        Args:
+            shards: by default what lies where those of the last call lay.
+        """
         self._memory.restart()
-        self._memory.launch([*shards.values()])
+        self._memory.launch(None if shards is None else [*shards.values()])
 
     def check(self) -> None:
         """Wait until all are quantized.
@@ -197,32 +106,27 @@ class ShardCodes:
             )
 
 
-def _range_of_scales(held: Range, shape: Sequence[int]) -> Range:
-    """The elements of the scales that belong to those elements of a parameter."""
-    *_, rows, cols = shape
-    *_, block_rows, block_cols = QUANTIZED.companions((rows, cols))[SUFFIX].shape
-
-    def at(element: int) -> int:
-        matrix, row = divmod(element // cols, rows)
-        return (matrix * block_rows + row // QUANTIZED.block[0]) * block_cols
-
-    return at(held[0]), at(held[1])
+def _described(wanted: CodesWanted, named: Named, own: PlacedShards) -> list[Any]:
+    """What the parameters are, and what this rank holds of each."""
+    return [(named[i][0], named[i][1].shape, own.ranges[i]) for i in wanted.parameters]
 
 
 class CodesBook:
     """The codes of this process: on each rank its own, and on the leader where those of all lie."""
 
     def __init__(self) -> None:
-        self._wanted: tuple[str, CodesWanted] | None = None
+        self._decided: tuple[str, CodesWanted] | None = None
         """The seed of the shards that the last update was of, and what it decided of them."""
         self._codes: ShardCodes | None = None
-        self._is_told = False
-        self._shards: dict[int, torch.Tensor] = {}
-        """What is to be quantized in this update."""
+        self._made_of: tuple[str, CodesWanted] | None = None
+        """What codes were made of last: nothing of it has moved while it is what was decided."""
+        self._is_due = False
+        """Whether that is to be quantized in this update."""
         self._of_ranks = ShardBook()
         self._with_codes: tuple[Shards, Shards, Shards] | None = None
         """Shards and codes, and both together."""
-        self._decided: tuple[Any, CodesWanted | None] | None = None
+        self._choice: tuple[Any, CodesWanted | None] | None = None
+        """What ``decide`` returned last, and of what."""
         self._has_failed = False
 
     def ready(self, named: Named, own: PlacedShards | None) -> Told | EngineError:
@@ -231,37 +135,36 @@ class CodesBook:
         Returns:
             where the codes will be, as ``ShardBook.place`` has it; or why this rank cannot.
         """
-        self._shards.clear()
-        if own is None or self._wanted is None or self._wanted[0] != own.placement.seed:
+        self._is_due = False
+        if own is None or self._decided is None or self._decided[0] != own.placement.seed:
             return None
-        told, error = attempt(self._ready, self._wanted[1], named, own)
+        if self._codes is not None and self._made_of == self._decided:
+            self._is_due = True
+            return self._codes.placed.placement.seed
+        told, error = attempt(self._begin, self._decided[1], named, own)
         if error is not None:
-            self._codes = self._wanted = None
-            self._shards.clear()
+            self._codes = self._decided = None
             return EngineError(f"{type(error).__name__}: {error}")
+        self._made_of = self._decided
         return told
 
     @torch.no_grad()
-    def _ready(self, wanted: CodesWanted, named: Named, own: PlacedShards) -> Told:
-        held: list[tuple[int, Any]] = [
-            (i, named[i][1]) for i in wanted.parameters if i in own.spots
-        ]
-        shards = {index: tensor.to_local().detach() for index, tensor in held}
-        if self._codes is None or not self._codes.fits(wanted, shards):
-            self._codes, self._is_told = None, False  # its memory goes before that of others comes
+    def _begin(self, wanted: CodesWanted, named: Named, own: PlacedShards) -> Told:
+        """Quantize for the first time, or shards that lie elsewhere than before."""
+        found: dict[int, Any] = {i: named[i][1] for i in wanted.parameters if i in own.spots}
+        shards = {index: tensor.to_local().detach() for index, tensor in found.items()}
+        if self._codes is None or not self._codes.fits(wanted, named, own, shards):
+            self._codes = None  # its memory goes before that of others comes
             self._codes = ShardCodes(wanted, named, own, shards)
-            self._codes.start(shards)  # the kernel is compiled: what fails is known
-        self._shards = shards
-        was_told, self._is_told = self._is_told, True
-        placed = self._codes.placed
-        return placed.placement.seed if was_told else placed
+        self._codes.start(shards)  # what fails here, as the kernel is compiled, is passed on
+        return self._codes.placed
 
     def start(self) -> None:
         """Quantize what is ready, unless it was started: while the engines begin."""
-        if self._shards:
+        if self._is_due:
             assert self._codes is not None
-            self._codes.start(self._shards)
-            self._shards.clear()
+            self._codes.start()
+        self._is_due = False
 
     def check(self) -> None:
         """Wait until all of this rank is quantized.
@@ -312,9 +215,9 @@ class CodesBook:
         if shards is None or self._has_failed:
             return None
         made_of = shards, family, readers
-        if self._decided is None or self._decided[0] != made_of:
-            self._decided = made_of, codes_wanted(shards, named, family, readers)
-        return self._decided[1]
+        if self._choice is None or self._choice[0] != made_of:
+            self._choice = made_of, codes_wanted(shards, named, family, readers)
+        return self._choice[1]
 
     def committed(self, seed: str | None, wanted: CodesWanted | None) -> None:
         """Remember what was decided.
@@ -322,11 +225,10 @@ class CodesBook:
         Args:
             seed: of where the shards of this rank lie.
         """
-        self._wanted = None if seed is None or wanted is None else (seed, wanted)
+        self._decided = None if seed is None or wanted is None else (seed, wanted)
         if wanted is None:
-            self._codes = None
+            self._codes = self._made_of = None
 
     def forget(self) -> None:
         """After a failure: the leader may not have heard where the codes of this rank lie."""
-        self._wanted, self._is_told = None, False
-        self._shards.clear()
+        self._decided = self._made_of = None

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops import weight_quant_triton
@@ -22,11 +23,12 @@ from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
 from trainer_bridge import fp8_weights, shard_codes
+from trainer_bridge.code_pieces import codes_wanted, pieces_of_codes
 from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards, Shards
-from trainer_bridge.shard_codes import ShardCodes, codes_wanted, pieces_of_codes
+from trainer_bridge.shard_codes import ShardCodes
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.update import UpdateResult, update
 
@@ -246,7 +248,7 @@ class Job:
         self.launches = 0
         launch = CodesMemory.launch
 
-        def counted(memory: CodesMemory, weights: Any) -> None:
+        def counted(memory: CodesMemory, weights: Any = None) -> None:
             self.launches += 1
             launch(memory, weights)
 
@@ -278,22 +280,21 @@ def two(writable: list[tuple[int, int]]) -> list[Any]:
 
 def to_engines(rank: int, folder: Path) -> None:
     """From the second update on each rank quantizes once; where shards move, they are gathered."""
-    for make in (one, two):
-        for dtype in (torch.bfloat16, torch.float32):
-            with pytest.MonkeyPatch.context() as patch:
-                job = Job(patch, rank, make, dtype)
-                read = mapped_bytes(toy.checkpoint(), CODED, dtype.itemsize)
-                for moves, in_place in ((0, 0), (0, 1), (0, 1), (1, 0), (0, 1), (0, 1)):
-                    if moves and rank == 1:
-                        job.trainer.move()
-                    before, made = job.launches, len(job.memories.made)
-                    result = job.step()
-                    assert result.mapped_bytes == read * in_place
-                    assert result.bytes == result.mapped_bytes or not in_place
-                    assert ("quantize" in result.seconds) == in_place
-                assert job.launches == before + 1
-                assert len(job.memories.made) == made
-            ranks.meet(rank, folder, f"{make.__name__}-{dtype}", WORLD)
+    for make, dtype in ((one, torch.bfloat16), (one, torch.float32), (two, torch.bfloat16)):
+        with pytest.MonkeyPatch.context() as patch:
+            job = Job(patch, rank, make, dtype)
+            read = mapped_bytes(toy.checkpoint(), CODED, dtype.itemsize)
+            for moves, in_place in ((0, 0), (0, 1), (0, 1), (1, 0), (0, 1), (0, 1)):
+                if moves and rank == 1:
+                    job.trainer.move()
+                before, made = job.launches, len(job.memories.made)
+                result = job.step()
+                assert result.mapped_bytes == read * in_place
+                assert result.bytes == result.mapped_bytes or not in_place
+                assert ("quantize" in result.seconds) == in_place
+            assert job.launches == before + 1
+            assert len(job.memories.made) == made
+        ranks.meet(rank, folder, f"{make.__name__}-{dtype}", WORLD)
 
 
 def to_the_trainers_gpus(rank: int, folder: Path) -> None:
@@ -312,7 +313,9 @@ class LateGpu:
     def __init__(self, patch: pytest.MonkeyPatch, works: bool) -> None:
         self._queued: list[Callable[[], None]] = []
         self._launch, self._bad, self._works = CodesMemory.launch, CodesMemory.bad, works
-        patch.setattr(CodesMemory, "launch", lambda memory, weights: self._queue(memory, weights))
+        patch.setattr(
+            CodesMemory, "launch", lambda memory, weights=None: self._queue(memory, weights)
+        )
         patch.setattr(CodesMemory, "bad", lambda memory: self._wait(memory))
 
     def _queue(self, memory: CodesMemory, weights: Any) -> None:
@@ -392,6 +395,25 @@ def of_other_layouts(rank: int, folder: Path) -> None:
         assert job.launches == launches + 3
 
 
+def beside_what_is_gathered(rank: int, folder: Path) -> None:
+    """One tensor is whole on each rank, and one is cut by columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, one)
+        others = {"norm.weight", "attn.o.weight"}
+        columns = torch.empty(toy.HIDDEN, toy.HEADS // WORLD, dtype=torch.bfloat16)
+        mesh = cast(DTensor, job.trainer.named["attn.o.weight"]).device_mesh
+        cut = DTensor.from_local(columns, mesh, (Shard(1),))
+        for version in range(3):
+            tensors = toy.checkpoint(version)
+            columns.copy_(tensors["attn.o.weight"].chunk(WORLD, 1)[rank])
+            beside = {"norm.weight": tensors["norm.weight"], "attn.o.weight": cut}
+            named = job.trainer.become({n: t for n, t in tensors.items() if n not in others})
+            result = update({**named, **beside}, job.engines or None, version=version)
+            assert all(engine.holds(tensors) for engine in job.engines), version
+        read = {name: tensor for name, tensor in tensors.items() if name not in others}
+        assert result.mapped_bytes == mapped_bytes(read, CODED) and job.launches
+
+
 def in_bf16_without_memory(rank: int, folder: Path) -> None:
     """One rank has no room for codes: none makes any from then on."""
     with pytest.MonkeyPatch.context() as patch:
@@ -436,6 +458,7 @@ CASES_OF_RANKS = (
     behind_a_gpu,
     of_nan,
     of_other_layouts,
+    beside_what_is_gathered,
     with_kv_scales,
     in_bf16_without_memory,  # the last one: a process does not try again
 )
@@ -448,6 +471,6 @@ def each_case(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="codes that trainer ranks make, NaN in one of them")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_codes_of_two_ranks(tmp_path: Path) -> None:
-    ranks.run(each_case, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S)
+    ranks.run(each_case, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, join_s=270.0)
