@@ -607,7 +607,7 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )
     model = weights_module.WholeModel({"w": torch.ones(2), "v": torch.ones(2)})
-    begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]], False, False)
+    begun = Begun(Policy("run", 0), False, [{}], {}, [[True, True]], False, False, False)
     model.send(Leader(()), None, begun, Clock())
     assert not planned
     with pytest.raises(IndexError):  # the control: it needs the plan that is not there
