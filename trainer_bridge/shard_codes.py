@@ -122,6 +122,8 @@ class CodesBook:
         """What codes were made of last: nothing of it has moved while it is what was decided."""
         self._is_due = False
         """Whether that is to be quantized in this update."""
+        self._fault: Exception | None = None
+        """Why it could not be."""
         self._of_ranks = ShardBook()
         self._with_codes: tuple[Shards, Shards, Shards] | None = None
         """Shards and codes, and both together."""
@@ -135,7 +137,7 @@ class CodesBook:
         Returns:
             where the codes will be, as ``ShardBook.place`` has it; or why this rank cannot.
         """
-        self._is_due = False
+        self._is_due, self._fault = False, None
         if own is None or self._decided is None or self._decided[0] != own.placement.seed:
             return None
         if self._codes is not None and self._made_of == self._decided:
@@ -163,15 +165,18 @@ class CodesBook:
         """Quantize what is ready, unless it was started: while the engines begin."""
         if self._is_due:
             assert self._codes is not None
-            self._codes.start()
-        self._is_due = False
+            self._is_due = False
+            _, self._fault = attempt(self._codes.start)
 
     def check(self) -> None:
         """Wait until all of this rank is quantized.
 
         Raises:
             EngineError: a weight holds NaN or Inf.
+            RuntimeError: the GPU could not.
         """
+        if self._fault is not None:
+            raise self._fault
         assert self._codes is not None
         self._codes.check()
 

@@ -117,9 +117,10 @@ class WholeModel:
             placed = self._placed
             own = SHARD_BOOK.own(placed) if isinstance(placed, str) else None
             codes = CODES_BOOK.ready(self.named, own)
-            if leader.rank > 0:  # the first one waits for its GPU before it plans
+            of_ranks = leader.collect((placed, codes))
+            if of_ranks is None:  # the first rank waits for its GPU once more, as it plans
                 CODES_BOOK.start()
-            self._shards = leader.attempt(self._assemble, leader.collect((placed, codes)))
+            self._shards = leader.attempt(self._assemble, of_ranks)
 
     def _assemble(self, of_ranks: list[tuple[Told, Told | EngineError]]) -> Shards | None:
         self._of_ranks, codes = map(list, zip(*of_ranks, strict=True))

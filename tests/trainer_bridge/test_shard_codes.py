@@ -347,8 +347,9 @@ def behind_a_gpu(rank: int, folder: Path) -> None:
             ranks.meet(rank, folder, f"{late}-{works}", WORLD)
 
 
-def of_nan(rank: int, folder: Path) -> None:
-    """A rank refuses them before an engine writes anything: the version before is served on."""
+def of_faults(rank: int, folder: Path) -> None:
+    """A rank refuses NaN, or cannot launch, before an engine writes anything: the version before is
+    served on."""
     with pytest.MonkeyPatch.context() as patch:
         job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
         for _ in range(2):
@@ -362,6 +363,13 @@ def of_nan(rank: int, folder: Path) -> None:
             assert toy.same(toy.contents(weights.model), before)
             assert (weights.state, weights.policy.version) == (State.SERVING, 1)
         assert [job.step().mapped_bytes > 0 for _ in range(3)] == [False, True, True]
+        with pytest.MonkeyPatch.context() as fault:
+            if rank == 1:
+                fault.setattr(CodesMemory, "launch", lambda *_: 1 / 0)
+            with pytest.raises(Exception, match=r"on rank 1 .*division by zero"):
+                job.step()
+        assert [w.state for e in job.engines for w in e.ranks] == [State.SERVING] * 4 * (rank == 0)
+        assert [job.step().mapped_bytes > 0 for _ in range(2)] == [False, True]
 
 
 def of_other_layouts(rank: int, folder: Path) -> None:
@@ -456,7 +464,7 @@ CASES_OF_RANKS = (
     to_engines,
     to_the_trainers_gpus,
     behind_a_gpu,
-    of_nan,
+    of_faults,
     of_other_layouts,
     beside_what_is_gathered,
     with_kv_scales,
