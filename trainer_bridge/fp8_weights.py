@@ -261,7 +261,8 @@ class CodesMemory:
             if self._status is None:
                 copies = chain.from_iterable(map(self._copies, count(), weights, self.codes))
                 self._launches = compile_descriptors(copies, device, self._dtype)
-                self._status = Status(device)
+                with torch.inference_mode(False):  # as above
+                    self._status = Status(device)
             self._bases = bases_at([weight.data_ptr() for weight in weights], device)
         for launch in self._launches:
             launch.run(self._bases, self._status)

@@ -207,6 +207,19 @@ def test_who_gains() -> None:
     assert codes_wanted(lying.plain, codes, None, [(lying.layout, 1)]) is None, "of fp8_forward"
 
 
+def test_codes_of_inference_mode_are_made_again_outside_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_quant_triton, "compile_descriptors", lambda *_: [])
+    weights = [drawn(128, 128)]
+    memory = CodesMemory(weights, torch.bfloat16)
+    with torch.inference_mode():
+        memory.launch(weights)
+    memory.restart()
+    memory.launch()
+    assert memory.bad() is None
+
+
 # -- updates of engines
 
 
