@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_bridge.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.shard_codes import CODES_BOOK
 
 EXIT_TIMEOUT_S = 2.0
 """Seconds that the end of this process may wait for its engines to let go of its memory."""
@@ -47,7 +48,9 @@ def _made(client: EngineClient) -> EngineConnection:
 def close(engine: Any) -> None:
     """Disconnect from an engine: it unmaps this process's GPU memory, which can then be reused.
 
-    This happens automatically at exit. A later ``update`` connects again.
+    This happens automatically at exit. A later ``update`` connects again. Codes of shards that no
+    engine has open any more are freed. The trainer's other ranks, which have no engine, free theirs
+    at the next update; or they call ``close(None)`` once the first rank's call has returned.
 
     Args:
         engine: as for ``update``; nothing happens if it was never updated.
@@ -55,6 +58,7 @@ def close(engine: Any) -> None:
     Raises:
         EngineError: it is a string, but not an address.
     """
+    had = opened()
     if isinstance(engine, list | tuple):
         for each in engine:
             close(each)
@@ -64,6 +68,13 @@ def close(engine: Any) -> None:
             _connections.pop(known).close()
     elif id(engine) in _of_objects:
         _of_objects.pop(id(engine)).close()
+    if engine is None or had - opened():
+        CODES_BOOK.release(opened())
+
+
+def opened() -> set[str]:
+    """Seeds of the shards and codes that engines have open."""
+    return {seed for connection in _alive for seed in connection.opened}
 
 
 @atexit.register

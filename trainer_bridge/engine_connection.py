@@ -31,6 +31,8 @@ class EngineConnection:
         """What was decided on, until every engine of the update has answered."""
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
+        self.opened: tuple[str, ...] = ()
+        """Seeds of the trainer's shards and codes that the engine has open."""
         self.image: tuple[str, Image] | None = None
         """The last update that an engine on another host committed, and the fingerprint of its
         manifest. It outlasts a failure: the engine says what it holds."""
@@ -73,6 +75,7 @@ class EngineConnection:
     def use(self, sender: Sender | None) -> None:
         """Go on with other plans and memory: every rank has let go of what there was."""
         previous, self.sender = self.sender, sender
+        self.opened = () if sender is None else sender.opened
         if sender is not None:
             sender.join(self)
         if previous is not None and previous is not sender:

@@ -4,7 +4,7 @@ Shape suffixes: N output features, K input features; n, k = N, K in blocks of 12
 experts have a dimension of experts before them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -205,12 +205,18 @@ class CodesMemory:
     Args:
         weights: on one device; their values are not read.
         dtype: the engine's, to which weights are rounded before they are quantized.
+        allocate: makes the memory, uint8, by default torch's.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for them.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        allocate: Callable[[int, torch.device], torch.Tensor] | None = None,
+    ) -> None:
         self._dtype, self._of = dtype, _kinds(weights)
         self._launches: list[Any] = []
         self._status: Any = None
@@ -222,7 +228,7 @@ class CodesMemory:
         ]
         sizes = [-(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT for each in specs for spec in each]
         with torch.inference_mode(False):  # it is read inside and outside of inference mode
-            parts = iter(codes_memory(sum(sizes), weights[0].device).split(sizes))
+            parts = iter((allocate or _torchs)(sum(sizes), weights[0].device).split(sizes))
             self.codes = [
                 Codes(*(next(parts)[: s.nbytes].view(s.dtype).view(s.shape) for s in each))
                 for each in specs
@@ -292,8 +298,7 @@ class CodesMemory:
         return describe_copy(source, box, target, box, to, segment=number, tag=number)
 
 
-def codes_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of torch's allocator, uint8."""
+def _torchs(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 

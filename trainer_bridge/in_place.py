@@ -80,6 +80,11 @@ class InPlace:
         """Whether anything was chosen that lies on several ranks."""
         return bool(self._sharded)
 
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """Of the shards that were chosen, and of their codes."""
+        return () if self._shards is None else self._shards.seeds
+
     def message(self, plan: TransferPlan) -> dict[str, Any]:
         """What ranks need for this plan, which maps what was chosen."""
         made_of = self._placement, self._shards, plan

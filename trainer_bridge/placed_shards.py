@@ -171,14 +171,14 @@ class ShardBook:
 
     def assemble(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
         """On the leader: what can be read in place now, if all ranks hold it where they did."""
-        shards = self.survey(of_ranks, named)
-        return shards if all(isinstance(each, str) for each in of_ranks) else None
+        if all(isinstance(each, str) for each in of_ranks):
+            return self.survey(of_ranks, named)
+        self._hear(of_ranks)  # they may move at each update: no more is made of them than must be
+        return None
 
     def survey(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
         """On the leader: what all ranks hold, which may have moved since the last update."""
-        for each in of_ranks:
-            if isinstance(each, PlacedShards):
-                _keep(self._of_ranks, each.placement.seed, each, KEPT * len(of_ranks))
+        self._hear(of_ranks)
         seeds = tuple(
             each.placement.seed if isinstance(each, PlacedShards) else each or ""
             for each in of_ranks
@@ -192,6 +192,11 @@ class ShardBook:
             shards = Shards(placed, [tensor.numel() for _, tensor in named])
             _keep(self._shards, seeds, shards, KEPT)
         return self._shards[seeds]
+
+    def _hear(self, of_ranks: Collection[Told]) -> None:
+        for each in of_ranks:
+            if isinstance(each, PlacedShards):
+                _keep(self._of_ranks, each.placement.seed, each, KEPT * len(of_ranks))
 
 
 def _whereabouts(named: Named) -> list[Any]:

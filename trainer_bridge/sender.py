@@ -261,6 +261,11 @@ class Sender:
         """Whether the plan that was asked for last maps shards of several ranks."""
         return self._in_place.has_shards
 
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """Seeds of the shards and codes that ``share`` had engines open."""
+        return self._in_place.seeds
+
     def content(self, plan: TransferPlan, chunk: int) -> Content:
         """What the bucket holds of a chunk, for ranks that do not share its memory."""
         assert self._bucket is not None

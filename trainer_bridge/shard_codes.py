@@ -7,11 +7,14 @@ What must be equal on all ranks is decided by the first one at an update, for th
 """
 
 import logging
+import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from sgl_fp8rl.protocol.attempt import attempt
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
 from trainer_bridge.code_pieces import codes_wanted, range_of_scales, scales_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import SUFFIX, CodesMemory
@@ -34,7 +37,7 @@ class ShardCodes:
 
     Raises:
         EngineError: engines could not read them.
-        RuntimeError: there is no memory for them, or the kernel cannot be compiled.
+        CudaMemoryError: there is no memory for them.
     """
 
     def __init__(
@@ -46,9 +49,9 @@ class ShardCodes:
     ) -> None:
         if not shards or not all(map(is_aligned, shards.values())):
             raise EngineError("shards do not lie at multiples of 16 bytes, or there are none")
-        self.wanted, self._of = wanted, _described(wanted, named, own)
+        self.wanted = wanted
         self._names = [named[index][0] for index in shards]
-        self._memory = CodesMemory([*shards.values()], wanted.dtype)
+        self._memory = CodesMemory([*shards.values()], wanted.dtype, self._allocate)
         placement = place([part for codes in self._memory.codes for part in codes])
         if placement is None:
             raise EngineError("the memory of codes cannot be opened by other processes")
@@ -66,22 +69,19 @@ class ShardCodes:
         order = [2 * numbers[index] + part for index in shards for part in (0, 1)]
         spots = {index: spot for spot, index in enumerate(order)}
         self.placed = PlacedShards(own.host, tuple(ranges), spots, placement)
+        self.seed = placement.seed
 
-    def fits(
-        self,
-        wanted: CodesWanted,
-        named: Named,
-        own: PlacedShards,
-        shards: dict[int, torch.Tensor],
-    ) -> bool:
-        """Whether these can be quantized into it; arguments as above."""
-        weights = [*shards.values()]
-        return (
-            (self.wanted, self._of) == (wanted, _described(wanted, named, own))
-            and self._memory.fits(weights, wanted.dtype)
-            and self.placed.placement.is_there(weights[0].device)
-            and all(map(is_aligned, weights))
-        )
+    def _allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """From the driver: of torch's memory engines would open all that was allocated with it."""
+        try:
+            memory = DeviceMemory(nbytes, device.index)
+        except CudaMemoryError:
+            torch.cuda.empty_cache()  # as torch does before it gives up
+            memory = DeviceMemory(nbytes, device.index)
+        self.close = weakref.finalize(self, memory.close)
+        """Free the memory; every engine has let go of it before."""
+        self.close.atexit = False  # not before the engines have; the driver frees it anyway
+        return memory.tensor
 
     def start(self, shards: dict[int, torch.Tensor] | None = None) -> None:
         """Quantize them, behind what is on the GPU's current stream.
@@ -106,9 +106,14 @@ class ShardCodes:
             )
 
 
-def _described(wanted: CodesWanted, named: Named, own: PlacedShards) -> list[Any]:
-    """What the parameters are, and what this rank holds of each."""
-    return [(named[i][0], named[i][1].shape, own.ranges[i]) for i in wanted.parameters]
+@torch.no_grad()
+def _started(wanted: CodesWanted, named: Named, own: PlacedShards) -> ShardCodes:
+    """New ones, whose kernel is compiled and started: that may fail where it does no harm."""
+    found: dict[int, Any] = {i: named[i][1] for i in wanted.parameters if i in own.spots}
+    shards = {index: tensor.to_local().detach() for index, tensor in found.items()}
+    codes = ShardCodes(wanted, named, own, shards)
+    codes.start(shards)
+    return codes
 
 
 class CodesBook:
@@ -118,8 +123,10 @@ class CodesBook:
         self._decided: tuple[str, CodesWanted] | None = None
         """The seed of the shards that the last update was of, and what it decided of them."""
         self._codes: ShardCodes | None = None
-        self._made_of: tuple[str, CodesWanted] | None = None
-        """What codes were made of last: nothing of it has moved while it is what was decided."""
+        """Those of what was decided, once they are made."""
+        self._retired: list[ShardCodes] = []
+        """Those before, which engines may still have open: CUDA does not define what becomes of
+        memory that is freed meanwhile."""
         self._is_due = False
         """Whether that is to be quantized in this update."""
         self._fault: Exception | None = None
@@ -140,25 +147,14 @@ class CodesBook:
         self._is_due, self._fault = False, None
         if own is None or self._decided is None or self._decided[0] != own.placement.seed:
             return None
-        if self._codes is not None and self._made_of == self._decided:
+        if self._codes is not None:
             self._is_due = True
-            return self._codes.placed.placement.seed
-        told, error = attempt(self._begin, self._decided[1], named, own)
+            return self._codes.seed
+        self._codes, error = attempt(_started, self._decided[1], named, own)
         if error is not None:
-            self._codes = self._decided = None
+            self._decided = None
             return EngineError(f"{type(error).__name__}: {error}")
-        self._made_of = self._decided
-        return told
-
-    @torch.no_grad()
-    def _begin(self, wanted: CodesWanted, named: Named, own: PlacedShards) -> Told:
-        """Quantize for the first time, or shards that lie elsewhere than before."""
-        found: dict[int, Any] = {i: named[i][1] for i in wanted.parameters if i in own.spots}
-        shards = {index: tensor.to_local().detach() for index, tensor in found.items()}
-        if self._codes is None or not self._codes.fits(wanted, named, own, shards):
-            self._codes = None  # its memory goes before that of others comes
-            self._codes = ShardCodes(wanted, named, own, shards)
-        self._codes.start(shards)  # what fails here, as the kernel is compiled, is passed on
+        assert self._codes is not None
         return self._codes.placed
 
     def start(self) -> None:
@@ -215,7 +211,7 @@ class CodesBook:
         """On the leader: ``codes_wanted`` from the next update on.
 
         Args:
-            shards: of all ranks, where they lie now.
+            shards: of all ranks, where none has moved since the last update.
         """
         if shards is None or self._has_failed:
             return None
@@ -224,16 +220,38 @@ class CodesBook:
             self._choice = made_of, codes_wanted(shards, named, family, readers)
         return self._choice[1]
 
-    def committed(self, seed: str | None, wanted: CodesWanted | None) -> None:
-        """Remember what was decided.
+    def committed(
+        self, seed: str | None, wanted: CodesWanted | None, opened: Collection[str]
+    ) -> None:
+        """Remember what was decided, and free what is neither that nor open.
 
         Args:
             seed: of where the shards of this rank lie.
+            opened: seeds of what engines have open, those too that were not in the update.
         """
-        self._decided = None if seed is None or wanted is None else (seed, wanted)
-        if wanted is None:
-            self._codes = self._made_of = None
+        decided = None if seed is None or wanted is None else (seed, wanted)
+        if decided != self._decided:
+            self.forget()
+        self._decided = decided
+        self.release(opened)
 
     def forget(self) -> None:
         """After a failure: the leader may not have heard where the codes of this rank lie."""
-        self._decided = self._made_of = None
+        self._decided = None
+        self._retire()
+
+    def release(self, opened: Collection[str]) -> None:
+        """Free codes that no engine has open; argument as above."""
+        if self._codes is not None and self._codes.seed not in opened:
+            self._retire()
+        for codes in [each for each in self._retired if each.seed not in opened]:
+            self._retired.remove(codes)
+            codes.close()
+
+    def _retire(self) -> None:
+        if self._codes is not None:
+            self._retired.append(self._codes)
+            self._codes = None
+
+
+CODES_BOOK = CodesBook()

@@ -16,10 +16,12 @@ from trainer_bridge.agreement import Asked, agree, ask
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of, unwrapped
+from trainer_bridge.connections import opened
 from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
+from trainer_bridge.shard_codes import CODES_BOOK
 from trainer_bridge.transaction import MissedCommitError, Transaction
-from trainer_bridge.weights import CODES_BOOK, SHARD_BOOK, Stream, Weights, WholeModel
+from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -186,13 +188,14 @@ def _update(
         _close_failed(transaction, leader)
         sent = transaction and (transaction.sent, gpu_seconds, transaction.failed)
         try:
-            (sent, gpu_seconds, failed), codes = leader.share((sent, weights.codes_wanted))
+            outcome = leader.share((sent, weights.codes_wanted, opened()))
+            (sent, gpu_seconds, failed), codes, open_seeds = outcome
         except MissedCommitError:
             leader.attempt(Transaction.remember, transaction, digests())
             raise
         if failed:
             leader.attempt(Transaction.remember, transaction, digests())
-        weights.committed(codes)
+        weights.committed(codes, open_seeds)
         clock.lap("commit")
     except BaseException as error:
         try:

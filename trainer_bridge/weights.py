@@ -1,7 +1,7 @@
 """What a trainer updates from: a model whose tensors are all at hand, or a stream of them."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards, ShardBook, Shards, Told
 from trainer_bridge.sender import Sender
-from trainer_bridge.shard_codes import CodesBook
+from trainer_bridge.shard_codes import CODES_BOOK
 from trainer_bridge.shared_filling import SharedFilling, agree
 from trainer_bridge.shared_sending import SharedSending
 from trainer_bridge.transaction import Begun, Transaction
@@ -30,7 +30,6 @@ from trainer_bridge.weights_digest import weights_digest
 logger = logging.getLogger(__name__)
 
 SHARD_BOOK = ShardBook()
-CODES_BOOK = CodesBook()
 CODES_S = 60.0
 """Seconds that the first rank waits for each other one to quantize its shards."""
 
@@ -64,11 +63,12 @@ class Weights(Protocol):
         """Gather every tensor on all ranks, in one order; the leader puts them into the bucket, and
         others may send a part."""
 
-    def committed(self, codes: CodesWanted | None) -> None:
+    def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         """The engines have them.
 
         Args:
             codes: ``codes_wanted``, as the leader has it.
+            opened: seeds of the shards and codes that engines have open, as the leader knows it.
         """
 
     def close(self) -> None:
@@ -97,9 +97,10 @@ class WholeModel:
         self.named = named or []
         self.codes_wanted: CodesWanted | None = None
         self._placed: Told = None
-        self._of_ranks: list[Told] = []
-        """On the leader: where each rank holds them."""
+        self._stays: Shards | None = None
+        """On the leader: where all ranks hold them, if none has moved."""
         self._shards: Shards | None = None
+        """The same, with codes of some beside them where ranks have made any."""
         self._ranks = 1
         self._sending: SharedSending | None = None
 
@@ -123,8 +124,9 @@ class WholeModel:
             self._shards = leader.attempt(self._assemble, of_ranks)
 
     def _assemble(self, of_ranks: list[tuple[Told, Told | EngineError]]) -> Shards | None:
-        self._of_ranks, codes = map(list, zip(*of_ranks, strict=True))
-        return CODES_BOOK.assemble(SHARD_BOOK.assemble(self._of_ranks, self.named), codes)
+        placed, codes = map(list, zip(*of_ranks, strict=True))
+        self._stays = SHARD_BOOK.assemble(placed, self.named)
+        return CODES_BOOK.assemble(self._stays, codes)
 
     def plan(
         self,
@@ -143,7 +145,7 @@ class WholeModel:
     def send(
         self, leader: Leader, transaction: Transaction | None, begun: Begun, clock: Clock
     ) -> None:
-        leader.attempt(self._decide, transaction)
+        self.codes_wanted = leader.attempt(self._decide, transaction)
         if begun.reads_codes:
             _, error = attempt(CODES_BOOK.check)
             faults = leader.collect(None if error is None else str(error), CODES_S)
@@ -190,11 +192,12 @@ class WholeModel:
         if sending is not None:
             sending.finish(leader, transaction)
 
-    def _decide(self, transaction: Transaction) -> None:
+    def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
-        if self._of_ranks:
-            shards = SHARD_BOOK.survey(self._of_ranks, self.named)
-            self.codes_wanted = CODES_BOOK.decide(shards, self.named, self._family, readers)
+        wanted, error = attempt(CODES_BOOK.decide, self._stays, self.named, self._family, readers)
+        if error is not None:
+            logger.warning("shards are not quantized, which is slower", exc_info=error)
+        return wanted
 
     def _fill(
         self,
@@ -219,12 +222,14 @@ class WholeModel:
         if shared.follower is not None:
             shared.follower.finish()
 
-    def committed(self, codes: CodesWanted | None) -> None:
+    def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         if self._sending is not None:
             self._sending.committed()
+        if self._ranks == 1:
+            return
         placed = self._placed
         seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
-        CODES_BOOK.committed(seed, codes)
+        CODES_BOOK.committed(seed, codes, opened)
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""
@@ -286,7 +291,7 @@ class Stream:
             clock.lap("write")
         leader.attempt(Transaction.end_stream, transaction)
 
-    def committed(self, codes: CodesWanted | None) -> None:
+    def committed(self, codes: CodesWanted | None, opened: Collection[str]) -> None:
         """Nothing is kept here."""
 
     def close(self) -> None:

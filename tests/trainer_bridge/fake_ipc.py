@@ -26,7 +26,7 @@ from tests.sgl_fp8rl.weight_update.test_triton_writer import (
     span_of,
 )
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import fp8_weights, placed_shards, sender, transaction
+from trainer_bridge import placed_shards, sender, shard_codes, transaction
 from trainer_bridge.transport import bucket, cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
@@ -39,11 +39,18 @@ class Memories:
 
     def __init__(self) -> None:
         self.made: dict[int, HostMemory] = {}
+        self.torn: list[Handle] = []
+        """What was freed while an engine of this process had it open."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         memory = HostMemory(nbytes)
         self.made[memory.content.data_ptr()] = memory
         return memory.content
+
+    def free(self, base: int) -> None:
+        handle = self.export(base)
+        self.torn += [handle for each in MappedFile.opened if each.handle == handle]
+        del self.made[base]
 
     def base_of(self, address: int) -> tuple[int, int]:
         for base, memory in self.made.items():
@@ -76,7 +83,7 @@ class MappedFile:
         with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
             content = torch.frombuffer(mmap.mmap(file.fileno(), handle.nbytes), dtype=torch.uint8)
         self.tensor = content.as_subclass(OnDevice)
-        self.nbytes, self.address = handle.nbytes, content.data_ptr()
+        self.handle, self.nbytes, self.address = handle, handle.nbytes, content.data_ptr()
         self.opened.append(self)
 
     def close(self) -> None:
@@ -94,7 +101,16 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
             self._handle = memories.export(self.content.data_ptr())
 
         def close(self) -> None:  # type: ignore[override]
-            del memories.made[self.content.data_ptr()]
+            memories.free(self.content.data_ptr())
+
+    class FileMemory:
+        """``cuda_memory.DeviceMemory``."""
+
+        def __init__(self, nbytes: int, device: int) -> None:
+            self.tensor = memories.allocate(nbytes)
+
+        def close(self) -> None:
+            memories.free(self.tensor.data_ptr())
 
     class Reading(Interpreter):
         """May read what is mapped at the moment."""
@@ -110,7 +126,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(cuda_ipc, "exportable", lambda base: base in memories.made)
     patch.setattr(placed_shards, "can_be_mapped", memories.holds)
     patch.setattr(sender, "can_be_mapped", lambda tensor: False)
-    patch.setattr(fp8_weights, "codes_memory", lambda nbytes, device: memories.allocate(nbytes))
+    patch.setattr(shard_codes, "DeviceMemory", FileMemory)
     patch.setattr(bucket, "DeviceBucket", FileBucket)
     patch.setattr(transaction, "gpu_of", lambda named, layout: torch.device("cpu"))
     patch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -148,12 +148,12 @@ def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: D
         patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
         patch.setattr(weights, "CODES_S", PRESENCE_S)
         trainer = Trainer(memories, rank, torch.bfloat16)
-        for version in range(2):
+        for version in range(3):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
         if rank == 1:
             die(patch)
         with pytest.raises(TimeoutError, match="another rank did not call it"):
-            update(trainer.become(toy.checkpoint(2)), engines, version=2)
+            update(trainer.become(toy.checkpoint(3)), engines, version=3)
         assert rank == 0
         update(toy.checkpoint(AFTER), engines, version=AFTER)
 
@@ -164,7 +164,7 @@ class WatchedGpu(Watched, GpuEngine):
 
 @pytest.mark.guarantee("several-engines", fault="a trainer rank whose shards are read is killed")
 @pytest.mark.parametrize(
-    ("die", "found"), [(while_engines_read_its_shards, "quarantined"), (while_it_quantizes, "1")]
+    ("die", "found"), [(while_engines_read_its_shards, "quarantined"), (while_it_quantizes, "2")]
 )
 def test_a_rank_is_killed_whose_shards_are_read(
     die: Die, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

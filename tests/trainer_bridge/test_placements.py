@@ -166,7 +166,7 @@ def follows(
             wanted = kind.gathered if reads or memories is None else spread
             assert sorted(gathered) == sorted(named[name].shape for name in wanted), where
             in_place = {n: t for n, t in tensors.items() if n in spread - kind.gathered and reads}
-            coded = kind.coded if is_elsewhere else set()
+            coded = kind.coded if is_elsewhere and version > 1 else set()
             assert result.mapped_bytes == mapped_bytes(in_place, coded), where
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops import weight_quant_triton
-from sgl_fp8rl.protocol.cuda_memory import Handle
+from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
@@ -20,10 +20,12 @@ from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from tests import oracle
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import fake_ipc, ranks
+from tests.trainer_bridge.test_close import looping
 from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
-from trainer_bridge import fp8_weights, shard_codes
+from trainer_bridge import close, placed_shards, shard_codes
 from trainer_bridge.code_pieces import codes_wanted, pieces_of_codes
+from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
@@ -120,11 +122,22 @@ def placed(tensors: list[Tensor], seed: str = "") -> Placement:
     )
 
 
+class TorchMemory:
+    """``cuda_memory.DeviceMemory``."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Tensors free theirs."""
+
+
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
     monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
     monkeypatch.setattr(shard_codes, "place", placed)
+    monkeypatch.setattr(shard_codes, "DeviceMemory", TorchMemory)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -278,6 +291,7 @@ class Job:
         tensors = toy.checkpoint(version)
         named = self.trainer.become(tensors)
         result = update(named, self.engines or None, version=version, **options)
+        assert not self.memories.torn
         assert all(engine.holds(tensors) for engine in self.engines), version
         return result
 
@@ -292,19 +306,21 @@ def two(writable: list[tuple[int, int]]) -> list[Any]:
 
 
 def to_engines(rank: int, folder: Path) -> None:
-    """From the second update on each rank quantizes once; where shards move, they are gathered."""
+    """From the third update on each rank quantizes once; where shards move, they are gathered."""
     for make, dtype in ((one, torch.bfloat16), (one, torch.float32), (two, torch.bfloat16)):
         with pytest.MonkeyPatch.context() as patch:
             job = Job(patch, rank, make, dtype)
-            read = mapped_bytes(toy.checkpoint(), CODED, dtype.itemsize)
-            for moves, in_place in ((0, 0), (0, 1), (0, 1), (1, 0), (0, 1), (0, 1)):
+            tensors = toy.checkpoint()
+            plain, coded = (mapped_bytes(tensors, each, dtype.itemsize) for each in ((), CODED))
+            for moves in (False, True):
                 if moves and rank == 1:
                     job.trainer.move()
-                before, made = job.launches, len(job.memories.made)
-                result = job.step()
-                assert result.mapped_bytes == read * in_place
-                assert result.bytes == result.mapped_bytes or not in_place
-                assert ("quantize" in result.seconds) == in_place
+                for read in (0, plain, coded, coded):
+                    before, made = job.launches, len(job.memories.made)
+                    result = job.step()
+                    assert result.mapped_bytes == read
+                    assert result.bytes == read or not read
+                    assert ("quantize" in result.seconds) == (read == coded)
             assert job.launches == before + 1
             assert len(job.memories.made) == made
         ranks.meet(rank, folder, f"{make.__name__}-{dtype}", WORLD)
@@ -348,7 +364,7 @@ def behind_a_gpu(rank: int, folder: Path) -> None:
         for works in (True, False):
             with pytest.MonkeyPatch.context() as patch:
                 job = Job(patch, rank, one)
-                for _ in range(2):
+                for _ in range(3):
                     job.step()
                 if rank == late:
                     LateGpu(patch, works)
@@ -365,16 +381,16 @@ def of_faults(rank: int, folder: Path) -> None:
     served on."""
     with pytest.MonkeyPatch.context() as patch:
         job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
-        for _ in range(2):
+        for _ in range(3):
             job.step()
         serves = [toy.contents(w.model) for e in job.engines for w in e.ranks]
-        bad = toy.checkpoint(2)
+        bad = toy.checkpoint(3)
         bad["mlp.experts.1.up.weight"][-1, -1] = torch.nan  # rank 1 holds it
         with pytest.raises(Exception, match=r"on rank 1 .*experts\.1\.up\.weight holds NaN"):
-            update(job.trainer.become(bad), job.engines or None, version=2)
+            update(job.trainer.become(bad), job.engines or None, version=3)
         for weights, before in zip([w for e in job.engines for w in e.ranks], serves, strict=True):
             assert toy.same(toy.contents(weights.model), before)
-            assert (weights.state, weights.policy.version) == (State.SERVING, 1)
+            assert (weights.state, weights.policy.version) == (State.SERVING, 2)
         assert [job.step().mapped_bytes > 0 for _ in range(3)] == [False, True, True]
         with pytest.MonkeyPatch.context() as fault:
             if rank == 1:
@@ -396,17 +412,18 @@ def of_other_layouts(rank: int, folder: Path) -> None:
 
         job = Job(patch, rank, make)
         tensors = toy.checkpoint()
-        for _ in range(2):
-            assert job.step().mapped_bytes in (0, mapped_bytes(tensors, CODED))
+        found = [job.step().mapped_bytes for _ in range(3)]
+        assert found == [0, mapped_bytes(tensors, set()), mapped_bytes(tensors, CODED)]
         some = {"attn.q.weight", "mlp.experts.0.up.weight"}
         for engine in job.engines:
             engine.formats = {QUANTIZED.name: sorted(some)}
-        bad = toy.checkpoint(2) | {
+        bad = toy.checkpoint(3) | {
             "norm.weight": torch.full_like(tensors["norm.weight"], torch.nan)
         }
         with pytest.raises(Exception, match="NaN"):  # the layout is asked for again
-            update(job.trainer.become(bad), job.engines or None, version=2)
-        job.step_to(3)
+            update(job.trainer.become(bad), job.engines or None, version=3)
+        job.step_to(4)
+        assert job.step().mapped_bytes == mapped_bytes(tensors, set())
         assert [job.step().mapped_bytes for _ in range(2)] == [mapped_bytes(tensors, some)] * 2
         job.engines += joining
         launches = job.launches
@@ -424,7 +441,7 @@ def beside_what_is_gathered(rank: int, folder: Path) -> None:
         columns = torch.empty(toy.HIDDEN, toy.HEADS // WORLD, dtype=torch.bfloat16)
         mesh = cast(DTensor, job.trainer.named["attn.o.weight"]).device_mesh
         cut = DTensor.from_local(columns, mesh, (Shard(1),))
-        for version in range(3):
+        for version in range(4):
             tensors = toy.checkpoint(version)
             columns.copy_(tensors["attn.o.weight"].chunk(WORLD, 1)[rank])
             beside = {"norm.weight": tensors["norm.weight"], "attn.o.weight": cut}
@@ -440,18 +457,18 @@ def in_bf16_without_memory(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         job = Job(patch, rank, one)
 
-        def full(nbytes: int, device: Any) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        def full(nbytes: int, device: Any) -> Any:
+            raise CudaMemoryError("out of memory")
 
         if rank == 1:
-            patch.setattr(fp8_weights, "codes_memory", full)
+            patch.setattr(shard_codes, "DeviceMemory", full)
         whole = mapped_bytes(toy.checkpoint(), set())
         warnings: list[str] = []
         patch.setattr(
             shard_codes.logger, "warning", lambda text, *args: warnings.append(text % args)
         )
-        results = [job.step() for _ in range(4)]
-        assert [each.mapped_bytes for each in results] == [0, whole, whole, whole]
+        results = [job.step() for _ in range(5)]
+        assert [each.mapped_bytes for each in results] == [0, *[whole] * 4]
         assert len(warnings) == (rank == 0), warnings
         assert job.launches <= 2, "only where it was not known yet"
 
@@ -473,8 +490,96 @@ def with_kv_scales(rank: int, folder: Path) -> None:
         assert result.mapped_bytes >= read and job.launches
 
 
+def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
+    """Codes are freed once no engine has them open: neither one that the trainer no longer names,
+    nor one that was left out of an update. ``Job.step`` checks that none is freed before."""
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, two)
+        made = [job.step() and len(job.memories.made) for _ in range(3)]
+        assert made[2] == made[1] + 1
+        gone, job.engines = job.engines[:1], job.engines[1:]
+        for _ in range(3):  # the first of these still reads codes, the others BF16
+            assert job.step().mapped_bytes
+            assert len(job.memories.made) == made[2]
+        for engine in gone:
+            with looping(engine):
+                close(engine)
+        job.step()
+        assert len(job.memories.made) == made[1]
+    ranks.meet(rank, folder, "closed", WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
+        for _ in range(3):
+            job.step()
+        codes, engines = shard_codes.CODES_BOOK._codes, job.engines
+        with pytest.MonkeyPatch.context() as fault:
+            for engine in engines[1:]:
+                fault.setattr(engine, "control", _busy(engine.control))
+            job.engines = engines[:1]  # which are compared
+            if rank == 1:
+                job.trainer.move()
+            named = job.trainer.become(toy.checkpoint(3))
+            result = update(named, engines or None, version=3, require=1)
+            assert len(result.failed) == 1 and not job.memories.torn
+        assert codes in shard_codes.CODES_BOOK._retired
+        job.engines = engines
+        job.step_to(4)
+        assert codes not in shard_codes.CODES_BOOK._retired
+
+
+def _busy(control: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(message: dict[str, Any], timeout_s: float = 9.0) -> Any:
+        if message["op"] == "begin":
+            raise EngineError("another update runs")
+        return control(message)
+
+    return refuse
+
+
+def until_the_last_engine_is_closed(rank: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, one)
+        made = [job.step() and len(job.memories.made) for _ in range(3)]
+        assert made[2] == made[1] + 1
+        for engine in job.engines:
+            with looping(engine):
+                close(engine)
+        ranks.meet(rank, folder, "left", WORLD)
+        if rank == 1:
+            assert len(job.memories.made) == made[2]
+            close(None)
+        assert len(job.memories.made) == made[1] and not job.memories.torn
+        assert job.step().mapped_bytes == mapped_bytes(toy.checkpoint(), CODED)
+
+
+def where_shards_move_at_each_update(rank: int, folder: Path) -> None:
+    """Nothing is prepared that is not used."""
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, one)
+        patch.setattr(placed_shards, "Shards", None)
+        patch.setattr(shard_codes, "codes_wanted", None)
+        for _ in range(3):
+            job.trainer.move()
+            assert job.step().mapped_bytes == 0
+        assert not job.launches
+
+
+def without_a_decision(rank: int, folder: Path) -> None:
+    """It only makes updates faster: they do not fail with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        job = Job(patch, rank, one)
+        patch.setattr(shard_codes, "codes_wanted", lambda *_: 1 / 0)
+        whole = mapped_bytes(toy.checkpoint(), set())
+        assert [job.step().mapped_bytes for _ in range(3)] == [0, whole, whole]
+        assert not job.launches
+
+
 CASES_OF_RANKS = (
     to_engines,
+    as_long_as_engines_have_them,
+    until_the_last_engine_is_closed,
+    where_shards_move_at_each_update,
+    without_a_decision,
     to_the_trainers_gpus,
     behind_a_gpu,
     of_faults,
