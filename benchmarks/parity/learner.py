@@ -98,12 +98,19 @@ class Learner:
         self._write()
 
 
-def micro_batches_of(prompts: list[list[int]], responses: list[list[int]]) -> Iterator[list[int]]:
-    """Indices of sequences that go through the model together, those of like length."""
+def micro_batches_of(
+    prompts: list[list[int]], responses: list[list[int]], tokens: int | None = None
+) -> Iterator[list[int]]:
+    """Indices of sequences that go through the model together, those of like length.
+
+    Args:
+        tokens: that a forward takes at most, padded; None: ``TOKENS_PER_PASS``.
+    """
     length = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    limit = tokens or TOKENS_PER_PASS
     micro_batch: list[int] = []
     for index in sorted(range(len(length)), key=lambda i: length[i]):
-        if micro_batch and length[index] * (len(micro_batch) + 1) > TOKENS_PER_PASS:
+        if micro_batch and length[index] * (len(micro_batch) + 1) > limit:
             yield micro_batch
             micro_batch = []
         micro_batch.append(index)

@@ -26,6 +26,8 @@ from trainer_bridge import connect, response_logprobs
 
 LINE_EVERY = 25  # steps
 EVALUATE_EVERY = 200
+TOKENS_PER_PASS = 16384
+"""Demonstrations share the GPU with few others, and models with a vocabulary of ASCII need less."""
 PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
@@ -78,7 +80,7 @@ def train(
         responses = [arithmetic.encode(text) for text in texts]
         tokens = sum(map(len, responses))
         total = torch.zeros((), device=device)
-        for micro_batch in micro_batches_of(prompts, responses):
+        for micro_batch in micro_batches_of(prompts, responses, TOKENS_PER_PASS):
             shown = [responses[index] for index in micro_batch]
             logprobs_BT = response_logprobs(made, [prompts[i] for i in micro_batch], shown)
             loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens

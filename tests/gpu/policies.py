@@ -124,8 +124,9 @@ class Shape:
 
 DENSE = Shape("qwen3-8b", hidden=4096, intermediate=12288, kv_heads=8)
 MOE = Shape("qwen3-30b-a3b", hidden=2048, intermediate=768, kv_heads=4, experts=128)
-RAGGED = Shape("ragged", hidden=576, intermediate=1472, heads=8, kv_heads=4)
-"""Padded on one rank: 4.5 blocks of columns, and 11.5 of rows in each half of gate and up."""
+RAGGED = Shape("ragged", hidden=576, intermediate=1472, heads=8, kv_heads=4, vocabulary=131072)
+"""Padded on one rank: 4.5 blocks of columns, and 11.5 of rows in each half of gate and up. Its
+vocabulary makes it as many chunks as an update needs to have a middle."""
 CUT = replace(DENSE, name="qwen3-8b-cut", intermediate=12160)
 """Padded on two ranks: the border between them is in the middle of a block of the MLP."""
 MOE_CUT = replace(MOE, name="qwen3-30b-a3b-cut", intermediate=384)
