@@ -86,6 +86,17 @@ VERL = (
     "tests/sgl_fp8rl/test_seams.py::test_the_tested_version_has_every_symbol[verl]",
     "tests/integrations/verl",
 )
+
+
+def _fast(sglang: str) -> tuple[Suite, Suite]:
+    """All fast tests, in halves that take about as long as each other."""
+    folder = "tests/trainer_bridge"
+    return (
+        Suite("fast, trainer_bridge", sglang, (*FAST, folder)),
+        Suite("fast, all else", sglang, (*FAST, f"--ignore={folder}")),
+    )
+
+
 # The longest first: `JOBS` run at once.
 PLANS: dict[str, tuple[Suite, ...]] = {
     "fast": (Suite("fast", OLDEST, FAST),),
@@ -97,13 +108,13 @@ PLANS: dict[str, tuple[Suite, ...]] = {
             "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v3",
         ),
         Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),
-        Suite("fast", OLDEST, FAST),
+        *_fast(OLDEST),
     ),
     "test-full": (
         Suite("engine", OLDEST, ALL_ENGINE),
         Suite("engine", NEWEST, ALL_ENGINE),
-        Suite("fast", OLDEST, FAST),
-        Suite("fast", NEWEST, FAST),
+        *_fast(OLDEST),
+        *_fast(NEWEST),
     ),
     "verl": (Suite("verl", OLDEST, VERL, environment="verl", may_skip=False),),
     "guarantees": (
