@@ -160,7 +160,7 @@ BENCHMARK = Benchmark(
         Job("experts", Spec("qwen3-30b-a3b", 4)),
     ),
     measure=measure,
-    limit_s=300.0,
+    limit_s=480.0,
     options=(LAYERS, Option("steps", "of training, each with an update", default=200)),
     gpu="optional",
 )

@@ -35,6 +35,8 @@ ENGINE: dict[str, Any] = {
     # the trainer's shards and stock SGLang's buckets must fit beside it
     "mem_fraction_static": 0.35,
 }
+WHOLE_ON_EACH = 0.55
+"""The same, where a GPU holds a whole model: 31 GB of 30B-A3B, and a quarter of the shards."""
 
 
 SAME, OTHERS, EACH = "", "to other GPUs", "to an engine on each GPU"
@@ -65,7 +67,8 @@ class Case:
         """
         common = ENGINE | ({} if self.stock else {"quantization": "fp8rl"})
         if self.place == EACH:
-            return [common | {"base_gpu_id": gpu} for gpu in range(gpus)]
+            each = common | {"mem_fraction_static": WHOLE_ON_EACH}
+            return [each | {"base_gpu_id": gpu} for gpu in range(gpus)]
         ranks = {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
         return [common | ranks | {"base_gpu_id": gpus if self.place == OTHERS else 0}]
 

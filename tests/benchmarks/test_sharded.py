@@ -113,15 +113,18 @@ def test_ours_is_given_the_shards(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found["values"]["update_gpu_ms"] == [1.0] * UPDATES
 
 
+WHOLE = {"mem_fraction_static": sharded.WHOLE_ON_EACH}
+
+
 @pytest.mark.parametrize(
     ("place", "wanted"),
     [
         (sharded.SAME, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 0}]),
         (sharded.OTHERS, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 2}]),
-        (sharded.EACH, [{"base_gpu_id": 0}, {"base_gpu_id": 1}]),
+        (sharded.EACH, [WHOLE | {"base_gpu_id": 0}, WHOLE | {"base_gpu_id": 1}]),
     ],
 )
-def test_engines_are_placed(place: str, wanted: list[dict[str, int]]) -> None:
+def test_engines_are_placed(place: str, wanted: list[dict[str, Any]]) -> None:
     found = sharded.Case("stock-bf16", "tiny", place, buckets=(1,)).engines(2, SHAPE)
     assert found == [sharded.ENGINE | each for each in wanted]
 
