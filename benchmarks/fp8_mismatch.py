@@ -2,8 +2,9 @@
 
 Engines in BF16 and in FP8, with a BF16 and with an FP8 KV cache, sample from the same random
 weights. The trainer computes the logprobs of each engine's tokens in BF16, and with ``fp8_forward``
-where the engine is FP8: one-sided k3 against the engine's own logprobs, in nats. Then it is trained
-for some steps, each of which updates the FP8 engine and compares its codes with the trainer's.
+where the engine is FP8, also with attention to K and V as its cache stores them: one-sided k3
+against the engine's own logprobs, in nats. Then it is trained for some steps, each of which updates
+the FP8 engine and compares its codes with the trainer's.
 """
 
 import math
@@ -27,14 +28,13 @@ VOCAB = 32768
 LEARNING_RATE = 1e-3
 """Of SGD, whose gradients are of a random model's own samples; most codes stay as they are."""
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}
+ALL_FP8 = "FP8, FP8 KV"
 ENGINES: dict[str, dict[str, Any]] = {
     "BF16": {"fp8rl_ignored_layers": (ALL_BF16,)},
     "BF16, FP8 KV": {"fp8rl_ignored_layers": (ALL_BF16,), **FP8_KV},
     "FP8": {},
-    "FP8, FP8 KV": FP8_KV,
+    ALL_FP8: FP8_KV,  # the last: from then on the trainer computes with codes
 }
-"""Of which the first and third are what ``fp8_forward`` is for: it does not imitate an FP8 KV
-cache."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,16 @@ def measure(spec: Spec, run: Run) -> list[Measurement]:
     for kind, keywords in ENGINES.items():
         with engine_of(run, **keywords) as engine:
             sampled[kind] = rollout_of(engine, prompts)
-        add(kind, "bf16", k3(model, sampled[kind]))
+            add(kind, "bf16", k3(model, sampled[kind]))
+            if kind == ALL_FP8:
+                fp8 = trainer_bridge.fp8_forward(model, engine)
+                fp8.check(engine)
+                for each in ("FP8", ALL_FP8):
+                    add(each, "fp8_forward", k3(model, sampled[each]))
+                fp8.read_kv_scales(engine)
+                add(ALL_FP8, "fp8_forward, K and V as stored", k3(model, sampled[ALL_FP8]))
     with engine_of(run) as engine:
-        fp8 = trainer_bridge.fp8_forward(model, engine)
-        fp8.check(engine)
-        for kind in ("FP8", "FP8, FP8 KV"):
-            add(kind, "fp8_forward", k3(model, sampled[kind]))
+        fp8.read_kv_scales(engine)
         add("FP8", "fp8_forward, trained", steps(model, fp8, engine, prompts, run.options["steps"]))
     return measurements
 

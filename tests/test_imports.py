@@ -23,7 +23,8 @@ LAYERS = (
     "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
     "trainer_bridge.routed_experts "
     "trainer_bridge.engine_norms trainer_bridge.fp8_weights trainer_bridge.fp8_layers "
-    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.clock "
+    "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
+    "trainer_bridge.clock "
     "trainer_bridge.decision trainer_bridge.agreement",
     "trainer_bridge.transport trainer_bridge.fsdp trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "

@@ -1,4 +1,5 @@
-"""Observe the inputs of the attention functions of a transformers model, without changing them."""
+"""Hooks at the attention functions of transformers models: they observe the inputs, or have a
+layer attend to what an FP8 KV cache stores (``fp8_attention.py``)."""
 
 import functools
 import inspect
@@ -15,6 +16,8 @@ Observe = Callable[
     None,
 ]
 """``KVCalibrator.observe``: layer, query, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
+STORED = "stored_kv"
+"""Attribute of an attention module: its ``fp8_attention.StoredKV``, where it has one."""
 
 
 class Watch:
@@ -25,15 +28,8 @@ class Watch:
     """
 
     def __init__(self, observe: Observe, model: nn.Module) -> None:
-        config = text_config(model)
         self._observe = observe
-        # a vision tower's layers have a config of another type
-        self._layers = {
-            module: int(module.layer_idx)  # type: ignore[arg-type]
-            for module in model.modules()
-            if isinstance(getattr(module, "layer_idx", None), int)
-            and type(getattr(module, "config", None)) is type(config)
-        }
+        self._layers = attention_layers(model)
         self._model = model
         self._outermost: nn.Module | None = None
         self._mask: torch.Tensor | None = None
@@ -87,12 +83,13 @@ class Watch:
 
 
 _watches: list[Watch] = []
+_installed = 0
 _lock = threading.Lock()
 
 
-@contextmanager
-def installed(watch: Watch) -> Iterator[None]:
-    """Make transformers' attention functions report to ``watch``.
+def install() -> None:
+    """Have transformers' attention functions go through the hooks, until ``uninstall`` was called
+    as often.
 
     Every attention layer of transformers gets its function, also the eager one, from
     ``get_interface`` in each forward, and calls it with itself, query, key and value.
@@ -100,6 +97,7 @@ def installed(watch: Watch) -> Iterator[None]:
     Raises:
         ValueError: this transformers is too old to have ``get_interface``.
     """
+    global _installed
     from transformers.modeling_utils import AttentionInterface
 
     with _lock:
@@ -109,25 +107,51 @@ def installed(watch: Watch) -> Iterator[None]:
                 "this transformers has no AttentionInterface.get_interface; install 5.0 or newer, "
                 "or call observe() in the model's attention"
             )
-        if not _watches:
-            AttentionInterface.get_interface = _reporting(original)
-        _watches.append(watch)
+        if not _installed:
+            AttentionInterface.get_interface = _hooked(original)
+        _installed += 1
+
+
+@functools.cache
+def keep_installed() -> None:
+    """``install`` them as long as this process lives."""
+    install()
+
+
+def uninstall() -> None:
+    """Undo an ``install``."""
+    global _installed
+    from transformers.modeling_utils import AttentionInterface
+
+    with _lock:
+        _installed -= 1
+        if not _installed:
+            AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+
+
+@contextmanager
+def installed(watch: Watch) -> Iterator[None]:
+    """Make transformers' attention functions report to ``watch``.
+
+    Raises:
+        ValueError: as ``install``.
+    """
+    install()
+    _watches.append(watch)
     try:
         yield
     finally:
-        with _lock:
-            _watches.remove(watch)
-            if not _watches:
-                AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+        _watches.remove(watch)
+        uninstall()
 
 
-def _reporting(get_interface: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked(get_interface: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_interface)
-    def get_reporting(*args: Any, **kwargs: Any) -> Any:
+    def get_hooked(*args: Any, **kwargs: Any) -> Any:
         attend = get_interface(*args, **kwargs)
 
         @functools.wraps(attend)
-        def attend_and_report(
+        def attend_hooked(
             module: nn.Module,
             query: torch.Tensor,
             key: torch.Tensor,
@@ -139,11 +163,30 @@ def _reporting(get_interface: Callable[..., Any]) -> Callable[..., Any]:
             if not torch.compiler.is_compiling():
                 for watch in tuple(_watches):
                     watch.see(module, query, key, value)
+            stored: Any = getattr(module, STORED, None)
+            if stored is not None:
+                return stored.attend(attend, module, query, key, value, *args, **kwargs)
             return attend(module, query, key, value, *args, **kwargs)
 
-        return attend_and_report
+        return attend_hooked
 
-    return get_reporting
+    return get_hooked
+
+
+def attention_layers(model: nn.Module) -> dict[nn.Module, int]:
+    """The attention modules of a transformers model's decoder, and the layer of each.
+
+    Raises:
+        ValueError: it is not a transformers model.
+    """
+    config = text_config(model)
+    return {
+        module: int(module.layer_idx)  # type: ignore[arg-type]
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+        # a vision tower's layers have a config of another type
+        and type(getattr(module, "config", None)) is type(config)
+    }
 
 
 def text_config(model: nn.Module) -> Any:

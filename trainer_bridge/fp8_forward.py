@@ -19,6 +19,7 @@ from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
+from trainer_bridge.fp8_attention import read_as_stored
 from trainer_bridge.fp8_weights import moves_codes
 from trainer_bridge.fsdp import Source, named_tensors, sources
 
@@ -80,6 +81,22 @@ class FP8Forward:
         except BaseException as error:
             leader.tell(error)
             raise
+
+    def read_kv_scales(self, engine: Any, *, group: dist.ProcessGroup | None = None) -> None:
+        """Have attention read K and V as an engine's FP8 KV cache stores them, under the scales
+        that it has now; with a BF16 cache, as they are. Every rank calls, after each rollout.
+
+        Args:
+            engine: as for ``check``. Of several, all have the scales that an update brought
+                (``kv_scales=``); without them each one measures its own.
+            group: as for ``update``.
+
+        Raises:
+            EngineError: the engine cannot be reached, or has not measured its scales yet.
+            ValueError: it has other layers than the model.
+        """
+        leader = Leader(ranks_of(list(self.model.named_parameters()), group))
+        read_as_stored(self.model, leader.share(leader.attempt(_kv_scales_of, engine)))
 
 
 def fp8_forward(
@@ -159,6 +176,20 @@ def _layout_of(engine: Any) -> dict[str, Any]:
             "start it with --fp8rl-format block-fp8"
         )
     return {name: layout[name] for name in ("formats", "dtype")}
+
+
+def _kv_scales_of(engine: Any) -> list[tuple[float, float]] | None:
+    """Of K and V in each layer; None of a BF16 cache."""
+    connection = connection_to(engine)
+    if connection.layout()["kv_cache"] is None:
+        return None
+    reply = connection.client.control({"op": "kv"})
+    if reply["pending"]:
+        raise EngineError(
+            "the engine measures its KV scales at the first prefill after an update, which has not "
+            "come yet; call it after a rollout, or give kv_scales to update"
+        )
+    return [(max(k), max(v)) for k, v, _ in reply["scales"]]
 
 
 def _quantized(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

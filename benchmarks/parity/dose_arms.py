@@ -1,7 +1,7 @@
 """The arms of the study of doses, the most telling first: a machine may be given back early.
 
-Planted arms have BF16 KV: ``fp8_forward`` does not imitate an FP8 cache, and would be left with
-mismatch that it does not claim to remove. The smallest dose is that of an FP8 cache, unplanted.
+Planted arms have BF16 KV: one kind of mismatch at a time. The smallest dose is that of an FP8
+cache, unplanted.
 """
 
 from collections.abc import Iterator

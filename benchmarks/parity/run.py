@@ -23,7 +23,7 @@ from benchmarks.parity.settings import TIMING_STEPS, Study, add_options, open_st
 from benchmarks.parity.steps import Steps
 from examples.grpo import tiny_model
 from sgl_fp8rl.protocol.states import ABORT, RETRACT
-from trainer_bridge import FP8Forward, fp8_forward
+from trainer_bridge import fp8_forward
 
 STOPPED = 3
 """Exit status of a run whose time was up, and that is to be started again."""
@@ -57,7 +57,6 @@ class _Run:
         self.dose = scan.dose_of(study, arm, which)
         model = models.load(self.weights, study.device)
         self.learner = Learner(model, tiny_model.learning_rate(study.settings.rate, model))
-        self.forward: FP8Forward | None = None
         task = sampling.task_of(arm.model, self.weights, study.settings.levels)
         self.take = Steps(study.settings, arm, seed, task, self.learner)
         self.step, state, controller = run_log.resume()
@@ -90,8 +89,8 @@ class _Run:
                 fp8_matrices=[*formats.values()].count("fp8"),
                 kv_cache=keywords.get("kv_cache_dtype", "auto"),
             )
-            if self.arm.fp8_forward and self.forward is None:
-                self.forward = fp8_forward(self.learner.model, like=engine.handle)
+            if self.arm.fp8_forward and self.take.forward is None:
+                self.take.forward = fp8_forward(self.learner.model, like=engine.handle)
             self.plant(force=True)
             while self.step < self.steps and not self.control.must_restart:
                 if time.time() > until:
@@ -150,8 +149,8 @@ class _Run:
 
     def evaluate(self, engine: engines.Engine) -> None:
         """Evaluate on held-out problems, by the arm's own engine."""
-        if self.forward is not None:
-            self.forward.check(engine.handle)
+        if self.take.forward is not None:
+            self.take.forward.check(engine.handle)
         count = self.study.settings.evaluation_problems
         found = sampling.evaluate(engine, self.take.task, count, self.step)
         self.log.add("evaluation", step=self.step, **found)

@@ -18,7 +18,7 @@ from benchmarks.parity.learner import Learner, learn, mini_batches_of
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import Settings
 from benchmarks.parity.tasks import Task
-from trainer_bridge import CorrectionConfig, Rollout
+from trainer_bridge import CorrectionConfig, FP8Forward, Rollout
 
 HEAD_START = 0.5
 """Of the time of a rollout: how long the next one runs before the update comes."""
@@ -35,6 +35,8 @@ class Steps:
         self._rollouts = ThreadPoolExecutor(1)
         self._next: Future[tuple[Rollout, float]] | None = None
         self._last_s = 0.0
+        self.forward: FP8Forward | None = None
+        """Of the learner's model, where it computes with an engine's codes."""
 
     def __call__(
         self, engine: Engine, step: int, batch: Rollout | None, config: CorrectionConfig
@@ -43,6 +45,8 @@ class Steps:
         settings = self._settings
         if batch is None:
             batch, self._last_s = self._respond(engine, step, step)
+        if self.forward is not None:
+            self.forward.read_kv_scales(engine.handle)
         began = time.perf_counter()
         rewards = torch.tensor(sampling.rewards_of(self.task, self._problems(step), batch))
         parts = self._arm.mini_batches

@@ -18,6 +18,7 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server
 from tests.trainer_bridge import ranks
 from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
+from trainer_bridge.fp8_attention import read_as_stored
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +27,10 @@ IGNORED = "model.layers.1.self_attn.o_proj"
 PART_LEFT = {"qwen3": 0.25, "qwen3_moe": 0.25, "llama": 0.17}
 """Of the one-sided k3 of a BF16 trainer, with ``fp8_forward``. Healthy: 0.16 to 0.17, 0.11 to 0.16,
 0.08 to 0.11."""
+WITH_FP8_KV = {"qwen3": 0.35, "qwen3_moe": 0.35, "llama": 0.2}
+"""The same with an FP8 KV cache. Healthy: 0.22 to 0.24, 0.13 to 0.24, 0.13 to 0.14."""
+KV_LEFT = 0.75
+"""Then, of what is left where attention reads K and V as they are. Healthy: 0.31 to 0.57."""
 STEPS = 3
 WORLD = 2
 PROMPTS = [
@@ -38,9 +43,9 @@ SAMPLING = {"n": 4, "temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True
 class Run:
     """An engine, and its trainer."""
 
-    def __init__(self, family: str, checkpoint: Path, folder: Path) -> None:
+    def __init__(self, family: str, checkpoint: Path, folder: Path, *arguments: str) -> None:
         self.family, self.checkpoint = family, checkpoint
-        arguments = ["--fp8rl-ignored-layers", IGNORED]
+        arguments = ("--fp8rl-ignored-layers", IGNORED, *arguments)
         self.server = Server(folder / "log", FORKED, checkpoint, *arguments)
 
     def trainer(self, forward: bool) -> tuple[Any, FP8Forward | None]:
@@ -152,6 +157,33 @@ def fsdp_trainer(rank: int, folder: Path) -> None:
 def test_a_sharded_trainer(run: Run, tmp_path: Path) -> None:
     (tmp_path / "engine").write_text(f"{run.server.address}\n{run.checkpoint}")
     ranks.run(fsdp_trainer, tmp_path, WORLD, collective_timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_moe", "llama"))],
+)
+def test_an_fp8_kv_cache(family: str, policies: Policies, tmp_path: Path) -> None:
+    """Under the engine's own scales, and then under those of an update."""
+    run = Run(family, policies(family)[0], tmp_path, "--kv-cache-dtype", "fp8_e4m3")
+    with run.server:
+        model, fp8 = run.trainer(forward=True)
+        control, _ = run.trainer(forward=False)
+        assert fp8 is not None
+        with pytest.raises(EngineError, match="after a rollout"):
+            fp8.read_kv_scales(run.server)
+        calibrator = trainer_bridge.KVCalibrator.of(model)
+        for version, scales in enumerate(("measured by the engine", "of the update")):
+            rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
+            found = {"BF16": k3(control, rollout), "its K and V": k3(model, rollout)}
+            fp8.read_kv_scales(run.server)
+            with calibrator.watch(model):
+                found["the cache's"] = k3(model, rollout)
+            read_as_stored(model, None)
+            print(f"{family}, scales {scales}: {found}")
+            assert 0 < found["the cache's"] < WITH_FP8_KV[family] * found["BF16"]
+            assert found["the cache's"] < KV_LEFT * found["its K and V"]
+            trainer_bridge.update(model, run.server, version=version, kv_scales=calibrator.scales())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_cut"])

@@ -16,8 +16,10 @@ from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weig
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
 from tests.trainer_bridge import moe_models
+from tests.trainer_bridge.test_fp8_attention import leave_transformers_alone  # noqa: F401
 from trainer_bridge import fp8_forward, fp8_weights
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.fp8_attention import read_as_stored
 from trainer_bridge.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8_layers import FP8Linear, convert
 from trainer_bridge.fsdp import named_tensors, sources
@@ -67,6 +69,7 @@ class FakeEngine:
 
     def __init__(self, model: nn.Module, **layout: Any) -> None:
         self.sums: dict[str, list[int]] = {}
+        self.kv: dict[str, Any] = {}
         self._layout = {
             "dtype": "bfloat16",
             "bucket_bytes": 1 << 20,
@@ -81,7 +84,8 @@ class FakeEngine:
         }
 
     def control(self, message: dict[str, Any], timeout_s: float = 0.0) -> dict[str, Any]:
-        return self._layout if message["op"] == "layout" else {"sums": self.sums}
+        answers = {"layout": self._layout, "code_sums": {"sums": self.sums}, "kv": self.kv}
+        return answers[message["op"]]
 
 
 @contextmanager
@@ -470,6 +474,28 @@ def test_an_engine_of_another_sgl_fp8rl() -> None:
     engine.sums = None
     with pytest.raises(EngineError, match="install the same"):
         fp8.check(engine)
+
+
+def test_attention_reads_what_the_engines_cache_stores() -> None:
+    model, ids = tiny("qwen3"), torch.arange(1, 9)[None]
+    plain = model(ids).logits
+    in_bf16 = FakeEngine(model)
+    engine: Any = FakeEngine(model, kv_cache={"layers": 2, "kv_heads": 2})
+    fp8 = fp8_forward(model, engine)
+    with_codes = model(ids).logits
+    engine.kv = {"pending": True, "scales": []}
+    with pytest.raises(EngineError, match="after a rollout"):
+        fp8.read_kv_scales(engine)
+    assert torch.equal(model(ids).logits, with_codes)
+    rows = [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]], [[0.1, 0.1], [0.5, 0.5], [1.0, 1.0]]]
+    engine.kv = {"pending": False, "scales": rows}
+    fp8.read_kv_scales(engine)
+    expected = copy.deepcopy(model)
+    read_as_stored(expected, [(0.3, 0.2), (0.1, 0.5)])
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert not torch.equal(model(ids).logits, with_codes)
+    fp8.read_kv_scales(in_bf16)
+    assert torch.equal(model(ids).logits, with_codes) and not torch.equal(with_codes, plain)
 
 
 def test_steps_are_counted_once() -> None:
