@@ -2,7 +2,7 @@
 
 Engines in BF16 and in FP8, with a BF16 and with an FP8 KV cache, sample from the same random
 weights. The trainer computes the logprobs of each engine's tokens in BF16, and with ``fp8_forward``
-where the engine is FP8, also with attention to K and V as its cache stores them: one-sided k3
+where the engine is FP8, also with K and V fake-quantized: one-sided k3
 against the engine's own logprobs, in nats. Then it is trained for some steps, each of which updates
 the FP8 engine and compares its codes with the trainer's.
 """
@@ -75,10 +75,10 @@ def measure(spec: Spec, run: Run) -> list[Measurement]:
                 fp8.check(engine)
                 for each in ("FP8", ALL_FP8):
                     add(each, "fp8_forward", k3(model, sampled[each]))
-                fp8.read_kv_scales(engine)
-                add(ALL_FP8, "fp8_forward, K and V as stored", k3(model, sampled[ALL_FP8]))
+                fp8.sync_kv_scales(engine)
+                add(ALL_FP8, "fp8_forward, FP8 KV", k3(model, sampled[ALL_FP8]))
     with engine_of(run) as engine:
-        fp8.read_kv_scales(engine)
+        fp8.sync_kv_scales(engine)
         add("FP8", "fp8_forward, trained", steps(model, fp8, engine, prompts, run.options["steps"]))
     return measurements
 

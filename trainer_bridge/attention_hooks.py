@@ -1,9 +1,8 @@
-"""Hooks at the attention functions of transformers models: they observe the inputs, or have a
-layer attend to what an FP8 KV cache stores (``fp8_attention.py``)."""
+"""Hooks at the attention functions of transformers models: they observe the inputs, or
+fake-quantize K and V (``fp8_attention.py``)."""
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,8 @@ Observe = Callable[
     None,
 ]
 """``KVCalibrator.observe``: layer, query, key and value ``[B, heads, T, D]``, mask ``[B, T]``."""
-STORED = "stored_kv"
-"""Attribute of an attention module: its ``fp8_attention.StoredKV``, where it has one."""
+FAKE_QUANTIZED = "fake_quantized_kv"
+"""Attribute of an attention module: its ``fp8_attention.FakeQuantizedKV``, where it has one."""
 
 
 class Watch:
@@ -83,13 +82,12 @@ class Watch:
 
 
 _watches: list[Watch] = []
-_installed = 0
-_lock = threading.Lock()
 
 
+@functools.cache
 def install() -> None:
-    """Have transformers' attention functions go through the hooks, until ``uninstall`` was called
-    as often.
+    """Have transformers' attention functions go through the hooks, which pass on whatever is
+    neither watched nor fake-quantized, as long as this process lives.
 
     Every attention layer of transformers gets its function, also the eager one, from
     ``get_interface`` in each forward, and calls it with itself, query, key and value.
@@ -97,41 +95,20 @@ def install() -> None:
     Raises:
         ValueError: this transformers is too old to have ``get_interface``.
     """
-    global _installed
     from transformers.modeling_utils import AttentionInterface
 
-    with _lock:
-        original = getattr(AttentionInterface, "get_interface", None)
-        if original is None:
-            raise ValueError(
-                "this transformers has no AttentionInterface.get_interface; install 5.0 or newer, "
-                "or call observe() in the model's attention"
-            )
-        if not _installed:
-            AttentionInterface.get_interface = _hooked(original)
-        _installed += 1
-
-
-@functools.cache
-def keep_installed() -> None:
-    """``install`` them as long as this process lives."""
-    install()
-
-
-def uninstall() -> None:
-    """Undo an ``install``."""
-    global _installed
-    from transformers.modeling_utils import AttentionInterface
-
-    with _lock:
-        _installed -= 1
-        if not _installed:
-            AttentionInterface.get_interface = AttentionInterface.get_interface.__wrapped__
+    original = getattr(AttentionInterface, "get_interface", None)
+    if original is None:
+        raise ValueError(
+            "this transformers has no AttentionInterface.get_interface; install 5.0 or newer, "
+            "or call observe() in the model's attention"
+        )
+    AttentionInterface.get_interface = _hooked(original)
 
 
 @contextmanager
-def installed(watch: Watch) -> Iterator[None]:
-    """Make transformers' attention functions report to ``watch``.
+def reporting(watch: Watch) -> Iterator[None]:
+    """Have transformers' attention functions report to ``watch``.
 
     Raises:
         ValueError: as ``install``.
@@ -142,7 +119,6 @@ def installed(watch: Watch) -> Iterator[None]:
         yield
     finally:
         _watches.remove(watch)
-        uninstall()
 
 
 def _hooked(get_interface: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,9 +139,9 @@ def _hooked(get_interface: Callable[..., Any]) -> Callable[..., Any]:
             if not torch.compiler.is_compiling():
                 for watch in tuple(_watches):
                     watch.see(module, query, key, value)
-            stored: Any = getattr(module, STORED, None)
-            if stored is not None:
-                return stored.attend(attend, module, query, key, value, *args, **kwargs)
+            kv: Any = getattr(module, FAKE_QUANTIZED, None)
+            if kv is not None:
+                return kv.attend(attend, module, query, key, value, *args, **kwargs)
             return attend(module, query, key, value, *args, **kwargs)
 
         return attend_hooked

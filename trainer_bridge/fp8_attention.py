@@ -1,4 +1,4 @@
-"""Attention of a trainer that reads K and V as an engine's FP8 KV cache stores them.
+"""Attention of a trainer with K and V fake-quantized: as an engine's FP8 KV cache stores them.
 
 Shape suffixes: B sequences, H KV heads, T tokens, D head dim, L layers.
 """
@@ -13,22 +13,19 @@ from sgl_fp8rl.ops.kv import kv_codes
 from trainer_bridge import attention_hooks
 
 
-class StoredKV:
-    """The K and V of a layer as codes of the engine's cache; see ``sgl_fp8rl.kv_cache.scales``.
+class FakeQuantizedKV:
+    """The scales of a layer's K and V, and attention under them; see ``sgl_fp8rl.kv_cache.scales``.
 
     As in the engine, attention computes with the codes, which BF16 and FP32 hold exactly, and the
     scales are factors of the softmax and of the result.
 
     Args:
         k_scale, v_scale: of all KV heads of the layer.
+        dtype: the engine's, to which K and V are rounded before.
     """
 
-    def __init__(self, k_scale: float, v_scale: float) -> None:
-        self._scales = k_scale, v_scale
-        attention_hooks.keep_installed()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoredKV, self._scales  # a model may be loaded in another process
+    def __init__(self, k_scale: float, v_scale: float, dtype: torch.dtype) -> None:
+        self._k_scale, self._v_scale, self._dtype = k_scale, v_scale, dtype
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -42,48 +39,64 @@ class StoredKV:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Call one of transformers' attention functions; gradients pass straight through codes."""
-        k_scale, v_scale = self._scales
+        """Call one of transformers' attention functions.
+
+        Raises:
+            ValueError: in FP16, whose products of Q and codes may overflow.
+        """
+        if query.dtype == torch.float16:
+            raise ValueError(
+                "attention with K and V of an FP8 cache is computed in BF16 or FP32; load the "
+                "model in BF16"
+            )
         key, value = (
-            _Codes.apply(x_BHTD, scale)  # type: ignore[no-untyped-call]
-            for x_BHTD, scale in ((key_BHTD, k_scale), (value_BHTD, v_scale))
+            _Codes.apply(x_BHTD, scale, self._dtype)  # type: ignore[no-untyped-call]
+            for x_BHTD, scale in ((key_BHTD, self._k_scale), (value_BHTD, self._v_scale))
         )
-        scaling = (query.shape[-1] ** -0.5 if scaling is None else scaling) * k_scale
+        scaling = (query.shape[-1] ** -0.5 if scaling is None else scaling) * self._k_scale
         output, weights = attention(module, query, key, value, *args, scaling=scaling, **kwargs)
-        return output * v_scale, weights
+        return output * self._v_scale, weights
 
 
 class _Codes(torch.autograd.Function):
-    """``x / scale`` rounded to E4M3, in the dtype of x; its gradient is that of ``x / scale``."""
+    """``x / scale`` rounded to E4M3, in the dtype of x, with a straight-through gradient: that of
+    ``x / scale``."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTD: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: Any, x_BHTD: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
         ctx.scale = scale
-        scale_H = torch.full(x_BHTD.shape[1:2], scale, device=x_BHTD.device)
-        return kv_codes(x_BHTD.transpose(1, 2), scale_H).to(x_BHTD.dtype).transpose(1, 2)
+        scale_H = torch.full(x_BHTD.shape[1:2], scale, dtype=torch.float32, device=x_BHTD.device)
+        codes = kv_codes(x_BHTD.to(dtype).transpose(1, 2), scale_H)
+        return codes.to(x_BHTD.dtype).transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient / ctx.scale, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient / ctx.scale, None, None
 
 
-def read_as_stored(model: nn.Module, scales_L2: Sequence[tuple[float, float]] | None) -> None:
-    """Have the attention of a transformers model read K and V as a cache stores them.
+def fake_quantize_kv(
+    model: nn.Module, scales_L2: Sequence[tuple[float, float]] | None, dtype: torch.dtype
+) -> None:
+    """Have the attention of a transformers model fake-quantize K and V.
 
     Args:
-        scales_L2: of K and V in each layer; None: as they are, which is how a model begins.
+        scales_L2: of K and V in each layer; None: K and V stay as they are, as in a new model.
+        dtype: the engine's.
 
     Raises:
         ValueError: they are of a model with other layers.
     """
     layers = attention_hooks.attention_layers(model)
-    if scales_L2 is not None and {*layers.values()} != {*range(len(scales_L2))}:
+    found = sorted({*layers.values()})
+    if scales_L2 is not None and found != [*range(len(scales_L2))]:
         raise ValueError(
-            f"the KV scales are of {len(scales_L2)} layers, and the model has attention in "
-            f"{len({*layers.values()})}; pass an engine of the model's checkpoint"
+            f"the KV scales are of layers 0 to {len(scales_L2) - 1}, and the model has attention "
+            f"in layers {found}; pass an engine of the model's checkpoint"
         )
+    attention_hooks.install()
     for module, layer in layers.items():
         if scales_L2 is None:
-            vars(module).pop(attention_hooks.STORED, None)
+            vars(module).pop(attention_hooks.FAKE_QUANTIZED, None)
         else:
-            setattr(module, attention_hooks.STORED, StoredKV(*scales_L2[layer]))
+            kv = FakeQuantizedKV(*scales_L2[layer], dtype)
+            setattr(module, attention_hooks.FAKE_QUANTIZED, kv)

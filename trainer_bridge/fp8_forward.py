@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from sgl_fp8rl.formats import QUANTIZED, split_name
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge import hf_names
+from trainer_bridge import attention_hooks, hf_names
 from trainer_bridge.collective import Leader, ranks_of
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
-from trainer_bridge.fp8_attention import read_as_stored
+from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_weights import moves_codes
 from trainer_bridge.fsdp import Source, named_tensors, sources
 
@@ -36,6 +36,8 @@ class FP8Forward:
     """The engine's, to which weights are rounded before they are quantized."""
     names: tuple[str, ...]
     """HF tensors whose codes the forward computes with, sorted."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks that called ``fp8_forward`` together; empty of one that is alone."""
 
     @property
     def gathered_whole(self) -> list[str]:
@@ -47,20 +49,19 @@ class FP8Forward:
             if isinstance(parameter, DTensor) and not moves_codes(parameter)
         ]
 
-    def check(self, engine: Any, *, group: dist.ProcessGroup | None = None) -> None:
+    def check(self, engine: Any) -> None:
         """Check that an engine serves the very codes that the forward computes with now.
 
-        It compares sums over the bits of each tensor's codes and scales. With FSDP2 every rank
-        calls, and gathers each tensor once.
+        It compares sums over the bits of each tensor's codes and scales. All ranks call that called
+        ``fp8_forward``, and with FSDP2 gather each tensor once.
 
         Args:
             engine: as for ``update``; that of the first rank is asked.
-            group: as for ``update``.
 
         Raises:
             EngineError: a tensor differs, on every rank; or the engine cannot be reached.
         """
-        leader = Leader(ranks_of(list(self.model.named_parameters()), group))
+        leader = Leader(self.ranks)
         try:
             found, fault = attempt(named_tensors, self.model)  # quantizes, on each rank
             leader.attempt(_raise_first, leader.collect(fault))
@@ -82,21 +83,21 @@ class FP8Forward:
             leader.tell(error)
             raise
 
-    def read_kv_scales(self, engine: Any, *, group: dist.ProcessGroup | None = None) -> None:
-        """Have attention read K and V as an engine's FP8 KV cache stores them, under the scales
-        that it has now; with a BF16 cache, as they are. Every rank calls, after each rollout.
+    def sync_kv_scales(self, engine: Any) -> None:
+        """Fake-quantize K and V in attention, under the scales that an engine's FP8 KV cache has
+        now; with a BF16 cache, leave them as they are. Call it after each rollout, on all ranks.
 
         Args:
             engine: as for ``check``. Of several, all have the scales that an update brought
                 (``kv_scales=``); without them each one measures its own.
-            group: as for ``update``.
 
         Raises:
             EngineError: the engine cannot be reached, or has not measured its scales yet.
             ValueError: it has other layers than the model.
         """
-        leader = Leader(ranks_of(list(self.model.named_parameters()), group))
-        read_as_stored(self.model, leader.share(leader.attempt(_kv_scales_of, engine)))
+        leader = Leader(self.ranks)
+        scales = leader.share(leader.attempt(_kv_scales_of, engine))
+        fake_quantize_kv(self.model, scales, self.dtype)
 
 
 def fp8_forward(
@@ -126,10 +127,12 @@ def fp8_forward(
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    leader = Leader(ranks_of([], group))
+    ranks = ranks_of([], group)
+    leader = Leader(ranks)
     layout: Any = leader.share(leader.attempt(_layout_of, like))
     names, dtype = set(layout["formats"][QUANTIZED.name]), getattr(torch, layout["dtype"])
-    return convert_layers(model, names, dtype)
+    attention_hooks.install()  # a model may be compiled before there are KV scales
+    return replace(convert_layers(model, names, dtype), ranks=ranks)
 
 
 def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8Forward:

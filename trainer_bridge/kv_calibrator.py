@@ -14,7 +14,7 @@ from torch import nn
 
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, FP8_MAX
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
-from trainer_bridge.attention_hooks import Watch, installed, text_config
+from trainer_bridge.attention_hooks import Watch, reporting, text_config
 
 # Magnitudes are compared and counted by their FP32 bits: as integers these have the same order,
 # with Inf and NaN on top, so NaN also survives a maximum over ranks.
@@ -111,7 +111,7 @@ class KVCalibrator:
             ValueError: (in the forward) the mask is not ``[B, T]``, or ``observe`` refuses.
         """
         watch = Watch(self.observe, model)
-        with watch.masks(), installed(watch):
+        with watch.masks(), reporting(watch):
             yield
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The arms of the study of doses, the most telling first: a machine may be given back early.
 
-Planted arms have BF16 KV: one kind of mismatch at a time. The smallest dose is that of an FP8
-cache, unplanted.
+Where ``fp8_forward`` is an arm, planted doses have BF16 KV: one kind of mismatch at a time. The
+smallest dose is that of an FP8 cache, unplanted.
 """
 
 from collections.abc import Iterator

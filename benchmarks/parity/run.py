@@ -89,8 +89,8 @@ class _Run:
                 fp8_matrices=[*formats.values()].count("fp8"),
                 kv_cache=keywords.get("kv_cache_dtype", "auto"),
             )
-            if self.arm.fp8_forward and self.take.forward is None:
-                self.take.forward = fp8_forward(self.learner.model, like=engine.handle)
+            if self.arm.fp8_forward and self.take.fp8 is None:
+                self.take.fp8 = fp8_forward(self.learner.model, like=engine.handle)
             self.plant(force=True)
             while self.step < self.steps and not self.control.must_restart:
                 if time.time() > until:
@@ -149,8 +149,8 @@ class _Run:
 
     def evaluate(self, engine: engines.Engine) -> None:
         """Evaluate on held-out problems, by the arm's own engine."""
-        if self.take.forward is not None:
-            self.take.forward.check(engine.handle)
+        if self.take.fp8 is not None:
+            self.take.fp8.check(engine.handle)
         count = self.study.settings.evaluation_problems
         found = sampling.evaluate(engine, self.take.task, count, self.step)
         self.log.add("evaluation", step=self.step, **found)

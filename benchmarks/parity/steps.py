@@ -35,7 +35,7 @@ class Steps:
         self._rollouts = ThreadPoolExecutor(1)
         self._next: Future[tuple[Rollout, float]] | None = None
         self._last_s = 0.0
-        self.forward: FP8Forward | None = None
+        self.fp8: FP8Forward | None = None
         """Of the learner's model, where it computes with an engine's codes."""
 
     def __call__(
@@ -45,8 +45,8 @@ class Steps:
         settings = self._settings
         if batch is None:
             batch, self._last_s = self._respond(engine, step, step)
-        if self.forward is not None:
-            self.forward.read_kv_scales(engine.handle)
+        if self.fp8 is not None:
+            self.fp8.sync_kv_scales(engine.handle)
         began = time.perf_counter()
         rewards = torch.tensor(sampling.rewards_of(self.task, self._problems(step), batch))
         parts = self._arm.mini_batches

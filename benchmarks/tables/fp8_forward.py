@@ -34,7 +34,7 @@ def mismatch(results: Mapping[str, Any]) -> str:
     arms = {
         "BF16 trainer": "bf16",
         "with fp8_forward": "fp8_forward",
-        "and K and V as stored": "fp8_forward, K and V as stored",
+        "and fake-quantized K and V": "fp8_forward, FP8 KV",
         f"after {steps:.0f} steps": "fp8_forward, trained",
     }
     columns = [Column(head, {"k3": "{median:.2g}"}, {"arm": arm}) for head, arm in arms.items()]

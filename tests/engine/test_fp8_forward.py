@@ -18,7 +18,7 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import FORKED, EngineProcess, Server
 from tests.trainer_bridge import ranks
 from trainer_bridge import EngineError, FP8Forward, Rollout, fp8_forward
-from trainer_bridge.fp8_attention import read_as_stored
+from trainer_bridge.fp8_attention import fake_quantize_kv
 
 pytestmark = pytest.mark.engine
 
@@ -171,15 +171,15 @@ def test_an_fp8_kv_cache(family: str, policies: Policies, tmp_path: Path) -> Non
         control, _ = run.trainer(forward=False)
         assert fp8 is not None
         with pytest.raises(EngineError, match="after a rollout"):
-            fp8.read_kv_scales(run.server)
+            fp8.sync_kv_scales(run.server)
         calibrator = trainer_bridge.KVCalibrator.of(model)
         for version, scales in enumerate(("measured by the engine", "of the update")):
             rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
             found = {"BF16": k3(control, rollout), "its K and V": k3(model, rollout)}
-            fp8.read_kv_scales(run.server)
+            fp8.sync_kv_scales(run.server)
             with calibrator.watch(model):
                 found["the cache's"] = k3(model, rollout)
-            read_as_stored(model, None)
+            fake_quantize_kv(model, None, torch.bfloat16)
             print(f"{family}, scales {scales}: {found}")
             assert 0 < found["the cache's"] < WITH_FP8_KV[family] * found["BF16"]
             assert found["the cache's"] < KV_LEFT * found["its K and V"]

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.trainer_bridge.test_fsdp import WORLD, failure, gathered, run
+from trainer_bridge import attention_hooks
 from trainer_bridge.kv_calibrator import KVCalibrator
 
 pytestmark = pytest.mark.timeout(180)
@@ -160,18 +161,16 @@ def test_logits_and_gradients_are_the_same_bits(family: str, attention: str) -> 
 
 
 @pytest.fixture
-def untouched() -> Iterator[Callable[[], bool]]:
-    """Whether transformers is as it was; at the end it must be."""
+def unwatched() -> Iterator[Callable[[], bool]]:
+    """Whether nobody watches, and transformers has the functions that it had; at the end so."""
     utils = pytest.importorskip("transformers.modeling_utils")
-    original = utils.AttentionInterface.get_interface
     functions = dict(utils.ALL_ATTENTION_FUNCTIONS)
 
-    def is_untouched() -> bool:
-        now = utils.AttentionInterface.get_interface
-        return now is original and dict(utils.ALL_ATTENTION_FUNCTIONS) == functions
+    def is_unwatched() -> bool:
+        return not attention_hooks._watches and dict(utils.ALL_ATTENTION_FUNCTIONS) == functions
 
-    yield is_untouched
-    assert is_untouched()
+    yield is_unwatched
+    assert is_unwatched()
 
 
 def hooks(model: nn.Module) -> int:
@@ -182,19 +181,19 @@ def hooks(model: nn.Module) -> int:
     )
 
 
-def test_nothing_is_left_behind(untouched: Callable[[], bool]) -> None:
+def test_nothing_is_left_behind(unwatched: Callable[[], bool]) -> None:
     model = tiny()
     calibrator, before = KVCalibrator.of(model), hooks(model)
     with calibrator.watch(model):
-        assert not untouched() and hooks(model) > before
+        assert not unwatched() and hooks(model) > before
         model(tokens())
-    assert untouched() and hooks(model) == before
+    assert unwatched() and hooks(model) == before
     with pytest.raises(KeyError), calibrator.watch(model):
         raise KeyError
-    assert untouched() and hooks(model) == before
+    assert unwatched() and hooks(model) == before
     with pytest.raises(IndexError), calibrator.watch(model):
         model(tokens() + VOCABULARY)
-    assert untouched() and hooks(model) == before
+    assert unwatched() and hooks(model) == before
     calibrator.scales()
     model(tokens())
     with pytest.raises(ValueError, match=r"layer 0 .*tokens"):
@@ -227,7 +226,7 @@ def test_the_decoder_may_be_called_alone() -> None:
     assert float((found / by_hand(model, ids) - 1).abs().max()) > 0.01
 
 
-def test_each_watch_sees_its_own_model(untouched: Callable[[], bool]) -> None:
+def test_each_watch_sees_its_own_model(unwatched: Callable[[], bool]) -> None:
     """A trainer has a reference model too; they may end in any order."""
     policy, reference = tiny(), tiny(initializer_range=0.5)
     ids = tokens()
@@ -290,7 +289,7 @@ def test_the_outermost_model_tells_the_padding() -> None:
     assert float((found / by_hand(model, ids, mask) - 1).abs().max()) < NEAR
 
 
-def test_another_attention_function_is_watched_too(untouched: Callable[[], bool]) -> None:
+def test_another_attention_function_is_watched_too(unwatched: Callable[[], bool]) -> None:
     """One that a user registered, with a mask function of another."""
     utils = pytest.importorskip("transformers.modeling_utils")
     sdpa, calls = utils.ALL_ATTENTION_FUNCTIONS["sdpa"], []

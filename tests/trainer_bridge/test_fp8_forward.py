@@ -16,10 +16,9 @@ from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weig
 from sgl_fp8rl.protocol.manifest import ManifestError
 from tests import oracle
 from tests.trainer_bridge import moe_models
-from tests.trainer_bridge.test_fp8_attention import leave_transformers_alone  # noqa: F401
 from trainer_bridge import fp8_forward, fp8_weights
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fp8_attention import read_as_stored
+from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8_layers import FP8Linear, convert
 from trainer_bridge.fsdp import named_tensors, sources
@@ -485,16 +484,16 @@ def test_attention_reads_what_the_engines_cache_stores() -> None:
     with_codes = model(ids).logits
     engine.kv = {"pending": True, "scales": []}
     with pytest.raises(EngineError, match="after a rollout"):
-        fp8.read_kv_scales(engine)
+        fp8.sync_kv_scales(engine)
     assert torch.equal(model(ids).logits, with_codes)
     rows = [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]], [[0.1, 0.1], [0.5, 0.5], [1.0, 1.0]]]
     engine.kv = {"pending": False, "scales": rows}
-    fp8.read_kv_scales(engine)
+    fp8.sync_kv_scales(engine)
     expected = copy.deepcopy(model)
-    read_as_stored(expected, [(0.3, 0.2), (0.1, 0.5)])
+    fake_quantize_kv(expected, [(0.3, 0.2), (0.1, 0.5)], BF16)
     assert torch.equal(model(ids).logits, expected(ids).logits)
     assert not torch.equal(model(ids).logits, with_codes)
-    fp8.read_kv_scales(in_bf16)
+    fp8.sync_kv_scales(in_bf16)
     assert torch.equal(model(ids).logits, with_codes) and not torch.equal(with_codes, plain)
 
 

@@ -226,6 +226,23 @@ def a_shard_of_nan(rank: int, folder: Path) -> None:
             fp8.check(engine)
 
 
+def not_resharded(rank: int, folder: Path) -> None:
+    """After a forward that leaves every parameter whole, as between a rollout and its update."""
+    model = tiny("qwen3")
+    engine = FakeEngine(model, kv_cache={"layers": 2, "kv_heads": 2}) if rank == 0 else None
+    if engine is not None:
+        engine.sums = sums_of(model)
+        engine.kv = {"pending": False, "scales": [[[0.3, 0.3], [0.2, 0.2], [1.0, 1.0]]] * 2}
+    fp8 = fp8_forward(model, engine)
+    sharded(model, reshard_after_forward=False)
+    with torch.no_grad():
+        plain = model(tokens()).logits
+        assert not isinstance(model.model.layers[0].mlp.down_proj.weight, DTensor)
+        fp8.sync_kv_scales(engine)
+        assert not torch.equal(model(tokens()).logits, plain)
+    fp8.check(engine)
+
+
 def refusals(rank: int, folder: Path) -> None:
     """After ``fully_shard``, and where the first rank's engine cannot be asked."""
     model = sharded(tiny("qwen3"))
@@ -238,7 +255,7 @@ def refusals(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "worker", [steps, precisions, uneven, one_rank_a_shard, a_shard_of_nan, refusals]
+    "worker", [steps, precisions, uneven, one_rank_a_shard, a_shard_of_nan, not_resharded, refusals]
 )
 def test_two_ranks(worker: Any, tmp_path: Path) -> None:
     run(worker, tmp_path)
