@@ -62,12 +62,19 @@ class Suite:
 FAST = ("-m", "not engine and not gpu")
 ENGINE = ("--verbose", "-m", "engine and not full and not gpu")
 ALL_ENGINE = ("--verbose", "-m", "engine and not gpu")
+# Whole runs of the learning studies take minutes each, and what they learn by is not SGLang's.
+ON_OLDEST_ALONE = (
+    "--deselect=tests/benchmarks/test_parity_engine.py::test_two_arms_with_a_kill_between",
+    "--deselect=tests/benchmarks/test_parity_doses_engine.py::test_each_arm_runs",
+    "--deselect=tests/benchmarks/test_parity_doses_engine.py::test_a_controller_restarts_its_engine",
+)
 # `make test` loads one family of each kind on the oldest version, and on the newest one whose
 # loading it changed. What else the newest leaves to `make test-full`: retraction resets the cache
 # where the oldest could not, precision computes without SGLang, layers are listed by code that no
 # version changed, and trainers of TRL and Megatron, as the contract of adapters, do not see SGLang.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions.
 NOT_ON_NEWEST = (
+    *ON_OLDEST_ALONE,
     "--ignore=tests/engine/test_export.py",
     "--ignore=tests/engine/test_in_flight.py",
     "--ignore=tests/engine/test_megatron.py",
@@ -112,7 +119,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
     ),
     "test-full": (
         Suite("engine", OLDEST, ALL_ENGINE),
-        Suite("engine", NEWEST, ALL_ENGINE),
+        Suite("engine", NEWEST, (*ALL_ENGINE, *ON_OLDEST_ALONE)),
         *_fast(OLDEST),
         *_fast(NEWEST),
     ),
