@@ -29,6 +29,7 @@ NOT_SGLANG = {
     "sgl_fp8rl/integrations/verl/": r"(object\.__setattr__\()?config\b.*|output\..*|fields\[.*",
     # torch's, and modules of transformers
     "trainer_bridge/engine_norms.py": r"norm\.__class__",
+    "trainer_bridge/fp8_attention.py": r"ctx\.scale|setattr\(module, .*FAKE_QUANTIZED, kv\)",
     "trainer_bridge/fp8_layers.py": r"(ctx|module)\..*|super\(\)\.__setattr__\(name, value\)",
     "trainer_bridge/fp8_weights.py": r"local\.fsdp_.*|out\.codes",
     # the import system's
