@@ -2,9 +2,9 @@
 
 Engines in BF16 and in FP8, with a BF16 and with an FP8 KV cache, sample from the same random
 weights. The trainer computes the logprobs of each engine's tokens in BF16, and with ``fp8_forward``
-where the engine is FP8, also with K and V fake-quantized: one-sided k3
-against the engine's own logprobs, in nats. Then it is trained for some steps, each of which updates
-the FP8 engine and compares its codes with the trainer's.
+where the engine is FP8, also with K and V fake-quantized: one-sided k3 against the engine's own
+logprobs, in nats. Then it is trained for some steps, each of which updates the FP8 engine and
+compares its codes with the trainer's.
 """
 
 import math

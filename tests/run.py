@@ -74,7 +74,6 @@ ON_OLDEST_ALONE = (
 # version changed, and trainers of TRL and Megatron, as the contract of adapters, do not see SGLang.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions.
 NOT_ON_NEWEST = (
-    *ON_OLDEST_ALONE,
     "--ignore=tests/engine/test_export.py",
     "--ignore=tests/engine/test_in_flight.py",
     "--ignore=tests/engine/test_megatron.py",

@@ -68,8 +68,9 @@ def close(engine: Any) -> None:
             _connections.pop(known).close()
     elif id(engine) in _of_objects:
         _of_objects.pop(id(engine)).close()
-    if engine is None or had - opened():
-        CODES_BOOK.release(opened())
+    left = opened()
+    if engine is None or had - left:
+        CODES_BOOK.release(left)
 
 
 def opened() -> set[str]:

@@ -37,7 +37,7 @@ class ShardCodes:
 
     Raises:
         EngineError: engines could not read them.
-        CudaMemoryError: there is no memory for them.
+        CudaMemoryError: the GPU has too little memory left.
     """
 
     def __init__(
