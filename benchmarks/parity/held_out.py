@@ -1,4 +1,4 @@
-"""Evaluate a seed's finished runs of a model by one BF16 engine, on the same held-out problems.
+"""Evaluate finished runs of a seed and a model by a BF16 engine, on the same held-out problems.
 
     python -m benchmarks.parity.held_out --model dense --seed 0 --state runs/parity
 
@@ -27,13 +27,20 @@ ENGINE = {
 }
 
 
-def evaluate(study: Study, model: str, seed: int) -> None:
-    """Write HELD_OUT beside each run's log, and beside the weights that they began with."""
+def evaluate(study: Study, model: str, seed: int, names: list[str] | None = None) -> None:
+    """Write HELD_OUT beside each run's log, and beside the weights that they began with.
+
+    Args:
+        names: of the arms whose runs are evaluated here; None: all of the model.
+    """
     start = study.start_folder(model, study.start_of(seed))
-    runs = [study.run_folder(arm.name, seed) for arm in study.arms.values() if arm.model == model]
+    names = names or [arm.name for arm in study.arms.values() if arm.model == model]
+    runs = [study.run_folder(name, seed) for name in names]
     weights = {folder: folder / FINAL for folder in runs if (folder / FINISHED).exists()}
     weights[start] = start
     missing = [folder for folder in weights if not (folder / HELD_OUT).exists()]
+    if not missing:
+        return
     task = sampling.task_of(model, start, study.settings.levels)
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
     bf16 = ARMS["bf16"]
@@ -47,12 +54,13 @@ def evaluate(study: Study, model: str, seed: int) -> None:
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parser = argparse.ArgumentParser(description="Evaluate a seed's runs by one BF16 engine.")
+    parser = argparse.ArgumentParser(description="Evaluate runs of a seed by a BF16 engine.")
     add_options(parser)
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     parser.add_argument("--seed", type=int, required=True, help="whose runs")
+    parser.add_argument("--arms", nargs="+", help="only runs of these (all)")
     args = parser.parse_args()
-    evaluate(open_study(args), args.model, args.seed)
+    evaluate(open_study(args), args.model, args.seed, args.arms)
 
 
 if __name__ == "__main__":

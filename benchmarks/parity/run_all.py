@@ -9,6 +9,7 @@ instead, for a few steps, one alone on a GPU: side by side they take each other'
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -88,14 +89,17 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
             made = job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words, needs=tuple(needs))
             runs[arm.model].append(made)
             yield made
-        for model, mine in runs.items() if not args.timing else ():
-            yield job(
-                f"held-out-{model}-{seed}",
-                "held_out",
-                [run.makes[0].with_name(HELD_OUT) for run in mine],
-                *("--model", model, "--seed", str(seed)),
-                after=tuple(run.name for run in mine),
-            )
+        gpus = len(args.gpus.split(","))
+        for model, share in itertools.product(runs if not args.timing else (), range(gpus)):
+            if mine := runs[model][share::gpus]:
+                yield job(
+                    f"held-out-{model}-{seed}" + (f"-{share + 1}" if gpus > 1 else ""),
+                    "held_out",
+                    [run.makes[0].with_name(HELD_OUT) for run in mine],
+                    *("--model", model, "--seed", str(seed), "--arms"),
+                    *(run.name.rsplit("-", 1)[0] for run in mine),
+                    after=tuple(run.name for run in mine),
+                )
 
 
 def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> Iterator[Job]:

@@ -55,7 +55,7 @@ class Settings:
     evaluate_every: int = 25
     checkpoint_every: int = 50
     held_out_problems: int = 4096
-    """Held-out problems for the final weights of every run, by one BF16 engine."""
+    """Held-out problems for the final weights of every run, by a BF16 engine."""
     seeds_a_start: int | None = None
     """Seeds that begin with the same weights, the next ones with others; None: all."""
     exponents: list[int] = field(default_factory=list)

@@ -135,6 +135,14 @@ def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     assert [len(job.makes) for job in held_out] == [len(job.after) for job in held_out] == [7, 5]
     assert held_out[1].makes[0] == tmp_path / "bf16-1" / "held_out.json"
 
+    on_two = jobs_of(study, run_all.arguments([*words, "--gpus", "0,1"]))
+    shares = [on_two[f"held-out-dense-1-{share}"] for share in (1, 2)]
+    assert sorted(shares[0].makes + shares[1].makes) == sorted(held_out[1].makes)
+    for share in shares:  # each names its arms, and waits for their runs alone
+        names = share.command[share.command.index("--arms") + 1 :]
+        assert [f"{name}-1" for name in names] == [*share.after]
+        assert [path.parent.name for path in share.makes] == [*share.after]
+
     timed = list(jobs_of(study, run_all.arguments([*words, "--timing"])).values())[2:]
     assert [j.name for j in timed] == ["bf16-0", "fp8-0", "fp8-kv8-0", "moe-bf16-0", "moe-fp8-0"]
     assert all(job.makes[0].parts[-3] == "timing" and "--timing" in job.command for job in timed)
