@@ -1,14 +1,16 @@
 """The tables of docs/dose_response.md, from the text of results/dose_response.jsonl."""
 
+import re
 from itertools import pairwise
 from statistics import fmean, median
 
-from benchmarks.parity.comparison import powers
+from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.dose_verdict import (
     SHARE,
     WINDOW,
     Verdict,
+    beside_none,
     falls_at,
     first_alarm,
     runs_of,
@@ -19,6 +21,9 @@ from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA
 from benchmarks.parity.tables import spread, table, where
 from benchmarks.parity.verdict import rows_of
+
+LAYERS = re.compile(r"'[^']*'")
+"""Of a decision: the names that follow an option."""
 
 
 def scans(text: str) -> str:
@@ -123,6 +128,26 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
     )
 
 
+def remedies(text: str) -> str:
+    """What a correction, or FP8 in the trainer, gives back."""
+    lines = [
+        (arm, len(bf16.differences), _difference(bf16), _difference(own))
+        for arm, (bf16, own) in beside_none(rows_of(text)).items()
+    ]
+    head = "arm, less the same dose uncorrected | pairs | in a BF16 engine | in its own engine"
+    return (
+        f"{table(head, lines)}\n\nReward of the final weights: mean of the differences, "
+        f"{1 - 2 * ALPHA:.0%} interval. Its own engine: 256 problems, not 4096."
+    )
+
+
+def _difference(found: Comparison) -> str:
+    if found.interval is None:
+        return f"{found.mean:+.3f}"
+    low, high = found.interval
+    return f"{found.mean:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
 def alarms(text: str) -> str:
     """When alarms fired, and when rewards fell."""
     rows = rows_of(text)
@@ -171,16 +196,21 @@ def decisions(text: str) -> str:
     """What the controllers decided."""
     runs = runs_of(rows_of(text), "grows-controlled")
     lines = [
-        (execution[:16], seed, step, reason)
+        (execution[:16], seed, step, LAYERS.sub(_count, reason))
         for (execution, seed), run in runs.items()
         for step, reason in run["decisions"]
     ]
     return table("execution | seed | step | decision", lines)
 
 
+def _count(names: re.Match[str]) -> str:
+    return f"[{len(names.group().split())} layers]"
+
+
 BLOCKS = {
     "dose_scans": ("dose_response.jsonl", scans),
     "dose_response": ("dose_response.jsonl", response),
+    "dose_remedies": ("dose_response.jsonl", remedies),
     "dose_alarms": ("dose_response.jsonl", alarms),
     "dose_decisions": ("dose_response.jsonl", decisions),
 }

@@ -4,6 +4,7 @@ Rewards are paired by execution and seed: an execution's runs of a seed share th
 and the problems.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -17,6 +18,7 @@ SHARE = 0.2
 """Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
 WINDOW = 10
 """Steps over which rewards in training are averaged, to see when they fall."""
+REMEDIES = "tis", "mis", "fp8-forward"
 
 Key = tuple[str, int]
 """Execution and seed."""
@@ -66,6 +68,31 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
         margin = SHARE * (fmean(references) - fmean(begun))
         found[arm.name] = judge(compare(ours, references, max(margin, 1e-9), ALPHA), margin)
     return found
+
+
+def beside_none(rows: list[Row]) -> dict[str, tuple[Comparison, Comparison]]:
+    """Each arm that has a remedy less the uncorrected arm of its dose: the reward of the final
+    weights in a BF16 engine, and in the arm's own. ``fp8_forward`` leaves the noise and takes the
+    mismatch; so the first says what mismatch costs."""
+    found = {}
+    for arm in DOSE_ARMS.values():
+        kind = next((kind for kind in REMEDIES if arm.name.endswith(f"-{kind}")), None)
+        mine = runs_of(rows, arm.name) if kind else {}
+        theirs = runs_of(rows, arm.name.removesuffix(kind or "") + "none")
+        both = [key for key in mine if key in theirs]
+        if both:
+            found[arm.name] = (
+                _compared(both, mine, theirs, lambda run: run["held_out"]["reward"]),
+                _compared(both, mine, theirs, lambda run: run["evaluations"][-1][1]),
+            )
+    return found
+
+
+def _compared(
+    both: list[Key], mine: dict[Key, Row], theirs: dict[Key, Row], reward: Callable[[Row], float]
+) -> Comparison:
+    ours, others = ([reward(runs[key]) for key in both] for runs in (mine, theirs))
+    return compare(ours, others, 0.0, ALPHA)
 
 
 def judge(comparison: Comparison, margin: float) -> Verdict:

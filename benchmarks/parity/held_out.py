@@ -38,14 +38,15 @@ def evaluate(study: Study, model: str, seed: int, names: list[str] | None = None
     runs = [study.run_folder(name, seed) for name in names]
     weights = {folder: folder / FINAL for folder in runs if (folder / FINISHED).exists()}
     weights[start] = start
-    missing = [folder for folder in weights if not (folder / HELD_OUT).exists()]
-    if not missing:
+    if all((folder / HELD_OUT).exists() for folder in weights):
         return
     task = sampling.task_of(model, start, study.settings.levels)
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
     bf16 = ARMS["bf16"]
     with engines.running(bf16, start, bf16.ignored_layers, 0, keywords) as engine:
-        for version, folder in enumerate(missing):
+        for version, folder in enumerate(weights):
+            if (folder / HELD_OUT).exists():  # or others have evaluated the start by now
+                continue
             engine.update(models.load(weights[folder], study.device), version)
             found = {"problems": count, **sampling.evaluate(engine, task, count, version)}
             (folder / HELD_OUT).write_text(json.dumps(found))
