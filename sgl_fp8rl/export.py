@@ -83,7 +83,7 @@ def run(
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     policy = "".join(f", {name} {value}" for name, value in found.policy.items())
     return (
-        f"{output}: {len(matrices) - len(bf16)} {QUANTIZED.name.upper()} and {len(bf16)} other "
+        f"{output}: {len(matrices) - len(bf16)} {QUANTIZED.name} and {len(bf16)} other "
         f"matrices, "
         f"{manifest.nbytes / (1 << 30):.2f} GiB{policy}"
     )

@@ -86,7 +86,7 @@ class _Run:
                 "engine",
                 step=self.step,
                 matrices=len(formats),
-                fp8_matrices=[*formats.values()].count("fp8"),
+                fp8_matrices=[*formats.values()].count("block-fp8"),
                 kv_cache=keywords.get("kv_cache_dtype", "auto"),
             )
             if self.arm.fp8_forward and self.take.fp8 is None:

@@ -95,7 +95,7 @@ def run(rank: int, world: int, init_method: str, config: Config) -> None:
         ) as engine:
             if engine is not None:
                 layers = connect(engine).control({"op": "layers"})["layers"]
-                fp8 = sum(layer["format"] == "fp8" for layer in layers)
+                fp8 = sum(layer["format"] == "block-fp8" for layer in layers)
                 add_row(log, "engine", arm=arm, matrices=len(layers), fp8_matrices=fp8)
             results[arm] = train(arm, model, engine, config, log)
     if rank == 0:

@@ -96,7 +96,7 @@ def _why_not(weights: EngineWeights) -> str | None:
     for name in filter(weights.table.is_quantized, weights.table.sources):
         if (kept := weights.table.kept_as(name)) is not QUANTIZED:
             return (
-                f"{name} is kept in {kept.name.upper()}, and exports are block FP8; export the "
+                f"{name} is kept in {kept.name}, and exports are block FP8; export the "
                 f"BF16 checkpoint of this policy"
             )
         if reason := weights.table.why_ragged(name):

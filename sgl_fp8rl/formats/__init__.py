@@ -23,7 +23,7 @@ INT8 = Int8()
 FORMATS: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, UNQUANTIZED)}
 """What an update carries."""
 ENGINE_ONLY: tuple[WeightFormat, ...] = (CHANNEL_FP8, INT8)
-CHOICES: dict[str, WeightFormat] = {"block-fp8": BLOCK_FP8, **{f.name: f for f in ENGINE_ONLY}}
+CHOICES: dict[str, WeightFormat] = {f.name: f for f in (BLOCK_FP8, *ENGINE_ONLY)}
 """By the values of the option ``format``."""
 DTYPES = {str(d).removeprefix("torch."): d for f in FORMATS.values() for d in f.dtypes}
 """What an update can carry, by the names of the manifest."""
@@ -75,11 +75,11 @@ def stored_format(name: str, parameters: Mapping[str, torch.Tensor]) -> WeightFo
 
 
 def counted(names: Iterable[str]) -> str:
-    """How many layers are quantized, by the names of their formats: ``3 of 5 layers are FP8``."""
+    """How many layers are quantized, by their formats: ``3 of 5 layers are block-fp8``."""
     counts = Counter(names)
     total = counts.total()
     counts.pop(UNQUANTIZED.name, None)
-    found = [f"{count} of {total} layers are {name.upper()}" for name, count in counts.items()]
+    found = [f"{count} of {total} layers are {name}" for name, count in counts.items()]
     return ", ".join(found) or f"0 of {total} layers are quantized"
 
 

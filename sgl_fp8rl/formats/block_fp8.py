@@ -27,7 +27,7 @@ SCALES = "_scale_inv"
 class BlockFP8(WeightFormat):
     """What DeepSeek-V3 and SGLang call block FP8."""
 
-    name = "fp8"
+    name = "block-fp8"
     dtypes = (FP8_DTYPE,)
     headers = ("F8_E4M3",)
     suffixes = (SCALES,)

@@ -95,7 +95,7 @@ def fp8_groups(
             reasons.append("; ".join(filter(None, refused.values())))
     if not groups:
         raise ValueError(
-            f"no layer of this model would run in {format_.name.upper()}, of {len(found)}: "
+            f"no layer of this model would run in {format_.name}, of {len(found)}: "
             f"{next(iter(reasons), 'it has none')}; choose another --format or --ragged"
         )
     return sorted(groups, key=lambda group: group.layer)

@@ -130,7 +130,7 @@ def test_family(family: str, fmt: str, tmp_path: Path) -> None:
         returned = score(engine)
 
     block, ends = LAYERS[family]
-    check_layers(layers, in_both(block) | ends, "fp8" if fmt == "block-fp8" else fmt)
+    check_layers(layers, in_both(block) | ends, fmt)
     check_logprobs(first, *at_start, fmt)
     check_logprobs(second, *updated, fmt)
     assert returned == at_start
@@ -144,7 +144,7 @@ def test_what_is_not_padded_stays_bf16(family: str, tmp_path: Path) -> None:
         formats = engine.control({"op": "layout"})["formats"]
         engine.update(models.perturb(first, tmp_path / "updated", seed=1), version=0)
     check_layers(layers, in_both(UNPADDED[family]) | UNTIED)
-    assert formats == {"fp8": sorted(models.whole_names(first))}
+    assert formats == {"block-fp8": sorted(models.whole_names(first))}
 
 
 def in_both(block: Why) -> Why:
@@ -162,7 +162,7 @@ def score(engine: EngineProcess) -> tuple[list[int], list[float]]:
 
 
 def check_layers(
-    layers: list[dict[str, object]], expected: dict[str, str | None], quantized: str = "fp8"
+    layers: list[dict[str, object]], expected: dict[str, str | None], quantized: str = "block-fp8"
 ) -> None:
     formats = {layer["name"]: layer["format"] for layer in layers}
     assert formats == {name: "bf16" if why else quantized for name, why in expected.items()}

@@ -83,7 +83,7 @@ def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
     control, _ = run.trainer(forward=False)
     assert fp8 is not None
     layout = run.server.control({"op": "layout"})
-    assert set(fp8.names) == set(layout["formats"]["fp8"])
+    assert set(fp8.names) == set(layout["formats"]["block-fp8"])
     assert f"{IGNORED}.weight" not in fp8.names
     fp8.check(run.server)  # the checkpoint that both loaded
 

@@ -157,7 +157,7 @@ def test_fp8_reads_well_and_costs_little(
     (reply,) = engine.generate({"input_ids": question, "sampling_params": greedy})
     assert "Paris" in tokenizer.decode(reply["output_ids"])
     formats = [layer["format"] for layer in engine.control({"op": "layers"})["layers"]]
-    assert formats.count("fp8") == 4 * model.config.num_hidden_layers
+    assert formats.count("block-fp8") == 4 * model.config.num_hidden_layers
 
     bf16, fp8 = by_transformers(model, window), by_engine(engine, window)
     wrong = folder.with_name("wrong")

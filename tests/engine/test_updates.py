@@ -179,7 +179,7 @@ def test_the_comparison_tells_one_policy_from_the_next(run: Run) -> None:
 
 def test_the_trainer_is_told_of_every_rank(run: Run) -> None:
     """And of no codes but those of block FP8, so that it sends the others in BF16."""
-    assert run.formats == ({"fp8": sorted(run.in_blocks)} if run.in_blocks else {})
+    assert run.formats == ({"block-fp8": sorted(run.in_blocks)} if run.in_blocks else {})
 
 
 @pytest.mark.guarantee("in-place", fault="five updates, every address compared")

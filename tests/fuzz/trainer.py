@@ -38,7 +38,7 @@ LAYOUT: dict[str, Any] = {
     "dtype": "bfloat16",
     "fallback": [],
     "fp32": ["n"],
-    "formats": {"fp8": ["w"]},
+    "formats": {"block-fp8": ["w"]},
     "gpus": [],
     "visible_gpus": [],
     "place": here(),

@@ -32,9 +32,9 @@ LAYERS: list[dict[str, Any]] = [
     }
     for name, format_, reason, shape, top_k in (
         ("model.embed_tokens", "bf16", "embedding", [512, 256], None),
-        ("model.layers.0.self_attn.o_proj", "fp8", None, [384, 256], None),
-        ("model.layers.0.mlp.down_proj", "fp8", None, [256, 384], None),
-        ("model.layers.0.mlp.experts", "fp8", None, [4, 256, 256], 3),
+        ("model.layers.0.self_attn.o_proj", "block-fp8", None, [384, 256], None),
+        ("model.layers.0.mlp.down_proj", "block-fp8", None, [256, 384], None),
+        ("model.layers.0.mlp.experts", "block-fp8", None, [4, 256, 256], 3),
         ("lm_head", "bf16", "output head", [512, 256], None),
     )
 ]
@@ -46,9 +46,9 @@ def test_layer_table() -> None:
     assert [re.split(r"  +", row) for row in (header, *rows)] == [
         ["layer", "shape", "format", "reason or padding"],
         ["model.embed_tokens", "512x256", "bf16", "embedding"],
-        ["model.layers.0.self_attn.o_proj", "384x256", "fp8", "320x256 padded, 0.02 MB more"],
-        ["model.layers.0.mlp.down_proj", "256x384", "fp8"],
-        ["model.layers.0.mlp.experts", "4x256x256", "fp8"],
+        ["model.layers.0.self_attn.o_proj", "384x256", "block-fp8", "320x256 padded, 0.02 MB more"],
+        ["model.layers.0.mlp.down_proj", "256x384", "block-fp8"],
+        ["model.layers.0.mlp.experts", "4x256x256", "block-fp8"],
         ["lm_head", "512x256", "bf16", "output head"],
     ]
     for count in ("3 of 5", "0.02 MB of them padding", "1 embedding", "1 output head"):
@@ -228,10 +228,10 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
     layers = {layer["name"]: layer for layer in json.loads(child.stdout)["layers"]}
     down = layers["model.layers.1.mlp.down_proj"]
-    assert (down["format"], down["reason"], down["shape"]) == ("fp8", None, [256, 512])
+    assert (down["format"], down["reason"], down["shape"]) == ("block-fp8", None, [256, 512])
     output = layers["model.layers.1.self_attn.o_proj"]
     assert (output["format"], output["shape"], output["unpadded"]) == (
-        "fp8",
+        "block-fp8",
         [256, 256],
         [256, 192],
     )

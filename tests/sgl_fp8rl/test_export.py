@@ -47,7 +47,7 @@ def checkpoint(folder: Path, **config: Any) -> Path:
 class FakeEngine:
     """Would quantize one matrix."""
 
-    format = "fp8"
+    format = BLOCK_FP8.name
 
     def fp8rl_control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
         assert message["op"] == "export_layout"
@@ -115,7 +115,7 @@ def test_a_checkpoint_in_another_format(
     monkeypatch.setattr(FakeEngine, "format", other_format.name)
     monkeypatch.setattr(export, "QUANTIZED", other_format)
     source = checkpoint(tmp_path / "in")
-    assert f"1 {other_format.name.upper()} and 1 other" in export.run(str(source), tmp_path / "out")
+    assert f"1 {other_format.name} and 1 other" in export.run(str(source), tmp_path / "out")
     found = load_file(next((tmp_path / "out").glob("*.safetensors")))
     for suffix, part in other_format.encode(load_file(source / "a.safetensors")[MATRIX]).items():
         assert torch.equal(found[MATRIX + suffix], part)

@@ -77,7 +77,7 @@ class FakeEngine:
             "gpus": [],
             "visible_gpus": [],
             "place": {"boot": "b", "folder": "f", "inode": [1, 2]},
-            "formats": {"fp8": sorted(fp8_names(model))},
+            "formats": {"block-fp8": sorted(fp8_names(model))},
             "kv_cache": None,
             **layout,
         }
@@ -110,7 +110,7 @@ def test_the_layers_that_the_engine_keeps_in_fp8() -> None:
     before = dict(model.named_parameters())
     ignored = "model.layers.1.self_attn.o_proj.weight"
     names = fp8_names(model) - {ignored}
-    fp8 = fp8_forward(model, FakeEngine(model, formats={"fp8": sorted(names)}))
+    fp8 = fp8_forward(model, FakeEngine(model, formats={"block-fp8": sorted(names)}))
     assert isinstance(fp8, FP8Forward) and set(fp8.names) == names and fp8.gathered_whole == []
     assert dict(model.named_parameters()).keys() == before.keys() == model.state_dict().keys()
     assert all(p is before[name] for name, p in model.named_parameters())

@@ -112,7 +112,7 @@ def test_a_plan_is_made_anew_for_another_family() -> None:
 
 def test_a_plan_is_made_anew_for_another_gpu() -> None:
     """Without one, nothing is quantized on the way."""
-    sender, named = Sender(layout((GPU,), formats={"fp8": ["a"]})), weights(a=(4, 4))
+    sender, named = Sender(layout((GPU,), formats={"block-fp8": ["a"]})), weights(a=(4, 4))
     plans = [plan_for(sender, named, device) for device in (None, CUDA[0], CUDA[1])]
     assert ["a_scale_inv" in plan.manifest.tensors for plan in plans] == [False, True, True]
     assert plans[1] is not plans[2]
@@ -138,7 +138,7 @@ def test_a_plan_is_made_anew_for_what_is_sharded_now(one_process: DeviceMesh) ->
 def test_what_the_engine_keeps_in_fp8_is_quantized_where_there_is_a_gpu() -> None:
     named = weights(a=(4, 4), b=(4, 4))
     for device, dtype in ((None, BF16), (torch.device("cuda", 0), torch.float8_e4m3fn)):
-        plan = plan_for(Sender(layout((GPU,), formats={"fp8": ["a"]})), named, device)
+        plan = plan_for(Sender(layout((GPU,), formats={"block-fp8": ["a"]})), named, device)
         specs = plan.manifest.tensors
         assert (specs["a"].dtype, specs["b"].dtype) == (dtype, BF16)
         assert ("a_scale_inv" in specs) is (device is not None)

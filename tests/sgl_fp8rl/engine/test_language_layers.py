@@ -137,7 +137,7 @@ def kept(model: nn.Module, quant_config: Any) -> nn.Module:
 
 
 def fp8(model: nn.Module) -> set[str]:
-    return {layer.name for layer in list_layers(model) if layer.format == "fp8"}
+    return {layer.name for layer in list_layers(model) if layer.format == "block-fp8"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,8 +21,8 @@ def test_experts_tell_how_many_a_token_takes() -> None:
     layers = {"mlp": Experts(), "sglangs": Experts(activation="gelu"), "head": nn.Linear(4, 2)}
     shape = (E, 2 * I, H)
     assert list_layers(nn.ModuleDict(layers)) == [
-        LayerFormat("mlp", "fp8", None, shape, T),
-        LayerFormat("sglangs", "fp8", None, shape, None),
+        LayerFormat("mlp", "block-fp8", None, shape, T),
+        LayerFormat("sglangs", "block-fp8", None, shape, None),
         LayerFormat(
             "head",
             "bf16",

@@ -437,7 +437,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
     assert first is not None and second is not None
     first.routes["mlp.router.weight"] = []
     second.fallback["norm.weight"] = "computed"
-    assert set(first.by_format()["fp8"]) < set(toy.FP8_NAMES)
+    assert set(first.by_format()["block-fp8"]) < set(toy.FP8_NAMES)
 
     answers = engine.on_ranks(
         lambda rank: engine.module.sources(engine.ranks[rank].table, engine.groups[rank])
@@ -446,7 +446,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
         assert answer.result(TIMEOUT_S) == {
             "fallback": ["norm.weight"],
             "fp32": ["mlp.router.weight"],
-            "formats": {"fp8": sorted(toy.FP8_NAMES)},
+            "formats": {"block-fp8": sorted(toy.FP8_NAMES)},
         }
 
 

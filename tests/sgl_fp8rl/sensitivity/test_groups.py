@@ -76,7 +76,7 @@ def test_a_model_without_fp8_layers_is_refused(load: Load) -> None:
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear):
                     setattr(module, name, nn.Linear(64, 64))
-    with pytest.raises(ValueError, match=r"no layer.* FP8"):
+    with pytest.raises(ValueError, match=r"no layer.* block-fp8"):
         fp8_groups(model)
 
 
