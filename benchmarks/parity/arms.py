@@ -41,7 +41,8 @@ class Arm:
     controlled: bool = False
     """Whether a ``Controller`` decides on the correction and on the engine's precision."""
     fp8_forward: bool = False
-    """Whether the trainer computes with the engine's codes."""
+    """Whether the trainer computes with the engine's codes; where the engine has none, with those
+    that it would have."""
     mini_batches: int = 1
     """Optimizer steps on each rollout."""
     retract: bool = False

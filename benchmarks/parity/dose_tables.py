@@ -7,18 +7,20 @@ from statistics import fmean, median
 from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.dose_verdict import (
+    PAIRS,
     SHARE,
     WINDOW,
     Verdict,
     beside_none,
     falls_at,
     first_alarm,
+    last_reward,
     runs_of,
     verdicts,
 )
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.scan import nearest
-from benchmarks.parity.settings import ALPHA
+from benchmarks.parity.settings import ALPHA, LAST_STEPS
 from benchmarks.parity.tables import spread, table, where
 from benchmarks.parity.verdict import rows_of
 
@@ -76,14 +78,15 @@ def response(text: str) -> str:
                 f"{median(run['series']['mismatch_kl_k3'][0] for run in runs):.1e}",
                 f"{median(k3 for run in runs for k3 in run['series']['mismatch_kl_k3']):.1e}",
                 spread([run["held_out"]["reward"] for run in runs]),
-                f"{fmean(run['evaluations'][-1][1] for run in runs):.3f}",
+                f"{fmean(run['evaluations'][0][1] for run in runs):.3f}",
+                f"{fmean(map(last_reward, runs)):.3f}",
                 *_judged(found.get(arm.name), arm.predicted),
             )
         )
     head = (
-        "arm | runs | k3, first step | k3, all steps | held-out reward | own engine at the end "
-        f"| lost, of the gain | {1 - 2 * ALPHA:.0%} interval of the difference | predicted | found "
-        "| as predicted"
+        "arm | runs | k3, first step | k3, all steps | held-out reward | own engine at the start "
+        f"| own engine, last {LAST_STEPS} steps | lost, of the gain "
+        f"| {1 - 2 * ALPHA:.0%} interval of the difference | predicted | found | as predicted"
     )
     return f"{table(head, lines)}\n\n{_note(rows, found)}"
 
@@ -93,7 +96,8 @@ def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
         return [""] * 5
     interval = verdict.comparison.interval
     low_high = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
-    decided = predicted is not None and verdict.found != "undecided"
+    is_settled = len(verdict.comparison.differences) >= PAIRS and verdict.found != "undecided"
+    decided = predicted is not None and is_settled
     agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
     return [f"{verdict.loss:.0%}", low_high, predicted or "", verdict.found, agrees]
 
@@ -137,7 +141,7 @@ def remedies(text: str) -> str:
     head = "arm, less the same dose uncorrected | pairs | in a BF16 engine | in its own engine"
     return (
         f"{table(head, lines)}\n\nReward of the final weights: mean of the differences, "
-        f"{1 - 2 * ALPHA:.0%} interval. Its own engine: 256 problems, not 4096."
+        f"{1 - 2 * ALPHA:.0%} interval. In its own engine: the last {LAST_STEPS} steps of training."
     )
 
 
@@ -182,12 +186,13 @@ def alarms(text: str) -> str:
             )
         )
     head = (
-        "arm | steps with an alarm | first alarm of each run | reward falls | alarms as predicted "
-        "| alarm before the fall"
+        "arm | steps with an alarm | first alarm of each run | reward is lower from | alarms as "
+        "predicted | alarm before that"
     )
     note = (
-        f"Reward falls: from this step on the mean of {WINDOW} training steps stays below the "
-        f"reference's by more than the margin. Without a prediction the cell is empty."
+        f"Lower: from this step on the mean of the last {WINDOW} steps stays below the reference's "
+        f"by more than the margin, by the runs' own engines; {WINDOW - 1} is the first step that "
+        f"has such a mean. Empty: nothing was predicted, or no reward is lower."
     )
     return f"{table(head, lines)}\n\n{note}"
 

@@ -12,10 +12,12 @@ from typing import Literal
 from benchmarks.parity.comparison import Comparison, compare
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row
-from benchmarks.parity.settings import ALPHA
+from benchmarks.parity.settings import ALPHA, LAST_STEPS
 
 SHARE = 0.2
 """Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
+PAIRS = 4
+"""What settles a prediction: two seeds of each of two starts, at least."""
 WINDOW = 10
 """Steps over which rewards in training are averaged, to see when they fall."""
 REMEDIES = "tis", "mis", "fp8-forward"
@@ -72,8 +74,7 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
 
 def beside_none(rows: list[Row]) -> dict[str, tuple[Comparison, Comparison]]:
     """Each arm that has a remedy less the uncorrected arm of its dose: the reward of the final
-    weights in a BF16 engine, and in the arm's own. ``fp8_forward`` leaves the noise and takes the
-    mismatch; so the first says what mismatch costs."""
+    weights in a BF16 engine, and in the arm's own the mean of its last steps."""
     found = {}
     for arm in DOSE_ARMS.values():
         kind = next((kind for kind in REMEDIES if arm.name.endswith(f"-{kind}")), None)
@@ -83,7 +84,7 @@ def beside_none(rows: list[Row]) -> dict[str, tuple[Comparison, Comparison]]:
         if both:
             found[arm.name] = (
                 _compared(both, mine, theirs, lambda run: run["held_out"]["reward"]),
-                _compared(both, mine, theirs, lambda run: run["evaluations"][-1][1]),
+                _compared(both, mine, theirs, last_reward),
             )
     return found
 
@@ -103,6 +104,11 @@ def judge(comparison: Comparison, margin: float) -> Verdict:
     if high < -margin:
         return Verdict(comparison, margin, "worse")
     return Verdict(comparison, margin, "same" if low > -margin else "undecided")
+
+
+def last_reward(run: Row) -> float:
+    """By the run's own engine, in training: more responses than its evaluations have."""
+    return fmean(run["series"]["reward"][-LAST_STEPS:])
 
 
 def first_alarm(run: Row) -> int | None:

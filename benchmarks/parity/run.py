@@ -13,8 +13,10 @@ import sys
 import time
 from dataclasses import asdict
 
+import torch
+
 from benchmarks.parity import engines, models, planting, sampling, scan, start
-from benchmarks.parity.arms import Arm
+from benchmarks.parity.arms import ALL_BF16, Arm
 from benchmarks.parity.controlled import Controlled, Fixed
 from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.learner import Learner
@@ -23,7 +25,8 @@ from benchmarks.parity.settings import TIMING_STEPS, Study, add_options, open_st
 from benchmarks.parity.steps import Steps
 from examples.grpo import tiny_model
 from sgl_fp8rl.protocol.states import ABORT, RETRACT
-from trainer_bridge import fp8_forward
+from trainer_bridge import FP8Forward, fp8_forward
+from trainer_bridge.fp8_forward import convert_layers
 
 STOPPED = 3
 """Exit status of a run whose time was up, and that is to be started again."""
@@ -58,6 +61,8 @@ class _Run:
         model = models.load(self.weights, study.device)
         self.learner = Learner(model, tiny_model.learning_rate(study.settings.rate, model))
         task = sampling.task_of(arm.model, self.weights, study.settings.levels)
+        self.sent = model
+        """The same weights, as they are sent."""
         self.take = Steps(study.settings, arm, seed, task, self.learner)
         self.step, state, controller = run_log.resume()
         self.control = Controlled(arm, controller) if arm.controlled else Fixed(arm)
@@ -90,7 +95,7 @@ class _Run:
                 kv_cache=keywords.get("kv_cache_dtype", "auto"),
             )
             if self.arm.fp8_forward and self.take.fp8 is None:
-                self.take.fp8 = fp8_forward(self.learner.model, like=engine.handle)
+                self.take.fp8 = self.in_fp8(engine)
             self.plant(force=True)
             while self.step < self.steps and not self.control.must_restart:
                 if time.time() > until:
@@ -107,6 +112,16 @@ class _Run:
                 self.evaluate(engine)
                 self.is_over = True
         return True
+
+    def in_fp8(self, engine: engines.Engine) -> FP8Forward:
+        """Convert the learner's model."""
+        model = self.learner.model
+        if self.arm.ignored_layers != ALL_BF16:
+            return fp8_forward(model, like=engine.handle)
+        self.sent = models.load(self.weights, self.study.device)
+        self.sent.load_state_dict(model.state_dict(), assign=True)  # the same storage
+        names = {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+        return convert_layers(model, names, torch.bfloat16)
 
     def take_step(self, engine: engines.Engine) -> None:
         """Update the engine, sample, learn."""
@@ -145,11 +160,11 @@ class _Run:
     def update(self, engine: engines.Engine) -> float:
         """Bring the engine to the weights of this step; returns the seconds."""
         in_flight = RETRACT if self.take.waits else ABORT
-        return engine.update(self.learner.model, self.step, in_flight)
+        return engine.update(self.sent, self.step, in_flight)
 
     def evaluate(self, engine: engines.Engine) -> None:
         """Evaluate on held-out problems, by the arm's own engine."""
-        if self.take.fp8 is not None:
+        if self.take.fp8 is not None and self.arm.ignored_layers != ALL_BF16:
             self.take.fp8.check(engine.handle)
         count = self.study.settings.evaluation_problems
         found = sampling.evaluate(engine, self.take.task, count, self.step)

@@ -152,6 +152,8 @@ def test_the_tables_say_what_was_predicted_and_found() -> None:
     lines = {line.split(" | ")[0]: line for line in dose_tables.response(text).splitlines()}
     assert lines["| 5e-2-none"].endswith("| worse | worse | yes |")
     assert lines["| 5e-2-mis"].endswith("| same | undecided |  |")
+    two = "\n".join(map(json.dumps, a_study({arm: of[:2] for arm, of in ARMS.items()})))
+    assert "| worse | worse |  |" in dose_tables.response(two)  # two pairs settle nothing
     assert "2^14 in each group, 1.0e-02" in dose_tables.scans(text)
     assert dose_tables.decisions(text).endswith(
         "| 2026-01-01 | 0 | 24 | use --some-layers [3 layers] |"
@@ -162,14 +164,14 @@ def test_a_remedy_is_compared_with_the_same_dose_uncorrected() -> None:
     rows = a_study(ARMS | {"kv8-tis": [0.5], "stale-1e-2-none": [0.4], "stale-1e-2-tis": [0.3]})
     for run in rows:
         if run.get("arm") == "5e-2-tis":
-            run["evaluations"] = [[0, START], [STEPS, 0.1]]
+            run["series"] = run["series"] | {"reward": [0.5] * 20 + [0.1] * 20}
     found = dose_verdict.beside_none(rows)
     assert list(found) == ["5e-2-tis", "5e-2-mis", "stale-1e-2-tis"]  # nothing is beside kv8-tis
     bf16, own = found["5e-2-tis"]
     assert bf16.differences == pytest.approx((0.19, 0.19, 0.20, 0.19))
-    assert own.mean == pytest.approx(0.1 - 0.4025)
+    assert own.mean == pytest.approx(0.1 - 0.5)
     table = dose_tables.remedies("\n".join(map(json.dumps, rows)))
-    assert "| stale-1e-2-tis | 1 | -0.100 | -0.100 |" in table
+    assert "| stale-1e-2-tis | 1 | -0.100 | +0.000 |" in table
 
 
 def test_executions_are_added_to_the_results(
