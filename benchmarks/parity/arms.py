@@ -53,6 +53,11 @@ class Arm:
     """Its final reward beside that of its reference, written down before the runs."""
 
     @property
+    def has_bf16_engine(self) -> bool:
+        """Whether its engine keeps no layer in FP8."""
+        return self.stock or self.ignored_layers == ALL_BF16
+
+    @property
     def is_timed(self) -> bool:
         """Whether its steps are timed alone on a GPU; a correction that only changes numbers is
         not."""

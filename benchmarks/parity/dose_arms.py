@@ -36,9 +36,14 @@ def _dense() -> Iterator[Arm]:
     yield uncorrected("fatal-none", dose=FATAL, must_alarm=True, predicted="worse")
     # as far apart, but it is the trainer that computes in FP8: what samples is as good as ever
     for name in ("5e-2", "1e-2"):
-        mirrored = uncorrected(f"{name}-mirrored", dose=DOSES[name], fp8_forward=True)
-        mirrored = replace(mirrored, ignored_layers=ALL_BF16, must_alarm=None)
-        yield replace(mirrored, predicted="same")
+        yield uncorrected(
+            f"{name}-fp8-trainer",
+            dose=DOSES[name],
+            fp8_forward=True,
+            ignored_layers=ALL_BF16,
+            must_alarm=None,
+            predicted="same",
+        )
 
     grows = replace(uncorrected("grows-none", engine=KV8), dose=DOSES["1e-3"], grows=True)
     held = replace(grows, name="grows-controlled", correction=CORRECTED, controlled=True)

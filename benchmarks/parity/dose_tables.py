@@ -7,14 +7,12 @@ from statistics import fmean, median
 from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.dose_verdict import (
-    PAIRS,
     SHARE,
     WINDOW,
     Verdict,
-    beside_none,
     falls_at,
     first_alarm,
-    last_reward,
+    mitigated,
     runs_of,
     verdicts,
 )
@@ -79,13 +77,13 @@ def response(text: str) -> str:
                 f"{median(k3 for run in runs for k3 in run['series']['mismatch_kl_k3']):.1e}",
                 spread([run["held_out"]["reward"] for run in runs]),
                 f"{fmean(run['evaluations'][0][1] for run in runs):.3f}",
-                f"{fmean(map(last_reward, runs)):.3f}",
+                f"{fmean(run['last_reward'] for run in runs):.3f}",
                 *_judged(found.get(arm.name), arm.predicted),
             )
         )
     head = (
-        "arm | runs | k3, first step | k3, all steps | held-out reward | own engine at the start "
-        f"| own engine, last {LAST_STEPS} steps | lost, of the gain "
+        "arm | runs | k3, first step | k3, all steps | held-out reward "
+        f"| first evaluation, own engine | training, last {LAST_STEPS} steps | lost, of the gain "
         f"| {1 - 2 * ALPHA:.0%} interval of the difference | predicted | found | as predicted"
     )
     return f"{table(head, lines)}\n\n{_note(rows, found)}"
@@ -96,8 +94,7 @@ def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
         return [""] * 5
     interval = verdict.comparison.interval
     low_high = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
-    is_settled = len(verdict.comparison.differences) >= PAIRS and verdict.found != "undecided"
-    decided = predicted is not None and is_settled
+    decided = predicted is not None and verdict.is_settled and verdict.found != "undecided"
     agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
     return [f"{verdict.loss:.0%}", low_high, predicted or "", verdict.found, agrees]
 
@@ -132,17 +129,17 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
     )
 
 
-def remedies(text: str) -> str:
-    """What a correction, or FP8 in the trainer, gives back."""
+def mitigations(text: str) -> str:
+    """What corrections, ``fp8_forward`` and the controller recover."""
     lines = [
         (arm, len(bf16.differences), _difference(bf16), _difference(own))
-        for arm, (bf16, own) in beside_none(rows_of(text)).items()
+        for arm, (bf16, own) in mitigated(rows_of(text)).items()
     ]
-    head = "arm, less the same dose uncorrected | pairs | in a BF16 engine | in its own engine"
-    return (
-        f"{table(head, lines)}\n\nReward of the final weights: mean of the differences, "
-        f"{1 - 2 * ALPHA:.0%} interval. In its own engine: the last {LAST_STEPS} steps of training."
+    head = (
+        "arm, less the same dose uncorrected | pairs | held-out reward, BF16 engine "
+        f"| training, last {LAST_STEPS} steps, own engine"
     )
+    return f"{table(head, lines)}\n\nMeans of the differences, {1 - 2 * ALPHA:.0%} intervals."
 
 
 def _difference(found: Comparison) -> str:
@@ -215,7 +212,7 @@ def _count(names: re.Match[str]) -> str:
 BLOCKS = {
     "dose_scans": ("dose_response.jsonl", scans),
     "dose_response": ("dose_response.jsonl", response),
-    "dose_remedies": ("dose_response.jsonl", remedies),
+    "dose_mitigations": ("dose_response.jsonl", mitigations),
     "dose_alarms": ("dose_response.jsonl", alarms),
     "dose_decisions": ("dose_response.jsonl", decisions),
 }

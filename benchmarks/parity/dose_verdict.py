@@ -6,21 +6,23 @@ and the problems.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Literal
 
 from benchmarks.parity.comparison import Comparison, compare
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row
-from benchmarks.parity.settings import ALPHA, LAST_STEPS
+from benchmarks.parity.settings import ALPHA
 
 SHARE = 0.2
 """Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
-PAIRS = 4
-"""What settles a prediction: two seeds of each of two starts, at least."""
+PAIRS, STARTS = 4, 2
+"""What settles a prediction, at least."""
 WINDOW = 10
 """Steps over which rewards in training are averaged, to see when they fall."""
-REMEDIES = "tis", "mis", "fp8-forward"
+MITIGATIONS = "tis", "mis", "fp8-forward", "controlled"
+"""Ends of the names of arms that have one; an uncorrected arm ends in "none"."""
 
 Key = tuple[str, int]
 """Execution and seed."""
@@ -36,6 +38,13 @@ class Verdict:
     found: Literal["same", "worse", "undecided"]
     """By two one-sided t tests at ALPHA each: whether the arm loses less than the margin, or more.
     "undecided" is what they cannot tell, and what a single pair gives."""
+    starts: int
+    """How many starts the pairs come from."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are as many pairs and starts as were asked for before the runs."""
+        return len(self.comparison.differences) >= PAIRS and self.starts >= STARTS
 
     @property
     def loss(self) -> float:
@@ -68,47 +77,41 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
         )
         begun = [starts[key[0], arm.model, theirs[key]["start"]] for key in both]
         margin = SHARE * (fmean(references) - fmean(begun))
-        found[arm.name] = judge(compare(ours, references, max(margin, 1e-9), ALPHA), margin)
+        comparison = compare(ours, references, max(margin, 1e-9), ALPHA)
+        found[arm.name] = judge(comparison, margin, len({theirs[key]["start"] for key in both}))
     return found
 
 
-def beside_none(rows: list[Row]) -> dict[str, tuple[Comparison, Comparison]]:
-    """Each arm that has a remedy less the uncorrected arm of its dose: the reward of the final
-    weights in a BF16 engine, and in the arm's own the mean of its last steps."""
+def mitigated(rows: list[Row]) -> dict[str, tuple[Comparison, Comparison]]:
+    """Each arm that has a mitigation less the uncorrected arm of its dose: the reward of the final
+    weights in a BF16 engine, and that of the last steps of training, in the arm's own."""
     found = {}
-    for arm in DOSE_ARMS.values():
-        kind = next((kind for kind in REMEDIES if arm.name.endswith(f"-{kind}")), None)
-        mine = runs_of(rows, arm.name) if kind else {}
-        theirs = runs_of(rows, arm.name.removesuffix(kind or "") + "none")
-        both = [key for key in mine if key in theirs]
+    for arm, kind in product(DOSE_ARMS, MITIGATIONS):
+        if not arm.endswith(f"-{kind}"):
+            continue
+        mine, theirs = runs_of(rows, arm), runs_of(rows, arm.removesuffix(kind) + "none")
+        both = [(mine[key], theirs[key]) for key in mine if key in theirs]
         if both:
-            found[arm.name] = (
-                _compared(both, mine, theirs, lambda run: run["held_out"]["reward"]),
-                _compared(both, mine, theirs, last_reward),
+            found[arm] = (
+                _compared(both, lambda run: run["held_out"]["reward"]),
+                _compared(both, lambda run: run["last_reward"]),
             )
     return found
 
 
-def _compared(
-    both: list[Key], mine: dict[Key, Row], theirs: dict[Key, Row], reward: Callable[[Row], float]
-) -> Comparison:
-    ours, others = ([reward(runs[key]) for key in both] for runs in (mine, theirs))
+def _compared(both: list[tuple[Row, Row]], reward: Callable[[Row], float]) -> Comparison:
+    ours, others = zip(*[(reward(mine), reward(theirs)) for mine, theirs in both], strict=True)
     return compare(ours, others, 0.0, ALPHA)
 
 
-def judge(comparison: Comparison, margin: float) -> Verdict:
+def judge(comparison: Comparison, margin: float, starts: int) -> Verdict:
     """The verdict of a comparison. A reference that has learned nothing decides nothing."""
     if comparison.interval is None or margin <= 0:
-        return Verdict(comparison, margin, "undecided")
+        return Verdict(comparison, margin, "undecided", starts)
     low, high = comparison.interval
     if high < -margin:
-        return Verdict(comparison, margin, "worse")
-    return Verdict(comparison, margin, "same" if low > -margin else "undecided")
-
-
-def last_reward(run: Row) -> float:
-    """By the run's own engine, in training: more responses than its evaluations have."""
-    return fmean(run["series"]["reward"][-LAST_STEPS:])
+        return Verdict(comparison, margin, "worse", starts)
+    return Verdict(comparison, margin, "same" if low > -margin else "undecided", starts)
 
 
 def first_alarm(run: Row) -> int | None:

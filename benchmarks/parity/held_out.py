@@ -13,6 +13,7 @@ import os
 
 from benchmarks.parity import engines, models, sampling
 from benchmarks.parity.arms import ARMS
+from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT
 from benchmarks.parity.settings import Study, add_options, open_study
 
@@ -31,13 +32,16 @@ def evaluate(study: Study, model: str, seed: int, names: list[str] | None = None
     """Write HELD_OUT beside each run's log, and beside the weights that they began with.
 
     Args:
-        names: of the arms whose runs are evaluated here; None: all of the model.
+        names: of the arms whose runs are evaluated here, None for all; with the first of them goes
+            the start.
     """
     start = study.start_folder(model, study.start_of(seed))
-    names = names or [arm.name for arm in study.arms.values() if arm.model == model]
+    arms = [arm.name for arm in study.arms.values() if arm.model == model]
+    names = arms if names is None else names
     runs = [study.run_folder(name, seed) for name in names]
     weights = {folder: folder / FINAL for folder in runs if (folder / FINISHED).exists()}
-    weights[start] = start
+    if arms[0] in names:
+        weights = {start: start, **weights}
     if all((folder / HELD_OUT).exists() for folder in weights):
         return
     task = sampling.task_of(model, start, study.settings.levels)
@@ -45,11 +49,13 @@ def evaluate(study: Study, model: str, seed: int, names: list[str] | None = None
     bf16 = ARMS["bf16"]
     with engines.running(bf16, start, bf16.ignored_layers, 0, keywords) as engine:
         for version, folder in enumerate(weights):
-            if (folder / HELD_OUT).exists():  # or others have evaluated the start by now
+            if (folder / HELD_OUT).exists():
                 continue
             engine.update(models.load(weights[folder], study.device), version)
             found = {"problems": count, **sampling.evaluate(engine, task, count, version)}
-            (folder / HELD_OUT).write_text(json.dumps(found))
+            unfinished = folder / f"{HELD_OUT}.{os.getpid()}"
+            unfinished.write_text(json.dumps(found))
+            unfinished.rename(folder / HELD_OUT)
             print(f"{folder.name}  {json.dumps(found)}", flush=True)
 
 
@@ -59,7 +65,7 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     parser.add_argument("--seed", type=int, required=True, help="whose runs")
-    parser.add_argument("--arms", nargs="+", help="only runs of these (all)")
+    parser.add_argument("--arms", nargs="+", choices=ALL_ARMS, help="only runs of these (all)")
     args = parser.parse_args()
     evaluate(open_study(args), args.model, args.seed, args.arms)
 

@@ -100,3 +100,15 @@ def load(folder: Path, device: torch.device) -> PreTrainedModel:
     """A BF16 checkpoint, as the trainer has it."""
     disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(device)).to(device)
+
+
+def alias(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Another model whose weights are those of ``model``, in the same storage: what writes into the
+    one has written into the other.
+
+    Args:
+        folder: a checkpoint of such a model.
+    """
+    other = load(folder, model.device)
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other

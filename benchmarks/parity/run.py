@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.parity import engines, models, planting, sampling, scan, start
-from benchmarks.parity.arms import ALL_BF16, Arm
+from benchmarks.parity.arms import Arm
 from benchmarks.parity.controlled import Controlled, Fixed
 from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.learner import Learner
@@ -60,9 +60,10 @@ class _Run:
         self.dose = scan.dose_of(study, arm, which)
         model = models.load(self.weights, study.device)
         self.learner = Learner(model, tiny_model.learning_rate(study.settings.rate, model))
-        task = sampling.task_of(arm.model, self.weights, study.settings.levels)
         self.sent = model
-        """The same weights, as they are sent."""
+        """What updates send: the learner's model, or beside a BF16 engine one with the same weights
+        that does not compute in FP8, since that has codes to send."""
+        task = sampling.task_of(arm.model, self.weights, study.settings.levels)
         self.take = Steps(study.settings, arm, seed, task, self.learner)
         self.step, state, controller = run_log.resume()
         self.control = Controlled(arm, controller) if arm.controlled else Fixed(arm)
@@ -114,12 +115,12 @@ class _Run:
         return True
 
     def in_fp8(self, engine: engines.Engine) -> FP8Forward:
-        """Convert the learner's model."""
+        """Let the learner's model compute with the engine's codes; beside a BF16 engine, with those
+        that FP8 would give its layers."""
         model = self.learner.model
-        if self.arm.ignored_layers != ALL_BF16:
+        if not self.arm.has_bf16_engine:
             return fp8_forward(model, like=engine.handle)
-        self.sent = models.load(self.weights, self.study.device)
-        self.sent.load_state_dict(model.state_dict(), assign=True)  # the same storage
+        self.sent = models.alias(model, self.weights)
         names = {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
         return convert_layers(model, names, torch.bfloat16)
 
@@ -164,7 +165,7 @@ class _Run:
 
     def evaluate(self, engine: engines.Engine) -> None:
         """Evaluate on held-out problems, by the arm's own engine."""
-        if self.take.fp8 is not None and self.arm.ignored_layers != ALL_BF16:
+        if self.take.fp8 is not None and not self.arm.has_bf16_engine:
             self.take.fp8.check(engine.handle)
         count = self.study.settings.evaluation_problems
         found = sampling.evaluate(engine, self.take.task, count, self.step)

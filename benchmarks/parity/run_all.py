@@ -9,7 +9,6 @@ instead, for a few steps, one alone on a GPU: side by side they take each other'
 """
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -79,27 +78,35 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
         for model in [model for model in by_model if (model, which) not in begun]:
             begun.add((model, which))
             yield from _starts(study, job, model, which)
-        runs: dict[str, list[Job]] = {model: [] for model in by_model}
         for arm in arms:
             needs = [study.start_folder(arm.model, which) / WARMED]
             if arm.dose is not None:
                 needs.append(study.start_folder(arm.model, which) / SCAN)
             folder = study.run_folder(arm.name, seed, args.timing)
             words = ("--arm", arm.name, "--seed", str(seed), *options)
-            made = job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words, needs=tuple(needs))
-            runs[arm.model].append(made)
-            yield made
-        gpus = len(args.gpus.split(","))
-        for model, share in itertools.product(runs if not args.timing else (), range(gpus)):
-            if mine := runs[model][share::gpus]:
-                yield job(
-                    f"held-out-{model}-{seed}" + (f"-{share + 1}" if gpus > 1 else ""),
-                    "held_out",
-                    [run.makes[0].with_name(HELD_OUT) for run in mine],
-                    *("--model", model, "--seed", str(seed), "--arms"),
-                    *(run.name.rsplit("-", 1)[0] for run in mine),
-                    after=tuple(run.name for run in mine),
-                )
+            yield job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words, needs=tuple(needs))
+        if not args.timing:
+            for model in by_model:
+                names = [arm.name for arm in arms if arm.model == model]
+                yield from _held_out(study, job, model, seed, names, len(args.gpus.split(",")))
+
+
+def _held_out(
+    study: Study, job: Callable[..., Job], model: str, seed: int, names: list[str], gpus: int
+) -> Iterator[Job]:
+    """Evaluations of a seed's runs in as many jobs as there are GPUs: one alone takes minutes."""
+    for share in range(min(gpus, len(names))):
+        mine = names[share::gpus]
+        folders = [study.run_folder(name, seed) for name in mine]
+        if not share:  # with the first arm goes the start
+            folders.append(study.start_folder(model, study.start_of(seed)))
+        yield job(
+            f"held-out-{model}-{seed}" + (f"-{share + 1}" if gpus > 1 else ""),
+            "held_out",
+            [folder / HELD_OUT for folder in folders],
+            *("--model", model, "--seed", str(seed), "--arms", *mine),
+            after=tuple(f"{name}-{seed}" for name in mine),
+        )
 
 
 def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> Iterator[Job]:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from benchmarks.parity import engines, models, sampling, tasks
-from benchmarks.parity.arms import ALL_BF16, Arm
+from benchmarks.parity.arms import Arm
 from benchmarks.parity.learner import Learner, micro_batches_of
 from benchmarks.parity.settings import Settings, Study, add_options, open_study
 from benchmarks.pretrained import checkpoint
@@ -145,7 +145,7 @@ def fp8_engines_of(study: Study, model: str) -> list[Arm]:
     since an engine measures for a bounded time and the first that it does is to compile."""
     found: dict[str, Arm] = {}
     for arm in study.arms.values():
-        is_ours = arm.model == model and not arm.stock and arm.ignored_layers != ALL_BF16
+        is_ours = arm.model == model and not arm.has_bf16_engine
         if is_ours and "fp8rl_kv_scheme" not in arm.engine:  # scales do not change kernels
             found.setdefault(str(arm.engine), arm)
     return [*found.values(), next(iter(found.values()))]

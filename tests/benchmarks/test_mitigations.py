@@ -67,7 +67,10 @@ class FakeEngine:
 
 def test_an_engine_with_other_formats_is_refused(model: Any) -> None:
     groups = fp8_groups(model)
-    formats = {group.name: "fp8" for group in groups} | {groups[2].name: "bf16", "lm_head": "bf16"}
+    formats = {group.name: "block-fp8" for group in groups} | {
+        groups[2].name: "bf16",
+        "lm_head": "bf16",
+    }
     engine = FakeEngine(formats)
     assert measured.assert_left(engine, groups, (groups[2].name,)) == 1
     with pytest.raises(RuntimeError, match=groups[2].name):

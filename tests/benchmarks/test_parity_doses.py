@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from benchmarks.parity.run_log import Row
 STEPS = 40
 START = 0.2
 FORMATS = {
-    "model.layers.0.self_attn.o_proj": "fp8",
-    "model.layers.0.self_attn.qkv_proj": "fp8",
-    "model.layers.0.mlp.gate_up_proj": "fp8",
+    "model.layers.0.self_attn.o_proj": "block-fp8",
+    "model.layers.0.self_attn.qkv_proj": "block-fp8",
+    "model.layers.0.mlp.gate_up_proj": "block-fp8",
     "lm_head": "bf16",
 }
 # a healthy ESS: no correction is asked for, only precision
@@ -65,7 +66,14 @@ def a_run(arm: str, seed: int, reward: float, execution: str = "2026-01-01", **m
     series = {"reward": [0.5] * STEPS, "mismatch_kl_k3": [0.05] * STEPS}
     run = {"kind": "run", "arm": arm, "seed": seed, "start": seed // 2, "execution": execution}
     run |= {"held_out": {"reward": reward}, "evaluations": [[0, START], [STEPS, reward]]}
-    run |= {"series": series, "alarms": {}, "alarm_steps": 0, "steps": STEPS, "decisions": []}
+    run |= {
+        "last_reward": fmean(series["reward"]),
+        "series": series,
+        "alarms": {},
+        "alarm_steps": 0,
+        "steps": STEPS,
+        "decisions": [],
+    }
     return run | more
 
 
@@ -160,17 +168,17 @@ def test_the_tables_say_what_was_predicted_and_found() -> None:
     )
 
 
-def test_a_remedy_is_compared_with_the_same_dose_uncorrected() -> None:
+def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
     rows = a_study(ARMS | {"kv8-tis": [0.5], "stale-1e-2-none": [0.4], "stale-1e-2-tis": [0.3]})
     for run in rows:
         if run.get("arm") == "5e-2-tis":
-            run["series"] = run["series"] | {"reward": [0.5] * 20 + [0.1] * 20}
-    found = dose_verdict.beside_none(rows)
+            run["last_reward"] = 0.1
+    found = dose_verdict.mitigated(rows)
     assert list(found) == ["5e-2-tis", "5e-2-mis", "stale-1e-2-tis"]  # nothing is beside kv8-tis
     bf16, own = found["5e-2-tis"]
     assert bf16.differences == pytest.approx((0.19, 0.19, 0.20, 0.19))
     assert own.mean == pytest.approx(0.1 - 0.5)
-    table = dose_tables.remedies("\n".join(map(json.dumps, rows)))
+    table = dose_tables.mitigations("\n".join(map(json.dumps, rows)))
     assert "| stale-1e-2-tis | 1 | -0.100 | +0.000 |" in table
 
 

@@ -119,7 +119,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class FakeEngine:
         def formats(self) -> dict[str, str]:
-            return {"model.layers.0.mlp.gate_up_proj": "fp8", "lm_head": "bf16"}
+            return {"model.layers.0.mlp.gate_up_proj": "block-fp8", "lm_head": "bf16"}
 
         def update(self, model: Any, version: int, in_flight: str = "abort") -> float:
             facts["versions"].append(version)

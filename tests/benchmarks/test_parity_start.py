@@ -15,6 +15,7 @@ from benchmarks.parity.tasks import Problem
 from examples.grpo import arithmetic, tiny_model
 from examples.grpo.arithmetic import END
 from trainer_bridge import KVCalibrator, response_logprobs
+from trainer_bridge.fp8_forward import convert_layers
 
 CPU = torch.device("cpu")
 SMALL = replace(SIZES["tiny"], demonstrations=3, demonstration_batch=4)
@@ -41,6 +42,36 @@ def test_planting_changes_k_but_not_the_policy() -> None:
     assert torch.equal(before, after)
     assert amax < 20 < 448 < planted
     assert len(gains) == 2 * model.config.num_hidden_layers
+
+
+def test_an_alias_has_what_the_learner_writes(tmp_path: Path) -> None:
+    """Also where the learner's model computes in FP8, is planted and goes on from a checkpoint."""
+    models.save(models.build("dense", "tiny", 0), tmp_path)
+    model = models.load(tmp_path, CPU)
+    learner = Learner(model, 1e-2)
+    other = models.alias(model, tmp_path)
+    names = {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    convert_layers(model, names, torch.bfloat16)
+    gains = planting.input_outliers(model, planting.Planting(3, 1))
+
+    def check() -> None:
+        theirs = dict(other.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert parameter.data_ptr() == theirs[name].data_ptr(), name
+            assert torch.equal(parameter, theirs[name]), name
+
+    check()
+    before = other.lm_head.weight.detach().clone()
+    learner.plant(gains)
+    tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
+    for model_, in_fp8 in ((model, True), (other, False)):
+        assert torch.equal(model_(tokens).logits, other(tokens).logits) is not in_fp8
+    learner.backward(model(tokens).logits.logsumexp(-1).mean())
+    learner.step()
+    assert not torch.equal(other.lm_head.weight, before)
+    check()
+    learner.restore({name: tensor.clone() for name, tensor in learner.state().items()})
+    check()
 
 
 @pytest.mark.parametrize("model", models.MODELS)
