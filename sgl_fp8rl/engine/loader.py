@@ -183,7 +183,7 @@ def log_layer_formats(model: nn.Module) -> None:
     kept = [layer for layer in layers if layer.format == UNQUANTIZED.name]
     reasons = Counter(layer.reason for layer in kept)
     logger.info(
-        "fp8rl: %s; BF16: %s",
+        "fp8rl: %s; bf16: %s",
         counted(layer.format for layer in layers),
         "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()) or "none",
     )

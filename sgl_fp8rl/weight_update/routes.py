@@ -210,7 +210,7 @@ class RouteTable:
             if sent is not UNQUANTIZED and kept and self.kept_as(name) is not sent:
                 raise ManifestError(
                     f"{name} is {sent.name}, but the engine keeps it in "
-                    f"{self.kept_as(name).name}; send it in BF16"
+                    f"{self.kept_as(name).name}; send it unquantized"
                 )
 
     def fill_constants(self) -> None:

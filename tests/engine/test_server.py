@@ -254,7 +254,7 @@ BAD_MANIFESTS: dict[str, tuple[Callable[[Begin], None], str]] = {
     "no dtype of a weight": (with_dtype(UP, "int8"), f"{UP} has dtype 'int8'"),
     "fp8 without scales": (with_dtype(UP, "float8_e4m3fn"), f"without {UP}"),
     "scales of another shape": (with_scales(UP, [2, 2]), f"{UP}_scale_inv is float32 of shape"),
-    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "the engine keeps it in BF16"),
+    "fp8 for a bf16 layer": (with_scales("lm_head.weight", [4, 2]), "the engine keeps it in bf16"),
     "negative version": (with_version(-3), "version is -3"),
     "version of 64 bits": (with_version(2**63), "whole number from 0 up"),
     "version is a string": (with_version("7"), "version is '7'"),

@@ -41,7 +41,7 @@ LAYERS: list[dict[str, Any]] = [
 
 
 def test_layer_table() -> None:
-    """A line for each layer, with its facts, and the counts of those in FP8 and of the reasons."""
+    """A line for each layer, with its facts, and the counts of formats and of the reasons."""
     header, *rows, _, summary = cli.render_layers(LAYERS).splitlines()
     assert [re.split(r"  +", row) for row in (header, *rows)] == [
         ["layer", "shape", "format", "reason or padding"],

@@ -204,7 +204,7 @@ def test_storage_without_its_companions_is_refused(fmt: WeightFormat) -> None:
 def test_codes_of_another_format_are_refused(fmt: WeightFormat) -> None:
     """Whatever their dtype: channel FP8 has that of block FP8."""
     encoded = {f"w{s}": t for s, t in BLOCK_FP8.encode(weight(256, 256)).items()}
-    with pytest.raises(ManifestError, match=f"w is block-fp8.*in {fmt.name}; send it in BF16"):
+    with pytest.raises(ManifestError, match=f"w is block-fp8.*in {fmt.name}; send it unquantized"):
         sent(stored(fmt, (256, 256)), encoded, 1 << 17)
 
 

@@ -240,7 +240,7 @@ def test_codes_that_fit_are_routed_with_their_scales() -> None:
         (Manifest(0, {"a": A_WEIGHT, "b": A_WEIGHT}), "unknown: b"),
         (Manifest(0, {}), "missing: a"),
         (Manifest(0, {"a": TensorSpec(BF16, (128, 256))}), r"a has shape \(128, 256\)"),
-        (fp8_manifest(), "a is fp8, but the engine keeps it in BF16"),
+        (fp8_manifest(), "a is block-fp8, but the engine keeps it in bf16"),
     ],
 )
 def test_match_refuses(manifest: Manifest, fault: str) -> None:
@@ -252,7 +252,7 @@ def test_match_refuses_codes_for_sglangs_loader() -> None:
     """It would cast them to BF16 without their scales."""
     falls_back = table({"a": []}, bf16(256, 128), fallback={"a": "why"})
     falls_back.match(Manifest(0, {"a": A_WEIGHT}))
-    with pytest.raises(ManifestError, match="a is fp8, but the engine keeps it in BF16"):
+    with pytest.raises(ManifestError, match="a is block-fp8, but the engine keeps it in bf16"):
         falls_back.match(fp8_manifest())
 
 
