@@ -55,7 +55,7 @@ class Arm:
     @property
     def has_bf16_engine(self) -> bool:
         """Whether its engine keeps no layer in FP8."""
-        return self.stock or self.ignored_layers == ALL_BF16
+        return self.ignored_layers == ALL_BF16
 
     @property
     def is_timed(self) -> bool:

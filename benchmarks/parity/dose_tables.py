@@ -19,7 +19,7 @@ from benchmarks.parity.dose_verdict import (
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA, LAST_STEPS
-from benchmarks.parity.tables import spread, table, where
+from benchmarks.parity.tables import interval, spread, table, where
 from benchmarks.parity.verdict import rows_of
 
 LAYERS = re.compile(r"'[^']*'")
@@ -92,11 +92,15 @@ def response(text: str) -> str:
 def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
     if verdict is None:
         return [""] * 5
-    interval = verdict.comparison.interval
-    low_high = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
     decided = predicted is not None and verdict.is_settled and verdict.found != "undecided"
     agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
-    return [f"{verdict.loss:.0%}", low_high, predicted or "", verdict.found, agrees]
+    return [
+        f"{verdict.loss:.0%}",
+        interval(verdict.comparison),
+        predicted or "",
+        verdict.found,
+        agrees,
+    ]
 
 
 def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
@@ -143,10 +147,7 @@ def mitigations(text: str) -> str:
 
 
 def _difference(found: Comparison) -> str:
-    if found.interval is None:
-        return f"{found.mean:+.3f}"
-    low, high = found.interval
-    return f"{found.mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    return f"{found.mean:+.3f}" + (f" ({interval(found)})" if found.interval else "")
 
 
 def alarms(text: str) -> str:

@@ -26,6 +26,7 @@ MITIGATIONS = "tis", "mis", "fp8-forward", "controlled"
 
 Key = tuple[str, int]
 """Execution and seed."""
+Finding = Literal["same", "worse", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Verdict:
     comparison: Comparison
     margin: float
     """SHARE of the reference's gain, of reward; means over pairs."""
-    found: Literal["same", "worse", "undecided"]
+    found: Finding
     """By two one-sided t tests at ALPHA each: whether the arm loses less than the margin, or more.
     "undecided" is what they cannot tell, and what a single pair gives."""
     starts: int
@@ -78,7 +79,8 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
         begun = [starts[key[0], arm.model, theirs[key]["start"]] for key in both]
         margin = SHARE * (fmean(references) - fmean(begun))
         comparison = compare(ours, references, max(margin, 1e-9), ALPHA)
-        found[arm.name] = judge(comparison, margin, len({theirs[key]["start"] for key in both}))
+        begun_with = {theirs[key]["start"] for key in both}
+        found[arm.name] = Verdict(comparison, margin, _judge(comparison, margin), len(begun_with))
     return found
 
 
@@ -104,14 +106,14 @@ def _compared(both: list[tuple[Row, Row]], reward: Callable[[Row], float]) -> Co
     return compare(ours, others, 0.0, ALPHA)
 
 
-def judge(comparison: Comparison, margin: float, starts: int) -> Verdict:
-    """The verdict of a comparison. A reference that has learned nothing decides nothing."""
+def _judge(comparison: Comparison, margin: float) -> Finding:
+    """A reference that has learned nothing decides nothing."""
     if comparison.interval is None or margin <= 0:
-        return Verdict(comparison, margin, "undecided", starts)
+        return "undecided"
     low, high = comparison.interval
     if high < -margin:
-        return Verdict(comparison, margin, "worse", starts)
-    return Verdict(comparison, margin, "same" if low > -margin else "undecided", starts)
+        return "worse"
+    return "same" if low > -margin else "undecided"
 
 
 def first_alarm(run: Row) -> int | None:

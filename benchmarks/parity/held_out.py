@@ -10,11 +10,13 @@ are evaluated, too.
 import argparse
 import json
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.parity import engines, models, sampling
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.dose_arms import ALL_ARMS
-from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT
+from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT, write_whole
 from benchmarks.parity.settings import Study, add_options, open_study
 
 # 4096 problems at once, and few engines on a GPU by then
@@ -28,34 +30,45 @@ ENGINE = {
 }
 
 
-def evaluate(study: Study, model: str, seed: int, names: list[str] | None = None) -> None:
-    """Write HELD_OUT beside each run's log, and beside the weights that they began with.
+def weights_of(study: Study, model: str, seed: int, names: Sequence[str] = ()) -> dict[Path, Path]:
+    """Folders to write HELD_OUT into, and the weights that each is about.
 
     Args:
-        names: of the arms whose runs are evaluated here, None for all; with the first of them goes
-            the start.
+        names: of the arms whose runs are evaluated, by default all; with the first arm of the model
+            goes the start.
     """
     start = study.start_folder(model, study.start_of(seed))
     arms = [arm.name for arm in study.arms.values() if arm.model == model]
-    names = arms if names is None else names
-    runs = [study.run_folder(name, seed) for name in names]
-    weights = {folder: folder / FINAL for folder in runs if (folder / FINISHED).exists()}
-    if arms[0] in names:
-        weights = {start: start, **weights}
+    names = names or arms
+    found = {folder: folder / FINAL for folder in (study.run_folder(n, seed) for n in names)}
+    return found | ({start: start} if arms[0] in names else {})
+
+
+def evaluate(study: Study, model: str, seed: int, names: Sequence[str] = ()) -> None:
+    """Write HELD_OUT beside each finished run's log, and beside the weights that they began with.
+
+    Args:
+        names: as for ``weights_of``.
+    """
+    start = study.start_folder(model, study.start_of(seed))
+    weights = {
+        folder: checkpoint
+        for folder, checkpoint in weights_of(study, model, seed, names).items()
+        if folder == start or (folder / FINISHED).exists()
+    }
     if all((folder / HELD_OUT).exists() for folder in weights):
         return
     task = sampling.task_of(model, start, study.settings.levels)
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
     bf16 = ARMS["bf16"]
     with engines.running(bf16, start, bf16.ignored_layers, 0, keywords) as engine:
-        for version, folder in enumerate(weights):
+        # the start first: without it the runs say nothing of what was learned
+        for version, (folder, checkpoint) in enumerate(reversed(weights.items())):
             if (folder / HELD_OUT).exists():
                 continue
-            engine.update(models.load(weights[folder], study.device), version)
+            engine.update(models.load(checkpoint, study.device), version)
             found = {"problems": count, **sampling.evaluate(engine, task, count, version)}
-            unfinished = folder / f"{HELD_OUT}.{os.getpid()}"
-            unfinished.write_text(json.dumps(found))
-            unfinished.rename(folder / HELD_OUT)
+            write_whole(folder / HELD_OUT, json.dumps(found))
             print(f"{folder.name}  {json.dumps(found)}", flush=True)
 
 
@@ -64,8 +77,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluate runs of a seed by a BF16 engine.")
     add_options(parser)
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
-    parser.add_argument("--seed", type=int, required=True, help="whose runs")
-    parser.add_argument("--arms", nargs="+", choices=ALL_ARMS, help="only runs of these (all)")
+    parser.add_argument("--seed", type=int, required=True, help="of the runs")
+    parser.add_argument(
+        "--arms", nargs="+", default=(), choices=ALL_ARMS, help="only runs of these (all)"
+    )
     args = parser.parse_args()
     evaluate(open_study(args), args.model, args.seed, args.arms)
 

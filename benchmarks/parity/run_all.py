@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parity.held_out import weights_of
 from benchmarks.parity.run import STOPPED
 from benchmarks.parity.run_log import FINISHED, HELD_OUT
 from benchmarks.parity.scan import SCAN
@@ -97,13 +98,10 @@ def _held_out(
     """Evaluations of a seed's runs in as many jobs as there are GPUs: one alone takes minutes."""
     for share in range(min(gpus, len(names))):
         mine = names[share::gpus]
-        folders = [study.run_folder(name, seed) for name in mine]
-        if not share:  # with the first arm goes the start
-            folders.append(study.start_folder(model, study.start_of(seed)))
         yield job(
             f"held-out-{model}-{seed}" + (f"-{share + 1}" if gpus > 1 else ""),
             "held_out",
-            [folder / HELD_OUT for folder in folders],
+            [folder / HELD_OUT for folder in weights_of(study, model, seed, mine)],
             *("--model", model, "--seed", str(seed), "--arms", *mine),
             after=tuple(f"{name}-{seed}" for name in mine),
         )

@@ -19,7 +19,7 @@ from benchmarks.parity import engines, models, sampling, start
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.learner import Learner, trainer_logprobs
 from benchmarks.parity.planting import Planting, input_outliers, plantings
-from benchmarks.parity.run_log import Row, rows_of
+from benchmarks.parity.run_log import Row, rows_of, write_whole
 from benchmarks.parity.settings import Study, add_options, open_study
 from trainer_bridge import correct, fp8_forward
 
@@ -48,10 +48,8 @@ def scan_of(study: Study, model: str, which: int) -> Path:
     path = study.start_folder(model, which) / SCAN
     if not path.exists():
         checkpoint = start.start_of(study, model, which)
-        unfinished = path.with_suffix(f".{os.getpid()}")
         rows = scan(study, model, checkpoint)
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        unfinished.rename(path)
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

@@ -209,16 +209,20 @@ def table(head: str, lines: Iterable[Sequence[object]]) -> str:
     return "\n".join([f"| {head} |", "|---" * (head.count("|") + 1) + "|", *rows])
 
 
+def interval(found: Comparison) -> str:
+    """That of a mean difference; empty for a single pair."""
+    return "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else ""
+
+
 def _tested(found: Comparison, inside: bool) -> list[str]:
     """Cells of the table of tests; a single seed cannot be tested."""
     mean = f"{found.mean:+.3f}" if round(found.mean, 3) else "0.000"
     if found.interval is None or found.spread is None or found.p_t is None or found.p_tost is None:
         return [mean, "", _yes(inside), "", "", ""]
-    low, high = found.interval
     of_t, of_tost = powers(found.spread, len(found.differences), MARGIN, ALPHA)
     return [
         mean,
-        f"{low:+.3f} to {high:+.3f}",
+        interval(found),
         _yes(inside),
         f"p = {found.p_t:.2f}, {found.p_permutation:.2f}",
         f"{_yes(found.p_tost < ALPHA)}, p {at_most(found.p_tost)}",

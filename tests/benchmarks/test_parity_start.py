@@ -64,8 +64,7 @@ def test_an_alias_has_what_the_learner_writes(tmp_path: Path) -> None:
     before = other.lm_head.weight.detach().clone()
     learner.plant(gains)
     tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
-    for model_, in_fp8 in ((model, True), (other, False)):
-        assert torch.equal(model_(tokens).logits, other(tokens).logits) is not in_fp8
+    assert not torch.equal(model(tokens).logits, other(tokens).logits)  # one alone is in FP8
     learner.backward(model(tokens).logits.logsumexp(-1).mean())
     learner.step()
     assert not torch.equal(other.lm_head.weight, before)
