@@ -1,6 +1,7 @@
 """Memory of other processes in the place of GPU memory: each allocation is a file in memory.
 
-A handle carries the process and the descriptor, by which another process of this user maps it.
+A handle carries the process and the descriptor, by which another process of this user maps it, and
+a number: descriptors are used again, and engines of an earlier job may still have theirs open.
 """
 
 import mmap
@@ -8,6 +9,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,8 @@ from trainer_bridge.transport import bucket, cuda_ipc
 from trainer_bridge.transport.cuda_ipc import DeviceBucket
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
-_IDS = struct.Struct("=QQ48x")
+_IDS = struct.Struct("=QQQ40x")
+_numbers = count(1)
 
 
 class Memories:
@@ -39,12 +42,14 @@ class Memories:
 
     def __init__(self) -> None:
         self.made: dict[int, HostMemory] = {}
+        self._numbers: dict[int, int] = {}
         self.torn: list[Handle] = []
         """What was freed while an engine of this process had it open."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         memory = HostMemory(nbytes)
-        self.made[memory.content.data_ptr()] = memory
+        base = memory.content.data_ptr()
+        self.made[base], self._numbers[base] = memory, next(_numbers)
         return memory.content
 
     def free(self, base: int) -> None:
@@ -63,7 +68,7 @@ class Memories:
 
     def export(self, base: int) -> Handle:
         memory = self.made[base]
-        ipc = _IDS.pack(os.getpid(), memory.fd).hex()
+        ipc = _IDS.pack(os.getpid(), memory.fd, self._numbers[base]).hex()
         return Handle(ipc, memory.content.numel(), GPU)
 
     def still_there(self, bases: Iterable[int], handles: Iterable[Handle], device: int) -> bool:
@@ -79,7 +84,7 @@ class MappedFile:
     opened: list["MappedFile"] = []  # noqa: RUF012  (of this process)
 
     def __init__(self, handle: Handle, device: int) -> None:
-        pid, fd = _IDS.unpack(bytes.fromhex(handle.ipc))
+        pid, fd, _ = _IDS.unpack(bytes.fromhex(handle.ipc))
         with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
             content = torch.frombuffer(mmap.mmap(file.fileno(), handle.nbytes), dtype=torch.uint8)
         self.tensor = content.as_subclass(OnDevice)

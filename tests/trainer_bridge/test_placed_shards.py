@@ -135,6 +135,17 @@ def test_books_do_not_grow() -> None:
 # -- updates of an engine on GPUs from several ranks
 
 
+def test_memory_that_is_made_again_is_other_memory() -> None:
+    """As of CUDA: or an engine of an earlier job would seem to have it open."""
+    memories = fake_ipc.Memories()
+    handles = set()
+    for _ in range(3):
+        base = memories.allocate(64).data_ptr()
+        handles.add(memories.export(base))
+        memories.free(base)
+    assert len(handles) == 3 and not memories.torn
+
+
 class GpuEngine(FakeEngine):
     """Of two ranks, which run the writer of a GPU."""
 
