@@ -24,13 +24,14 @@ pytestmark = pytest.mark.engine
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama")
 IGNORED = "model.layers.1.self_attn.o_proj"
-PART_LEFT = {"qwen3": 0.25, "qwen3_moe": 0.25, "llama": 0.17}
-"""Of the one-sided k3 of a BF16 trainer, with ``fp8_forward``. Healthy: 0.16 to 0.17, 0.11 to 0.16,
-0.08 to 0.11."""
-WITH_FP8_KV = {"qwen3": 0.35, "qwen3_moe": 0.35, "llama": 0.2}
-"""The same with an FP8 KV cache. Healthy: 0.22 to 0.24, 0.13 to 0.24, 0.13 to 0.14."""
-KV_LEFT = 0.75
-"""Then, of what is left where attention reads K and V as they are. Healthy: 0.31 to 0.57."""
+PART_LEFT = {"qwen3": 0.47, "qwen3_moe": 0.4, "llama": 0.38}
+"""Of the gap of a BF16 trainer, with ``fp8_forward``. Healthy, in 40 rollouts each: 0.36 to 0.42,
+0.24 to 0.34, 0.27 to 0.33."""
+WITH_FP8_KV = {"qwen3": 0.58, "qwen3_moe": 0.54, "llama": 0.44}
+"""The same with an FP8 KV cache. Healthy, in 50 rollouts each: 0.42 to 0.51, 0.33 to 0.44, 0.33 to
+0.39."""
+KV_LEFT = 0.8
+"""Then, of what is left where attention reads K and V as they are. Healthy: 0.43 to 0.69."""
 STEPS = 3
 WORLD = 2
 PROMPTS = [
@@ -72,10 +73,11 @@ def logprobs(model: Any, rollout: Rollout) -> torch.Tensor:
 
 
 @torch.no_grad()
-def k3(model: Any, rollout: Rollout) -> float:
-    """One-sided, of the tokens that the engine sampled."""
+def gap(model: Any, rollout: Rollout) -> float:
+    """Between logprobs, the mean of |x| in nats: of k3, half may come from two tokens of 640, where
+    another expert was chosen."""
     found = logprobs(model, rollout), rollout.logprobs_BT, rollout.mask_BT
-    return trainer_bridge.mismatch_metrics(*found)["mismatch_kl_k3"]
+    return trainer_bridge.mismatch_metrics(*found)["logprob_abs_diff_mean"]
 
 
 def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
@@ -88,8 +90,8 @@ def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
     fp8.check(run.server)  # the checkpoint that both loaded
 
     rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
-    with_codes, in_bf16 = k3(model, rollout), k3(control, rollout)
-    print(f"{run.family}: k3 {with_codes:.4f} with fp8_forward, {in_bf16:.4f} in BF16")
+    with_codes, in_bf16 = gap(model, rollout), gap(control, rollout)
+    print(f"{run.family}: gap {with_codes:.4f} with fp8_forward, {in_bf16:.4f} in BF16")
     assert 0 < with_codes < PART_LEFT[run.family] * in_bf16
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -107,7 +109,7 @@ def test_the_trainer_steps_and_the_engine_follows(run: Run) -> None:
 
     control.load_state_dict(model.state_dict())
     rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
-    with_codes, in_bf16 = k3(model, rollout), k3(control, rollout)
+    with_codes, in_bf16 = gap(model, rollout), gap(control, rollout)
     print(f"{run.family}: after {STEPS} steps {with_codes:.4f} and {in_bf16:.4f}")
     assert 0 < with_codes < PART_LEFT[run.family] * in_bf16
 
@@ -175,10 +177,10 @@ def test_an_fp8_kv_cache(family: str, policies: Policies, tmp_path: Path) -> Non
         calibrator = trainer_bridge.KVCalibrator.of(model)
         for version, scales in enumerate(("measured by the engine", "of the update")):
             rollout = trainer_bridge.rollout(run.server, PROMPTS, SAMPLING)
-            found = {"BF16": k3(control, rollout), "its K and V": k3(model, rollout)}
+            found = {"BF16": gap(control, rollout), "its K and V": gap(model, rollout)}
             fp8.sync_kv_scales(run.server)
             with calibrator.watch(model):
-                found["the cache's"] = k3(model, rollout)
+                found["the cache's"] = gap(model, rollout)
             fake_quantize_kv(model, None, torch.bfloat16)
             print(f"{family}, scales {scales}: {found}")
             assert 0 < found["the cache's"] < WITH_FP8_KV[family] * found["BF16"]
