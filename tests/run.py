@@ -132,8 +132,10 @@ PLANS: dict[str, tuple[Suite, ...]] = {
 }
 JOBS = 2
 """An engine mostly starts, which takes one core."""
-LONGEST_ERROR = 400
+LONGEST_ERROR = 600
 """Characters of one error in the summary."""
+LAST_LINES = 3
+"""Of an error's message: a rank's ends with where it failed, and with what."""
 running: set["subprocess.Popen[str]"] = set()
 
 
@@ -149,7 +151,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     failures: tuple[str, ...] = ()
-    """The tests that failed, as pytest names them, each with the first line of its error."""
+    """The tests that failed, as pytest names them, each with the ends of its error."""
     outcomes: dict[str, bool] = field(default_factory=dict)
     """Whether each test passed (``guarantees.outcomes``)."""
 
@@ -211,7 +213,7 @@ def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
         failure = next((f for f in case if f.tag in ("failure", "error")), None)
         if failure is not None:
             file = case.get("classname", "").replace(".", "/")
-            failures.append(f"{file}.py::{case.get('name')}: {_first_line(failure)}")
+            failures.append(f"{file}.py::{case.get('name')}: {_ends(failure)}")
         elif case.find("skipped") is not None:
             skipped += 1
         else:
@@ -219,9 +221,15 @@ def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
     return passed, len(failures), skipped, tuple(failures)
 
 
-def _first_line(failure: ElementTree.Element) -> str:
-    """Of the error's message; CI may keep no more of the output than the summary."""
-    return failure.get("message", "").strip().partition("\n")[0][:LONGEST_ERROR]
+def _ends(failure: ElementTree.Element) -> str:
+    """The first line of an error's message and the last ones; CI may keep no more of the output
+    than the summary."""
+    lines = [line.strip() for line in failure.get("message", "").splitlines() if line.strip()]
+    if len(lines) > 1 + LAST_LINES:
+        lines = [lines[0], "...", *lines[-LAST_LINES:]]
+    text = " / ".join(lines)
+    half = LONGEST_ERROR // 2
+    return text if len(text) <= LONGEST_ERROR else f"{text[:half]} ... {text[-half:]}"
 
 
 def summary(plan: str, results: list[Result], seconds: float) -> str:
