@@ -83,6 +83,12 @@ def _experts(model: str) -> Iterator[Arm]:
 
 
 DOSE_ARMS = {arm.name: arm for arm in (*_dense(), *_experts("moe"), *_experts("moe32"))}
-STUDIES = {"parity": ARMS, "doses": DOSE_ARMS}
+LONG_ARMS = ("bf16", "kv8-none", "kv8-tis", "kv8-fp8-forward")
+"""Of the study of long responses: a GPU each."""
+STUDIES = {
+    "parity": ARMS,
+    "doses": DOSE_ARMS,
+    "long": {name: DOSE_ARMS[name] for name in LONG_ARMS},
+}
 ALL_ARMS = {**ARMS, **DOSE_ARMS}
 """A name stands for the same arm in each study."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from benchmarks.parity.planting import Gains
@@ -24,7 +25,8 @@ LARGEST_NORM = 1.0
 
 
 class Learner:
-    """Trains ``model`` through FP32 copies of its parameters.
+    """Trains ``model`` through FP32 copies of its parameters; where there are several ranks, each
+    has all of it, and their gradients are added.
 
     What is planted is in the model alone. Its masters, gradients and AdamW's moments are those of
     the model without: a gain is a power of two, by which weights are multiplied on their way to the
@@ -65,6 +67,9 @@ class Learner:
     @torch.no_grad()
     def step(self) -> float:
         """One step of AdamW on what was added; returns the gradient's norm before it is clipped."""
+        if dist.is_initialized():
+            for master in self._masters:
+                dist.all_reduce(master.grad)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, LARGEST_NORM, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()

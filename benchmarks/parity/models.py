@@ -1,5 +1,5 @@
-"""The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size, and
-a published one in its own size."""
+"""The models: a dense Qwen3 and one with a mixture of experts, each in a full and a tiny size, a
+dense one in a large size, and a published one in its own."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ MODELS = ("dense", "moe", "moe32")
 are active."""
 PRETRAINED = "smollm2"
 """Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
-CONTEXT = 512
-"""Positions; the longest prompt with its response takes 350."""
+LARGE = "large"
+"""Size of the largest dense model that a GPU of 80 GB trains and serves."""
+CONTEXT = {"tiny": 512, "full": 512, LARGE: 1024}
+"""Positions by size: the longest prompt with its response takes 350, of long responses 785."""
 EXPERTS: dict[str, dict[str, Any]] = {
     "tiny": {
         **tiny_model.SIZES["tiny"],
@@ -53,12 +55,20 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
 DENSE = {
     "tiny": tiny_model.SIZES["tiny"],
     "full": {**tiny_model.SIZES["small"], "num_key_value_heads": 4},
+    LARGE: {  # all layers of Qwen3-1.7B
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
 }
 
 
 def models_of(size: str) -> tuple[str, ...]:
     """The models that come in a size."""
-    return (PRETRAINED,) if size == PRETRAINED else MODELS
+    return {PRETRAINED: (PRETRAINED,), LARGE: ("dense",)}.get(size, MODELS)
 
 
 def has_experts(model: str) -> bool:
@@ -71,7 +81,7 @@ def build(model: str, size: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": CONTEXT[size],
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": END_TOKEN,

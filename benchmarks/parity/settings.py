@@ -17,7 +17,7 @@ from benchmarks.environment import commit
 from benchmarks.parity import models
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.dose_arms import STUDIES
-from benchmarks.parity.tasks import LEVELS
+from benchmarks.parity.tasks import LEVELS, LONG
 from examples.grpo.environment import environment
 
 MARGIN = 0.05
@@ -40,6 +40,9 @@ class Settings:
     start_reward: float = 0.3
     """Of held-out problems; demonstrations end when it is reached."""
     demonstration_batch: int = 128
+    demonstration_tokens: int = 16384
+    """Padded tokens of one pass; demonstrations share the GPU with few others, and models with a
+    vocabulary of ASCII need less."""
     demonstration_rate: float = 2e-3
     """Learning rates are of the tiny size; ``tiny_model.learning_rate`` brings them to others."""
     prompts: int = 16
@@ -56,6 +59,9 @@ class Settings:
     checkpoint_every: int = 50
     held_out_problems: int = 4096
     """Held-out problems for the final weights of every run, by a BF16 engine."""
+    kv_tokens: int = 49152
+    """Tokens of an engine's KV cache, on a GPU: 128 responses take 45000 at most. Others share it:
+    the static part is of what they leave free."""
     seeds_a_start: int | None = None
     """Seeds that begin with the same weights, the next ones with others; None: all."""
     exponents: list[int] = field(default_factory=list)
@@ -80,6 +86,8 @@ SIZES = {
     ),
     # At 5e-5 a step moved this policy by some 0.03 nats a token.
     models.PRETRAINED: Settings(steps=100, rate=2e-5),
+    # A checkpoint has 17 GB.
+    models.LARGE: Settings(kv_tokens=1 << 17, checkpoint_every=1000, demonstration_tokens=8192),
 }
 OF_STUDY: dict[str, dict[str, Any]] = {
     "parity": {},
@@ -93,16 +101,21 @@ OF_STUDY: dict[str, dict[str, Any]] = {
         "seeds_a_start": 2,
         "exponents": list(range(12, 23)),
     },
+    # fixed without a pilot, which would take a machine as long as the run: docs/long_responses.md
+    "long": {
+        "steps": 100,
+        "start_reward": 0.2,
+        "levels": [LONG],
+        "demonstrations": 2000,
+        "evaluate_every": 50,
+    },
 }
 """Settings of a study that differ from those of its size."""
 
 ENGINE: dict[str, dict[str, Any]] = {
     "cpu": {"max_total_tokens": 16384, "sleep_on_idle": True},
-    # 128 responses take 45000 tokens at most. Others share the GPU: the static part is of what they
-    # leave free, and what bounds the cache is its number of tokens.
     "cuda": {
         "attention_backend": "flashinfer",
-        "max_total_tokens": 49152,
         "max_running_requests": 128,
         "mem_fraction_static": 0.3,
         "fp8rl_bucket_bytes": 256 << 20,
@@ -146,7 +159,9 @@ class Study:
 
     def engine(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """All keywords of an engine, given an arm's."""
-        return ENGINE[self.device.type] | keywords | self.settings.engine_args
+        settings = self.settings
+        cache = {"max_total_tokens": settings.kv_tokens} if self.device.type == "cuda" else {}
+        return ENGINE[self.device.type] | cache | keywords | settings.engine_args
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,10 @@ demonstrations, until they solve a given part of the problems; or a published ch
 its engines are run as well.
 
     python -m benchmarks.parity.start --model dense --state runs/parity
+
+A large model is trained by all GPUs together, before runs that have a GPU each:
+
+    torchrun --nproc-per-node 4 -m benchmarks.parity.start --study long --size large --model dense
 """
 
 import argparse
@@ -10,9 +14,9 @@ import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -26,13 +30,12 @@ from trainer_bridge import connect, response_logprobs
 
 LINE_EVERY = 25  # steps
 EVALUATE_EVERY = 200
-TOKENS_PER_PASS = 16384
-"""Demonstrations share the GPU with few others, and models with a vocabulary of ASCII need less."""
 PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
 WARMED = "warmed"
-"""Empty; exists when the model's kernels have been compiled and measured."""
+"""Empty; exists when the model's kernels have been compiled and measured, or when each run is to do
+that on a GPU of its own."""
 
 
 def start_of(study: Study, model: str, start: int = 0) -> Path:
@@ -45,23 +48,30 @@ def start_of(study: Study, model: str, start: int = 0) -> Path:
     if model == models.PRETRAINED:
         return checkpoint.convert(folder)
     if not folder.exists():
-        unfinished = folder.with_suffix(f".{os.getpid()}")
         made = train(model, study.size, study.settings, study.device, start)
-        models.save(made, unfinished)
-        unfinished.rename(folder)
+        if rank_and_world()[0] == 0:
+            unfinished = folder.with_suffix(f".{os.getpid()}")
+            models.save(made, unfinished)
+            unfinished.rename(folder)
         if study.device.type == "cuda":
             torch.cuda.empty_cache()  # what is to come is smaller
     return folder
 
 
+def rank_and_world() -> tuple[int, int]:
+    """Of this process, and of how many train together."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def train(
     model: str, size: str, settings: Settings, device: torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """The trained model, in BF16."""
+    """The trained model, in BF16, on each rank: all draw the same batch and take parts of it."""
     # the same weights on the same machine, wherever torch has a deterministic kernel
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    rank, world = rank_and_world()
     rng = random.Random(f"{seed} demonstrations")
     made = models.build(model, size, seed).to(device, models.dtype_of(device))
     learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
@@ -69,18 +79,19 @@ def train(
     if models.has_experts(model):
         made.config.output_router_logits = True
         made.register_forward_hook(lambda module, given, output: aux.append(output.aux_loss))
+    longest = tasks.max_new_tokens(settings.levels)
     schedule = tiny_model.warm_up_and_decay(learner.optimizer, settings.demonstrations)
     for step in range(1, settings.demonstrations + 1):
         problems = [
             tasks.make_problem(rng, levels=settings.levels)
             for _ in range(settings.demonstration_batch)
         ]
-        prompts = [arithmetic.encode(problem.prompt) for problem in problems]
-        texts = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in problems]
-        responses = [arithmetic.encode(text) for text in texts]
-        tokens = sum(map(len, responses))
+        texts = [tasks.demonstrate(problem, rng)[:longest] for problem in problems]
+        tokens = sum(map(len, texts))
+        prompts = [arithmetic.encode(problem.prompt) for problem in problems[rank::world]]
+        responses = [arithmetic.encode(text) for text in texts[rank::world]]
         total = torch.zeros((), device=device)
-        for micro_batch in micro_batches_of(prompts, responses, TOKENS_PER_PASS):
+        for micro_batch in micro_batches_of(prompts, responses, settings.demonstration_tokens):
             shown = [responses[index] for index in micro_batch]
             logprobs_BT = response_logprobs(made, [prompts[i] for i in micro_batch], shown)
             loss = -(logprobs_BT * tiny_model.mask_of(shown).to(device)).sum() / tokens
@@ -90,6 +101,7 @@ def train(
         learner.step()
         schedule.step()
         if step % LINE_EVERY == 0:
+            _add_up(total)
             print(f"demonstrations  step {step}  loss {total.item():.3f} nats a token", flush=True)
         if step % EVALUATE_EVERY == 0:
             made.config.output_router_logits = False  # which sampling cannot make
@@ -107,7 +119,9 @@ def train(
 @torch.no_grad()
 def reward_of(model: PreTrainedModel, count: int, levels: Sequence[int]) -> float:
     """Mean reward of one response to each of ``count`` held-out problems, without SGLang."""
-    problems = tasks.draw_problems(count, "demonstrations", held_out=True, levels=levels)
+    rank, world = rank_and_world()
+    drawn = tasks.draw_problems(count, "demonstrations", held_out=True, levels=levels)
+    problems = drawn[rank::world]
     prompts = [torch.tensor(arithmetic.encode(problem.prompt)) for problem in problems]
     tokens_BL = pad_sequence(prompts, batch_first=True, padding_side="left").to(model.device)
     sampled_BT = model.generate(
@@ -115,12 +129,20 @@ def reward_of(model: PreTrainedModel, count: int, levels: Sequence[int]) -> floa
         attention_mask=(tokens_BL != PADDING).long(),
         do_sample=True,
         top_k=0,
-        max_new_tokens=tasks.MAX_NEW_TOKENS,
+        max_new_tokens=tasks.max_new_tokens(levels),
         eos_token_id=arithmetic.END_TOKEN,
         pad_token_id=PADDING,
     )[:, tokens_BL.shape[1] :]
     texts = [arithmetic.decode([t for t in row if t != PADDING]) for row in sampled_BT.tolist()]
-    return fmean(tasks.reward(*pair) for pair in zip(problems, texts, strict=True))
+    rewards = sum(tasks.reward(*pair) for pair in zip(problems, texts, strict=True))
+    return _add_up(torch.tensor(rewards, device=model.device)).item() / len(drawn)
+
+
+def _add_up(value: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks, in its place."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return value
 
 
 def warm_up(study: Study, model: str, start: int = 0) -> None:
@@ -158,9 +180,26 @@ def main() -> None:
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     parser.add_argument("--start", type=int, default=0, help="which one (0)")
     args = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _train_together(args)
+        return
     study = open_study(args)
     start_of(study, args.model, args.start)
     warm_up(study, args.model, args.start)
+
+
+def _train_together(args: argparse.Namespace) -> None:
+    """``start_of`` on each rank of torchrun, which started this process."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    if dist.get_rank() == 0:
+        open_study(args)  # makes its folder
+    dist.barrier()
+    folder = start_of(open_study(args), args.model, args.start)
+    if dist.get_rank() == 0:
+        (folder / WARMED).touch()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

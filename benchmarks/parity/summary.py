@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity.summary runs/parity
 
-A folder is one execution, on one machine. Of doses all executions are kept: rows of others that the
-file has already stay there.
+A folder is one execution, on one machine. Of all studies but the first each execution is kept: the
+file's rows of others stay there.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import ENVIRONMENT, LAST_STEPS
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "parity.jsonl"
-DOSE_RESULTS = RESULTS.with_name("dose_response.jsonl")
+KEEPS_ALL = {"doses": "dose_response.jsonl", "long": "long_responses.jsonl"}
+"""The file of each study of which all executions are kept."""
 SERIES = (
     "reward",
     "mismatch_kl_k3",
@@ -160,9 +161,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the study's file in benchmarks/results")
     args: Any = parser.parse_args(argv)
     rows = summarize(args.state)
-    is_of_doses = rows[0]["options"].get("study") == "doses"
-    output = args.output or (DOSE_RESULTS if is_of_doses else RESULTS)
-    if is_of_doses:
+    name = KEEPS_ALL.get(rows[0]["options"].get("study"))
+    output = args.output or (RESULTS.with_name(name) if name else RESULTS)
+    if name:
         execution = rows[0]["execution"]
         rows = [*(row for row in rows_of(output) if row["execution"] != execution), *rows]
     output.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))

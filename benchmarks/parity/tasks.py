@@ -23,16 +23,21 @@ from typing import Protocol
 from examples.grpo.arithmetic import END, END_TOKEN, decode, encode
 
 LEVELS = (1, 2, 3)
-MAX_NEW_TOKENS = 288
-"""A right response of the teacher has 260 characters at most (a sort of nine letters, 26 swaps)."""
+LONG = 4
+"""A level more, of long responses."""
+LONGEST = {1: 288, 2: 288, 3: 288, LONG: 640}
+"""Tokens of a response. A right one of the teacher has 260 characters at most (a sort of nine
+letters, 26 swaps); of the long ones 598 (twelve letters, 46 swaps)."""
 
-TERMS = {1: (8, 9), 2: (12, 20), 3: (16, 40)}
+TERMS = {1: (8, 9), 2: (12, 20), 3: (16, 40), LONG: (48, 60)}
 """Number of terms, and the largest."""
-LETTERS = {1: (7, 13), 2: (8, 18), 3: (9, 26)}
+LETTERS = {1: (7, 13), 2: (8, 18), 3: (9, 26), LONG: (12, 46)}
 """Number of letters, and the most swaps that sorting may take."""
 LEAST_SWAPS = 4
-DIGITS = {1: (3, 2), 2: (4, 2), 3: (4, 3)}
+DIGITS = {1: (3, 2), 2: (4, 2), 3: (4, 3), LONG: (6, 5)}
 """Of both factors."""
+CARE = {LONG: 0.4}
+"""By how much the teacher's chance to slip is less in a long response: he is right as often."""
 HELD_OUT_ONE_IN = 8
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
@@ -226,7 +231,14 @@ def demonstrate(problem: Problem, rng: random.Random, slip: float | None = None)
         slip: in the place of the kind's own; 0 gives a right response.
     """
     kind = KINDS[problem.kind]
-    return kind.show(problem, rng, kind.slip if slip is None else slip) + END
+    if slip is None:
+        slip = kind.slip * CARE.get(problem.level, 1.0)
+    return kind.show(problem, rng, slip) + END
+
+
+def max_new_tokens(levels: Sequence[int]) -> int:
+    """Of a response to problems of these levels."""
+    return max(LONGEST[level] for level in levels)
 
 
 def reward(problem: Problem, response: str) -> float:
@@ -240,4 +252,4 @@ def reward(problem: Problem, response: str) -> float:
 def worked_out(levels: Sequence[int] = LEVELS) -> Task:
     """The task of the models that are trained from scratch, with problems of these levels."""
     draw = partial(draw_problems, levels=levels)
-    return Task(draw, encode, decode, reward, END_TOKEN, MAX_NEW_TOKENS)
+    return Task(draw, encode, decode, reward, END_TOKEN, max_new_tokens(levels))

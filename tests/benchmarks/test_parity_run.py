@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ def a_batch(problems: list[tasks.Problem], n: int, seed: str, off: float = 6.0) 
     """What the teacher would respond, with made-up logprobs down to ``-off``."""
     rng = random.Random(seed)
     repeated = [problem for problem in problems for _ in range(n)]
-    shown = [tasks.demonstrate(problem, rng)[: tasks.MAX_NEW_TOKENS] for problem in repeated]
+    longest = tasks.max_new_tokens(tasks.LEVELS)
+    shown = [tasks.demonstrate(problem, rng)[:longest] for problem in repeated]
     tokens = [arithmetic.encode(text) for text in shown]
     return Rollout(
         prompt_tokens=[arithmetic.encode(problem.prompt) for problem in repeated],
@@ -115,6 +117,8 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Engines that respond as the teacher does, each policy version in its own way."""
     lists = ("seeds", "versions", "in_flight", "ignored", "kv")
     facts: dict[str, Any] = {"kill_at": None, "off": 6.0, **{name: [] for name in lists}}
+    begun = Semaphore(0)
+    """Rollouts that an update is to interrupt, and that have begun."""
     monkeypatch.setenv(environment.COMMIT_VARIABLE, COMMIT)
 
     class FakeEngine:
@@ -122,6 +126,8 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return {"model.layers.0.mlp.gate_up_proj": "block-fp8", "lm_head": "bf16"}
 
         def update(self, model: Any, version: int, in_flight: str = "abort") -> float:
+            if in_flight == "retract":
+                assert begun.acquire(timeout=60), "no rollout is under way"
             facts["versions"].append(version)
             facts["in_flight"].append(in_flight)
             return 0.5
@@ -144,8 +150,11 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ) -> Rollout:
         if n > 1 and version == facts["kill_at"] is not None:
             raise Killed
+        sampled_by = version
+        if version is None:
+            sampled_by = facts["versions"][-1]
+            begun.release()
         batch = a_batch(problems, n, f"version {version}", facts["off"])
-        sampled_by = facts["versions"][-1] if version is None else version
         return replace(batch, versions=[[sampled_by] * len(row) for row in batch.tokens])
 
     monkeypatch.setattr(engines, "running", running)

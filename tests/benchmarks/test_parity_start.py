@@ -1,5 +1,8 @@
 """The models of the study, and the weights that its runs begin with."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,16 +76,18 @@ def test_an_alias_has_what_the_learner_writes(tmp_path: Path) -> None:
     check()
 
 
-@pytest.mark.parametrize("model", models.MODELS)
-@pytest.mark.parametrize("size", models.DENSE)
+SIZES_OF_MODELS = [(model, size) for size in models.DENSE for model in models.models_of(size)]
+
+
+@pytest.mark.parametrize(("model", "size"), SIZES_OF_MODELS)
 def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
     with torch.device("meta"):
         made = models.build(model, size, seed=0)
     for name, weight in made.named_parameters():
         if "_proj" in name:
             assert all(n % 128 == 0 for n in weight.shape[-2:]), name
-    if size == "full":
-        assert 100e6 < made.num_parameters() < 200e6
+    least, most = {"tiny": (1e5, 1e7), "full": (1e8, 2e8), "large": (1e9, 2e9)}[size]
+    assert least < made.num_parameters() < most
 
 
 @pytest.mark.parametrize("model", models.MODELS)
@@ -105,12 +110,32 @@ def test_the_start_is_made_once_and_repeats_by_its_number(model: str, tmp_path: 
     assert not torch.equal(mine["lm_head.weight"], changed["lm_head.weight"])
 
 
+ROUNDED = 1e-5
+"""Between weights in BF16 of one rank and of two, as a part of what was learned. Healthy: 8e-7."""
+
+
+@pytest.mark.timeout(180)
+def test_ranks_train_together_what_one_trains(tmp_path: Path) -> None:
+    settings = {"demonstrations": 3, "demonstration_batch": 5, "levels": [1]}
+    module = ["benchmarks.parity.start", "--study", "long", "--size", "tiny", "--model", "dense"]
+    module += ["--state", str(tmp_path / "two"), "--settings", json.dumps(settings)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    subprocess.run([*torchrun, "--nproc-per-node", "2", "-m", *module], check=True, timeout=170)
+    made = replace(SMALL, **settings)
+    alone = start.start_of(Study(tmp_path / "one", "tiny", made, CPU), "dense")
+    two, one = weights_of(tmp_path / "two" / "start-dense"), weights_of(alone)
+    before = models.build("dense", "tiny", 0).state_dict()
+    apart = sum((two[name].float() - one[name].float()).abs().sum() for name in one)
+    learned = sum((before[name] - one[name].float()).abs().sum() for name in one)
+    assert apart < ROUNDED * learned
+
+
 @pytest.mark.parametrize("model", models.MODELS)
 def test_the_start_ends_at_the_reward_that_was_asked_for(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "EVALUATE_EVERY", 2)
-    monkeypatch.setattr(tasks, "MAX_NEW_TOKENS", 40)
+    monkeypatch.setattr(tasks, "LONGEST", dict.fromkeys(tasks.LEVELS, 40))
     found: list[float] = []
     true_reward = start.reward_of
 

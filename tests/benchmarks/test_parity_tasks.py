@@ -6,11 +6,12 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.parity import sampling, tasks
+from benchmarks.parity import models, sampling, tasks
 from examples.grpo.arithmetic import END, decode, encode
 from trainer_bridge import Rollout
 
-EACH = [(kind, level) for kind in tasks.KINDS for level in tasks.LEVELS]
+OF_LEVELS = [(kind, level) for kind in tasks.KINDS for level in tasks.LEVELS]
+EACH = [*OF_LEVELS, *((kind, tasks.LONG) for kind in tasks.KINDS)]
 DRAWS = 60
 
 
@@ -34,7 +35,9 @@ def test_a_teacher_who_never_slips_is_right(kind: str, level: int) -> None:
         response = tasks.demonstrate(problem, rng, slip=0.0)
         assert problem.answer == answer_of(problem.prompt)
         assert tasks.reward(problem, response) == 1.0
-        assert len(response) <= tasks.MAX_NEW_TOKENS
+        assert len(response) <= tasks.max_new_tokens([level])
+        if level == tasks.LONG:
+            assert len(problem.prompt) + len(response) < models.CONTEXT[models.LARGE]
         # The controls: cut off, another answer, the answer's beginning, nothing.
         assert tasks.reward(problem, response.removesuffix(END)) == 0.0
         assert tasks.reward(problem, response.removesuffix(END) + "1" + END) == 0.0
@@ -45,7 +48,7 @@ def test_a_teacher_who_never_slips_is_right(kind: str, level: int) -> None:
 @pytest.mark.parametrize(("kind", "level"), EACH)
 def test_a_teacher_who_slips_is_sometimes_right(kind: str, level: int) -> None:
     rewards = [tasks.reward(p, tasks.demonstrate(p, rng)) for p, rng in drawn(kind, level) * 3]
-    assert 0.1 < fmean(rewards) < 0.75  # 0.22 (products of level 3) to 0.55 over 600 draws each
+    assert 0.1 < fmean(rewards) < 0.75  # 0.20 (long products) to 0.55 over 600 draws each
     with_slips = [tasks.reward(p, tasks.demonstrate(p, rng, 0.9)) for p, rng in drawn(kind, level)]
     assert fmean(with_slips) < 0.2
 
@@ -91,7 +94,8 @@ def test_held_out_problems_are_never_trained_on() -> None:
     held_out = tasks.draw_problems(400, "evaluation", held_out=True)
     assert not any(map(tasks.is_held_out, training))
     assert all(map(tasks.is_held_out, held_out))
-    assert {(p.kind, p.level) for p in training} == {(p.kind, p.level) for p in held_out} == {*EACH}
+    assert {(p.kind, p.level) for p in training} == {(p.kind, p.level) for p in held_out}
+    assert {(p.kind, p.level) for p in training} == {*OF_LEVELS}
     assert tasks.draw_problems(5, "0 step 3") == training[:5]
     assert tasks.draw_problems(5, "0 step 4") != training[:5]
 
