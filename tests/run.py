@@ -100,8 +100,8 @@ def _fast(sglang: str) -> tuple[Suite, Suite]:
     """All fast tests, in halves that take about as long as each other."""
     folder = "tests/trainer_bridge"
     return (
-        Suite("fast, trainer_bridge", sglang, (*FAST, folder)),
         Suite("fast, all else", sglang, (*FAST, f"--ignore={folder}")),
+        Suite("fast, trainer_bridge", sglang, (*FAST, folder)),
     )
 
 
