@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import demo
 from benchmarks.environment import ROOT
-from benchmarks.parity import dose_tables, picture, tables
+from benchmarks.parity import dose_tables, long_tables, picture, tables
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
 from benchmarks.tables import (
@@ -44,6 +44,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     **demo.BLOCKS,
     **tables.BLOCKS,
     **dose_tables.BLOCKS,
+    **long_tables.BLOCKS,
     **pretrained.BLOCKS,
     "update": ("update.json", engine_tables.update),
     "update_moe": ("update_moe.json", engine_tables.update),

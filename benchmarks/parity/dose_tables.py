@@ -1,4 +1,4 @@
-"""The tables of docs/dose_response.md and docs/long_responses.md, from their result files."""
+"""The tables of docs/dose_response.md, from the text of results/dose_response.jsonl."""
 
 import re
 from itertools import pairwise
@@ -216,7 +216,5 @@ BLOCKS = {
     "dose_mitigations": ("dose_response.jsonl", mitigations),
     "dose_alarms": ("dose_response.jsonl", alarms),
     "dose_decisions": ("dose_response.jsonl", decisions),
-    "long_responses": ("long_responses.jsonl", response),
-    "long_alarms": ("long_responses.jsonl", alarms),
 }
 """The file that each block is made from, and how."""

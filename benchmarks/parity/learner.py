@@ -1,7 +1,7 @@
-"""The trainer of one process: a BF16 model (FP32 on a CPU), FP32 master weights, AdamW, GRPO steps.
+"""The trainer: a BF16 model (FP32 on a CPU), FP32 master weights, AdamW, GRPO steps.
 
-This is what FSDP2's mixed precision computes, on one device and without its collectives. Passes are
-cut by length, so that a step fits beside other runs on the same GPU.
+This is what FSDP2's mixed precision computes, on one device, or on several with all of the model on
+each. Passes are cut by length, so that a step fits beside other runs on the same GPU.
 
 Shapes: B sequences, T tokens of the longest response, P prompts, G responses to each.
 """
@@ -25,8 +25,7 @@ LARGEST_NORM = 1.0
 
 
 class Learner:
-    """Trains ``model`` through FP32 copies of its parameters; where there are several ranks, each
-    has all of it, and their gradients are added.
+    """Trains ``model`` through FP32 copies of its parameters.
 
     What is planted is in the model alone. Its masters, gradients and AdamW's moments are those of
     the model without: a gain is a power of two, by which weights are multiplied on their way to the
@@ -35,10 +34,12 @@ class Learner:
     Args:
         model: with nothing planted.
         learning_rate: AdamW's.
+        ranks: how many train it together: each has all of it, and their gradients are added.
     """
 
-    def __init__(self, model: PreTrainedModel, learning_rate: float) -> None:
+    def __init__(self, model: PreTrainedModel, learning_rate: float, ranks: int = 1) -> None:
         self.model = model
+        self._ranks = ranks
         self._named = dict(model.named_parameters())
         self._masters = [p.detach().float().clone() for p in self._named.values()]
         self._gains: list[torch.Tensor | None] = [None] * len(self._masters)
@@ -67,7 +68,7 @@ class Learner:
     @torch.no_grad()
     def step(self) -> float:
         """One step of AdamW on what was added; returns the gradient's norm before it is clipped."""
-        if dist.is_initialized():
+        if self._ranks > 1:
             for master in self._masters:
                 dist.all_reduce(master.grad)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, LARGEST_NORM, foreach=True)

@@ -24,9 +24,9 @@ are active."""
 PRETRAINED = "smollm2"
 """Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
 LARGE = "large"
-"""Size of the largest dense model that a GPU of 80 GB trains and serves."""
-CONTEXT = {"tiny": 512, "full": 512, LARGE: 1024}
-"""Positions by size: the longest prompt with its response takes 350, of long responses 785."""
+"""Size of a dense model: the largest shape of Qwen3 that a GPU of 80 GB can train and serve."""
+CONTEXT = 1024
+"""Positions; the longest prompt with its response takes 785."""
 EXPERTS: dict[str, dict[str, Any]] = {
     "tiny": {
         **tiny_model.SIZES["tiny"],
@@ -81,7 +81,7 @@ def build(model: str, size: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": CONTEXT[size],
+        "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": END_TOKEN,

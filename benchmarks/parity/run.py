@@ -106,7 +106,8 @@ class _Run:
                     return False
                 self.take_step(engine)
                 self.step += 1
-                if self.step % settings.checkpoint_every == 0 or self.step == self.steps:
+                every = settings.checkpoint_every
+                if self.step % every == 0 or self.step == self.steps > every:
                     self.save()
             if self.step == self.steps:
                 self.update(engine)

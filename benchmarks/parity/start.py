@@ -4,9 +4,10 @@ its engines are run as well.
 
     python -m benchmarks.parity.start --model dense --state runs/parity
 
-A large model is trained by all GPUs together, before runs that have a GPU each:
+A large model is trained by all GPUs before, which is all that ``torchrun`` does here:
 
-    torchrun --nproc-per-node 4 -m benchmarks.parity.start --study long --size large --model dense
+    torchrun --nproc-per-node 4 -m benchmarks.parity.start \\
+        --study long --size large --model dense --state runs/long
 """
 
 import argparse
@@ -34,8 +35,7 @@ PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
 WARMED = "warmed"
-"""Empty; exists when the model's kernels have been compiled and measured, or when each run is to do
-that on a GPU of its own."""
+"""Empty; exists when the model's kernels have been compiled and measured."""
 
 
 def start_of(study: Study, model: str, start: int = 0) -> Path:
@@ -66,7 +66,11 @@ def rank_and_world() -> tuple[int, int]:
 def train(
     model: str, size: str, settings: Settings, device: torch.device, seed: int = 0
 ) -> PreTrainedModel:
-    """The trained model, in BF16, on each rank: all draw the same batch and take parts of it."""
+    """The trained model, in BF16, on each rank: all draw the same batch and take parts of it.
+
+    Raises:
+        ValueError: it solves fewer problems than a start has to.
+    """
     # the same weights on the same machine, wherever torch has a deterministic kernel
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -74,12 +78,13 @@ def train(
     rank, world = rank_and_world()
     rng = random.Random(f"{seed} demonstrations")
     made = models.build(model, size, seed).to(device, models.dtype_of(device))
-    learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made))
+    learner = Learner(made, tiny_model.learning_rate(settings.demonstration_rate, made), world)
     aux: list[torch.Tensor] = []
     if models.has_experts(model):
         made.config.output_router_logits = True
         made.register_forward_hook(lambda module, given, output: aux.append(output.aux_loss))
     longest = tasks.max_new_tokens(settings.levels)
+    reward = 0.0
     schedule = tiny_model.warm_up_and_decay(learner.optimizer, settings.demonstrations)
     for step in range(1, settings.demonstrations + 1):
         problems = [
@@ -113,6 +118,11 @@ def train(
                 break
     torch.use_deterministic_algorithms(False)
     made.config.output_router_logits = False
+    if reward < settings.least_start_reward:
+        raise ValueError(
+            f"the start solves {reward:.3f} of held-out problems, and has to solve "
+            f"{settings.least_start_reward}; give it more demonstrations or shorter problems"
+        )
     return made
 
 
@@ -196,9 +206,7 @@ def _train_together(args: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         open_study(args)  # makes its folder
     dist.barrier()
-    folder = start_of(open_study(args), args.model, args.start)
-    if dist.get_rank() == 0:
-        (folder / WARMED).touch()
+    start_of(open_study(args), args.model, args.start)
     dist.destroy_process_group()
 
 

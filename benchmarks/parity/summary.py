@@ -29,8 +29,10 @@ SERIES = (
     "logprob_abs_diff_max",
     "entropy",
     "response_tokens",
+    "position_16/mismatch_kl_k3",
+    "position_256/mismatch_kl_k3",
 )
-"""What is kept of each step."""
+"""What is kept of each step, where each has it."""
 WARM_UP = 5
 """First steps of a run, whose times are left out."""
 
@@ -100,7 +102,9 @@ def _run(folder: Path, rows: list[Row]) -> Row:
         "alarms": _alarms(steps),
         "decisions": [[row["step"], row["reason"]] for row in _of("decision", rows)],
         "series": {
-            name: [_short(row[name]) for row in steps] for name in SERIES if name in steps[0]
+            name: [_short(row[name]) for row in steps]
+            for name in SERIES
+            if all(name in row for row in steps)
         },
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import dose_tables, dose_verdict, summary
+from benchmarks.parity import dose_tables, dose_verdict, long_tables, summary
 from benchmarks.parity.controlled import BUDGET_KL, PATIENCE, Controlled
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row
@@ -180,6 +180,26 @@ def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
     assert own.mean == pytest.approx(0.1 - 0.5)
     table = dose_tables.mitigations("\n".join(map(json.dumps, rows)))
     assert "| stale-1e-2-tis | 1 | -0.100 | +0.000 |" in table
+
+
+def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
+    def found(bf16: float, kv8: float) -> tuple[list[str], str]:
+        rows = a_study({"bf16": [bf16], "kv8-none": [kv8]})
+        for row in rows:
+            if row["kind"] == "run":
+                row["held_out"]["by_kind"] = {"sort 3": 0.9, "sort 4": 0.4, "total 4": 0.2}
+                k3 = {f"position_{n}/mismatch_kl_k3": [float(n)] for n in (16, 256)}
+                row["series"] |= k3 | {"response_tokens": [300.0]}
+            row.get("options", {})["held_out_problems"] = 64
+        table = long_tables.responses("\n".join(map(json.dumps, rows)))
+        (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
+        return [cell.strip() for cell in line.split("|")][2:6], table
+
+    assert found(0.6, 0.5)[0] == ["0.500", "0.300", "25%", "lost"]
+    assert found(0.6, 0.55)[0][2:] == ["12%", "not lost"]
+    cells, table = found(0.4, 0.1)  # the reference has learned too little
+    assert cells[2:] == ["150%", ""] and "it says nothing" in table
+    assert "it counts" in found(0.6, 0.1)[1]
 
 
 def test_executions_are_added_to_the_results(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.parity import models, planting, start, tasks
 from benchmarks.parity.learner import Learner
-from benchmarks.parity.settings import SIZES, Study
+from benchmarks.parity.settings import OF_STUDY, SIZES, Study
 from benchmarks.parity.tasks import Problem
 from examples.grpo import arithmetic, tiny_model
 from examples.grpo.arithmetic import END
@@ -90,6 +90,16 @@ def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
     assert least < made.num_parameters() < most
 
 
+@pytest.mark.parametrize(("study", "size"), [("doses", "full"), ("long", "large")])
+def test_requests_of_a_step_fit_into_the_cache(study: str, size: str) -> None:
+    settings = replace(SIZES[size], **OF_STUDY[study])
+    problems = tasks.draw_problems(400, "a", levels=settings.levels)
+    longest = max(len(problem.prompt) for problem in problems)
+    longest += tasks.max_new_tokens(settings.levels)
+    assert longest < models.CONTEXT
+    assert settings.prompts * settings.group * longest <= settings.kv_tokens
+
+
 @pytest.mark.parametrize("model", models.MODELS)
 def test_the_start_is_made_once_and_repeats_by_its_number(model: str, tmp_path: Path) -> None:
     first, second, other = (Study(tmp_path / n, "tiny", SMALL, CPU) for n in ("a", "b", "c"))
@@ -116,12 +126,12 @@ ROUNDED = 1e-5
 
 @pytest.mark.timeout(180)
 def test_ranks_train_together_what_one_trains(tmp_path: Path) -> None:
-    settings = {"demonstrations": 3, "demonstration_batch": 5, "levels": [1]}
+    settings = {"demonstrations": 3, "demonstration_batch": 5, "least_start_reward": 0.0}
     module = ["benchmarks.parity.start", "--study", "long", "--size", "tiny", "--model", "dense"]
     module += ["--state", str(tmp_path / "two"), "--settings", json.dumps(settings)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     subprocess.run([*torchrun, "--nproc-per-node", "2", "-m", *module], check=True, timeout=170)
-    made = replace(SMALL, **settings)
+    made = replace(SMALL, **OF_STUDY["long"] | settings)
     alone = start.start_of(Study(tmp_path / "one", "tiny", made, CPU), "dense")
     two, one = weights_of(tmp_path / "two" / "start-dense"), weights_of(alone)
     before = models.build("dense", "tiny", 0).state_dict()
@@ -149,8 +159,12 @@ def test_the_start_ends_at_the_reward_that_was_asked_for(
     start.train(model, "tiny", replace(SMALL, demonstrations=9, start_reward=0.2), CPU)
     assert found == [0.1, 0.2]
     found.clear()
-    start.train(model, "tiny", replace(SMALL, demonstrations=5, start_reward=2.0), CPU)
+    least = {"demonstrations": 5, "start_reward": 2.0, "least_start_reward": 0.2}
+    start.train(model, "tiny", replace(SMALL, **least), CPU)
     assert found == [0.1, 0.2]  # demonstrations were at an end
+    found.clear()
+    with pytest.raises(ValueError, match=r"solves 0\.200 .* has to solve 0\.21"):
+        start.train(model, "tiny", replace(SMALL, **least | {"least_start_reward": 0.21}), CPU)
 
 
 @pytest.mark.parametrize("model", models.MODELS)

@@ -36,8 +36,7 @@ def test_a_teacher_who_never_slips_is_right(kind: str, level: int) -> None:
         assert problem.answer == answer_of(problem.prompt)
         assert tasks.reward(problem, response) == 1.0
         assert len(response) <= tasks.max_new_tokens([level])
-        if level == tasks.LONG:
-            assert len(problem.prompt) + len(response) < models.CONTEXT[models.LARGE]
+        assert len(problem.prompt) + tasks.max_new_tokens([level]) < models.CONTEXT
         # The controls: cut off, another answer, the answer's beginning, nothing.
         assert tasks.reward(problem, response.removesuffix(END)) == 0.0
         assert tasks.reward(problem, response.removesuffix(END) + "1" + END) == 0.0

@@ -1,0 +1,92 @@
+"""The table of docs/long_responses.md, from the text of results/long_responses.jsonl."""
+
+from collections.abc import Iterator
+from statistics import fmean, median
+
+from benchmarks.parity.dose_arms import STUDIES
+from benchmarks.parity.dose_verdict import SHARE, runs_of
+from benchmarks.parity.run_log import Row
+from benchmarks.parity.settings import LAST_STEPS
+from benchmarks.parity.tables import table, where
+from benchmarks.parity.tasks import LONG
+from benchmarks.parity.verdict import rows_of
+
+FIRST_STEPS = 10
+LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
+"""Of the reference's held-out reward; outside of them the run says nothing."""
+
+
+def responses(text: str) -> str:
+    """Each arm beside the reference of its execution."""
+    rows = rows_of(text)
+    head = (
+        f"arm | held-out reward | of level {LONG} | lost, of the gain | found | own engine, last "
+        f"{LAST_STEPS} steps | tokens a response | k3, first {FIRST_STEPS} steps | k3, all steps "
+        f"| k3 from token 256 on, over tokens 16 to 63 | steps with an alarm"
+    )
+    notes = [_note(rows, row) for row in rows if row["kind"] == "environment"]
+    return "\n\n".join([table(head, _lines(rows)), *notes])
+
+
+def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
+    references = runs_of(rows, "bf16")
+    for arm in STUDIES["long"]:
+        for key, run in runs_of(rows, arm).items():
+            begun = _start_of(rows, key[0])
+            reference = references.get(key)
+            lost, found = "", ""
+            if reference is not None and arm != "bf16":
+                part = loss(run, reference, begun)
+                lost, found = f"{part:.0%}", "lost" if part > SHARE else "not lost"
+                found = found if is_valid(reference, begun) else ""
+            series = run["series"]
+            k3 = series["mismatch_kl_k3"]
+            far, near = (median(series[f"position_{n}/mismatch_kl_k3"]) for n in (256, 16))
+            by_kind = run["held_out"]["by_kind"]
+            yield (
+                arm,
+                f"{run['held_out']['reward']:.3f}",
+                f"{fmean(v for name, v in by_kind.items() if name.endswith(f' {LONG}')):.3f}",
+                lost,
+                found,
+                f"{run['last_reward']:.3f}",
+                f"{median(series['response_tokens']):.0f}",
+                f"{median(k3[:FIRST_STEPS]):.1e}",
+                f"{median(k3):.1e}",
+                f"{far / near:.1f}",
+                f"{run['alarm_steps']} of {run['steps']}",
+            )
+
+
+def _start_of(rows: list[Row], execution: str) -> float:
+    """The held-out reward of the weights that an execution's runs began with."""
+    starts = (row for row in rows if row["kind"] == "start" and row["execution"] == execution)
+    return float(next(starts)["held_out"]["reward"])
+
+
+def loss(run: Row, reference: Row, begun: float) -> float:
+    """As a share of what the reference has learned."""
+    end = reference["held_out"]["reward"]
+    return float((end - run["held_out"]["reward"]) / max(end - begun, 1e-9))
+
+
+def is_valid(reference: Row, begun: float) -> bool:
+    """Whether the reference has learned as much as an experiment needs to say something."""
+    end = reference["held_out"]["reward"]
+    return bool(LEAST_END <= end <= MOST_END and end - begun >= LEAST_GAIN)
+
+
+def _note(rows: list[Row], e: Row) -> str:
+    begun, options = _start_of(rows, e["execution"]), e["options"]
+    found = [run for key, run in runs_of(rows, "bf16").items() if key[0] == e["execution"]]
+    valid = ", ".join("it counts" if is_valid(run, begun) else "it says nothing" for run in found)
+    return (
+        f"{options['steps']} steps of {options['prompts']} problems with {options['group']} "
+        f"responses each; {options['held_out_problems']} held-out problems. The start solves "
+        f"{begun:.3f} of them. By the rule above: {valid or 'it has no reference'}. Medians over "
+        f"steps. {e['date'][:16]} {where(e)}."
+    )
+
+
+BLOCKS = {"long_responses": ("long_responses.jsonl", responses)}
+"""The file that the block is made from, and how."""
