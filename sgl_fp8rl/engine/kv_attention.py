@@ -7,7 +7,7 @@ saturation. Shape suffixes: T tokens, H KV heads, G query heads of a KV head, D 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +27,81 @@ Hook = Callable[..., Any]
 """Called with SGLang's own function first, then with its arguments."""
 
 
-def for_scaled_layers(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A hook that calls ``attend`` for our layers, with our part of the layer after the original
-    function. Other layers run the original."""
+class Call(NamedTuple):
+    """Of a backend, for one of our layers."""
+
+    original: Any
+    """SGLang's own function."""
+    mine: LayerKV
+    """Our part of the layer."""
+    backend: Any
+    q: torch.Tensor
+    k: Any
+    v: Any
+    layer: Any
+    forward_batch: Any
+    save_kv_cache: bool
+    kwargs: dict[str, Any]
+
+    def attend(self, q: torch.Tensor, k: Any, v: Any) -> torch.Tensor:
+        """By SGLang's own function, which stores nothing."""
+        out = self.original(
+            self.backend,
+            q,
+            k,
+            v,
+            self.layer,
+            self.forward_batch,
+            save_kv_cache=False,
+            **self.kwargs,
+        )
+        return out  # type: ignore[no-any-return]
+
+    def store_prefill(self, read_back: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``store``; where that is due, scales are measured before it and the error after it."""
+        if not self._stores:
+            return None
+        if self.mine.is_due:
+            calibrate(self.mine, self.q, self.k, self.v)
+        codes = self.store(read_back)
+        if self.mine.is_observed:
+            caches = self.backend.token_to_kv_pool.get_kv_buffer(self.layer.layer_id)
+            observe(self.mine, self.k, self.v, self.forward_batch.out_cache_loc, caches)
+        return codes
+
+    def store(self, read_back: bool = False) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Write the codes into the pool's buffers, instead of SGLang's unsaturated cast.
+
+        Returns:
+            what was stored, if ``read_back``.
+        """
+        if not self._stores:
+            return None
+        k, v, layer = self.k, self.v, self.layer
+        if k.is_cuda:
+            from sgl_fp8rl.ops.kv_triton import store_kv
+        else:
+            from sgl_fp8rl.ops.kv import store_kv
+        k_cache, v_cache = self.backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        return store_kv(
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            self.forward_batch.out_cache_loc,
+            k_cache,
+            v_cache,
+            self.mine.k_scale_h,
+            self.mine.v_scale_h,
+            self.mine.statistics,
+            read_back=read_back,
+        )
+
+    @property
+    def _stores(self) -> bool:
+        return self.save_kv_cache and self.k is not None
+
+
+def for_scaled_layers(attend: Callable[[Call], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A hook that calls ``attend`` for our layers. Other layers run the original."""
 
     @wraps(attend)
     def hook(
@@ -47,86 +119,48 @@ def for_scaled_layers(attend: Callable[..., torch.Tensor]) -> Callable[..., torc
         mine = layer_kv(layer)
         if mine is None:
             return original(*given, **kwargs)  # type: ignore[no-any-return]
-        return attend(original, mine, *given, **kwargs)
+        return attend(Call(original, mine, *given, kwargs))
 
     return hook
 
 
 @for_scaled_layers
-def folded_decode(
-    original: Any,
-    mine: LayerKV,
-    backend: Any,
-    q: torch.Tensor,
-    k: Any,
-    v: Any,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    **kwargs: Any,
-) -> torch.Tensor:
+def folded_decode(call: Call) -> torch.Tensor:
     """AROUND ``forward_decode`` of torch_native and FlashInfer: scales are folded into q and out.
 
     The backend attends to codes: ``(q * k_scale) . c_k`` and ``(p @ c_v) * v_scale``.
     """
-    if save_kv_cache and k is not None:
-        _store(backend, mine, k, v, layer, forward_batch, read_back=False)
-    q = _times_heads(q, mine.k_scale_h)
-    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
-    return _times_heads(out, mine.v_scale_h, out=out)
+    call.store()
+    return _folded(call, call.k, call.v)
 
 
 @for_scaled_layers
-def folded_extend(
-    original: Any,
-    mine: LayerKV,
-    backend: Any,
-    q: torch.Tensor,
-    k: Any,
-    v: Any,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    **kwargs: Any,
-) -> torch.Tensor:
+def folded_extend(call: Call) -> torch.Tensor:
     """AROUND ``forward_extend`` of torch_native and FlashInfer.
 
     FlashInfer's ragged kernel attends to its K and V arguments, not to the cache: it gets what
     decode will read back. Codes are exact in BF16.
     """
-    if save_kv_cache and k is not None:
-        ragged = bool(getattr(backend.forward_metadata, "use_ragged", False))
-        codes = _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=ragged)
-        if codes is not None:
-            k, v = codes
-    q = _times_heads(q, mine.k_scale_h)
-    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
-    return _times_heads(out, mine.v_scale_h, out=out)
+    ragged = bool(getattr(call.backend.forward_metadata, "use_ragged", False))
+    codes = call.store_prefill(read_back=ragged)
+    return _folded(call, *(codes or (call.k, call.v)))
+
+
+def _folded(call: Call, k: Any, v: Any) -> torch.Tensor:
+    out = call.attend(_times_heads(call.q, call.mine.k_scale_h), k, v)
+    return _times_heads(out, call.mine.v_scale_h, out=out)
 
 
 @for_scaled_layers
-def fa3_extend(
-    original: Any,
-    mine: LayerKV,
-    backend: Any,
-    q: torch.Tensor,
-    k: Any,
-    v: Any,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    **kwargs: Any,
-) -> torch.Tensor:
+def fa3_extend(call: Call) -> torch.Tensor:
     """AROUND ``FlashAttentionBackend.forward_extend``: FP8 attention over the cache.
 
     SGLang casts q to E4M3 without a scale and without saturation, so it is given codes of q. What
     q was divided by is in the descale of K, which SGLang takes from the layer (``fa3_descales``).
     """
-    if save_kv_cache and k is not None:
-        _store_prefill(backend, mine, q, k, v, layer, forward_batch, read_back=False)
-    q = _times_heads(q, mine.q_factor_h, out=torch.empty_like(q, dtype=FP8_DTYPE))
-    out = original(backend, q, k, v, layer, forward_batch, save_kv_cache=False, **kwargs)
-    return out  # type: ignore[no-any-return]
+    call.store_prefill()
+    codes = torch.empty_like(call.q, dtype=FP8_DTYPE)
+    return call.attend(_times_heads(call.q, call.mine.q_factor_h, out=codes), call.k, call.v)
 
 
 def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
@@ -141,32 +175,18 @@ def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
 
 
 @for_scaled_layers
-def xqa_decode(
-    original: Any,
-    mine: LayerKV,
-    backend: Any,
-    q: torch.Tensor,
-    k: Any,
-    v: Any,
-    layer: Any,
-    forward_batch: Any,
-    save_kv_cache: bool,
-    fp8rl_q_is_ready: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor:
+def xqa_decode(call: Call) -> torch.Tensor:
     """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
 
     XQA casts q to E4M3 itself, so only a power of two is folded into q, where q leaves E4M3's
-    range.
-
-    Args:
-        fp8rl_q_is_ready: q has those factors already, and is contiguous (``kv_decode.py``).
+    range. With the keyword ``fp8rl_q_is_ready`` q has those factors already, and is contiguous
+    (``kv_decode.py``).
 
     Raises:
         RuntimeError: XQA lacks a feature of the layer, or the backend would run another kernel.
     """
-    sinks = kwargs.get("sinks")
-    if not backend.is_xqa_impl or layer.logit_cap or sinks is not None:
+    mine, backend, layer, q = call.mine, call.backend, call.layer, call.q
+    if not backend.is_xqa_impl or layer.logit_cap or call.kwargs.get("sinks") is not None:
         raise RuntimeError(
             "XQA with FP8 KV scales has neither logit caps nor attention sinks, and needs Hopper; "
             "use --decode-attention-backend flashinfer"
@@ -174,10 +194,9 @@ def xqa_decode(
     from flashinfer.utils import get_device_sm_count
     from flashinfer.xqa import xqa
 
-    if save_kv_cache and k is not None:
-        _store(backend, mine, k, v, layer, forward_batch, read_back=False)
+    call.store()
     dim = layer.head_dim
-    if not fp8rl_q_is_ready:
+    if not call.kwargs.get("fp8rl_q_is_ready"):
         # one launch; if q is a slice of a fused projection, it replaces the copy that XQA needs
         q = _times_heads(q, mine.q_factor_h)
     q = q.view(-1, layer.tp_q_head_num, dim)
@@ -192,7 +211,7 @@ def xqa_decode(
         q.unsqueeze(1),
         k_cache,
         v_cache,
-        backend._get_layer_page_table(layer, forward_batch),
+        backend._get_layer_page_table(layer, call.forward_batch),
         backend.forward_metadata.cache_seqlens_int32.unsqueeze(1),
         out.unsqueeze(1),
         workspace[SEMAPHORE_BYTES:],
@@ -206,54 +225,6 @@ def xqa_decode(
         kv_layout="HND",
     )
     return out.view(-1, layer.tp_q_head_num * dim)
-
-
-def _store_prefill(
-    backend: Any,
-    mine: LayerKV,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    read_back: bool,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``_store``, with the scales measured before it and the error after it where that is due."""
-    if mine.is_due:
-        calibrate(mine, q, k, v)
-    codes = _store(backend, mine, k, v, layer, forward_batch, read_back)
-    if mine.is_observed:
-        caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        observe(mine, k, v, forward_batch.out_cache_loc, caches)
-    return codes
-
-
-def _store(
-    backend: Any,
-    mine: LayerKV,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layer: Any,
-    forward_batch: Any,
-    read_back: bool,
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Write the codes into the pool's buffers, instead of SGLang's unsaturated cast."""
-    if k.is_cuda:
-        from sgl_fp8rl.ops.kv_triton import store_kv
-    else:
-        from sgl_fp8rl.ops.kv import store_kv
-    k_cache, v_cache = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-    return store_kv(
-        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-        forward_batch.out_cache_loc,
-        k_cache,
-        v_cache,
-        mine.k_scale_h,
-        mine.v_scale_h,
-        mine.statistics,
-        read_back=read_back,
-    )
 
 
 def _times_heads(
