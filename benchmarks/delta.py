@@ -40,11 +40,11 @@ from sgl_fp8rl.weight_update.engine_weights import writer_for
 from sgl_fp8rl.weight_update.routes import Route, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import Slot
 from trainer_bridge import hf_names
-from trainer_bridge.fsdp import Named
 from trainer_bridge.image_changes import ImageChanges
 from trainer_bridge.layout import sources_for
 from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.packer import QuantizePacker
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import TransferPlan
 
 DEVICE = "cuda"

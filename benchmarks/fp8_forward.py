@@ -24,7 +24,7 @@ from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import fp8_linear
 from trainer_bridge import hf_names
 from trainer_bridge.fp8_forward import convert_layers
-from trainer_bridge.fsdp import named_tensors
+from trainer_bridge.sources import named_tensors
 
 BF16 = torch.bfloat16
 GIB = 1 << 30

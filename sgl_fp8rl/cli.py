@@ -197,7 +197,6 @@ def _tune(model: str, tp_size: int) -> int:
 
     layers = [la for la in read_layers(model, tp_size) if la["format"] == BLOCK_FP8.name]
 
-    from sgl_fp8rl import compat
     from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
     from sgl_fp8rl.gemm import command
     from sgl_fp8rl.gemm.expert_tiles import ExpertShape

@@ -11,7 +11,7 @@ from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.fsdp import Named
+from trainer_bridge.sources import Named
 
 Announcement = str | PathLike[str] | Iterable[tuple[str, torch.dtype, Sequence[int]]]
 """The folder of an HF checkpoint that has the stream's names and shapes, looked at where the engine

@@ -9,10 +9,10 @@ from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.fp8_weights import SUFFIX
-from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, Shards
-from trainer_bridge.shards import Range
+from trainer_bridge.shard_ranges import Range
+from trainer_bridge.sources import Named, Source, sources
 
 
 def codes_wanted(
@@ -21,7 +21,7 @@ def codes_wanted(
     """What all ranks should quantize for these engines; None where that would not be faster.
 
     Args:
-        family: see ``fsdp.sources``.
+        family: see ``sources.sources``.
         readers: layouts, and how many engines have each.
     """
     layouts = [layout for layout, engines in readers if _gains(shards, layout, engines)]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.fsdp import Named
+from trainer_bridge.sources import Named
 
 T = TypeVar("T")
 

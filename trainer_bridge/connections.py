@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer_bridge.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.shard_codes import CODES_BOOK
+from trainer_bridge.shard_codes import CODES_REGISTRY
 
 EXIT_TIMEOUT_S = 2.0
 """Seconds that the end of this process may wait for its engines to let go of its memory."""
@@ -70,7 +70,7 @@ def close(engine: Any) -> None:
         _of_objects.pop(id(engine)).close()
     left = opened()
     if engine is None or had - left:
-        CODES_BOOK.release(left)
+        CODES_REGISTRY.release(left)
 
 
 def opened() -> set[str]:

@@ -8,7 +8,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 
 
-class Decision(NamedTuple):
+class CommitDecision(NamedTuple):
     """An update that is to commit, as it was decided at the first try."""
 
     policy: Policy
@@ -34,11 +34,11 @@ class Decision(NamedTuple):
             )
 
 
-def decision_on(policy: Policy, known: Iterable[Decision | None]) -> Decision:
+def decision_on(policy: Policy, known: Iterable[CommitDecision | None]) -> CommitDecision:
     """That of an earlier try, or a new one.
 
     Args:
         known: the last decision about each engine.
     """
     earlier = next((d for d in known if d is not None and d.policy == policy), None)
-    return earlier or Decision(policy, secrets.token_hex(16))
+    return earlier or CommitDecision(policy, secrets.token_hex(16))

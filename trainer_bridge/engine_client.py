@@ -65,9 +65,6 @@ class EngineClient(Protocol):
             got none.
         """
 
-    def close(self) -> None:
-        """Let go of what the client holds; the engine itself goes on."""
-
 
 def server_key() -> str | None:
     """The shared secret of the servers that this trainer updates: the variable ``FP8RL_KEY``."""
@@ -167,9 +164,6 @@ class InProcessEngine:
             )
         return tokenizer.encode(prompt)  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 class HTTPEngine:
     """A server at an ``http://`` address."""
@@ -194,9 +188,6 @@ class HTTPEngine:
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[dict[str, Any] | EngineError]:
         return self._post("/generate", requests, timeout)
-
-    def close(self) -> None:
-        """Nothing is held: each request has its own connection."""
 
     def _post(self, path: str, messages: Sequence[Any], timeout: float | None) -> list[Any]:
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}

@@ -8,7 +8,7 @@ from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.decision import Decision
+from trainer_bridge.decision import CommitDecision
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
 from trainer_bridge.layout import check_layout
 from trainer_bridge.sender import Sender
@@ -27,7 +27,7 @@ class EngineConnection:
         """What this process committed last."""
         self.committed_at = 0
         """Which of this process's commits that was: versions of different runs have no order."""
-        self.decided: Decision | None = None
+        self.decided: CommitDecision | None = None
         """What was decided on, until every engine of the update has answered."""
         self.sender: Sender | None = None
         """Plans and memory, perhaps shared with other engines."""
@@ -42,7 +42,8 @@ class EngineConnection:
         self._ranks: EngineRanks | None = None
         self.is_far = False
         """Whether the engine runs on another host, or in a container of its own."""
-        self._cannot_open_gpu_memory = False
+        self.through_host = False
+        """Whether updates go through host memory, because the engine cannot open the GPU's."""
         self.cannot_open_shards = False
         """Whether the engine could not open the memory of some rank of the trainer."""
 
@@ -66,11 +67,6 @@ class EngineConnection:
     def visible_gpus(self) -> set[str]:
         """The GPUs where every rank of the engine can read shards in place."""
         return set() if self.cannot_open_shards else set(self.layout()["visible_gpus"])
-
-    @property
-    def through_host(self) -> bool:
-        """Whether updates go through host memory, because the engine cannot open the GPU's."""
-        return self._cannot_open_gpu_memory
 
     def use(self, sender: Sender | None) -> None:
         """Go on with other plans and memory: every rank has let go of what there was."""
@@ -107,7 +103,7 @@ class EngineConnection:
 
     def use_host_memory(self, why: EngineError) -> None:
         """From now on: what the engine could not open once, it is not asked to open again."""
-        self._cannot_open_gpu_memory = True
+        self.through_host = True
         logger.warning("updates go through host memory, which is slower: %s", why)
 
     def committed(self, policy: Policy) -> None:

@@ -21,7 +21,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_weights import moves_codes
-from trainer_bridge.fsdp import Source, named_tensors, sources
+from trainer_bridge.sources import Source, named_tensors, sources
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ def fp8_forward(
     Weights are rounded to the engine's dtype and quantized once a step, activations in each
     forward; RMS norms round as the engine's do. Weight gradients are those of BF16 layers; input
     gradients are computed with the weights that the codes stand for. ``update`` then sends the
-    codes. Parameters, their names and
-    the optimizer stay; call it before ``fully_shard`` and before a wrapper of the layers.
+    codes. Parameters, their names and the optimizer stay; call it before ``fully_shard`` and before
+    a wrapper of the layers.
 
     Args:
         model: a causal language model of transformers; its linears are ``nn.Linear``, and experts

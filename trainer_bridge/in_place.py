@@ -6,11 +6,11 @@ import torch
 
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.code_pieces import pieces_of_codes
-from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import Shards
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.cuda_ipc import Placement, place, segments_message
+from trainer_bridge.transport.cuda_ipc import Placement, placement_of, segments_message
 
 
 class InPlace:
@@ -70,7 +70,7 @@ class InPlace:
             tensors = [*tensors, kv_scales]
         stays = self._placement is not None and self._placement.holds(tensors)
         if not stays:
-            self._placement = place(tensors) if tensors else None
+            self._placement = placement_of(tensors) if tensors else None
         return [
             index in self._sharded or (is_able and stays) for index, is_able in enumerate(readable)
         ]

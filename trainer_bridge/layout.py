@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import Named, Source, sources
+from trainer_bridge.sources import Named, Source, sources
 
 LEAST_CHUNK_BYTES = 32 << 20
 """Smaller chunks are more round trips than work."""

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
-from trainer_bridge.fsdp import Named
-from trainer_bridge.shards import Owners, Range, assign, held_here
+from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import PLAIN, can_be_mapped
-from trainer_bridge.transport.cuda_ipc import Placement
-from trainer_bridge.transport.cuda_ipc import place as place_tensors
+from trainer_bridge.transport.cuda_ipc import Placement, placement_of
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 KEPT = 4
@@ -47,8 +46,8 @@ class CodesWanted(NamedTuple):
     """Their places among the parameters."""
 
 
-Told = PlacedShards | str | None
-"""What a rank tells the one that leads; see ``ShardBook.place``."""
+ShardReport = PlacedShards | str | None
+"""What a rank tells the one that leads; see ``ShardRegistry.place``."""
 
 
 class Shards:
@@ -118,7 +117,7 @@ class Shards:
         return found
 
 
-class ShardBook:
+class ShardRegistry:
     """Where shards lay at the last calls: on each rank its own, and on the leader those of all."""
 
     def __init__(self) -> None:
@@ -127,7 +126,7 @@ class ShardBook:
         self._shards: OrderedDict[tuple[str, ...], Shards] = OrderedDict()
 
     @torch.no_grad()
-    def place(self, named: Named) -> Told:
+    def place(self, named: Named) -> ShardReport:
         """What this rank holds: told whole at first, by a seed where nothing has moved since, and
         None where no shard can be opened by another process."""
         whereabouts = _whereabouts(named)
@@ -151,7 +150,7 @@ class ShardBook:
             return None
         torch.cuda.synchronize(tensors[0].device)
         try:
-            placement = place_tensors(tensors)
+            placement = placement_of(tensors)
         except UnreachableMemoryError:
             return None
         if placement is None:
@@ -169,16 +168,18 @@ class ShardBook:
         """What this rank told last of what has this seed."""
         return self._own[seed][2] if seed in self._own else None
 
-    def assemble(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
+    def assemble(self, of_ranks: Collection[ShardReport], named: Named) -> Shards | None:
         """On the leader: what can be read in place now, if all ranks hold it where they did."""
         if all(isinstance(each, str) for each in of_ranks):
             return self.survey(of_ranks, named)
-        self._hear(of_ranks)  # they may move at each update: no more is made of them than must be
+        self._remember(
+            of_ranks
+        )  # they may move at each update: no more is made of them than must be
         return None
 
-    def survey(self, of_ranks: Collection[Told], named: Named) -> Shards | None:
+    def survey(self, of_ranks: Collection[ShardReport], named: Named) -> Shards | None:
         """On the leader: what all ranks hold, which may have moved since the last update."""
-        self._hear(of_ranks)
+        self._remember(of_ranks)
         seeds = tuple(
             each.placement.seed if isinstance(each, PlacedShards) else each or ""
             for each in of_ranks
@@ -193,7 +194,7 @@ class ShardBook:
             _keep(self._shards, seeds, shards, KEPT)
         return self._shards[seeds]
 
-    def _hear(self, of_ranks: Collection[Told]) -> None:
+    def _remember(self, of_ranks: Collection[ShardReport]) -> None:
         for each in of_ranks:
             if isinstance(each, PlacedShards):
                 _keep(self._of_ranks, each.placement.seed, each, KEPT * len(of_ranks))

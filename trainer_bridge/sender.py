@@ -13,11 +13,11 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, ManifestError
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
-from trainer_bridge.fsdp import Named
 from trainer_bridge.in_place import InPlace
 from trainer_bridge.layout import check_kv_scales, senders_of, slots_for, sources_for
 from trainer_bridge.packer import Packer, packer_on
 from trainer_bridge.placed_shards import Shards
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import Signature, TransferPlan, can_be_mapped, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.bucket import Bucket, bucket_on
@@ -149,7 +149,7 @@ class Sender:
         to GPUs.
 
         Args:
-            family: see ``fsdp.sources``.
+            family: see ``sources.sources``.
             streamed: the tensors come in another order than this one.
             shards: of all ranks, where none has moved since the last update.
             ranks: how many may send together to engines on other hosts.

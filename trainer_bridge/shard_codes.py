@@ -18,11 +18,17 @@ from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
 from trainer_bridge.code_pieces import codes_wanted, range_of_scales, scales_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import SUFFIX, CodesMemory
-from trainer_bridge.fsdp import Named
-from trainer_bridge.placed_shards import CodesWanted, PlacedShards, ShardBook, Shards, Told
-from trainer_bridge.shards import Range
+from trainer_bridge.placed_shards import (
+    CodesWanted,
+    PlacedShards,
+    ShardRegistry,
+    ShardReport,
+    Shards,
+)
+from trainer_bridge.shard_ranges import Range
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import is_aligned
-from trainer_bridge.transport.cuda_ipc import place
+from trainer_bridge.transport.cuda_ipc import placement_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +58,7 @@ class ShardCodes:
         self.wanted = wanted
         self._names = [named[index][0] for index in shards]
         self._memory = CodesMemory([*shards.values()], wanted.dtype, self._allocate)
-        placement = place([part for codes in self._memory.codes for part in codes])
+        placement = placement_of([part for codes in self._memory.codes for part in codes])
         if placement is None:
             raise EngineError("the memory of codes cannot be opened by other processes")
         ranges: list[Range | None] = []
@@ -116,7 +122,7 @@ def _started(wanted: CodesWanted, named: Named, own: PlacedShards) -> ShardCodes
     return codes
 
 
-class CodesBook:
+class CodesRegistry:
     """The codes of this process: on each rank its own, and on the leader where those of all lie."""
 
     def __init__(self) -> None:
@@ -131,18 +137,18 @@ class CodesBook:
         """Whether that is to be quantized in this update."""
         self._fault: Exception | None = None
         """Why it could not be."""
-        self._of_ranks = ShardBook()
+        self._of_ranks = ShardRegistry()
         self._with_codes: tuple[Shards, Shards, Shards] | None = None
         """Shards and codes, and both together."""
         self._choice: tuple[Any, CodesWanted | None] | None = None
         """What ``decide`` returned last, and of what."""
         self._has_failed = False
 
-    def ready(self, named: Named, own: PlacedShards | None) -> Told | EngineError:
+    def ready(self, named: Named, own: PlacedShards | None) -> ShardReport | EngineError:
         """Get ready to quantize what the last update decided, of shards that have not moved since.
 
         Returns:
-            where the codes will be, as ``ShardBook.place`` has it; or why this rank cannot.
+            where the codes will be, as ``ShardRegistry.place`` has it; or why this rank cannot.
         """
         self._is_due, self._fault = False, None
         if own is None or self._decided is None or self._decided[0] != own.placement.seed:
@@ -176,7 +182,9 @@ class CodesBook:
         assert self._codes is not None
         self._codes.check()
 
-    def assemble(self, shards: Shards | None, of_ranks: list[Told | EngineError]) -> Shards | None:
+    def assemble(
+        self, shards: Shards | None, of_ranks: list[ShardReport | EngineError]
+    ) -> Shards | None:
         """On the leader: the shards, with the codes of all ranks beside them where each has them.
 
         Args:
@@ -254,4 +262,4 @@ class CodesBook:
             self._codes = None
 
 
-CODES_BOOK = CodesBook()
+CODES_REGISTRY = CodesRegistry()

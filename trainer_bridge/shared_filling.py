@@ -13,10 +13,10 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.collective import Leader
 from trainer_bridge.filler import Filler, ShardSlice
-from trainer_bridge.fsdp import Named, Source
 from trainer_bridge.layout import sources_for
 from trainer_bridge.packer import HostPacker
-from trainer_bridge.shards import Owners, Range, assign, held_here
+from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
+from trainer_bridge.sources import Named, Source
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.board import Board, open_board
@@ -102,7 +102,7 @@ class SharedFilling:
         return tensor.detach().to_local().contiguous(), held[0]  # type: ignore[attr-defined]
 
 
-def agree(
+def fill_together(
     leader: Leader,
     transaction: Transaction | None,
     named: Named,

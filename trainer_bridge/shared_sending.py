@@ -18,9 +18,9 @@ from sgl_fp8rl.protocol.manifest import SLOTS, ManifestError
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import Named, mesh_size
 from trainer_bridge.keep_alive import kept_alive
 from trainer_bridge.layout import gpu_of, sources_for
+from trainer_bridge.sources import Named, mesh_size
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.board import WAIT_S
@@ -87,7 +87,7 @@ class SharedSending:
             self._sender.close()
 
 
-def agree(
+def send_together(
     leader: Leader, transaction: Transaction | None, named: Named, family: str | None
 ) -> SharedSending | None:
     """Have ranks send chunks of their own; None where the first one sends all. Every rank calls.

@@ -10,14 +10,14 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.decision import Decision, decision_on
+from trainer_bridge.decision import CommitDecision, decision_on
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.fsdp import Named
 from trainer_bridge.keep_alive import kept_alive
 from trainer_bridge.layout import comparable, gpu_of, read_by_all
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
 from trainer_bridge.side_by_side import side_by_side
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.rank_client import DETACH_TIMEOUT_S, UnreachableMemoryError
 from trainer_bridge.update_session import UpdateSession
@@ -123,7 +123,7 @@ class Transaction:
         )
 
     def check_same(self, digests: list[str]) -> None:
-        """See ``Decision``; nothing was written."""
+        """See ``CommitDecision``; nothing was written."""
         self._decision.check_same(digests)
 
     def remember(self, digests: list[str]) -> None:
@@ -312,7 +312,7 @@ class Transaction:
         logger.warning("the update to %s goes on without %s: %s", self._policy, member.name, error)
         member.leave_behind(str(error))
 
-    def _decide(self, decision: Decision) -> None:
+    def _decide(self, decision: CommitDecision) -> None:
         self._decision = decision
         for member in self._everyone:
             member.connection.decided = decision

@@ -11,7 +11,7 @@ from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFor
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
-from trainer_bridge.fsdp import Source
+from trainer_bridge.sources import Source
 
 PLAIN = torch.Tensor, torch.nn.Parameter
 """Types whose elements are those of their memory; subclasses may hold anything."""

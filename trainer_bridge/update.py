@@ -17,11 +17,11 @@ from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of, unwrapped
 from trainer_bridge.connections import opened
-from trainer_bridge.fsdp import NamedTensors
 from trainer_bridge.participant import check_required, participants_of
-from trainer_bridge.shard_codes import CODES_BOOK
+from trainer_bridge.shard_codes import CODES_REGISTRY
+from trainer_bridge.sources import NamedTensors
 from trainer_bridge.transaction import MissedCommitError, Transaction
-from trainer_bridge.weights import SHARD_BOOK, Stream, Weights, WholeModel
+from trainer_bridge.weights import SHARD_REGISTRY, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -130,8 +130,8 @@ def update(
     try:
         result = _update(weights, engine, run, version, kv_scales, in_flight, require, group, clock)
     except Exception:
-        SHARD_BOOK.forget()
-        CODES_BOOK.forget()
+        SHARD_REGISTRY.forget()
+        CODES_REGISTRY.forget()
         weights.exhaust()
         raise
     finally:

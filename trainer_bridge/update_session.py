@@ -15,12 +15,12 @@ from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.filler import Filler
-from trainer_bridge.fsdp import Named
 from trainer_bridge.image_changes import ImageChanges, sent_as
 from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.packer import QuantizePacker
 from trainer_bridge.participant import Participant
 from trainer_bridge.sender import Sender
+from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
 from trainer_bridge.transport.rank_client import Content, UnreachableMemoryError

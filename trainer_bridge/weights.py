@@ -11,25 +11,31 @@ from torch.distributed.tensor import DTensor
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge import hf_names, shared_sending
+from trainer_bridge import hf_names
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, check_ranks
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import sources_for
-from trainer_bridge.placed_shards import CodesWanted, PlacedShards, ShardBook, Shards, Told
+from trainer_bridge.placed_shards import (
+    CodesWanted,
+    PlacedShards,
+    ShardRegistry,
+    ShardReport,
+    Shards,
+)
 from trainer_bridge.sender import Sender
-from trainer_bridge.shard_codes import CODES_BOOK
-from trainer_bridge.shared_filling import SharedFilling, agree
-from trainer_bridge.shared_sending import SharedSending
+from trainer_bridge.shard_codes import CODES_REGISTRY
+from trainer_bridge.shared_filling import SharedFilling, fill_together
+from trainer_bridge.shared_sending import SharedSending, is_on_all, send_together
+from trainer_bridge.sources import Named, NamedTensors, named_tensors
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.weights_digest import weights_digest
 
 logger = logging.getLogger(__name__)
 
-SHARD_BOOK = ShardBook()
+SHARD_REGISTRY = ShardRegistry()
 CODES_S = 60.0
 """Seconds that the first rank waits for each other one to quantize its shards."""
 
@@ -96,7 +102,7 @@ class WholeModel:
         named, self._fault = attempt(named_tensors, model_or_named_tensors)
         self.named = named or []
         self.codes_wanted: CodesWanted | None = None
-        self._placed: Told = None
+        self._placed: ShardReport = None
         self._stays: Shards | None = None
         """On the leader: where all ranks hold them, if none has moved."""
         self._shards: Shards | None = None
@@ -112,21 +118,23 @@ class WholeModel:
     def prepare(self, leader: Leader) -> None:
         self._ranks = leader.size
         if not leader.is_alone:  # whatever this rank holds, the leader waits for each
-            self._placed, error = attempt(SHARD_BOOK.place, self.named)
+            self._placed, error = attempt(SHARD_REGISTRY.place, self.named)
             if error is not None:
                 logger.warning("weights are gathered, which is slower", exc_info=error)
             placed = self._placed
-            own = SHARD_BOOK.own(placed) if isinstance(placed, str) else None
-            codes = CODES_BOOK.ready(self.named, own)
+            own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
+            codes = CODES_REGISTRY.ready(self.named, own)
             of_ranks = leader.collect((placed, codes))
             if of_ranks is None:  # the first rank waits for its GPU once more, as it plans
-                CODES_BOOK.start()
+                CODES_REGISTRY.start()
             self._shards = leader.attempt(self._assemble, of_ranks)
 
-    def _assemble(self, of_ranks: list[tuple[Told, Told | EngineError]]) -> Shards | None:
+    def _assemble(
+        self, of_ranks: list[tuple[ShardReport, ShardReport | EngineError]]
+    ) -> Shards | None:
         placed, codes = map(list, zip(*of_ranks, strict=True))
-        self._stays = SHARD_BOOK.assemble(placed, self.named)
-        return CODES_BOOK.assemble(self._stays, codes)
+        self._stays = SHARD_REGISTRY.assemble(placed, self.named)
+        return CODES_REGISTRY.assemble(self._stays, codes)
 
     def plan(
         self,
@@ -135,10 +143,10 @@ class WholeModel:
         kv_scales: torch.Tensor | None,
         device: torch.device | None,
     ) -> TransferPlan:
-        CODES_BOOK.start()
+        CODES_REGISTRY.start()
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
         ranks = 1
-        if sender.layout["is_far"] and shared_sending.is_on_all(self.named, self._ranks):
+        if sender.layout["is_far"] and is_on_all(self.named, self._ranks):
             ranks = self._ranks
         return sender.plan(named, self._family, device, shards=self._shards, ranks=ranks)
 
@@ -147,14 +155,14 @@ class WholeModel:
     ) -> None:
         self.codes_wanted = leader.attempt(self._decide, transaction)
         if begun.reads_codes:
-            _, error = attempt(CODES_BOOK.check)
+            _, error = attempt(CODES_REGISTRY.check)
             faults = leader.collect(None if error is None else str(error), CODES_S)
             leader.attempt(_raise_first, faults)
             clock.lap("quantize")
         if all(map(all, begun.mapped)):
             return  # engines read everything in place
         layouts = begun.layouts
-        shared = agree(leader, transaction, self.named, self._family, layouts)
+        shared = fill_together(leader, transaction, self.named, self._family, layouts)
         if shared is not None:
             try:
                 self._fill(shared, leader, transaction, layouts[0], clock)
@@ -167,9 +175,7 @@ class WholeModel:
             return
         sending = None
         if begun.is_far and not leader.is_alone:
-            sending = self._sending = shared_sending.agree(
-                leader, transaction, self.named, self._family
-            )
+            sending = self._sending = send_together(leader, transaction, self.named, self._family)
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (
             [sources_for(self.named, self._family, layout) for layout in layouts]
@@ -194,7 +200,9 @@ class WholeModel:
 
     def _decide(self, transaction: Transaction) -> CodesWanted | None:
         readers = [(each.sender.layout, len(each.members)) for each in transaction.sessions]
-        wanted, error = attempt(CODES_BOOK.decide, self._stays, self.named, self._family, readers)
+        wanted, error = attempt(
+            CODES_REGISTRY.decide, self._stays, self.named, self._family, readers
+        )
         if error is not None:
             logger.warning("shards are not quantized, which is slower", exc_info=error)
         return wanted
@@ -229,7 +237,7 @@ class WholeModel:
             return
         placed = self._placed
         seed = placed.placement.seed if isinstance(placed, PlacedShards) else placed
-        CODES_BOOK.committed(seed, codes, opened)
+        CODES_REGISTRY.committed(seed, codes, opened)
 
     def exhaust(self) -> None:
         """A failure reaches every rank before the next tensor."""

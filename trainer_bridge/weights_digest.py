@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer_bridge.fsdp import Named
+from trainer_bridge.sources import Named
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 

@@ -29,7 +29,7 @@ from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import heard_at
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_changes import Memories
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 
 POLL_S = 0.0005
 SPIN_S = 0.005
@@ -78,7 +78,7 @@ class Control:
         self._session: asyncio.Task[None] | None = None
         self._ended: dict[str, Any] | None = None
         self._described: dict[str, Any] = {}
-        self._memories = Memories(
+        self._memories = RelayMemory(
             self.options.bucket_bytes, self.options.image_bytes, self.options.network
         )
         tokenizer_manager.fp8rl_control = self  # for hooks (memory_release.py)

@@ -33,7 +33,7 @@ class LayerFormat:
     name: str
     """The layer's name inside the engine, such as ``model.layers.0.self_attn.qkv_proj``."""
     format: str
-    """The name of its weight format, such as ``fp8`` or ``bf16``."""
+    """The name of its weight format, such as ``block-fp8`` or ``bf16``."""
     reason: str | None
     """Why the layer is not quantized; None where it is."""
     shape: tuple[int, ...]

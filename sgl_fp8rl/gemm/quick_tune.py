@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 QUICK_S = 25.0
 """No measurement begins after this; the last may still compile its kernel for some seconds."""
-QUICK_CONFIGS = 3
 
 
 def find(
@@ -113,7 +112,7 @@ def quick_tune(shapes: Sequence[Shape]) -> tuple[Table, bool]:
     found: dict[Shape, list[Measurement]] = {shape: [] for shape in shapes}
     for name, candidate in candidates.items():
         for shape in shapes:
-            attempts = list_attempts(shape, rows, {name: candidate}, QUICK_CONFIGS)
+            attempts = list_attempts(shape, rows, {name: candidate})
             found[shape] += measure(inputs[shape], attempts, until)
     finished = time.monotonic() < until
     return {shape: pick(found[shape], DECODE_ROWS) for shape in shapes}, finished

@@ -83,16 +83,15 @@ def list_attempts(
     shape: Shape,
     rows: Sequence[int],
     candidates: Mapping[str, Candidate] = CANDIDATES,
-    max_configs: int | None = None,
 ) -> list[Attempt]:
-    """All kernels that can run ``shape`` at each M, with the first ``max_configs`` configs."""
+    """All kernels that can run ``shape`` at each M, with all of their configs."""
     n, k = shape
     return [
         Attempt(m, candidate, config)
         for m in rows
         for candidate in candidates.values()
         if candidate.why_not(n, k, m) is None
-        for config in candidate.configs(n, k, m)[:max_configs]
+        for config in candidate.configs(n, k, m)
     ]
 
 

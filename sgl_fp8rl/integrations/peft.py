@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_bridge.fsdp import named_tensors
+from trainer_bridge.sources import named_tensors
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def lognormal(count: int, prompt: int, median: int, sigma: float, limit: int) ->
     return Workload(requests, limit)
 
 
-def logged(path: Path, limit: int | None = None) -> Workload:
+def logged(path: Path) -> Workload:
     """The samples of a run: lines of ``{"prompt_tokens": int, "response_tokens": int}``.
 
     Raises:
@@ -73,5 +73,4 @@ def logged(path: Path, limit: int | None = None) -> Workload:
         requests.append(Request(*tokens))
     if not requests:
         raise WorkloadError(f"{path} has no samples")
-    longest = max(request.response for request in requests)
-    return Workload(requests, max(limit or 0, longest))
+    return Workload(requests, max(request.response for request in requests))

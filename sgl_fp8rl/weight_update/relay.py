@@ -22,7 +22,8 @@ from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import accept, holds
-from sgl_fp8rl.weight_update.relay_changes import Memories, SessionChanges
+from sgl_fp8rl.weight_update.relay_changes import SessionChanges
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Relay:
         OSError: this address cannot be listened at.
     """
 
-    def __init__(self, host: str, silence_s: float, memories: Memories) -> None:
+    def __init__(self, host: str, silence_s: float, memories: RelayMemory) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]

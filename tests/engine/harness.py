@@ -23,7 +23,7 @@ from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from tests.engine import forked, models
 from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
-from trainer_bridge.fsdp import NamedTensors
+from trainer_bridge.sources import NamedTensors
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0

@@ -13,7 +13,8 @@ from sgl_fp8rl.protocol.framing import FramingError
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_changes import Memories, SessionChanges
+from sgl_fp8rl.weight_update.relay_changes import SessionChanges
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 from tests.fuzz.decoder import Decoder, to_frames
 from tests.fuzz.frames import TIMEOUT_S, arrived
@@ -60,7 +61,7 @@ def decode_hello(data: bytes) -> None:
 def threadless() -> Relay:
     """A relay without its threads."""
     relay = object.__new__(Relay)
-    memories = Memories(ROOM, 2 * ROOM)
+    memories = RelayMemory(ROOM, 2 * ROOM)
     relay._memories, relay._memory = memories, None
     relay._changes, relay._told = SessionChanges(2 * ROOM), {"image": "before"}
     relay._ranks, relay._silence_s = RelayRanks(), TIMEOUT_S

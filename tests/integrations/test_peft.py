@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from sgl_fp8rl.integrations.peft import merged
 from tests.engine import models
 from trainer_bridge import hf_names
-from trainer_bridge.fsdp import named_tensors, sources
+from trainer_bridge.sources import named_tensors, sources
 
 
 def test_experts_have_the_names_and_values_of_a_checkpoint(tmp_path: Path) -> None:

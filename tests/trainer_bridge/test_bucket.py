@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_changes import Memories
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory
 from tests.trainer_bridge import fake_ipc
 from tests.trainer_bridge.fake_rank import TOKEN, Answer, Rank, hang_up, refuse
@@ -30,9 +30,9 @@ class Way:
     def __init__(self, name: str) -> None:
         self.device = torch.device("cuda", 0) if name == GPU else None
         networks = {RELAY: "tcp", NIXL: "nixl"}
-        self._memories: Memories | None = None
+        self._memories: RelayMemory | None = None
         if name in networks:
-            self._memories = Memories(4 * NBYTES, network=networks[name])
+            self._memories = RelayMemory(4 * NBYTES, network=networks[name])
         self._kept: EngineRanks | None = None
 
     def bucket(self, nbytes: int = NBYTES) -> Bucket:

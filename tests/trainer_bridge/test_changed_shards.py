@@ -16,7 +16,7 @@ from tests.trainer_bridge.test_placed_shards import (
     GpuEngine,
     Trainer,
 )
-from trainer_bridge.placed_shards import PlacedShards, ShardBook
+from trainer_bridge.placed_shards import PlacedShards, ShardRegistry
 from trainer_bridge.update import update
 
 FIRST, SECOND = "attn.q.weight", "attn.k.weight"
@@ -91,7 +91,7 @@ class Changes:
 def told_anew(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
-        changes, book = Changes(memories, rank), ShardBook()
+        changes, book = Changes(memories, rank), ShardRegistry()
 
         def place() -> PlacedShards | str | None:
             return book.place(list(changes.named.items()))

@@ -25,7 +25,7 @@ from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
 from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import named_tensors
+from trainer_bridge.sources import named_tensors
 from trainer_bridge.update import RUN, update
 
 WORLD = 4

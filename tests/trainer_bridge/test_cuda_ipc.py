@@ -11,7 +11,12 @@ import torch
 from sgl_fp8rl.protocol.chunks import Piece
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from trainer_bridge.transport import cuda_ipc
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, Placement, place, segments_message
+from trainer_bridge.transport.cuda_ipc import (
+    DeviceBucket,
+    Placement,
+    placement_of,
+    segments_message,
+)
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 
 GPU = "GPU-00000000-0000-0000-0000-000000000000"
@@ -67,7 +72,7 @@ def at(*addresses: int) -> list[torch.Tensor]:
 
 
 def placed(tensors: list[torch.Tensor]) -> Placement:
-    placement = place(tensors)
+    placement = placement_of(tensors)
     assert placement is not None
     return placement
 
@@ -88,8 +93,8 @@ def test_an_allocation_begins_where_the_one_before_it_ends(driver: Driver) -> No
 def test_memory_that_cannot_be_exported(driver: Driver) -> None:
     """One such parameter is enough: all are copied then."""
     driver.private = {2 * ALLOCATION}
-    assert place(at(ALLOCATION, 2 * ALLOCATION + 8)) is None
-    assert place(at(ALLOCATION)) is not None
+    assert placement_of(at(ALLOCATION, 2 * ALLOCATION + 8)) is None
+    assert placement_of(at(ALLOCATION)) is not None
 
 
 def test_it_holds_what_has_not_moved(driver: Driver) -> None:

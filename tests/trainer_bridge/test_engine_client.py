@@ -99,7 +99,6 @@ def test_control_posts_json(server: Server) -> None:
     assert (path, body) == ("/fp8rl", {"op": "layout"})
     assert headers["Content-Type"] == "application/json"
     assert "Authorization" not in headers
-    client.close()
 
 
 def test_the_key_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +284,6 @@ def test_an_engine_of_this_process(engine: Engine) -> None:
     assert client.control({"op": "layout"}) == {"echo": {"op": "layout"}}
     replies = client.sample([{"input_ids": [1]}, {"input_ids": [2]}])
     assert replies == [{"output_ids": [1]}, {"output_ids": [2]}]
-    client.close()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from trainer_bridge import connections
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
-from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import gpu_of
 from trainer_bridge.participant import participants_of
 from trainer_bridge.sender import Sender
+from trainer_bridge.sources import Named
 from trainer_bridge.transport.host_memory import HostBucket
 
 pytestmark = pytest.mark.timeout(60)

@@ -23,7 +23,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge import packer, participant
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import Source
+from trainer_bridge.sources import Source
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.relay_client import RelayClient
 from trainer_bridge.update import update

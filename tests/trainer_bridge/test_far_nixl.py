@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_fp8rl.protocol.nixl_memory import Writer
-from sgl_fp8rl.weight_update.relay_changes import Memories
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from tests.fuzz.decoder import to_frames
 from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
@@ -28,7 +28,7 @@ def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, 
 def nixl_engine(bucket_bytes: int, image_bytes: int = 0) -> FakeEngine:
     pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
     engine = far_engine(2, bucket_bytes, image_bytes)
-    engine.memories = Memories(bucket_bytes, image_bytes, network="nixl")
+    engine.memories = RelayMemory(bucket_bytes, image_bytes, network="nixl")
     return engine
 
 

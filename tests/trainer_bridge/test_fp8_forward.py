@@ -21,7 +21,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8_layers import FP8Linear, convert
-from trainer_bridge.fsdp import named_tensors, sources
+from trainer_bridge.sources import named_tensors, sources
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

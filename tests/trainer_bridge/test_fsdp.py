@@ -22,7 +22,7 @@ from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
 from trainer_bridge.collective import ranks_of
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import named_tensors, sources
+from trainer_bridge.sources import named_tensors, sources
 from trainer_bridge.update import UpdateResult, update
 
 WORLD = 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.engine import models, vision_models
 from trainer_bridge import hf_names
-from trainer_bridge.fsdp import NamedTensors, Source, named_tensors, sources
+from trainer_bridge.sources import NamedTensors, Source, named_tensors, sources
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.layout import comparable
 from trainer_bridge.sender import Sender
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, place
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, placement_of
 from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -114,7 +114,7 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
     sender = Sender({**comparable(layout, through_host=False, is_far=False), **gpus})
-    sender._in_place._placement = place(list(tensors.values()))
+    sender._in_place._placement = placement_of(list(tensors.values()))
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2
 

@@ -26,8 +26,8 @@ from trainer_bridge import collective, update, weights
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import CodesMemory
-from trainer_bridge.fsdp import Source
 from trainer_bridge.packer import HostPacker
+from trainer_bridge.sources import Source
 from trainer_bridge.transport import board
 
 pytestmark = pytest.mark.timeout(180)

@@ -31,8 +31,8 @@ from tests.trainer_bridge import fake_ipc, ranks
 from trainer_bridge import placed_shards
 from trainer_bridge.collective import Leader
 from trainer_bridge.connections import connection_to
-from trainer_bridge.fsdp import Named
-from trainer_bridge.placed_shards import PlacedShards, ShardBook, Shards
+from trainer_bridge.placed_shards import PlacedShards, ShardRegistry, Shards
+from trainer_bridge.sources import Named
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.update import UpdateResult, update
 
@@ -102,7 +102,7 @@ NAMED: Named = [("w", torch.ones(4))]
 
 
 def test_what_all_have_told_before_is_read_in_place() -> None:
-    book = ShardBook()
+    book = ShardRegistry()
     assert book.assemble([told("a"), told("b")], NAMED) is None
     assert not book._shards, "nothing is made of what may move at each update"
     shards = book.assemble(["a", "b"], NAMED)
@@ -115,17 +115,17 @@ def test_what_all_have_told_before_is_read_in_place() -> None:
 
 
 def test_a_rank_that_was_never_heard_is_not_read() -> None:
-    assert ShardBook().assemble(["a"], NAMED) is None
+    assert ShardRegistry().assemble(["a"], NAMED) is None
 
 
 def test_another_host_is_not_read() -> None:
-    book, elsewhere = ShardBook(), {**here(), "boot": "of another kernel"}
+    book, elsewhere = ShardRegistry(), {**here(), "boot": "of another kernel"}
     book.assemble([told("a"), told("b", elsewhere)], NAMED)
     assert book.assemble(["a", "b"], NAMED) is None
 
 
 def test_books_do_not_grow() -> None:
-    book = ShardBook()
+    book = ShardRegistry()
     for number in range(3 * placed_shards.KEPT):
         book.assemble([told(f"{number}")], NAMED)
         book.assemble([f"{number}"], NAMED)

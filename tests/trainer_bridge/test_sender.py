@@ -21,9 +21,9 @@ from trainer_bridge import in_place
 from trainer_bridge import layout as layout_module
 from trainer_bridge import packer as packer_module
 from trainer_bridge import sender as sender_module
-from trainer_bridge.fsdp import Named, sources
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.sender import Sender
+from trainer_bridge.sources import Named, sources
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.transport.host_memory import HostBucket
@@ -181,7 +181,7 @@ class FakePlacement:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
-    monkeypatch.setattr(in_place, "place", gpu.place)
+    monkeypatch.setattr(in_place, "placement_of", gpu.place)
     monkeypatch.setattr(sender_module, "can_be_mapped", gpu.can_be_mapped)
     return gpu
 

@@ -27,10 +27,10 @@ from trainer_bridge import close, placed_shards, shard_codes
 from trainer_bridge.code_pieces import codes_wanted, pieces_of_codes
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.fp8_weights import CodesMemory
-from trainer_bridge.fsdp import Named
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards, Shards
 from trainer_bridge.shard_codes import ShardCodes
+from trainer_bridge.sources import Named
 from trainer_bridge.transport.cuda_ipc import Placement
 from trainer_bridge.update import UpdateResult, update
 
@@ -136,7 +136,7 @@ class TorchMemory:
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_quant_triton, "compile_descriptors", compile_in_torch)
     monkeypatch.setattr(weight_quant_triton, "Status", FakeStatus)
-    monkeypatch.setattr(shard_codes, "place", placed)
+    monkeypatch.setattr(shard_codes, "placement_of", placed)
     monkeypatch.setattr(shard_codes, "DeviceMemory", TorchMemory)
 
 
@@ -511,7 +511,7 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
         job = Job(patch, rank, lambda writable: [Elsewhere(writable) for _ in range(2)])
         for _ in range(3):
             job.step()
-        codes, engines = shard_codes.CODES_BOOK._codes, job.engines
+        codes, engines = shard_codes.CODES_REGISTRY._codes, job.engines
         with pytest.MonkeyPatch.context() as fault:
             for engine in engines[1:]:
                 fault.setattr(engine, "control", _busy(engine.control))
@@ -521,10 +521,10 @@ def as_long_as_engines_have_them(rank: int, folder: Path) -> None:
             named = job.trainer.become(toy.checkpoint(3))
             result = update(named, engines or None, version=3, require=1)
             assert len(result.failed) == 1 and not job.memories.torn
-        assert codes in shard_codes.CODES_BOOK._retired
+        assert codes in shard_codes.CODES_REGISTRY._retired
         job.engines = engines
         job.step_to(4)
-        assert codes not in shard_codes.CODES_BOOK._retired
+        assert codes not in shard_codes.CODES_REGISTRY._retired
 
 
 def _busy(control: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from trainer_bridge import shared_filling
 from trainer_bridge.packer import HostPacker
-from trainer_bridge.shards import assign, held_here
+from trainer_bridge.shard_ranges import assign, held_here
 from trainer_bridge.shared_filling import SharedFilling
 from trainer_bridge.update import update
 

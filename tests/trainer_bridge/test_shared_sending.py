@@ -39,9 +39,9 @@ from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import chunk_sender, layout, shared_sending, update
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import sources
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.shared_sending import is_on_all
+from trainer_bridge.sources import sources
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport import cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient

@@ -12,8 +12,8 @@ from hypothesis import given, reject
 
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge.fsdp import Named, Source, sources
 from trainer_bridge.packer import HostPacker
+from trainer_bridge.sources import Named, Source, sources
 from trainer_bridge.transfer_plan import TransferPlan, can_be_mapped
 from trainer_bridge.transport.host_memory import HostBucket
 

@@ -26,7 +26,7 @@ from trainer_bridge import weights as weights_module
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fsdp import sources
+from trainer_bridge.sources import sources
 from trainer_bridge.transaction import Begun
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.host_memory import HostBucket
@@ -602,7 +602,7 @@ def test_nothing_is_planned_where_engines_read_everything_in_place(
 ) -> None:
     """On a rank that does not lead, which has no plan: to make one takes longer than all else."""
     planned: list[object] = []
-    monkeypatch.setattr(weights_module, "agree", lambda *_: None)
+    monkeypatch.setattr(weights_module, "fill_together", lambda *_: None)
     monkeypatch.setattr(
         weights_module, "sources_for", lambda named, *_: planned.append(named) or []
     )

@@ -21,8 +21,8 @@ from trainer_bridge.chain.index import Index, Link, read_index, write_index
 from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
 from trainer_bridge.connections import connection_to
-from trainer_bridge.fsdp import Named, NamedTensors, named_tensors
 from trainer_bridge.layout import check_kv_scales, sources_for
+from trainer_bridge.sources import Named, NamedTensors, named_tensors
 from trainer_bridge.update import RUN
 
 logger = logging.getLogger(__name__)

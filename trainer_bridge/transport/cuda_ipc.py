@@ -27,63 +27,52 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 
-class DeviceBucket:
-    """Plain device memory of ``nbytes`` on the trainer's GPU.
+class FarBucket:
+    """Device memory of ``nbytes`` on the trainer's GPU, whose content is sent to other hosts.
 
     Raises:
         EngineError: there is not enough memory.
-        UnreachableMemoryError: this system does not share it.
     """
 
     path: str | None = None
-    """Other processes of this user open it by its handle only."""
+    """Other processes of this user do not open it by a path."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         try:
             self._memory = DeviceMemory(nbytes, device.index)
         except CudaMemoryError as error:
-            raise EngineError(f"a bucket of {nbytes} bytes could not be shared: {error}") from error
+            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
         self.close = weakref.finalize(self, self._memory.close)
         """Free the memory."""
         self.close.atexit = False  # not before the engine has let go; the driver frees it anyway
-        try:
-            self._handle = self._memory.handle()
-        except CudaMemoryError as error:
-            raise UnreachableMemoryError(str(error)) from error
         # not the handle: another process may be given the same one
         self.name = secrets.token_hex(16)
         self.content = self._memory.tensor
 
     def share(self, ranks: Ranks) -> None:
-        """Have every rank open it, unless all have."""
-        if self.name not in ranks.known:
-            ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
-
-
-class FarBucket:
-    """The same for ranks on other hosts, which get its content, and do not open it.
-
-    Raises:
-        EngineError: there is not enough memory.
-    """
-
-    path: str | None = None
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        try:
-            memory = DeviceMemory(nbytes, device.index)
-        except CudaMemoryError as error:
-            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
-        self.close = weakref.finalize(self, memory.close)
-        """Free the memory."""
-        self.close.atexit = False  # the driver frees it anyway
-        self.name = secrets.token_hex(16)
-        self.content = memory.tensor
-
-    def share(self, ranks: Ranks) -> None:
         """Have each engine's relay make one of this size, unless it has."""
         if self.name not in ranks.known:
             ranks.ask({"op": "bucket", "name": self.name, "bytes": self.content.numel()})
+
+
+class DeviceBucket(FarBucket):
+    """The same, which ranks on this host open by its handle.
+
+    Raises:
+        UnreachableMemoryError: this system does not share it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes, device)
+        try:
+            self._handle = self._memory.handle()
+        except CudaMemoryError as error:
+            raise UnreachableMemoryError(str(error)) from error
+
+    def share(self, ranks: Ranks) -> None:
+        """Have every rank open it, unless all have."""
+        if self.name not in ranks.known:
+            ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
 
 
 @dataclass(frozen=True)
@@ -130,7 +119,7 @@ def segments_message(
     return {"op": "segments", "name": digest, "handles": opened, "places": told}
 
 
-def place(tensors: list[torch.Tensor]) -> Placement | None:
+def placement_of(tensors: list[torch.Tensor]) -> Placement | None:
     """Where these tensors lie, or None if another process cannot open it.
 
     Expandable segments and a memory saver's memory cannot be opened.

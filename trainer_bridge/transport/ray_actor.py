@@ -67,6 +67,3 @@ class RayEngine:
             EngineError: always.
         """
         raise EngineError("this engine is a Ray actor; sample with the framework that started it")
-
-    def close(self) -> None:
-        """Nothing is held; the actor goes on."""

@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.rank_server import Outcome, RankSocket, committed, reply, serve
 from sgl_fp8rl.weight_update.relay import Relay
-from sgl_fp8rl.weight_update.relay_changes import Memories
+from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.session import Session
 from trainer_bridge.engine_client import EngineError
 
@@ -70,7 +70,7 @@ class FakeEngine:
         self.silence_s = 30.0
         self.place = here()
         self.visible_gpus: list[str] = []
-        self.memories = Memories(bucket_bytes, image_bytes)
+        self.memories = RelayMemory(bucket_bytes, image_bytes)
         self.relays: list[Relay] = []
         self.has_tied_head = False
         self.ops: list[str] = []
@@ -117,9 +117,6 @@ class FakeEngine:
         if self.ranks[0].state is not State.SERVING:
             raise EngineError("the engine is quarantined", 503)
         return [self.ranks[0].policy.version] * 3
-
-    def close(self) -> None:
-        pass
 
     def _begin(self, message: dict[str, Any]) -> dict[str, Any]:
         policy = Policy(message["run"], message["version"])

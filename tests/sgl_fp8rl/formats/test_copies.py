@@ -21,8 +21,8 @@ from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.weight_update import triton_writer
 from tests.sgl_fp8rl.formats.other_format import every_format, sent_format
 from tests.sgl_fp8rl.formats.test_conformance import BF16, assert_same, bits, stored, weight
-from trainer_bridge.fsdp import sources
 from trainer_bridge.packer import QuantizePacker
+from trainer_bridge.sources import sources
 from trainer_bridge.transfer_plan import TransferPlan
 
 pytestmark = pytest.mark.usefixtures("other_format")

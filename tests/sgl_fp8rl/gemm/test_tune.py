@@ -169,7 +169,6 @@ def test_each_config_is_an_attempt_of_its_own() -> None:
         *({"stages": stages} for stages in range(4)),
         {},
     ]
-    assert len(tune.list_attempts(SHAPE, [16], kinds, max_configs=2)) == 3
     attempts = tune.list_attempts(SHAPE, [16], kinds)
     measurements = list(tune.measure(bench.inputs(*SHAPE), attempts))
     (entry,) = tune.pick(measurements, (16,))

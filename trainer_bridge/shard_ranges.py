@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer_bridge.fsdp import Named
+from trainer_bridge.sources import Named
 
 Range = tuple[int, int]
 """(First, last + 1) of the elements that a rank holds; equal where it holds none."""
