@@ -8,7 +8,7 @@ import torch
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.chunks import Piece
-from trainer_bridge.fp8_weights import SUFFIX
+from trainer_bridge.codes_memory import SUFFIX
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, Shards
 from trainer_bridge.shard_ranges import Range

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.formats.weight_format import NOT_FINITE
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import strides_of, whole
 from trainer_bridge.engine_client import EngineError
@@ -212,10 +213,7 @@ class QuantizePacker:
     def finish(self) -> None:
         bad, tiles = self._status.read()
         if bad is not None:
-            raise EngineError(
-                f"{self._names[bad]} holds NaN or Inf; check the trainer's weights before the "
-                f"update"
-            )
+            raise EngineError(f"{self._names[bad]} {NOT_FINITE}")
         if tiles != self._status.started:
             raise EngineError(f"{tiles} of {self._status.started} blocks were written; report this")
 

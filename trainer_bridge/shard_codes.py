@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from sgl_fp8rl.formats.weight_format import NOT_FINITE
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, DeviceMemory
 from trainer_bridge.code_pieces import codes_wanted, range_of_scales, scales_of
+from trainer_bridge.codes_memory import SUFFIX, CodesMemory
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fp8_weights import SUFFIX, CodesMemory
 from trainer_bridge.placed_shards import (
     CodesWanted,
     PlacedShards,
@@ -106,10 +107,7 @@ class ShardCodes:
         """
         bad = self._memory.bad()
         if bad is not None:
-            raise EngineError(
-                f"{self._names[bad]} holds NaN or Inf; check the trainer's weights before the "
-                f"update"
-            )
+            raise EngineError(f"{self._names[bad]} {NOT_FINITE}")
 
 
 @torch.no_grad()

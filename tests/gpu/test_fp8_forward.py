@@ -9,8 +9,9 @@ import torch
 from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import dequantize_weight, fp8_linear, quantize_weight
 from tests.gpu.conftest import INTERPRETED
+from trainer_bridge.codes_memory import CodesMemory
 from trainer_bridge.fp8_layers import convert
-from trainer_bridge.fp8_weights import CodesMemory, FP8Parameter
+from trainer_bridge.fp8_weights import FP8Parameter
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

@@ -23,9 +23,9 @@ from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
 from tests.trainer_bridge.test_shared_filling import distributed
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import collective, update, weights
+from trainer_bridge.codes_memory import CodesMemory
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.sources import Source
 from trainer_bridge.transport import board

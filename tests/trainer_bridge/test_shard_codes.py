@@ -25,8 +25,8 @@ from tests.trainer_bridge.test_packer import FakeStatus, at, compile_in_torch
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, Trainer, mapped_bytes
 from trainer_bridge import close, placed_shards, shard_codes
 from trainer_bridge.code_pieces import codes_wanted, pieces_of_codes
+from trainer_bridge.codes_memory import CodesMemory
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.fp8_weights import CodesMemory
 from trainer_bridge.layout import sources_for
 from trainer_bridge.placed_shards import CodesWanted, PlacedShards, Shards
 from trainer_bridge.shard_codes import ShardCodes
