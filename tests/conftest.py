@@ -24,6 +24,16 @@ settings.register_profile("fp8rl", deadline=None, derandomize=True, database=Non
 settings.load_profile("fp8rl")
 
 
+ENGINE_TIMEOUT_S = 900
+"""Of a test with an engine that names no other limit: one may take minutes to start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
+
+
 @pytest.fixture(autouse=True)
 def _lazy_symbols() -> Iterator[None]:
     """Let no test leave a symbol of SGLang in ``compat``, which looks each one up when it is used.

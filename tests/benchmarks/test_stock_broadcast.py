@@ -11,8 +11,9 @@ from benchmarks import update
 from benchmarks.engines import models, stock_push, weights
 from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.stock_broadcast import BroadcastGroup
+from tests.engine.ports import Port
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 SHAPE = models.Shape(256, 256, 2, 2, 2, vocab=2048)
 SMALL, WHOLE = 1 << 18, 1 << 30
@@ -25,12 +26,15 @@ def engine(tmp_path: Path) -> Iterator[Any]:
     if hasattr(sglang.Engine, "begin_weight_update"):
         pytest.skip("the stock arms are of SGLang 0.5.17; this one asks for a session of updates")
     models.save_config(SHAPE, tmp_path)
+    port = Port()
     small = {"device": "cpu", "max_total_tokens": 2048, "mem_fraction_static": 0.3}
+    small |= {"nccl_port": port.number}
     engine = sglang.Engine(model_path=str(tmp_path), **ENGINE | small)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield engine
     dist.destroy_process_group()
     engine.shutdown()
+    port.close()
 
 
 def test_an_engine_loads_what_is_broadcast(engine: Any) -> None:

@@ -26,7 +26,8 @@ from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 from trainer_bridge.sources import NamedTensors
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
+"""A refused start in three processes took 170 s in CI."""
 CALL_TIMEOUT_S = 120.0
 """Any reply, also of a machine that is busy with something else; longer is a hang."""
 FLUSH_TIMEOUT_S = 30.0

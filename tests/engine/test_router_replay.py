@@ -33,7 +33,13 @@ MOE = {"num_experts": 16, "num_experts_per_tok": 4}
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
 NEAR_TIE = {"bf16": 0.2, "fp8": 1.0}
 """Between the logits of the last expert chosen and the first that is not. Largest at which a choice
-differed: 0.094 in BF16, 0.69 in FP8; their logits are of about 1.5."""
+differed, in 30 rollouts each: 0.12 in BF16, 0.80 in FP8; their logits are of about 1.5."""
+WRONG = 0.05
+"""Part of the choices beyond such a tie that may differ, for one that lies farther than was seen."""
+KL_LEFT = 0.85
+"""Of k3, with replay. Healthy, in 30 rollouts each: 0.32 to 0.61 in FP8, 0.08 to 0.46 in BF16."""
+KL_OF_OTHERS = 3
+"""Times k3, where other experts are replayed, at least. Healthy: 6.8 and more."""
 PROMPTS = [
     torch.randint(models.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     for n in (17, 24, 30, 9)
@@ -175,7 +181,7 @@ def test_the_engine_routes_as_the_trainer_does_but_for_near_ties(run: Run) -> No
         print(f"{run.arm}: {clear} clear, {wrong} wrong, largest gap that differs {largest:.3f}")
         assert clear > 20
         if shift == 0:
-            assert wrong == 0
+            assert wrong <= WRONG * clear
         else:  # control: the experts of the token before
             assert wrong > 0.8 * clear
 
@@ -187,8 +193,7 @@ def test_replay_lowers_the_mismatch(run: Run) -> None:
     assert 0 < routing_disagreement(run.experts, own.experts) < 0.5
     replayed = run.replayed_kl(run.experts)
     print(f"{run.arm}: KL {alone:.5f} alone, {replayed:.5f} replayed")
-    # healthy, in nats: BF16 0.0034 to 0.0006, with retraction 0.0128 to 0.0007, FP8 0.076 to 0.034
-    assert replayed < 0.7 * alone
-    # controls, healthy: 0.8 to 1.6 nats
-    assert run.replayed_kl([(e + 1) % EXPERTS for e in run.experts]) > 5 * alone
-    assert run.replayed_kl([e.roll(1, 0) for e in run.experts]) > 5 * alone
+    assert replayed < KL_LEFT * alone
+    # controls
+    assert run.replayed_kl([(e + 1) % EXPERTS for e in run.experts]) > KL_OF_OTHERS * alone
+    assert run.replayed_kl([e.roll(1, 0) for e in run.experts]) > KL_OF_OTHERS * alone

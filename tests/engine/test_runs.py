@@ -16,7 +16,7 @@ from tests.engine.test_in_flight import caught, controlled
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import RUN
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

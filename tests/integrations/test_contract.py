@@ -281,6 +281,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     (folder / f"passed-{rank}").touch()
 
 
+@pytest.mark.timeout(180)
 def test_two_ranks_find_the_same(tmp_path: Path) -> None:
     ranks.run(two_ranks, tmp_path, 2, COLLECTIVE_TIMEOUT_S)
     assert len(list(tmp_path.glob("passed-*"))) == 2

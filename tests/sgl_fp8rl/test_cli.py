@@ -224,7 +224,7 @@ def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3_ragged", tmp_path / "model")
     (model / "model.safetensors").unlink()  # only shapes are needed
     layers_ = [sys.executable, "-c", LAYERS_THEN_TILES, "layers", str(model), "--json"]
-    child = subprocess.run(layers_, cwd=tmp_path, capture_output=True, text=True, timeout=290)
+    child = subprocess.run(layers_, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr
     layers = {layer["name"]: layer for layer in json.loads(child.stdout)["layers"]}
     down = layers["model.layers.1.mlp.down_proj"]

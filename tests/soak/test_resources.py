@@ -1,5 +1,6 @@
 """What grows is found."""
 
+import gc
 import mmap
 import os
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def test_the_series_of_a_record_is_thin(count: int) -> None:
 
 
 def test_a_sample_sees_memory_descriptors_and_files(tmp_path: Path) -> None:
+    gc.collect()  # what other tests left
     before = resources.sample(os.getpid(), tmp_path, "cpu", 1)
     fd = os.memfd_create("soak")
     os.ftruncate(fd, 16 << 20)

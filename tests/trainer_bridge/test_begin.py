@@ -18,9 +18,9 @@ from trainer_bridge.update import update
 
 pytestmark = pytest.mark.timeout(120)
 
-SILENCE_S = 2.0
+SILENCE_S = 4.0
 """Engines give up a trainer that is silent for so long."""
-STEP_S = 5.0
+STEP_S = 7.0
 """An engine may take so long over a step."""
 KEEP_ALIVE_S = 0.2
 

@@ -28,7 +28,7 @@ from trainer_bridge import update
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
-SILENCE_S = 1.0
+SILENCE_S = 3.0
 """``--fp8rl-session-timeout-s`` where the network stalls."""
 
 

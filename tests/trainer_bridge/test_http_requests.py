@@ -329,8 +329,8 @@ def test_the_deadline_is_that_of_all_requests() -> None:
 
     with listen(serve, 3) as url:
         started = time.monotonic()
-        found = answers(url, 3, timeout=0.3)
-        assert time.monotonic() - started < 5
+        found = answers(url, 3, timeout=2.0)
+        assert time.monotonic() - started < 5  # 2 s for each would be 6
     assert found[0] == (200, b"ok")
     assert isinstance(found[1], TimeoutError) and isinstance(found[2], TimeoutError)
 

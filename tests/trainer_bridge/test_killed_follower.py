@@ -34,12 +34,12 @@ pytestmark = pytest.mark.timeout(180)
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
-SILENCE_S, GIVE_UP_S = 15.0, 2.0
+SILENCE_S, GIVE_UP_S = 15.0, 5.0
 """In the place of 300 s that engines hear nothing, and of 240 s that the first rank waits for the
 other one."""
 AFTER = 9
 """The version that the first rank sends alone."""
-PRESENCE_S = 1.0
+PRESENCE_S = 3.0
 """In the place of 60 s."""
 Die = Callable[[pytest.MonkeyPatch], None]
 
@@ -144,12 +144,12 @@ def killed_beside_its_shards(rank: int, folder: Path, engines: list[str], die: D
     logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
-        # the package's ``update`` is the function
-        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
-        patch.setattr(weights, "CODES_S", PRESENCE_S)
         trainer = Trainer(memories, rank, torch.bfloat16)
         for version in range(3):
             update(trainer.become(toy.checkpoint(version)), engines, version=version)
+        # the package's ``update`` is the function
+        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", PRESENCE_S)
+        patch.setattr(weights, "CODES_S", PRESENCE_S)
         if rank == 1:
             die(patch)
         with pytest.raises(TimeoutError, match="another rank did not call it"):

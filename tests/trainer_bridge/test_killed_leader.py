@@ -30,9 +30,9 @@ pytestmark = pytest.mark.timeout(180)
 
 WORLD = 2
 COLLECTIVE_TIMEOUT_S = 30
-GIVE_UP_S = 2.0
+GIVE_UP_S = 5.0
 """In the place of the hour that the other rank waits for it."""
-CONNECT_S = 3.0
+CONNECT_S = 10.0
 """In the place of the 30 s that engines wait for a connection."""
 Die = Callable[[pytest.MonkeyPatch], None]
 

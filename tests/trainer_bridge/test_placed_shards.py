@@ -373,7 +373,7 @@ def while_a_rank_leaves(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         memories, interpreter = fake_ipc.install(patch)
         # the package's ``update`` is the function
-        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 1.0)
+        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 3.0)
         trainer = Trainer(memories, rank, torch.bfloat16)
         engine = GpuEngine(interpreter.writable) if rank == 0 else None
         for version in range(2):

@@ -153,7 +153,8 @@ def test_the_last_word_of_a_rank_that_is_gone_is_heard(ranks: list[Rank]) -> Non
 
 
 def test_a_rank_that_does_not_answer(ranks: list[Rank]) -> None:
-    connected = RankClients([rank.path for rank in ranks], TOKEN, timeout_s=0.3)
+    connected = connect(ranks)
+    connected.timeout_s = 0.3
     with pytest.raises(EngineError, match=r"longer than .* s over a step.* log"):
         connected.wait()
     connected.close()

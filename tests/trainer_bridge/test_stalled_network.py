@@ -29,9 +29,9 @@ from trainer_bridge.update import UpdateResult, update
 
 pytestmark = pytest.mark.timeout(120)
 
-STEP_S = 3.0
+STEP_S = 6.0
 """In the place of the 120 s that one engine of several may take over a step."""
-SILENCE_S = 1.0
+SILENCE_S = 3.0
 """``--fp8rl-session-timeout-s`` of the engine that is far away."""
 IN_A_CHUNK = SMALL // 2 + 4096
 """Bytes: in the second chunk, of which more is left than ``NARROW`` sockets hold."""
@@ -158,7 +158,7 @@ def test_it_stalls_in_a_chunk(
     Args:
         blocks: the trainer cannot send on either, since all buffers on the way are full.
     """
-    engines, why = engines_on(network), "took longer than 3 s"
+    engines, why = engines_on(network), f"took longer than {STEP_S:.0f} s"
     network.to_engine = IN_A_CHUNK
     with monkeypatch.context() as patch:
         if blocks:
