@@ -11,6 +11,7 @@ import pytest
 from benchmarks.parity import summary
 from benchmarks.parity.run_log import LOG, rows_of
 from tests.benchmarks.test_parity_engine import ROOT, finish, start, steps_of
+from tests.engine.ports import Port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -27,6 +28,8 @@ SMALL: dict[str, Any] = {
     "exponents": [16, 19],
     "levels": [1],
 }
+PORT = Port()
+"""Of the engine that runs."""
 HEALTHY, HEALTHY_BF16 = 1e-3, 1e-4
 """Nats: the mismatch of an unplanted model in FP8 and in BF16; 1.2e-4 and 1e-5 were measured."""
 LEFT = 1 / 5
@@ -34,7 +37,8 @@ LEFT = 1 / 5
 
 
 def go(state: Path, script: str, *words: str, **settings: Any) -> None:
-    finish(start(script, state, "--study", "doses", *words, settings=SMALL | settings), state)
+    settings = SMALL | {"engine_args": {"nccl_port": PORT.number}} | settings
+    finish(start(script, state, "--study", "doses", *words, settings=settings), state)
 
 
 def test_the_mismatch_grows_with_the_gain_and_stock_sglang_is_updated(
@@ -50,7 +54,7 @@ def test_the_mismatch_grows_with_the_gain_and_stock_sglang_is_updated(
     assert planted[-1]["fp8_forward/mismatch_kl_k3"] < LEFT * found[-1]
 
     # in a process of its own: SGLang starts others, and keeps what it has read of the environment
-    command = [sys.executable, "-c", OF_STOCK, str(tmp_path / "start-dense")]
+    command = [sys.executable, "-c", OF_STOCK, str(tmp_path / "start-dense"), f"{PORT.number}"]
     found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
     assert max(found["same"]) < HEALTHY_BF16
     assert min(found["other"]) > 1e3 * HEALTHY_BF16
@@ -68,7 +72,7 @@ from trainer_bridge import correct
 found = {"same": [], "other": []}
 task, arm, start = tasks.worked_out([1]), DOSE_ARMS["stock"], Path(sys.argv[1])
 policies = [models.build("dense", "tiny", 1), models.load(start, torch.device("cpu"))]
-keywords = {"max_total_tokens": 16384}
+keywords = {"max_total_tokens": 16384, "nccl_port": int(sys.argv[2])}
 with engines.running(arm, start, arm.ignored_layers, 0, keywords) as engine:
     for version, policy in enumerate(policies):
         policy.load_state_dict({n: t.bfloat16() for n, t in policy.state_dict().items()})

@@ -35,7 +35,7 @@ NEAR_TIE = {"bf16": 0.2, "fp8": 1.0}
 """Between the logits of the last expert chosen and the first that is not. Largest at which a choice
 differed, in 30 rollouts each: 0.12 in BF16, 0.80 in FP8; their logits are of about 1.5."""
 WRONG = 0.05
-"""Part of the choices beyond such a tie that may differ, for one that lies farther than was seen."""
+"""Part of the choices beyond such a tie that may differ: one may lie farther than was seen."""
 KL_LEFT = 0.85
 """Of k3, with replay. Healthy, in 30 rollouts each: 0.32 to 0.61 in FP8, 0.08 to 0.46 in BF16."""
 KL_OF_OTHERS = 3
