@@ -141,7 +141,8 @@ def folded_extend(call: Call) -> torch.Tensor:
     FlashInfer's ragged kernel attends to its K and V arguments, not to the cache: it gets what
     decode will read back. Codes are exact in BF16.
     """
-    ragged = bool(getattr(call.backend.forward_metadata, "use_ragged", False))
+    metadata = getattr(call.backend, "forward_metadata", None)
+    ragged = bool(getattr(metadata, "use_ragged", False))
     codes = call.store_prefill(read_back=ragged)
     return _folded(call, *(codes or (call.k, call.v)))
 

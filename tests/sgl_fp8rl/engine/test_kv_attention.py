@@ -107,6 +107,26 @@ def test_a_ragged_kernel_is_handed_what_decode_will_read(scaled: tuple[KVScales,
     assert not torch.equal(backend.handed[0].float(), backend.k[1 : TOKENS + 1].float())
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["told not to", "without K"])
+@pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "fa3_extend"])
+def test_nothing_is_stored_where_there_is_nothing_to_store(
+    scaled: tuple[KVScales, Any], name: str, given: bool
+) -> None:
+    """As of layers that read another one's cache. The backend itself is not looked at."""
+    scales, layer = scaled
+    q, k, v = qkv(TOKENS)
+    handed: list[Any] = []
+
+    def original(backend: Any, q: torch.Tensor, k: Any, v: Any, *_: Any, **more: Any) -> Any:
+        handed.append((k, v, more))
+        return torch.ones(TOKENS, q.shape[1], dtype=BF16)
+
+    pair = (k, v) if given else (None, None)
+    getattr(kv_attention, name)(original, None, q, *pair, layer, None, save_kv_cache=not given)
+    assert handed == [(*pair, {"save_kv_cache": False})]
+    assert int(scales.statistics[0, 0]) == 0
+
+
 def test_changed_scales_are_read_from_the_same_buffers() -> None:
     scales, (layer,) = fakes.scaled()
     backend = Backend()
