@@ -172,9 +172,8 @@ class ShardRegistry:
         """On the leader: what can be read in place now, if all ranks hold it where they did."""
         if all(isinstance(each, str) for each in of_ranks):
             return self.survey(of_ranks, named)
-        self._remember(
-            of_ranks
-        )  # they may move at each update: no more is made of them than must be
+        # they may move at each update: no more is made of them than must be
+        self._remember(of_ranks)
         return None
 
     def survey(self, of_ranks: Collection[ShardReport], named: Named) -> Shards | None:

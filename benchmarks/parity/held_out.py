@@ -19,12 +19,11 @@ from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT, write_whole
 from benchmarks.parity.settings import Study, add_options, open_study
 
-# 4096 problems at once, and few engines on a GPU by then; what bounds the cache is its tokens
+# 4096 problems at once, and few engines on a GPU by then
 ENGINE = {
     "cpu": {},
     "cuda": {
         "max_total_tokens": 1 << 19,
-        "mem_fraction_static": 0.6,
         "max_running_requests": 1024,
         "cuda_graph_bs_decode": [1, 32, 128, 256, 512, 768, 1024],
     },

@@ -32,16 +32,16 @@ def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     references = runs_of(rows, "bf16")
     for arm in STUDIES["long"]:
         for key, run in runs_of(rows, arm).items():
-            begun = _start_of(rows, key[0])
-            reference = references.get(key)
+            begun, reference = _start_of(rows, key[0]), references.get(key)
             lost, found = "", ""
-            if reference is not None and arm != "bf16":
+            if reference is not None and begun is not None and arm != "bf16":
                 part = loss(run, reference, begun)
                 lost, found = f"{part:.0%}", "lost" if part > SHARE else "not lost"
                 found = found if is_valid(reference, begun) else ""
             series = run["series"]
             k3 = series["mismatch_kl_k3"]
-            far, near = (median(series[f"position_{n}/mismatch_kl_k3"]) for n in (256, 16))
+            # there is none where responses of some step were all shorter
+            far, near = (series.get(f"position_{n}/mismatch_kl_k3") for n in (256, 16))
             by_kind = run["held_out"]["by_kind"]
             yield (
                 arm,
@@ -53,15 +53,15 @@ def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
                 f"{median(series['response_tokens']):.0f}",
                 f"{median(k3[:FIRST_STEPS]):.1e}",
                 f"{median(k3):.1e}",
-                f"{far / near:.1f}",
+                f"{median(far) / median(near):.1f}" if far and near else "",
                 f"{run['alarm_steps']} of {run['steps']}",
             )
 
 
-def _start_of(rows: list[Row], execution: str) -> float:
-    """The held-out reward of the weights that an execution's runs began with."""
+def _start_of(rows: list[Row], execution: str) -> float | None:
+    """The held-out reward of what an execution's runs began with, if it was measured."""
     starts = (row for row in rows if row["kind"] == "start" and row["execution"] == execution)
-    return float(next(starts)["held_out"]["reward"])
+    return next((float(row["held_out"]["reward"]) for row in starts), None)
 
 
 def loss(run: Row, reference: Row, begun: float) -> float:
@@ -79,12 +79,14 @@ def is_valid(reference: Row, begun: float) -> bool:
 def _note(rows: list[Row], e: Row) -> str:
     begun, options = _start_of(rows, e["execution"]), e["options"]
     found = [run for key, run in runs_of(rows, "bf16").items() if key[0] == e["execution"]]
-    valid = ", ".join("it counts" if is_valid(run, begun) else "it says nothing" for run in found)
+    solves, valid = "The start was not evaluated", ""
+    if begun is not None:
+        solves = f"The start solves {begun:.3f} of them"
+        valid = ", ".join("it counts" if is_valid(r, begun) else "it says nothing" for r in found)
     return (
         f"{options['steps']} steps of {options['prompts']} problems with {options['group']} "
-        f"responses each; {options['held_out_problems']} held-out problems. The start solves "
-        f"{begun:.3f} of them. By the rule above: {valid or 'it has no reference'}. Medians over "
-        f"steps. {e['date'][:16]} {where(e)}."
+        f"responses each; {options['held_out_problems']} held-out problems. {solves}. By the rule "
+        f"above: {valid or 'it has no reference'}. Medians over steps. {e['date'][:16]} {where(e)}."
     )
 
 

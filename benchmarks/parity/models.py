@@ -25,8 +25,8 @@ PRETRAINED = "smollm2"
 """Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
 LARGE = "large"
 """Size of a dense model: the largest shape of Qwen3 that a GPU of 80 GB can train and serve."""
-CONTEXT = 1024
-"""Positions; the longest prompt with its response takes 785."""
+CONTEXT, LARGE_CONTEXT = 512, 1024
+"""Positions; the longest prompt with its response takes 350, and of long responses 785."""
 EXPERTS: dict[str, dict[str, Any]] = {
     "tiny": {
         **tiny_model.SIZES["tiny"],
@@ -81,7 +81,7 @@ def build(model: str, size: str, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     common = {
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": LARGE_CONTEXT if size == LARGE else CONTEXT,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": END_TOKEN,

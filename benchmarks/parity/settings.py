@@ -87,10 +87,14 @@ SIZES = {
     ),
     # At 5e-5 a step moved this policy by some 0.03 nats a token.
     models.PRETRAINED: Settings(steps=100, rate=2e-5),
-    # A checkpoint has 16 GB, so there is none. The rate is that of the other deep model: a policy
-    # moves with width and depth.
+    # A checkpoint has 16 GB, so there is none but at the deadline. The rate is that of the other
+    # deep model: a policy moves with width and depth. A run has a GPU to itself.
     models.LARGE: Settings(
-        rate=2e-5, kv_tokens=1 << 17, checkpoint_every=1000, demonstration_tokens=8192
+        rate=2e-5,
+        kv_tokens=1 << 17,
+        checkpoint_every=1000,
+        demonstration_tokens=8192,
+        engine_args={"mem_fraction_static": 0.6},
     ),
 }
 OF_STUDY: dict[str, dict[str, Any]] = {

@@ -202,6 +202,20 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
     assert "it counts" in found(0.6, 0.1)[1]
 
 
+def test_a_collapse_to_short_responses_has_its_row() -> None:
+    """Also where the reference's evaluation, and with it the start's, was cut off."""
+    rows = [row for row in a_study({"kv8-none": [0.1]}) if row["kind"] != "start"]
+    for row in rows:
+        if row["kind"] == "run":
+            row["held_out"]["by_kind"] = {"sort 4": 0.1}
+            row["series"]["response_tokens"] = [9.0]
+        row.get("options", {})["held_out_problems"] = 64
+    table = long_tables.responses("\n".join(map(json.dumps, rows)))
+    (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
+    assert [cell.strip() for cell in line.split("|")][2:6] == ["0.100", "0.100", "", ""]
+    assert "The start was not evaluated" in table and "it has no reference" in table
+
+
 def test_executions_are_added_to_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

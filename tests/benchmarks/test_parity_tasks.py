@@ -36,7 +36,8 @@ def test_a_teacher_who_never_slips_is_right(kind: str, level: int) -> None:
         assert problem.answer == answer_of(problem.prompt)
         assert tasks.reward(problem, response) == 1.0
         assert len(response) <= tasks.max_new_tokens([level])
-        assert len(problem.prompt) + tasks.max_new_tokens([level]) < models.CONTEXT
+        positions = models.LARGE_CONTEXT if level == tasks.LONG else models.CONTEXT
+        assert len(problem.prompt) + tasks.max_new_tokens([level]) < positions
         # The controls: cut off, another answer, the answer's beginning, nothing.
         assert tasks.reward(problem, response.removesuffix(END)) == 0.0
         assert tasks.reward(problem, response.removesuffix(END) + "1" + END) == 0.0

@@ -1,9 +1,10 @@
 """Where code writes into objects that may be SGLang's, and which names it reads of them.
 
 Only ``compat`` brings SGLang's symbols, and SGLang's objects come as arguments of type ``Any`` or
-``nn.Module``. What is made of these (attributes, items, results of calls, locals) counts as
-SGLang's too. Of other objects, such as ``self.x`` and the results of our functions, nothing is
-known: an attribute counts where none of our classes has one of that name.
+``nn.Module``, or in such fields of a class of the same file. What is made of these (attributes,
+items, results of calls, locals) counts as SGLang's too. Of other objects, such as ``self.x`` and
+the results of our functions, nothing is known: an attribute counts where none of our classes has
+one of that name.
 """
 
 import ast
@@ -49,6 +50,15 @@ class Uses(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module, fields: set[str]) -> None:
         self.fields, self.own = fields, fields_of(tree) | methods_of(tree)
+        self.holds_sglang = {
+            ast.unparse(field.target)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for field in node.body
+            if isinstance(field, ast.AnnAssign)
+            and OF_SGLANG.fullmatch(ast.unparse(field.annotation))
+        }
+        """Fields of the file's classes."""
         self.writes: list[Use] = []
         self.reads: list[Use] = []
         """Attributes and globals, and private names also of what may be SGLang's."""
@@ -75,7 +85,9 @@ class Uses(ast.NodeVisitor):
                 return "unknown", node.attr
             if ast.unparse(node) in self.of_self:
                 return self.of_self[ast.unparse(node)]
-            return self._part(node.value), node.attr
+            owner = self._part(node.value)
+            holds = owner == "unknown" and node.attr in self.holds_sglang
+            return "sglang" if holds else owner, node.attr
         if isinstance(node, ast.Subscript):
             key = node.slice.value if isinstance(node.slice, ast.Constant) else None
             owner, name = self._part(node.value), self.owner(node.value)[1]

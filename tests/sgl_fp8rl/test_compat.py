@@ -202,6 +202,9 @@ def test_our_own_objects_are_not_sglangs(code: str) -> None:
 def test_a_planted_read_is_found(folder: str, code: str) -> None:
     planted = ast.parse(HOOK + code)
     assert unnamed(uses_of({f"{folder}/planted.py": planted})) == {code}
+    bundle = "class Call(NamedTuple):\n    backend: Any\n"
+    held = ast.parse(f"{bundle}def hook(call: Call):\n    call.backend.new_public")
+    assert unnamed(uses_of({f"{folder}/planted.py": held})) == {"call.backend.new_public"}
     own = f"class Ours:\n    def _new_private(self):\n        return self._new_private\n{HOOK}pass"
     assert unnamed(uses_of({f"{folder}/planted.py": ast.parse(own)})) == set()
 

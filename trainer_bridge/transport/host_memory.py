@@ -24,9 +24,7 @@ class HostBucket:
         try:
             self._memory = HostMemory(nbytes)
         except OSError as error:
-            raise EngineError(
-                f"a bucket of {nbytes} bytes could not be shared ({error})"
-            ) from error
+            raise EngineError(f"a bucket of {nbytes} bytes could not be made: {error}") from error
         self.content, self.close = self._memory.content, self._memory.close
 
     @property
