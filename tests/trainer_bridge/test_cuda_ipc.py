@@ -161,7 +161,7 @@ def test_a_bucket_on_a_system_without_cuda_ipc(monkeypatch: pytest.MonkeyPatch) 
     def refuse() -> Handle:
         raise CudaMemoryError("not supported")
 
-    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse)
+    memory = SimpleNamespace(close=lambda: closed.append(True), handle=refuse, tensor=None)
     monkeypatch.setattr(cuda_ipc, "DeviceMemory", lambda nbytes, device: memory)
     with pytest.raises(UnreachableMemoryError, match="not supported") as refused:
         DeviceBucket(ALLOCATION, torch.device("cuda", 0))

@@ -49,7 +49,6 @@ def test_a_message_gets_its_reply() -> None:
     assert engine.control({"within": 3.0}, 3.0) == {"echo": {"within": 3.0}}
     with pytest.raises(EngineError):
         engine.sample([{}])
-    engine.close()
 
 
 def test_a_refusal_arrives_as_it_was_raised() -> None:

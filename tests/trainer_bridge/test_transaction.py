@@ -501,7 +501,7 @@ class Trainer:
     """Another process's view of an engine: connections are kept on it."""
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.control, self.close = engine.control, engine.close
+        self.control = engine.control
 
 
 @pytest.mark.guarantee("several-engines", fault="two trainers update the same engines at once")
