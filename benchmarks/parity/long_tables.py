@@ -13,7 +13,7 @@ from benchmarks.parity.verdict import rows_of
 
 FIRST_STEPS = 10
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
-"""Of the reference's held-out reward; outside of them the run says nothing."""
+"""Of the reference's held-out reward; outside of them the run is inconclusive."""
 
 
 def responses(text: str) -> str:
@@ -82,11 +82,11 @@ def _note(rows: list[Row], e: Row) -> str:
     solves, valid = "The start was not evaluated", ""
     if begun is not None:
         solves = f"The start solves {begun:.3f} of them"
-        valid = ", ".join("it counts" if is_valid(r, begun) else "it says nothing" for r in found)
+        valid = ", ".join("conclusive" if is_valid(r, begun) else "inconclusive" for r in found)
     return (
         f"{options['steps']} steps of {options['prompts']} problems with {options['group']} "
         f"responses each; {options['held_out_problems']} held-out problems. {solves}. By the rule "
-        f"above: {valid or 'it has no reference'}. Medians over steps. {e['date'][:16]} {where(e)}."
+        f"above: {valid or 'no reference'}. Medians over steps. {e['date'][:16]} {where(e)}."
     )
 
 

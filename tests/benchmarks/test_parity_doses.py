@@ -198,8 +198,8 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
     assert found(0.6, 0.5)[0] == ["0.500", "0.300", "25%", "lost"]
     assert found(0.6, 0.55)[0][2:] == ["12%", "not lost"]
     cells, table = found(0.4, 0.1)  # the reference has learned too little
-    assert cells[2:] == ["150%", ""] and "it says nothing" in table
-    assert "it counts" in found(0.6, 0.1)[1]
+    assert cells[2:] == ["150%", ""] and "above: inconclusive" in table
+    assert "above: conclusive" in found(0.6, 0.1)[1]
 
 
 def test_a_collapse_to_short_responses_has_its_row() -> None:
@@ -213,7 +213,7 @@ def test_a_collapse_to_short_responses_has_its_row() -> None:
     table = long_tables.responses("\n".join(map(json.dumps, rows)))
     (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
     assert [cell.strip() for cell in line.split("|")][2:6] == ["0.100", "0.100", "", ""]
-    assert "The start was not evaluated" in table and "it has no reference" in table
+    assert "The start was not evaluated" in table and "above: no reference" in table
 
 
 def test_executions_are_added_to_the_results(

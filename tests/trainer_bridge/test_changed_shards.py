@@ -91,10 +91,10 @@ class Changes:
 def told_anew(rank: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         memories, _ = fake_ipc.install(patch)
-        changes, book = Changes(memories, rank), ShardRegistry()
+        changes, registry = Changes(memories, rank), ShardRegistry()
 
         def place() -> PlacedShards | str | None:
-            return book.place(list(changes.named.items()))
+            return registry.place(list(changes.named.items()))
 
         assert isinstance(place(), PlacedShards)
         for name, change in vars(Changes).items():

@@ -102,15 +102,15 @@ NAMED: Named = [("w", torch.ones(4))]
 
 
 def test_what_all_have_told_before_is_read_in_place() -> None:
-    book = ShardRegistry()
-    assert book.assemble([told("a"), told("b")], NAMED) is None
-    assert not book._shards, "nothing is made of what may move at each update"
-    shards = book.assemble(["a", "b"], NAMED)
+    registry = ShardRegistry()
+    assert registry.assemble([told("a"), told("b")], NAMED) is None
+    assert not registry._shards, "nothing is made of what may move at each update"
+    shards = registry.assemble(["a", "b"], NAMED)
     assert shards is not None and shards.seeds == ("a", "b")
-    assert book.assemble(["a", "b"], NAMED) is shards
-    assert book.assemble(["a", told("c")], NAMED) is None, "it moved on one rank"
-    assert book.assemble(["a", None], NAMED) is None
-    again = book.assemble(["a", "c"], NAMED)
+    assert registry.assemble(["a", "b"], NAMED) is shards
+    assert registry.assemble(["a", told("c")], NAMED) is None, "it moved on one rank"
+    assert registry.assemble(["a", None], NAMED) is None
+    again = registry.assemble(["a", "c"], NAMED)
     assert again is not None and again.seeds == ("a", "c")
 
 
@@ -119,17 +119,17 @@ def test_a_rank_that_was_never_heard_is_not_read() -> None:
 
 
 def test_another_host_is_not_read() -> None:
-    book, elsewhere = ShardRegistry(), {**here(), "boot": "of another kernel"}
-    book.assemble([told("a"), told("b", elsewhere)], NAMED)
-    assert book.assemble(["a", "b"], NAMED) is None
+    registry, elsewhere = ShardRegistry(), {**here(), "boot": "of another kernel"}
+    registry.assemble([told("a"), told("b", elsewhere)], NAMED)
+    assert registry.assemble(["a", "b"], NAMED) is None
 
 
-def test_books_do_not_grow() -> None:
-    book = ShardRegistry()
+def test_registries_do_not_grow() -> None:
+    registry = ShardRegistry()
     for number in range(3 * placed_shards.KEPT):
-        book.assemble([told(f"{number}")], NAMED)
-        book.assemble([f"{number}"], NAMED)
-    assert len(book._of_ranks) == len(book._shards) == placed_shards.KEPT
+        registry.assemble([told(f"{number}")], NAMED)
+        registry.assemble([f"{number}"], NAMED)
+    assert len(registry._of_ranks) == len(registry._shards) == placed_shards.KEPT
 
 
 # -- updates of an engine on GPUs from several ranks

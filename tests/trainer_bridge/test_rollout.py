@@ -606,7 +606,7 @@ def test_over_http_512_prompts_of_which_one_fails() -> None:
 
 @pytest.mark.timeout(60)
 def test_over_http_a_rollout_lasts_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beyond the limit that messages have without one of their own."""
+    """The limit on opening a connection does not bound the reply."""
     monkeypatch.setattr("trainer_bridge.http_requests.CONNECT_TIMEOUT_S", 1.0)
     engine = FakeEngine()
 
