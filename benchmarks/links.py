@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.benchmark import Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, weights
+from benchmarks.engines.server import await_start
 
 SHAPE = models.Shape(hidden=1024, intermediate=3072, layers=8, heads=8, kv_heads=8, vocab=4096)
 MODEL = "118M"
@@ -27,7 +27,6 @@ STEPS = (1e-6, 3e-6, 1e-5)
 """RMS of a step, the learning rate of an Adam whose updates have RMS 1."""
 KEY = "the-key-of-the-benchmark"
 NEAR, FAR, PORT = "10.77.1.1", "10.77.1.2", 30123
-START_S = 300.0
 BURST_S = 0.002
 """Of the link's token bucket."""
 
@@ -120,8 +119,9 @@ def engine_behind(rate: float, folder: Path, log: Path, *options: str) -> Iterat
             process = subprocess.Popen(command, stdout=output, stderr=output)
         stack.callback(process.wait)
         stack.callback(process.terminate)
-        await_start(process)
-        yield f"http://{FAR}:{PORT}"
+        address = f"http://{FAR}:{PORT}"
+        await_start(process, address)
+        yield address
 
 
 def namespace() -> str:
@@ -138,23 +138,6 @@ def shape(device: str, rate: float, *where: str) -> None:
     ip(*where, "link", "set", device, "up")
     limits = ["tbf", "rate", f"{rate:.0f}", "burst", f"{max(rate * BURST_S / 8, 65536):.0f}"]
     call("tc", *where, "qdisc", "add", "dev", device, "root", *limits, "latency", "50ms")
-
-
-def await_start(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until the engine answers.
-
-    Raises:
-        RuntimeError: it has ended, or takes too long.
-    """
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"http://{FAR}:{PORT}/health", timeout=5) as reply:
-                if reply.status == 200:
-                    return
-        except OSError:
-            time.sleep(1)
-    raise RuntimeError("the engine did not start; see the log")
 
 
 def ip(*words: str) -> None:

@@ -1,11 +1,11 @@
 """Full updates from a trainer sharded over several GPUs to engines on the same GPUs, or on others.
 
 Each rank of the trainer is a process with a GPU of its own; the first is the job's process and
-holds the engines. FSDP2 shards the parameters by rows. Stock SGLang is sent what frameworks send
-it: each rank gathers every parameter, all gathers of a bucket queued at once, flattens the bucket
-and passes it to the engine's rank on its GPU over CUDA IPC. To an engine on other GPUs the first
-rank broadcasts it. Ours reads BF16 on its own GPUs; to other GPUs, and to several engines, travel
-the codes that the trainer's ranks make.
+holds the engine, or updates several servers. FSDP2 shards the parameters by rows. Stock SGLang is
+sent what frameworks send it: each rank gathers every parameter, all gathers of a bucket queued at
+once, flattens the bucket and passes it to the engine's rank on its GPU over CUDA IPC. To an engine
+on other GPUs the first rank broadcasts it. Ours reads BF16 on its own GPUs; to other GPUs, and to
+several engines, travel the codes that the trainer's ranks make.
 """
 
 import multiprocessing
@@ -23,6 +23,7 @@ from benchmarks import update
 from benchmarks.benchmark import LAYERS, Benchmark, Job, Measurement, Option, Run
 from benchmarks.engines import models, weights
 from benchmarks.engines.keywords import NCCL_ALONE, NO_MULTICAST
+from benchmarks.engines.server import Server
 from benchmarks.engines.stock_broadcast import BroadcastGroup
 from benchmarks.sharded_stock import by_broadcast, meet, over_ipc, parameters, stock_update
 
@@ -37,7 +38,10 @@ ENGINE: dict[str, Any] = {
 }
 WHOLE_ON_EACH = 0.55
 """The same, where a GPU holds a whole model: 31 GB of 30B-A3B, and a quarter of the shards."""
-
+ALONE = 0.6
+"""The same, where the trainer is on other GPUs: 31 GB of BF16 on each of two."""
+PORT, PORTS = 21000, 1000
+"""Of the first server, and from one to the next: SGLang takes others behind each."""
 
 SAME, OTHERS, EACH = "", "to other GPUs", "to an engine on each GPU"
 """Where engines are: one over the trainer's GPUs, one over as many others, one on each."""
@@ -69,8 +73,10 @@ class Case:
         if self.place == EACH:
             each = common | {"mem_fraction_static": WHOLE_ON_EACH}
             return [each | {"base_gpu_id": gpu} for gpu in range(gpus)]
-        ranks = {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
-        return [common | ranks | {"base_gpu_id": gpus if self.place == OTHERS else 0}]
+        ranks: dict[str, Any] = {"tp_size": gpus, "ep_size": gpus if shape.experts else 1}
+        if self.place == OTHERS:
+            ranks |= {"mem_fraction_static": ALONE, "base_gpu_id": gpus}
+        return [common | {"base_gpu_id": 0} | ranks]
 
 
 def measure(case: Case, run: Run) -> list[Measurement]:
@@ -80,18 +86,13 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         RuntimeError: shards were not read in place, or an engine does not serve the last weights.
         ValueError: there are too few GPUs.
     """
-    import sglang
-
     shape = models.SHAPES[case.model]
     shape = replace(shape, layers=run.options["layers"] or shape.layers)
     models.save_config(shape, run.folder)
     gpus = run.options["gpus"]
     if (needed := gpus * (2 if case.place == OTHERS else 1)) > torch.cuda.device_count():
         raise ValueError(f"{gpus} ranks {case.place} need {needed} GPUs; name other jobs by --only")
-    engines = [
-        sglang.Engine(model_path=str(run.folder), **keywords)
-        for keywords in case.engines(gpus, shape)
-    ]
+    engines = started(case.engines(gpus, shape), run)
     spawn = multiprocessing.get_context("spawn")
     arguments = gpus, str(run.folder / "store"), case, shape, run.options["updates"]
     others = [
@@ -107,6 +108,22 @@ def measure(case: Case, run: Run) -> list[Measurement]:
     for engine in engines:
         engine.shutdown()
     return [{"arm": case.arm, "model": case.model} | each for each in found]
+
+
+def started(each: list[dict[str, Any]], run: Run) -> list[Any]:
+    """Engines by their keywords: one is of this process, several are servers, which start and are
+    updated side by side."""
+    import sglang
+
+    if len(each) == 1:
+        return [sglang.Engine(model_path=str(run.folder), **each[0])]
+    servers = [
+        Server(run.folder, keywords, PORT + PORTS * number, run.log)
+        for number, keywords in enumerate(each)
+    ]
+    for server in servers:
+        server.await_start()
+    return servers
 
 
 def train(
@@ -146,7 +163,8 @@ def steps(
     """Each way to update, with its name."""
     engine = None if engines is None else engines[0]
     if not case.stock:
-        given = engines if case.place == EACH else engine
+        several = engines is not None and len(engines) > 1
+        given = [each.address for each in engines or ()] if several else engine
         dtype = str(case.dtype).removeprefix("torch.")
         what = "shards" if case.place == SAME else "shards as codes"
         yield f"from {dtype} {what}", update.our_update(given, module)

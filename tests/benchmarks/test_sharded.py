@@ -120,7 +120,17 @@ WHOLE = {"mem_fraction_static": sharded.WHOLE_ON_EACH}
     ("place", "wanted"),
     [
         (sharded.SAME, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 0}]),
-        (sharded.OTHERS, [{"tp_size": 2, "ep_size": 2, "base_gpu_id": 2}]),
+        (
+            sharded.OTHERS,
+            [
+                {
+                    "tp_size": 2,
+                    "ep_size": 2,
+                    "base_gpu_id": 2,
+                    "mem_fraction_static": sharded.ALONE,
+                }
+            ],
+        ),
         (sharded.EACH, [WHOLE | {"base_gpu_id": 0}, WHOLE | {"base_gpu_id": 1}]),
     ],
 )
