@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from benchmarks import update
@@ -70,7 +71,10 @@ def stock_update(module: nn.Module, send: Send, bucket_bytes: int) -> update.Upd
 
 
 def gathered_buckets(module: nn.Module, bucket_bytes: int) -> Iterator[tuple[weights.Named, bool]]:
-    """Whole tensors under their HF names, a bucket at a time, and whether it is the last."""
+    """Whole tensors under their HF names, a bucket at a time, and whether it is the last.
+
+    Each gather is waited for, also on a rank that sends nothing: torch keeps those that are not.
+    """
     pending: list[tuple[str, torch.Tensor]] = []
     remaining = parameters(module)
     while remaining:
@@ -80,10 +84,15 @@ def gathered_buckets(module: nn.Module, bucket_bytes: int) -> Iterator[tuple[wei
         gathered = parameter.redistribute(placements=whole, async_op=True).to_local()
         pending.append((name, gathered))
         if not remaining or stock_push.sum_bytes(pending) >= bucket_bytes:
+            complete = [(name, _waited_for(tensor)) for name, tensor in pending]
             bucket = [
                 (hf_name, cut(tensor))
-                for name, tensor in pending
+                for name, tensor in complete
                 for hf_name, cut in weights.split(module, name, tensor)
             ]
             pending = []
             yield bucket, not remaining
+
+
+def _waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

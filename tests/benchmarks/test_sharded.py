@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._C._distributed_c10d import _get_work_registry_size
 
 from benchmarks import measuring, sharded, update
 from benchmarks.engines import models, weights
 from benchmarks.run import RESULTS
-from benchmarks.sharded_stock import parameters
+from benchmarks.sharded_stock import gathered_buckets, parameters
 from benchmarks.tables.sharded import kernels_ms, trainer_gpus
 from sgl_fp8rl.plan import shape, speed, update_time
 
@@ -103,6 +105,24 @@ def test_stock_is_sent_every_whole_tensor_on_each_rank(tmp_path: Path) -> None:
             "trainer_gpus": 1,
             "peak_extra_gib": 3,
         }
+
+
+def gather(rank: int, folder: str) -> None:
+    """A rank that sends nothing of what it gathers."""
+    sharded.DEVICE = "cpu"
+    options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": RANKS}
+    dist.init_process_group("gloo", **options)
+    for _ in gathered_buckets(sharded.sharded(SHAPE, torch.bfloat16, RANKS), 1 << 20):
+        pass
+    Path(folder, str(rank)).write_text(str(_get_work_registry_size()))
+    dist.destroy_process_group()
+
+
+def test_torch_keeps_nothing_of_what_a_rank_gathered_and_did_not_send(tmp_path: Path) -> None:
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        gather, (str(tmp_path),), nprocs=RANKS, start_method="spawn"
+    )
+    assert [(tmp_path / str(rank)).read_text() for rank in range(RANKS)] == ["0"] * RANKS
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
