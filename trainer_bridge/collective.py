@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 WAIT_S = 3600.0
 """How long a rank waits for the leader, who may wait for the end of requests in flight."""
-FAST_S, FAST_POLL_S, POLL_S = 0.2, 0.0005, 0.02
+FAST_S, FAST_POLL_S, POLL_S = 0.2, 0.0001, 0.02
+CHECKS_PER_S = 50_000
+"""What all ranks together ask of the job's store at most: one process answers them."""
 _calls: dict[tuple[dist.ProcessGroup, tuple[int, ...]], int] = {}
 
 
@@ -73,7 +75,7 @@ class Leader:
         """The values of all ranks, in their order, on the leader; None on the others.
 
         Args:
-            limit_s: how long the leader waits for each, by default ``WAIT_S``.
+            limit_s: how long the leader waits for the last, by default ``WAIT_S``.
 
         Raises:
             TimeoutError: a rank did not call it.
@@ -85,9 +87,10 @@ class Leader:
         if not self._leads:
             self._store.set(keys[self.rank], pickle.dumps(value))
             return None
+        is_there = partial(self._store.check, keys[1:])
+        self._wait(is_there, "another rank did not call it", limit_s)
         found = [value]
         for key in keys[1:]:
-            _wait(partial(self._store.check, [key]), "another rank did not call it", limit_s)
             found.append(pickle.loads(self._store.get(key)))
             self._store.delete_key(key)
         return found
@@ -123,7 +126,7 @@ class Leader:
             if self._leads:
                 self._store.set(key, _pickled(value, self._error))
             else:
-                _wait(lambda: self._store.check([key]), "the first rank sent nothing")
+                self._wait(partial(self._store.check, [key]), "the first rank sent nothing")
                 value, self._error = pickle.loads(self._store.get(key))
                 # not the leader: it does not wait, and may be ahead by any number of updates
                 if self._store.add(f"{key}/read", 1) == self._followers:
@@ -138,6 +141,18 @@ class Leader:
             finally:
                 del error  # its traceback refers to here: a cycle would keep the update's bucket
         return value
+
+    def _wait(
+        self, is_there: Callable[[], bool], absence: str, limit_s: float | None = None
+    ) -> None:
+        """Poll: a blocking wait in the store would keep NCCL's watchdog from using it."""
+        limit_s = WAIT_S if limit_s is None else limit_s
+        fast_s, began = max(FAST_POLL_S, self.size / CHECKS_PER_S), time.monotonic()
+        while not is_there():
+            waited = time.monotonic() - began
+            if waited > limit_s:
+                raise TimeoutError(f"update: {absence} for {limit_s:.0f} s; see its log")
+            time.sleep(fast_s if waited < FAST_S else max(fast_s, POLL_S))
 
 
 def _pickled(value: Any, error: Exception | None) -> bytes:
@@ -192,16 +207,6 @@ def _holders(named: Named) -> list[tuple[str, tuple[int, ...]]]:
 @lru_cache(64)  # torch makes the tensor of a mesh anew each time
 def _ranks_on(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
-
-
-def _wait(is_there: Callable[[], bool], absence: str, limit_s: float | None = None) -> None:
-    """Poll: a blocking wait in the store would keep NCCL's watchdog from using it."""
-    began, limit_s = time.monotonic(), WAIT_S if limit_s is None else limit_s
-    while not is_there():
-        waited = time.monotonic() - began
-        if waited > limit_s:
-            raise TimeoutError(f"update: {absence} for {limit_s:.0f} s; see its log")
-        time.sleep(FAST_POLL_S if waited < FAST_S else POLL_S)
 
 
 def _brief(ranks: tuple[int, ...]) -> str:

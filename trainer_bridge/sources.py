@@ -132,7 +132,7 @@ def _checkpointed(model: nn.Module) -> Named:
     found: Named = []
     buffers: Named = []
     seen: set[int] = set()
-    for prefix, module in model.named_modules():  # those outside come before those inside
+    for prefix, module in _modules(model):
         _reshard(module)
         quantized = vars(module).get("fp8_parameters", {})
         for name, parameter in () if is_own else module._parameters.items():
@@ -151,6 +151,25 @@ def _checkpointed(model: nn.Module) -> Named:
     if is_own:
         found.extend(model.named_parameters())
     return found + buffers
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As ``named_modules``, which yields each name through a generator of every module around it.
+    Those outside come before those inside."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        found.append((name, module))
+        for part, child in module._modules.items():
+            if child is not None:
+                walk(f"{name}.{part}" if name else part, child)
+
+    walk("", model)
+    return found
 
 
 def _companions_behind(named: Named) -> Named:

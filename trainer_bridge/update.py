@@ -21,7 +21,7 @@ from trainer_bridge.participant import check_required, participants_of
 from trainer_bridge.shard_codes import CODES_REGISTRY
 from trainer_bridge.sources import NamedTensors
 from trainer_bridge.transaction import MissedCommitError, Transaction
-from trainer_bridge.weights import SHARD_REGISTRY, Stream, Weights, WholeModel
+from trainer_bridge.weights import SHARD_REGISTRY, Report, Stream, Weights, WholeModel
 
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
@@ -154,8 +154,8 @@ def _update(
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
 
-    def begin(asked: list[Asked | str]) -> Transaction:
-        policy = agree(ranks, asked)
+    def begin(of_ranks: list[tuple[Asked | str, Report]]) -> Transaction:
+        policy = agree(ranks, [asked for asked, _ in of_ranks])
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
@@ -164,8 +164,10 @@ def _update(
     transaction: Any = None
     try:
         asked = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
-        weights.prepare(leader)
-        transaction = leader.attempt(begin, leader.collect(asked))
+        of_ranks = leader.collect((asked, weights.report(leader.size)))
+        reports = None if of_ranks is None else [report for _, report in of_ranks]
+        weights.assemble(leader, reports)
+        transaction = leader.attempt(begin, of_ranks)
         begun: Any = leader.share(transaction and transaction.begun())
         policy: Policy = begun.policy
         digests = partial(_digests, leader, weights, kv_scales)

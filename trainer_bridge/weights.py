@@ -40,6 +40,10 @@ CODES_S = 60.0
 """Seconds that the first rank waits for each other one to quantize its shards."""
 
 
+Report = tuple[ShardReport, ShardReport | EngineError] | None
+"""Where the shards of a rank lie, and their codes; None where nothing is to be told."""
+
+
 class Weights(Protocol):
     """The weights of one update."""
 
@@ -51,8 +55,15 @@ class Weights(Protocol):
     def check(self, ranks: tuple[int, ...]) -> None:
         """Raise what is wrong with them on this rank, of those that update together."""
 
-    def prepare(self, leader: Leader) -> None:
-        """Tell the leader what it must know to plan; every rank calls."""
+    def report(self, ranks: int) -> Report:
+        """What the leader must know of this rank, one of so many, to plan."""
+
+    def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
+        """Begin; every rank calls.
+
+        Args:
+            reports: of all ranks, on the leader.
+        """
 
     def plan(
         self,
@@ -115,24 +126,26 @@ class WholeModel:
             raise self._fault
         check_ranks(self.named, ranks)
 
-    def prepare(self, leader: Leader) -> None:
-        self._ranks = leader.size
-        if not leader.is_alone:  # whatever this rank holds, the leader waits for each
-            self._placed, error = attempt(SHARD_REGISTRY.place, self.named)
-            if error is not None:
-                logger.warning("weights are gathered, which is slower", exc_info=error)
-            placed = self._placed
-            own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
-            codes = CODES_REGISTRY.ready(self.named, own)
-            of_ranks = leader.collect((placed, codes))
-            if of_ranks is None:  # the first rank waits for its GPU once more, as it plans
-                CODES_REGISTRY.start()
-            self._shards = leader.attempt(self._assemble, of_ranks)
+    def report(self, ranks: int) -> Report:
+        self._ranks = ranks
+        if ranks == 1:
+            return None
+        self._placed, error = attempt(SHARD_REGISTRY.place, self.named)
+        if error is not None:  # whatever this rank holds, the leader waits for each
+            logger.warning("weights are gathered, which is slower", exc_info=error)
+        placed = self._placed
+        own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
+        return placed, CODES_REGISTRY.ready(self.named, own)
 
-    def _assemble(
-        self, of_ranks: list[tuple[ShardReport, ShardReport | EngineError]]
-    ) -> Shards | None:
-        placed, codes = map(list, zip(*of_ranks, strict=True))
+    def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
+        if leader.is_alone:
+            return
+        if reports is None:  # the first rank waits for its GPU once more, as it plans
+            CODES_REGISTRY.start()
+        self._shards = leader.attempt(self._assemble, reports)
+
+    def _assemble(self, reports: list[Report]) -> Shards | None:
+        placed, codes = map(list, zip(*filter(None, reports), strict=True))
         self._stays = SHARD_REGISTRY.assemble(placed, self.named)
         return CODES_REGISTRY.assemble(self._stays, codes)
 
@@ -280,7 +293,10 @@ class Stream:
     ) -> TransferPlan:
         return sender.stream_plan(client, self._announcement, kv_scales, device)
 
-    def prepare(self, leader: Leader) -> None:
+    def report(self, ranks: int) -> Report:
+        return None
+
+    def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
         """Nothing has come yet."""
 
     def send(
