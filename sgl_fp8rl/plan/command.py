@@ -1,10 +1,15 @@
 """The arguments of ``sgl-fp8rl plan``."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, workload
+
+MOST_TOKENS = 20000
+MOST_SIGMA = 10.0
+"""Of lengths: more is beyond any number of tokens."""
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -22,7 +27,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--sigma", type=float, default=0.8, help="of their lognormal lengths (default 0.8)"
     )
     plan.add_argument(
-        "--max-response-tokens", type=int, default=20000, help="max_new_tokens (default 20000)"
+        "--max-response-tokens",
+        type=int,
+        help=f"max_new_tokens (default {MOST_TOKENS}; with --lengths the longest answer)",
     )
     plan.add_argument(
         "--lengths",
@@ -52,27 +59,42 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     )
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Check numbers, and what cannot be printed together.
+
+    Raises:
+        WorkloadError: one makes no sense.
+    """
+    positive = ("gpus", "samples", "prompt_tokens", "response_tokens", "chunked_prefill_size")
+    for name in (*positive, "tp", "max_response_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise workload.WorkloadError(f"--{name.replace('_', '-')} must be at least 1")
+    for name, most in (("reserved_gib", math.inf), ("train_s", math.inf), ("sigma", MOST_SIGMA)):
+        value = getattr(arguments, name)
+        if value is not None and not (0 <= value <= most and math.isfinite(value)):
+            at_most = "" if most == math.inf else f" and at most {most:g}"
+            raise workload.WorkloadError(f"--{name.replace('_', '-')} must be at least 0{at_most}")
+    if not 0 < arguments.mem_fraction_static < 1:
+        raise workload.WorkloadError("--mem-fraction-static is between 0 and 1")
+    if arguments.json and (arguments.check or arguments.source == aiconfigurator.COMMAND):
+        raise workload.WorkloadError("--json prints predictions alone; leave out what goes with it")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the prediction and return the exit code."""
     try:
-        positive = ("gpus", "samples", "prompt_tokens", "response_tokens", "max_response_tokens")
-        for name in (*positive, "chunked_prefill_size"):
-            if getattr(arguments, name) < 1:
-                raise workload.WorkloadError(f"--{name.replace('_', '-')} must be at least 1")
-        if not 0 < arguments.mem_fraction_static < 1 or arguments.sigma < 0:
-            raise workload.WorkloadError(
-                "--mem-fraction-static is between 0 and 1, --sigma at least 0"
-            )
+        check(arguments)
         model = shape.read(arguments.model)
         asked = (
-            workload.logged(arguments.lengths)
+            workload.logged(arguments.lengths, arguments.max_response_tokens)
             if arguments.lengths
             else workload.lognormal(
                 arguments.samples,
                 arguments.prompt_tokens,
                 arguments.response_tokens,
                 arguments.sigma,
-                arguments.max_response_tokens,
+                arguments.max_response_tokens or MOST_TOKENS,
             )
         )
         cluster = prediction.Cluster(

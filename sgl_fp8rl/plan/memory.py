@@ -7,6 +7,8 @@ from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.speed import Arm
 
 GIB = 1 << 30
+H100_BYTES = 79.18 * GIB
+"""What CUDA 13 reports of an H100 80GB HBM3, driver 580."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ def gpus() -> dict[str, Gpu]:
     own = memory["engine_bytes"]
     h200 = Gpu("h200", memory["idle_bytes"], own, 1.0, f"measured: {figures()['source']}")
     by_sheet = "not measured: an H200's times by the data sheets' bandwidth, 4.8 and 3.35 TB/s"
-    return {"h200": h200, "h100": Gpu("h100", 80e9, own, 4.8 / 3.35, by_sheet)}
+    return {"h200": h200, "h100": Gpu("h100", H100_BYTES, own, 4.8 / 3.35, by_sheet)}
 
 
 def kv_tokens(
@@ -44,6 +46,4 @@ def kv_tokens(
     """
     static = fraction * (gpu.idle_bytes - reserved_bytes) - gpu.engine_bytes
     held = shape.weight_bytes(arm.fp8) / tp
-    heads = -(-shape.kv_heads // tp) * tp  # a head that ranks share is held by each of them
-    token = shape.kv_token_bytes(arm.fp8_kv) * heads / shape.kv_heads / tp
-    return int((static - held) / token)
+    return int((static - held) / shape.kv_token_bytes(arm.fp8_kv, tp))

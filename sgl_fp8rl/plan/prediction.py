@@ -58,7 +58,7 @@ def predictions(shape: Shape, workload: Workload, cluster: Cluster) -> list[Pred
             arm, shape, speed.speed_of(cluster.gpu.scale), tokens, cluster.chunk, tp=tp
         )
         try:
-            outcome = schedule.simulate(engine, busiest(workload, engines), workload.limit)
+            outcome = schedule.simulate(engine, busiest(workload, engines))
         except schedule.DoesNotFitError:
             continue
         tokens_s = workload.response_tokens / outcome.seconds
@@ -68,7 +68,7 @@ def predictions(shape: Shape, workload: Workload, cluster: Cluster) -> list[Pred
 
 def smallest_tp(shape: Shape, arm: speed.Arm, workload: Workload, cluster: Cluster) -> int | None:
     """GPUs of an engine whose KV cache holds the longest request; None where none does."""
-    longest = max(request.prompt for request in workload.requests) + workload.limit
+    longest = max(request.prompt + request.limit for request in workload.requests)
     tp = 1
     while tp <= min(cluster.gpus, MOST_TP):
         tokens = memory.kv_tokens(

@@ -50,7 +50,7 @@ def render(
     rows = [HEADER, *(_row(each) for each in found)]
     lines = [align(rows), "", _flags(best, cluster), ""]
     lines += _reasons(found)
-    lines += [_step(shape, best, train_s), ""]
+    lines += [_step(shape, best, cluster, train_s), ""]
     lines += [f"Figures: {cluster.gpu.source}.", _error()]
     lines += [f"Not measured: {what}." for what in prediction.unmeasured(shape, workload, best)]
     return "\n".join(lines)
@@ -110,7 +110,7 @@ def _row(each: Prediction) -> tuple[str, ...]:
 
 
 def _flags(best: Prediction, cluster: Cluster) -> str:
-    running = best.outcome.peak_running
+    running = max(best.outcome.peak_running, 1)
     flags = [
         best.arm.flags,
         f"--tp-size {best.tp}" if best.tp > 1 else "",
@@ -137,14 +137,19 @@ def _reasons(found: Sequence[Prediction]) -> list[str]:
     return reasons
 
 
-def _step(shape: Shape, best: Prediction, train_s: float | None) -> str:
-    updates = [f"{update_time.update_ms(shape, way):.0f} ms {way}" for way in update_time.WAYS]
-    update = f"An update on the same GPU: {' or '.join(updates)}"
-    if best.tp > 1 or best.arm.stack == "stock":
-        update = "The time of an update is not known here"
+def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | None) -> str:
+    """The update, where one like it was measured, and a step of the training with it."""
+    is_known = cluster.gpus == 1 and cluster.gpu.scale == 1.0 and best.arm.stack == "ours"
+    updates = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
+    ways = " or ".join(f"{ms:.0f} ms {way}" for way, ms in updates.items())
+    update = (
+        f"An update on the same GPU: {ways}"
+        if is_known
+        else "How long an update takes is not known here"
+    )
     if train_s is None:
         return f"{update}."
-    step = best.outcome.seconds + train_s + update_time.update_ms(shape, "bucket") / 1e3
+    step = best.outcome.seconds + train_s + (updates["bucket"] / 1e3 if is_known else 0.0)
     share = best.outcome.seconds / step
     return f"{update}. An RL step: {step:.0f} s, of which the rollout {share:.0%}."
 

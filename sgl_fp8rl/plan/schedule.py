@@ -64,6 +64,7 @@ class Outcome:
 class _Sample:
     prompt: int
     response: int
+    limit: int
     done: int = 0
 
     @property
@@ -72,9 +73,9 @@ class _Sample:
 
 
 class _Simulation:
-    def __init__(self, engine: Engine, requests: Sequence[Request], limit: int) -> None:
-        self.engine, self.limit = engine, limit
-        self.waiting = deque(_Sample(each.prompt, each.response) for each in requests)
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self.engine = engine
+        self.waiting = deque(_Sample(each.prompt, each.response, each.limit) for each in requests)
         self.running: list[_Sample] = []
         self.is_full = False
         self.ratio = FIRST_RATIO
@@ -125,7 +126,7 @@ class _Simulation:
         return batch
 
     def _may_need(self, sample: _Sample) -> int:
-        return min(max(self.limit - sample.done, 0), CLIP)
+        return min(max(sample.limit - sample.done, 0), CLIP)
 
     def decode(self) -> None:
         """Decode steps until a request ends, or memory does."""
@@ -134,6 +135,8 @@ class _Simulation:
         batch, used = len(self.running), self.used
         steps = min(sample.response - sample.done for sample in self.running)
         steps = min(steps, (self.engine.kv_tokens - used) // batch)
+        if self.waiting and not self.is_full:  # behind a retraction, what waits is tried again
+            steps = 1
         first = self._step_ms(batch, used + batch)
         last = self._step_ms(batch, used + steps * batch)
         took = steps * (first + last) / 2  # linear in the tokens that are read
@@ -169,7 +172,8 @@ class _Simulation:
         self.is_full = False
         decoded = sum(sample.done for sample in self.running)
         room = RETRACT_STEPS * len(self.running)
-        self.ratio = min((decoded + room) / (self.limit * len(self.running) + 1), 1.0)
+        limits = sum(sample.limit for sample in self.running)
+        self.ratio = min((decoded + room) / (limits + 1), 1.0)
 
     def _step_ms(self, batch: int, tokens: int) -> float:
         engine = self.engine
@@ -198,16 +202,13 @@ class _Simulation:
         )
 
 
-def simulate(engine: Engine, requests: Sequence[Request], limit: int) -> Outcome:
+def simulate(engine: Engine, requests: Sequence[Request]) -> Outcome:
     """One rollout.
-
-    Args:
-        limit: the requests' ``max_new_tokens``.
 
     Raises:
         DoesNotFitError: the KV cache is too small for one of them.
     """
-    simulation = _Simulation(engine, requests, limit)
+    simulation = _Simulation(engine, requests)
     while simulation.waiting or simulation.running:
         simulation.admit()
         if simulation.running:

@@ -90,10 +90,11 @@ class Shape:
         """Floating-point operations of causal attention over a prompt."""
         return 2.0 * self.layers * self.heads * self.head_dim * float(length) ** 2
 
-    def kv_token_bytes(self, fp8: bool) -> int:
-        """K and V of one token in all layers."""
+    def kv_token_bytes(self, fp8: bool, tp: int = 1) -> int:
+        """K and V of one token in all layers, on one of ``tp`` ranks: a head that ranks share is
+        held by each of them."""
         size = FP8_BYTES if fp8 else BF16_BYTES
-        return size * 2 * self.layers * self.kv_heads * self.head_dim
+        return size * 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim
 
     @property
     def _router(self) -> int:

@@ -75,10 +75,10 @@ def decode_quantities(
         kernels: times of single ones.
     """
     share = xqa.share(kernels.xqa, arm.stack, batch) if arm.fp8_kv else 1.0
-    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv)
+    kv_bytes = kv_tokens * shape.kv_token_bytes(arm.fp8_kv, tp)
     found: Quantities = {
         f"layer {arm.stack}": float(shape.layers),
-        f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / share / tp,
+        f"read KV {arm.kv}": kv_bytes / H200_BYTES_MS / share,
         f"attention {arm.kv}": float(batch * shape.layers),
         f"activations {arm.weights}": activations(shape, batch),
     }

@@ -21,18 +21,15 @@ class Request:
 
     prompt: int
     response: int
+    limit: int
+    """Its ``max_new_tokens``, by which SGLang decides how many it starts."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """All samples of one rollout.
-
-    Args:
-        limit: the ``max_new_tokens`` of each, by which SGLang decides how many it starts.
-    """
+    """All samples of one rollout."""
 
     requests: Sequence[Request]
-    limit: int
 
     @property
     def response_tokens(self) -> int:
@@ -43,17 +40,20 @@ def lognormal(count: int, prompt: int, median: int, sigma: float, limit: int) ->
     """Answers of lognormal lengths, cut at ``limit``."""
     rng = random.Random(SEED)
     drawn = (round(rng.lognormvariate(math.log(median), sigma)) for _ in range(count))
-    requests = [Request(prompt, min(limit, max(1, length))) for length in drawn]
-    return Workload(requests, limit)
+    requests = [Request(prompt, min(limit, max(1, length)), limit) for length in drawn]
+    return Workload(requests)
 
 
-def logged(path: Path) -> Workload:
+def logged(path: Path, limit: int | None) -> Workload:
     """The samples of a run: lines of ``{"prompt_tokens": int, "response_tokens": int}``.
 
+    Args:
+        limit: ``max_new_tokens``; None for the longest answer.
+
     Raises:
-        WorkloadError: a line says something else.
+        WorkloadError: a line says something else, or an answer is longer than the limit.
     """
-    requests = []
+    samples: list[tuple[int, int]] = []
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -70,7 +70,12 @@ def logged(path: Path) -> Workload:
             raise WorkloadError(
                 f'line {number} of {path} is not {{"prompt_tokens": N, "response_tokens": N}}'
             )
-        requests.append(Request(*tokens))
-    if not requests:
+        samples.append((tokens[0], tokens[1]))
+    if not samples:
         raise WorkloadError(f"{path} has no samples")
-    return Workload(requests, max(request.response for request in requests))
+    longest = max(response for _, response in samples)
+    if limit is not None and limit < longest:
+        raise WorkloadError(
+            f"{path} has an answer of {longest} tokens; give --max-response-tokens at least that"
+        )
+    return Workload([Request(*each, longest if limit is None else limit) for each in samples])

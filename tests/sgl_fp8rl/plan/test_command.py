@@ -42,6 +42,9 @@ def test_the_fastest_way_comes_first(model: str, capsys: pytest.CaptureFixture[s
     for said in ("--quantization fp8rl --kv-cache-dtype fp8_e4m3", "An RL step: ", "NVIDIA H200"):
         assert said in printed
     assert "2 engines" in printed and "Not measured" not in printed
+    assert "How long an update takes is not known here. An RL step" in printed
+    plan(model, "--samples", "64", "--train-s", "30")
+    assert "ms bucket. An RL step" in capsys.readouterr().out
 
 
 def test_flags_are_those_of_sglang() -> None:
@@ -59,7 +62,7 @@ def test_flags_are_those_of_sglang() -> None:
 
 def test_a_model_is_spread_over_as_few_gpus_as_hold_it() -> None:
     small = memory.Gpu("half", H200.idle_bytes / 2, H200.engine_bytes, 1.0, "a test")
-    asked = Workload([Request(1000, 1000)] * 8, 1000)
+    asked = Workload([Request(1000, 1000, 1000)] * 8)
     found = prediction.predictions(
         MOE, asked, prediction.Cluster(small, gpus=4, reserved_bytes=5e9)
     )
@@ -71,6 +74,23 @@ def test_a_model_is_spread_over_as_few_gpus_as_hold_it() -> None:
     assert prediction.predictions(MOE, asked, nothing) == []
 
 
+def test_a_limit_holds_requests_back() -> None:
+    """SGLang reserves memory by ``max_new_tokens``, of each request its own."""
+    arm = prediction.Cluster(replace(H200, idle_bytes=45e9))
+    seconds = []
+    for limit in (1000, 4000):
+        asked = Workload([Request(1000, 1000, limit)] * 400)
+        (best, *_) = prediction.predictions(QWEN, asked, arm)
+        seconds.append(best.outcome.mean_running)
+    assert seconds[1] < 0.9 * seconds[0]
+
+
+def test_a_head_that_ranks_share_is_read_by_each() -> None:
+    few = replace(QWEN, kv_heads=4)
+    held = [few.kv_token_bytes(True, tp) for tp in (1, 4, 8)]
+    assert [held[0] / each for each in held] == [1, 4, 4]
+
+
 def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
     arm = speed.ARMS[-1]
     free = [memory.kv_tokens(H200, QWEN, arm, 1, reserved, 0.8) for reserved in (0.0, 40e9)]
@@ -78,7 +98,7 @@ def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
 
 
 def test_what_lies_outside_of_the_measurements_is_said() -> None:
-    asked = Workload([Request(30000, 8000)] * 2, 8000)
+    asked = Workload([Request(30000, 8000, 8000)] * 2)
     (best, *_) = prediction.predictions(QWEN, asked, prediction.Cluster(H200))
     assert any("30000" in what for what in prediction.unmeasured(QWEN, asked, best))
     many = lognormal(2000, 100, 200, 0.5, 1000)
@@ -98,6 +118,8 @@ def test_lengths_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
     plan(model, "--lengths", str(log), "--json")
     (best, *_) = json.loads(capsys.readouterr().out)
     assert best["outcome"]["peak_running"] == 3
+    with pytest.raises(SystemExit, match="an answer of 50 tokens"):
+        plan(model, "--lengths", str(log), "--max-response-tokens", "49")
     for bad in ("", "{}\n", '{"prompt_tokens": 0, "response_tokens": 5}', "[1]\n", "null"):
         log.write_text(bad)
         with pytest.raises(SystemExit, match=r"sgl-fp8rl plan: .*(line 1 of|has no samples)"):
@@ -132,6 +154,11 @@ def test_a_run_beside_its_prediction(
         (["--samples", "-1"], "--samples must be at least 1"),
         (["--mem-fraction-static", "1.5"], "between 0 and 1"),
         (["--sigma", "-1"], "--sigma"),
+        (["--sigma", "nan"], "--sigma must be at least 0 and at most 10"),
+        (["--reserved-gib", "-1"], "--reserved-gib must be at least 0"),
+        (["--train-s", "inf"], "--train-s must be at least 0"),
+        (["--tp", "-1"], "--tp must be at least 1"),
+        (["--json", "--source", "aiconfigurator"], "--json prints predictions alone"),
         (["--reserved-gib", "139"], "does not fit"),
         (["--tp", "4"], "does not fit"),
     ],

@@ -19,15 +19,14 @@ def engine_of(tokens: int, most_running: int = 4096) -> Engine:
     return Engine(ARMS[-1], SHAPE, speed_of(1.0), tokens, CHUNK, most_running)
 
 
-def oracle(engine: Engine, requests: list[Request], limit: int) -> schedule_oracle.Told:
+def oracle(engine: Engine, requests: list[Request]) -> schedule_oracle.Told:
     speed, arm = engine.speed, engine.arm
 
     def prefill_ms(sizes: list[int]) -> float:
         return speed.prefill_ms(arm, SHAPE, sizes, -(-sum(sizes) // CHUNK))
 
     return schedule_oracle.run(
-        [(each.prompt, each.response) for each in requests],
-        limit,
+        [(each.prompt, each.response, each.limit) for each in requests],
         engine.kv_tokens,
         CHUNK,
         lambda batch, tokens: speed.decode_ms(arm, SHAPE, batch, tokens),
@@ -36,19 +35,19 @@ def oracle(engine: Engine, requests: list[Request], limit: int) -> schedule_orac
     )
 
 
-def drawn(seed: int) -> tuple[list[Request], int]:
+def drawn(seed: int) -> list[Request]:
+    """Some end at their limit, others long before."""
     rng = random.Random(seed)
-    requests = [Request(rng.randint(1, 120), rng.randint(1, 1500)) for _ in range(40)]
-    return requests, max(each.response for each in requests)
+    answers = [(rng.randint(1, 120), rng.randint(1, 1500)) for _ in range(40)]
+    return [Request(*each, rng.choice([each[1], 1500])) for each in answers]
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("tokens", [2000, 5000, 12_000, 100_000])
 @pytest.mark.parametrize("most_running", [7, 4096])
 def test_events_agree_with_single_steps(seed: int, tokens: int, most_running: int) -> None:
-    requests, limit = drawn(seed)
-    engine = engine_of(tokens, most_running)
-    outcome, told = simulate(engine, requests, limit), oracle(engine, requests, limit)
+    requests, engine = drawn(seed), engine_of(tokens, most_running)
+    outcome, told = simulate(engine, requests), oracle(engine, requests)
     assert outcome.retractions == told.retractions
     assert outcome.seconds == pytest.approx(told.ms / 1e3, rel=1e-9)
     generated = sum(each.response for each in requests) - len(requests) - told.retractions
@@ -59,7 +58,7 @@ def test_events_agree_with_single_steps(seed: int, tokens: int, most_running: in
 
 def test_a_small_cache_retracts() -> None:
     """Or the test above would compare nothing of it."""
-    seen = [simulate(engine_of(12_000), *drawn(seed)).retractions for seed in range(4)]
+    seen = [simulate(engine_of(5000), drawn(seed)).retractions for seed in range(8)]
     assert sum(seen) > 10
 
 
@@ -68,27 +67,25 @@ def test_another_rule_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "DECAY_STEPS", 10**9)
     off = []
     for seed in range(4):
-        requests, limit = drawn(seed)
-        engine = engine_of(5000)
-        told = oracle(engine, requests, limit)
-        off.append(abs(simulate(engine, requests, limit).seconds * 1e3 / told.ms - 1))
+        requests, engine = drawn(seed), engine_of(5000)
+        told = oracle(engine, requests)
+        off.append(abs(simulate(engine, requests).seconds * 1e3 / told.ms - 1))
     assert max(off) > 1e-6
 
 
 def test_more_memory_or_a_faster_gpu_never_takes_longer() -> None:
-    requests, limit = drawn(1)
-    seconds = [simulate(engine_of(tokens), requests, limit).seconds for tokens in (2000, 10**6)]
+    seconds = [simulate(engine_of(tokens), drawn(1)).seconds for tokens in (2000, 10**6)]
     assert seconds[1] < seconds[0]
 
 
 @pytest.mark.parametrize("tokens", [50, 200])
 def test_what_never_fits_is_said(tokens: int) -> None:
     with pytest.raises(DoesNotFitError, match=f"{tokens} tokens; give the engine more memory"):
-        simulate(engine_of(tokens), [Request(100, 300)], 300)
+        simulate(engine_of(tokens), [Request(100, 300, 300)])
 
 
 def test_the_tail_is_when_few_run() -> None:
-    even = simulate(engine_of(10**6), [Request(10, 100)] * 16, 100)
-    long = simulate(engine_of(10**6), [Request(10, 100)] * 15 + [Request(10, 1000)], 1000)
+    even = simulate(engine_of(10**6), [Request(10, 100, 1000)] * 16)
+    long = simulate(engine_of(10**6), [*[Request(10, 100, 1000)] * 15, Request(10, 1000, 1000)])
     assert even.tail_s == 0.0
     assert long.tail_s > 0.8 * (long.seconds - even.seconds)
