@@ -94,7 +94,7 @@ class Controller:
             patience: steps to average over before each change.
 
         Raises:
-            ValueError: a number is not positive, or the config does not weigh by token.
+            ValueError: a number is not positive, or the loss gets no weights by token.
         """
         if not 0 < budget_kl < math.inf or patience < 1 or layers_at_once < 1:
             raise ValueError(
@@ -105,6 +105,11 @@ class Controller:
             raise ValueError(
                 f"Controller: rollout_is is {config.rollout_is!r}; only token weights have a "
                 f"second moment that follows from a KL, so pass a config with 'token'"
+            )
+        if not config.applies_weights:
+            raise ValueError(
+                "Controller: in bypass mode PPO's loss gets no weights, so tightening them would "
+                "change nothing; pass loss_type='reinforce', or a decoupled config"
             )
         self.budget_kl, self.patience = budget_kl, patience
         self._config, self._thresholds = config, _ladder(config.rollout_is_threshold)

@@ -6,6 +6,7 @@ one of 4 leaves 12.8; values above the range saturate. So margins are generous, 
 few tokens were seen.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from sgl_fp8rl.engine.internal_requests import is_internal
 from sgl_fp8rl.kv_cache.scales import LayerKV
 from sgl_fp8rl.ops.reference import FP8_MAX
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 2.0
 """Headroom above the largest measured magnitude."""
 SMALL_MARGIN = 4.0
 SMALL_SAMPLE = 256
 """With fewer tokens the largest magnitude is a poor estimate, and ``SMALL_MARGIN`` applies."""
+FEW = 16
+"""With fewer tokens it says little: the first ones of a prompt often have small values."""
 
 
 def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -33,30 +38,28 @@ def calibrate(mine: LayerKV, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
         q, k, v: after QK-norm and RoPE, [tokens, ...] with the heads of this rank.
     """
     scales = mine.scales
-    heads = scales.heads
-    amax_3H = torch.zeros(scales.shape[1:], dtype=torch.float32, device=k.device)
-    for row, x in enumerate((k, v, q)):
-        amax_3H[row, heads.mine] = amax_by_head(x, heads.count)
+    amax_3 = torch.stack([largest(x) for x in (k, v, q)])
     if dist.is_initialized() and compat.get_tp_group().world_size > 1:
-        dist.all_reduce(amax_3H, dist.ReduceOp.MAX, group=compat.get_tp_group().device_group)
-    scales.write(scales_of(amax_3H, len(k)).unsqueeze(0), first=mine.layer_index)
+        dist.all_reduce(amax_3, dist.ReduceOp.MAX, group=compat.get_tp_group().device_group)
+    if len(k) < FEW and mine.layer_index == 0:
+        logger.warning(
+            "the KV scales of this policy version are measured on %d tokens, and later ones may "
+            "clip; after an update, let the first request be a real prompt",
+            len(k),
+        )
+    scales_13H = scales_of(amax_3, len(k)).view(1, -1, 1).expand(1, *scales.shape[1:])
+    scales.write(scales_13H, first=mine.layer_index)
 
 
-def amax_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Largest finite magnitude per KV head, over tokens and its query heads: FP32 [heads].
-
-    A NaN in one prompt must not make every later token NaN.
-    """
-    magnitude = x.reshape(len(x), heads, -1).abs()
-    return magnitude.nan_to_num_(nan=0.0, posinf=0.0).amax((0, 2)).float()
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """Largest finite magnitude, FP32: a NaN in one prompt must not make every later token NaN."""
+    return x.abs().nan_to_num_(nan=0.0, posinf=0.0).amax().float()
 
 
-def scales_of(amax_3H: torch.Tensor, tokens: int) -> torch.Tensor:
-    """amax * margin / 448. A head of zeros uses its layer's scale, and a layer of zeros 1."""
+def scales_of(amax_3: torch.Tensor, tokens: int) -> torch.Tensor:
+    """amax * margin / 448, of a layer's K, V and Q; 1 where all are zeros."""
     margin = MARGIN if tokens >= SMALL_SAMPLE else SMALL_MARGIN
-    layer_31 = amax_3H.amax(-1, keepdim=True)
-    amax_3H = torch.where(amax_3H > 0, amax_3H, layer_31)
-    return torch.where(amax_3H > 0, amax_3H * margin / FP8_MAX, 1.0)
+    return torch.where(amax_3 > 0, amax_3 * margin / FP8_MAX, 1.0)
 
 
 def watch_forward(original: Any, runner: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:

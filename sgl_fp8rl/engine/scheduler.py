@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +120,10 @@ def _export(asked: Asked) -> Reply:
     if not all(gather(bool(scheduler.is_fully_idle()), asked.group)):
         return {"error": "requests are running; export when they have ended", "busy": True}
     written = export.write(asked.weights, asked.message.get("folder"), asked.group)
-    model = {"model": scheduler.server_args.model_path, "revision": scheduler.server_args.revision}
+    path = scheduler.server_args.model_path
+    # of a folder the whole path: who asks may be in another one
+    path = str(Path(path).resolve()) if Path(path).is_dir() else path
+    model = {"model": path, "revision": scheduler.server_args.revision}
     return {**written, **model, **status_of(asked.weights)}
 
 

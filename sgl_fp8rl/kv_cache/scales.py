@@ -77,6 +77,8 @@ class KVScales(nn.Module):
         """Whether the current forward pass may be measured (``kv_calibrate.watch_forward``)."""
         self.to_observe = [0] * self.layers
         """Prefilled tokens of each layer whose error will be measured (``quant_error.py``)."""
+        self._measured: torch.cuda.Event | None = None
+        """Where the GPU writes the scales that it measured last."""
         self.errors: torch.Tensor | None = None
         """``[layers, ERRORS]`` after the first request; no graph reads it."""
         self.elements = [0] * self.layers
@@ -141,6 +143,9 @@ class KVScales(nn.Module):
         self.statistics[layers].zero_()
         if self.errors is not None:
             self.errors[layers].zero_()
+        if scales_L3H.is_cuda:  # the values are there when the GPU gets here
+            self._measured = torch.cuda.Event()
+            self._measured.record()
         self.pending -= set(range(layers.start, layers.stop))
 
     def _derive(self, kept_L3H: torch.Tensor, softmax_L: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -173,8 +178,9 @@ class KVScales(nn.Module):
         self.write(scales)
 
     def snapshot(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and statistics on the host, without waiting for the device's other work."""
-        return on_host(self.scales), on_host(self.statistics)
+        """Scales and statistics on the host, without waiting for the device's other work but the
+        measurement of these scales."""
+        return on_host(self.scales, self._measured), on_host(self.statistics, self._measured)
 
 
 class LayerKV:
@@ -213,11 +219,14 @@ def _derivations() -> list[tuple[str, Derive]]:
     return [(name, row.derive) for name, row in BACKENDS.items() if row.derive is not None]
 
 
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy of x, without waiting for its device's other work."""
+def on_host(x: torch.Tensor, behind: torch.cuda.Event | None = None) -> torch.Tensor:
+    """A copy of x, without waiting for its device's other work but that before ``behind``."""
     if not x.is_cuda:
         return x.clone()
-    with torch.cuda.stream(_beside(x.device)):
+    stream = _beside(x.device)
+    with torch.cuda.stream(stream):
+        if behind is not None:
+            stream.wait_event(behind)
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
         done = torch.cuda.Event()
         done.record()

@@ -69,6 +69,15 @@ def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == {"layers": LAYERS}
 
 
+def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(model: str, tp_size: int) -> Any:
+        raise OSError("Repo id must be in the form ...")
+
+    monkeypatch.setattr(cli, "dummy_engine", start)
+    with pytest.raises(SystemExit, match="sgl-fp8rl layers: /absent cannot be loaded: Repo id"):
+        cli.main(["layers", "/absent"])
+
+
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main([])

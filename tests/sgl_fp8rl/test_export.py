@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_fp8rl import cli, export
 from sgl_fp8rl.engine import export as engine_export
+from sgl_fp8rl.engine import scheduler
 from sgl_fp8rl.engine.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.weight_format import WeightFormat
@@ -194,6 +195,30 @@ def test_ranks_are_joined() -> None:
         assert torch.equal(joined["w" + suffix].view(torch.uint8), tensor.view(torch.uint8))
     with pytest.raises(ValueError, match="32768 of 65536"):
         _assemble("w", (256, 256), [rank(upper), rank(upper)])
+
+
+def test_an_engine_names_the_whole_path_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who asks may be in another folder."""
+    monkeypatch.setattr(scheduler, "gather", lambda value, group: [value])
+    monkeypatch.setattr(scheduler.export, "write", lambda *_: {"layers": []})
+    monkeypatch.setattr(scheduler, "status_of", lambda _: {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+
+    def named(path: str) -> Any:
+        server_args = SimpleNamespace(model_path=path, revision=None)
+        ours = SimpleNamespace(
+            is_fully_idle=lambda: True,
+            server_args=server_args,
+            tp_group=SimpleNamespace(cpu_group=None),
+        )
+        weights: Any = None
+        return scheduler._export(scheduler.Asked(ours, weights, {"folder": "x"}))["model"]
+
+    assert named("./model") == str(tmp_path / "model")
+    assert named("org/model") == "org/model"
 
 
 def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,6 +172,13 @@ def test_other_configs() -> None:
     for config in ("decoupled_seq_is", "decoupled_geo_rs"):
         with pytest.raises(ValueError, match=r"rollout_is .*'token'"):
             Controller(BUDGET, PRESETS[config])
+    for loss in ("ppo_clip", "reinforce"):
+        bypass = CorrectionConfig("token", bypass_mode=True, loss_type=loss)  # type: ignore[arg-type]
+        if loss == "reinforce":
+            Controller(BUDGET, bypass)
+        else:
+            with pytest.raises(ValueError, match="gets no weights"):
+                Controller(BUDGET, bypass)
     for budget in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="budget_kl"):
             Controller(budget)

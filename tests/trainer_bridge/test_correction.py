@@ -252,6 +252,13 @@ def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: s
     assert {result.metrics[name] for name in one.split()} == {1.0}
 
 
+def test_thresholds_may_be_lists() -> None:
+    """As YAML and JSON have them."""
+    given = CorrectionConfig("token", [0.5, 5.0], rollout_rs={"seq_sum_k1": [0.5, 2.0]})  # type: ignore[arg-type,dict-item]
+    assert given == CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_sum_k1": (0.5, 2.0)})
+    assert given.rejection_bounds == {"seq_sum_k1": (math.log(0.5), math.log(2.0))}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -259,6 +266,9 @@ def test_identical_logprobs_need_no_correction(batch: tuple[Rows, Rows], name: s
         ({"rollout_is_threshold": 0.0}, r"rollout_is_threshold .*0\.0.*positive"),
         ({"rollout_is_threshold": (2.0, 0.5)}, "rollout_is_threshold .*ascending"),
         ({"rollout_is_threshold": math.inf}, "rollout_is_threshold .*finite"),
+        ({"rollout_is_threshold": None}, "rollout_is_threshold .*None"),
+        ({"rollout_is_threshold": "2.0"}, "rollout_is_threshold .*positive"),
+        ({"rollout_is_threshold": [1.0, 2.0, 3.0]}, "rollout_is_threshold .*two"),
         ({"rollout_rs": {"geo": 1.0}}, "rollout_rs .*geo"),
         ({"rollout_rs": {"seq_max_k2": (0.5, 2.0)}}, "seq_max_k2.*one "),
         ({"veto_threshold": 2.0}, "veto_threshold .*2.0"),

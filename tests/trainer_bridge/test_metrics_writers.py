@@ -48,10 +48,12 @@ def test_each_step_is_a_line_that_any_json_reader_takes(tmp_path: Path) -> None:
     append_jsonl(path, 1, metrics, arm="fp8")
     append_jsonl(path, 2, {"ess": math.inf, "chi2_seq": math.nan})
     append_jsonl(path, 3, {"version_4/ess": 0.25, "ess": 0.5})
-    first, second, third = (json.loads(line) for line in path.read_text().splitlines())
+    append_jsonl(path, 4, {"ess": 1.0}, reward=torch.tensor(0.5), grad_norm=math.inf)
+    first, second, third, fourth = (json.loads(line) for line in path.read_text().splitlines())
     assert first == {"step": 1, "arm": "fp8", **metrics, "alarms": []}
     assert second == {"step": 2, "ess": None, "chi2_seq": None, "alarms": []}
     assert third["alarms"] == ["ess", "version_4/ess"]
+    assert fourth == {"step": 4, "reward": 0.5, "grad_norm": None, "ess": 1.0, "alarms": []}
 
 
 def test_prometheus_reads_back_what_was_shown() -> None:

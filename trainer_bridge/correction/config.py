@@ -57,6 +57,10 @@ class CorrectionConfig:
     them."""
 
     def __post_init__(self) -> None:
+        # YAML and JSON have no tuples
+        pairs = {name: _paired(threshold) for name, threshold in self.rollout_rs.items()}
+        object.__setattr__(self, "rollout_rs", pairs)
+        object.__setattr__(self, "rollout_is_threshold", _paired(self.rollout_is_threshold))
         for name, allowed in (("rollout_is", (*LEVELS, None)), ("loss_type", LOSS_TYPES)):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"CorrectionConfig: {name} is {value!r}; use one of {allowed}")
@@ -152,9 +156,16 @@ def _parse(threshold: Any) -> Threshold:
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
 
 
+def _paired(threshold: Any) -> Any:
+    return tuple(threshold) if isinstance(threshold, list) else threshold
+
+
 def _check(name: str, threshold: Threshold) -> None:
     bounds = threshold if isinstance(threshold, tuple) else (threshold,)
-    if not all(0 < bound < math.inf for bound in bounds) or list(bounds) != sorted(bounds):
+    is_sound = len(bounds) in (1, 2) and all(
+        type(bound) in (int, float) and 0 < bound < math.inf for bound in bounds
+    )
+    if not is_sound or list(bounds) != sorted(bounds):
         raise ValueError(
             f"CorrectionConfig: {name} is {threshold}; "
             f"pass a positive finite number, or two in ascending order"

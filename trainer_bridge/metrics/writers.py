@@ -31,14 +31,21 @@ def append_jsonl(path: Path, step: int, metrics: Mapping[str, float], **more: An
         path: the JSONL file; its folder is created if needed.
         step: the training step.
         metrics: ``Correction.metrics``.
-        more: further values of the line, such as the reward.
+        more: further values of the line, such as the reward; numbers may be of torch or NumPy.
     """
-    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
     alarms = [alarm.metric for alarm in check_alarms(metrics)]
-    line = json.dumps({"step": step, **more, **finite, "alarms": alarms}, allow_nan=False)
+    values = {name: _finite(value) for name, value in {**more, **metrics}.items()}
+    line = json.dumps({"step": step, **values, "alarms": alarms}, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(line + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """None for Infinity and NaN; a number of torch or NumPy counts as Python's."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class PrometheusMetrics:

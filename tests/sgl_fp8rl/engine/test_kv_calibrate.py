@@ -78,7 +78,7 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
         for r in range(HEADS)
     ]
     measured: list[torch.Tensor] = []
-    together = torch.zeros(3, HEADS)
+    together = torch.zeros(3)
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: str) -> None:
         assert (op, group) == (dist.ReduceOp.MAX, "the group")
@@ -100,6 +100,15 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     kv_calibrate.calibrate(layer.fp8rl_layer, q, k, v)
     assert torch.equal(kept[0], whole.scales)
+
+
+@pytest.mark.parametrize("tokens", [kv_calibrate.FEW - 1, kv_calibrate.FEW])
+def test_very_few_tokens_are_said(tokens: int, caplog: pytest.LogCaptureFixture) -> None:
+    _, layers = fakes.scaled(layers=2)
+    for layer in layers:
+        kv_calibrate.calibrate(layer.fp8rl_layer, *qkv(tokens))
+    said = [f"measured on {tokens} tokens" in record.getMessage() for record in caplog.records]
+    assert said == ([True] if tokens < kv_calibrate.FEW else [])
 
 
 # -- when
