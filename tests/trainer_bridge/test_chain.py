@@ -490,6 +490,27 @@ def test_once_ends_also_where_an_engine_is_ahead(tmp_path: Path, publisher: Chai
     assert holds(engines[0], toy.checkpoint(7)) and holds(engines[1], toy.checkpoint(0))
 
 
+def test_an_engine_that_is_gone_holds_up_no_other(
+    tmp_path: Path, publisher: ChainPublisher
+) -> None:
+    gone, here = trained(), trained()
+    publisher.publish(toy.checkpoint(0), version=3, run="r")
+    follower = ChainFollower(tmp_path / "chain")
+    follower.advance()
+    control = gone.control
+
+    def unreachable(message: dict[str, object], timeout_s: float = 9.0) -> dict[str, object]:
+        raise EngineError("the engine cannot be reached")
+
+    gone.control = unreachable  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="cannot be reached"):
+        follower.serve([gone, here])
+    assert holds(here, toy.checkpoint(0))
+    gone.control = control  # type: ignore[method-assign]
+    assert follower.serve([gone, here])
+    assert holds(gone, toy.checkpoint(0))
+
+
 def test_what_can_never_follow_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="http"):
         follow(tmp_path, "host:1")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sgl_fp8rl.formats import BLOCK_FP8
-from sgl_fp8rl.ops.delta import RECORD_BYTES, difference
+from sgl_fp8rl.ops.delta import MOST_DISTANCE, RECORD_BYTES, difference
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_chain import bring, encoded, links, trained
 from tests.trainer_bridge.test_far_engine import step
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, budget
+from trainer_bridge.chain import ChainError, ChainFollower, ChainPublisher, budget, files
 from trainer_bridge.chain.files import as_bytes
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,6 +94,21 @@ def test_a_block_that_never_fits_keeps_no_other_change_back() -> None:
         chosen["attn.v.weight_scale_inv"], before["attn.v.weight_scale_inv"]
     )
     assert 0.9 * 1000 < RECORD_BYTES * changed_bytes(before, chosen) <= 1000
+
+
+def test_changes_in_every_word_are_no_whole_tensor(tmp_path: Path) -> None:
+    """Which would be several times what was counted."""
+    before, limit = toy.checkpoint(0), 1000
+    after = dict(before)
+    after["embed.weight"] = before["embed.weight"].clone()
+    after["embed.weight"].view(torch.int16).view(-1)[::4] ^= 1
+    publisher = ChainPublisher(tmp_path, trained(), 8, limit)
+    for version, tensors in enumerate((before, after)):
+        publisher.publish(tensors, version=version, run="r")
+    (written,) = [tensor for _, tensor in files.read(tmp_path, links(tmp_path)[-1].delta)]
+    nbytes = before["embed.weight"].nbytes
+    assert nbytes > 2 * limit, "or a whole one would fit"
+    assert 0.9 * limit < written.numel() <= limit + RECORD_BYTES * (nbytes // MOST_DISTANCE)
 
 
 def test_what_fits_is_exact() -> None:

@@ -95,6 +95,8 @@ class ChainFollower:
     def serve(self, engines: list[Any], **options: Any) -> bool:
         """Update those engines that do not serve the version that it has; whether all can.
 
+        One that cannot be reached holds up no other.
+
         One that serves a later version of the run is left alone, and so is one that is quarantined
         at this version, until the next one: a version is committed once.
 
@@ -102,22 +104,27 @@ class ChainFollower:
             options: as for ``trainer_bridge.update``.
 
         Raises:
-            EngineError, ManifestError: as ``trainer_bridge.update``.
+            EngineError, ManifestError: as ``trainer_bridge.update``; or an engine that needed no
+                update, or was behind, could not be reached.
         """
         if self.policy is None:
             return False
-        states = [_state_of(engine) for engine in engines]
-        behind = [
-            engine
-            for engine, (_, run, version) in zip(engines, states, strict=True)
-            if run != self.policy.run or version < self.policy.version
-        ]
+        behind: list[Any] = []
+        lost: Exception | None = None
+        for engine in engines:
+            found, error = attempt(_state_of, engine)
+            lost = lost or error
+            if found is not None and (
+                found[1] != self.policy.run or found[2] < self.policy.version
+            ):
+                behind.append(engine)
         if behind:
             self.update(behind if len(behind) > 1 else behind[0], **options)
             how = "" if self.is_exact else ", of which a budget left a part"
             logger.info("%d of %d engines took %s%s", len(behind), len(engines), self.policy, how)
-            states = [_state_of(engine) for engine in engines]
-        return all(state == State.SERVING.value for state, _, _ in states)
+        if lost is not None:
+            raise lost
+        return all(_state_of(engine)[0] == State.SERVING.value for engine in engines)
 
     def _apply_deltas(self, index: Index) -> Exception | None:
         """Go on as far as deltas lead; why they do not lead to the newest version."""

@@ -7,7 +7,7 @@ import torch
 
 from sgl_fp8rl.formats import DTYPES, by_tensor, format_of, split_name
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded
-from sgl_fp8rl.ops.delta import difference
+from sgl_fp8rl.ops.delta import WORTH, difference
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError, describe
@@ -110,7 +110,8 @@ class VersionWriter:
         if self._delta is not None and self._budget_bytes is not None:
             self.tensors, is_exact = self._within(self._budget_bytes)
             for name, tensor in self.tensors.items():
-                put_change(self._delta, name, self._before.get(name), tensor)
+                # a tensor that came whole would be more than was counted of it
+                put_change(self._delta, name, self._before.get(name), tensor, worth=1.0)
         delta, anchor = (w.finish() if w is not None else () for w in (self._delta, self._anchor))
         digest = files.digest(self.tensors)
         base = base if delta else 0
@@ -138,12 +139,21 @@ class VersionWriter:
             (self._folder / name).unlink(missing_ok=True)
 
 
-def put_change(writer: PartWriter, name: str, old: torch.Tensor | None, new: torch.Tensor) -> None:
-    """Write what makes a tensor out of an old one: nothing where they are equal, or all of it."""
+def put_change(
+    writer: PartWriter,
+    name: str,
+    old: torch.Tensor | None,
+    new: torch.Tensor,
+    worth: float = WORTH,
+) -> None:
+    """Write what makes a tensor out of an old one: nothing where they are equal, or all of it where
+    that is less than a delta, or not much more (``worth``)."""
     change = None
     if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
-        change = difference(as_bytes(old), as_bytes(new))
+        if torch.equal(as_bytes(old), as_bytes(new)):
+            return
+        change = difference(as_bytes(old), as_bytes(new), worth)
     if change is None:
         writer.put(name, new)
-    elif change.numel():
+    else:
         writer.put(DELTA + name, change)

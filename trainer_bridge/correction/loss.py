@@ -17,7 +17,7 @@ def policy_loss(
     clip: tuple[float, float] = (0.2, 0.2),
     dual_clip: float = 3.0,
 ) -> torch.Tensor:
-    """Loss of each token, [B, T] in logprobs' dtype, 0 where correction.mask_BT is False.
+    """Loss of each token, [B, T] in FP32 or wider, 0 where correction.mask_BT is False.
 
     ppo_clip: w * max(-rho A, -clamp(rho, 1 - low, 1 + high) A), rho = pi / pi_old within e^+-20,
     for A < 0 at most -dual_clip A (Schulman 2017, arXiv:1707.06347; Ye 2020, arXiv:1912.09729).
@@ -32,7 +32,7 @@ def policy_loss(
         dual_clip: bound of ppo_clip's loss for negative advantages.
 
     Returns:
-        [B, T] in the dtype of logprobs_BT, with gradient.
+        [B, T], with gradient; FP32, or FP64 where logprobs_BT are.
     """
     mask_BT = correction.mask_BT
     logprobs_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
