@@ -23,7 +23,8 @@ WAIT_S = 3600.0
 """How long a rank waits for the leader, who may wait for the end of requests in flight."""
 FAST_S, FAST_POLL_S, POLL_S = 0.2, 0.0001, 0.02
 CHECKS_PER_S = 50_000
-"""What all ranks together ask of the job's store at most: one process answers them."""
+"""What all ranks together ask of the job's store at most: one process answers them, each in 14 us
+on a CPU of 2 cores (torch 2.11)."""
 _calls: dict[tuple[dist.ProcessGroup, tuple[int, ...]], int] = {}
 
 

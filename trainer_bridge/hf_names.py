@@ -6,7 +6,7 @@ prefixes of their own.
 """
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ _FUSED = ("gpt_oss", "llama4", "llama4_text")
 _TOWER_BESIDE = ("qwen2_vl", "qwen2_5_vl")
 
 
-@lru_cache(1 << 16)  # every update asks for the same names
+@cache  # every update asks for the same names
 def clean(name: str) -> str:
     """The parameter's name without what torch.compile, FSDP and checkpointing put into it."""
     for wrapper in _WRAPPERS:

@@ -156,20 +156,20 @@ def _checkpointed(model: nn.Module) -> Named:
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """As ``named_modules``, which yields each name through a generator of every module around it.
     Those outside come before those inside."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-
-    def walk(name: str, module: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        found.append((name, module))
-        for part, child in module._modules.items():
-            if child is not None:
-                walk(f"{name}.{part}" if name else part, child)
-
-    walk("", model)
-    return found
+    found: dict[nn.Module, str] = {}
+    ahead = [("", model)]
+    while ahead:
+        name, module = ahead.pop()
+        if module in found:
+            continue
+        found[module] = name
+        start = f"{name}." if name else ""
+        ahead += [
+            (start + part, child)
+            for part, child in reversed(module._modules.items())
+            if child is not None
+        ]
+    return [(name, module) for module, name in found.items()]
 
 
 def _companions_behind(named: Named) -> Named:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
 from trainer_bridge.agreement import Asked, agree, ask
@@ -26,8 +27,8 @@ from trainer_bridge.weights import SHARD_REGISTRY, Report, Stream, Weights, Whol
 RUN = secrets.token_hex(4)
 """The run of this process, unless ``update`` is given another: a new process is a new run."""
 PRESENCE_S = 60.0
-"""Seconds that the first rank waits for each other one to say that it has not left the update, or
-what it holds."""
+"""Seconds that the first rank waits until all others have said that they have not left the update,
+or what they hold."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def _update(
         asked = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
         of_ranks = leader.collect((asked, weights.report(leader.size)))
         reports = None if of_ranks is None else [report for _, report in of_ranks]
+        leader.attempt(_check_alike, reports)
         weights.assemble(leader, reports)
         transaction = leader.attempt(begin, of_ranks)
         begun: Any = leader.share(transaction and transaction.begun())
@@ -209,6 +211,16 @@ def _update(
     tensors, nbytes, mapped, network = sent
     seconds = clock.seconds()
     return UpdateResult(*policy, tensors, nbytes, mapped, seconds, gpu_seconds, network, failed)
+
+
+def _check_alike(reports: list[Report]) -> None:
+    """Raise where some ranks stream and others do not: each would wait for what never comes."""
+    streams = [report is None for report in reports]
+    if len(set(streams)) > 1:
+        raise ManifestError(
+            f"of the ranks that update, {streams.count(True)} pass an iterator and "
+            f"{streams.count(False)} a model or a mapping; pass the same kind on all"
+        )
 
 
 def _close_failed(transaction: Transaction | None, leader: Leader) -> None:

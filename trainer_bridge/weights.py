@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SHARD_REGISTRY = ShardRegistry()
 CODES_S = 60.0
-"""Seconds that the first rank waits for each other one to quantize its shards."""
+"""Seconds that the first rank waits until all others have quantized their shards."""
 
 
 Report = tuple[ShardReport, ShardReport | EngineError] | None
@@ -59,7 +59,8 @@ class Weights(Protocol):
         """What the leader must know of this rank, one of so many, to plan."""
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
-        """Begin; every rank calls.
+        """Join the reports of all ranks on the leader; the others start to quantize. Every rank
+        calls.
 
         Args:
             reports: of all ranks, on the leader.
@@ -145,7 +146,7 @@ class WholeModel:
         self._shards = leader.attempt(self._assemble, reports)
 
     def _assemble(self, reports: list[Report]) -> Shards | None:
-        placed, codes = map(list, zip(*filter(None, reports), strict=True))
+        placed, codes = map(list, zip(*(each for each in reports if each), strict=True))
         self._stays = SHARD_REGISTRY.assemble(placed, self.named)
         return CODES_REGISTRY.assemble(self._stays, codes)
 

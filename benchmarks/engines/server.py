@@ -59,6 +59,8 @@ def flags(keywords: Keywords) -> list[str]:
     """Keywords of ``sglang.Engine`` as the command line has them."""
     words: list[str] = []
     for name, value in keywords.items():
+        if value is None or value is False:
+            continue
         flag = f"--{name.replace('_', '-')}"
         words += [flag] if value is True else [flag, str(value)]
     return words

@@ -9,7 +9,7 @@ from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, wo
 
 MOST_TOKENS = 20000
 MOST_SIGMA = 10.0
-"""Of lengths: more is beyond any number of tokens."""
+"""Lengths that spread more are no numbers of tokens any more."""
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def check(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.mem_fraction_static < 1:
         raise workload.WorkloadError("--mem-fraction-static is between 0 and 1")
     if arguments.json and (arguments.check or arguments.source == aiconfigurator.COMMAND):
-        raise workload.WorkloadError("--json prints predictions alone; leave out what goes with it")
+        raise workload.WorkloadError("--json prints predictions alone; drop --check and --source")
 
 
 def run(arguments: argparse.Namespace) -> int:

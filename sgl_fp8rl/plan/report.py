@@ -151,7 +151,8 @@ def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | Non
         return f"{update}."
     step = best.outcome.seconds + train_s + (updates["bucket"] / 1e3 if is_known else 0.0)
     share = best.outcome.seconds / step
-    return f"{update}. An RL step: {step:.0f} s, of which the rollout {share:.0%}."
+    what = "An RL step" if is_known else "An RL step without it"
+    return f"{update}. {what}: {step:.0f} s, of which the rollout {share:.0%}."
 
 
 def _error() -> str:

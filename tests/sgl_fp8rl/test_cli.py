@@ -74,7 +74,7 @@ def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
         raise OSError("Repo id must be in the form ...")
 
     monkeypatch.setattr(cli, "dummy_engine", start)
-    with pytest.raises(SystemExit, match="sgl-fp8rl layers: /absent cannot be loaded: Repo id"):
+    with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
         cli.main(["layers", "/absent"])
 
 

@@ -23,6 +23,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
+from trainer_bridge import collective
 from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import named_tensors
@@ -162,6 +163,18 @@ def one_rank_has_something_else_than_tensors(rank: int) -> None:
         assert engine is None or holds(engine, tensors)
 
 
+def one_rank_streams(rank: int) -> None:
+    """The first or the other one: both end with a sentence."""
+    tensors, some = toy.checkpoint(), dist.new_group([1, 2])
+    engine = fake_engine() if rank == 1 else None
+    for at in (1, 2):
+        if rank in (1, 2):
+            mine = iter(tensors.items()) if rank == at else tensors
+            with pytest.raises(ManifestError, match="1 pass an iterator and 1 a model"):
+                update(mine, engine, version=0, group=some)
+    assert engine is None or engine.ops == []
+
+
 def outside_of_the_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     named = named_tensors(toy_trainer(toy.checkpoint(), mesh))
@@ -215,8 +228,31 @@ CASES = [
     in_a_group,
     one_rank_asks_for_something_else,
     one_rank_has_something_else_than_tensors,
+    one_rank_streams,
     outside_of_the_group,
 ]
+
+
+@pytest.mark.parametrize(
+    ("size", "fast_s", "slow_s"), [(2, 0.0001, 0.02), (64, 0.00128, 0.02), (2000, 0.04, 0.04)]
+)
+def test_the_store_answers_so_many_checks(
+    size: int, fast_s: float, slow_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks there are; and who never comes is waited for as long as is said."""
+    leader, now, waits = Leader(()), [0.0], []
+    leader.size = size
+    monkeypatch.setattr(collective.time, "monotonic", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(collective.time, "sleep", sleep)
+    with pytest.raises(TimeoutError, match="nobody came for 5 s"):
+        leader._wait(lambda: False, "nobody came", 5.0)
+    assert waits[0] == pytest.approx(fast_s) and waits[-1] == pytest.approx(slow_s)
+    assert now[0] == pytest.approx(5.0, abs=0.05)
 
 
 @pytest.mark.guarantee(

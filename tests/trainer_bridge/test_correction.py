@@ -256,6 +256,7 @@ def test_thresholds_may_be_lists() -> None:
     """As YAML and JSON have them."""
     given = CorrectionConfig("token", [0.5, 5.0], rollout_rs={"seq_sum_k1": [0.5, 2.0]})  # type: ignore[arg-type,dict-item]
     assert given == CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_sum_k1": (0.5, 2.0)})
+    assert CorrectionConfig("token", np.float64(2.0)) == CorrectionConfig("token", 2.0)
     assert given.rejection_bounds == {"seq_sum_k1": (math.log(0.5), math.log(2.0))}
 
 
@@ -269,6 +270,8 @@ def test_thresholds_may_be_lists() -> None:
         ({"rollout_is_threshold": None}, "rollout_is_threshold .*None"),
         ({"rollout_is_threshold": "2.0"}, "rollout_is_threshold .*positive"),
         ({"rollout_is_threshold": [1.0, 2.0, 3.0]}, "rollout_is_threshold .*two"),
+        ({"rollout_is_threshold": [2.0]}, "rollout_is_threshold .*two"),
+        ({"rollout_rs": {"seq_sum_k1": [2.0]}}, "seq_sum_k1.*two"),
         ({"rollout_rs": {"geo": 1.0}}, "rollout_rs .*geo"),
         ({"rollout_rs": {"seq_max_k2": (0.5, 2.0)}}, "seq_max_k2.*one "),
         ({"veto_threshold": 2.0}, "veto_threshold .*2.0"),

@@ -1,6 +1,8 @@
 """HF names of a trainer's parameters, held against what transformers itself saves."""
 
+import gc
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,25 @@ def test_names_of_a_vision_language_model(tmp_path: Path, family: str) -> None:
     found = streamed(model, torch.bfloat16)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_modules_come_as_torch_lists_them_and_are_not_kept() -> None:
+    """In its order, shared ones once; a cycle of a walk would hold the model until Python's garbage
+    collection."""
+    model = nn.Module()
+    model.body = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3))
+    model.head = nn.Linear(2, 2)
+    model.tied = model.body[1]
+    model.absent = None
+    model.register_module("missing", None)
+    assert [id(t) for _, t in named_tensors(model)] == [id(t) for _, t in model.named_parameters()]
+    assert [name for name, _ in named_tensors(model)] == [n for n, _ in model.named_parameters()]
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        named_tensors(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -104,8 +104,8 @@ class ChainFollower:
             options: as for ``trainer_bridge.update``.
 
         Raises:
-            EngineError, ManifestError: as ``trainer_bridge.update``; or an engine that needed no
-                update, or was behind, could not be reached.
+            EngineError, ManifestError: as ``trainer_bridge.update``; or an engine could not be
+                reached, and the others have been updated.
         """
         if self.policy is None:
             return False

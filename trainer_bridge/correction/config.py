@@ -8,6 +8,7 @@ rollout_corr_helper.py of 0.9.1. The geometric level and the veto come from slim
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, cast
 
 LEVELS = ("token", "sequence", "geometric")
@@ -162,8 +163,9 @@ def _paired(threshold: Any) -> Any:
 
 def _check(name: str, threshold: Threshold) -> None:
     bounds = threshold if isinstance(threshold, tuple) else (threshold,)
-    is_sound = len(bounds) in (1, 2) and all(
-        type(bound) in (int, float) and 0 < bound < math.inf for bound in bounds
+    is_sound = len(bounds) == (2 if isinstance(threshold, tuple) else 1) and all(
+        isinstance(bound, Real) and type(bound) is not bool and 0 < bound < math.inf
+        for bound in bounds
     )
     if not is_sound or list(bounds) != sorted(bounds):
         raise ValueError(
