@@ -32,7 +32,7 @@ def response_logprobs(
         temperature: ``rollout.temperature``.
 
     Returns:
-        float32 [B, T] on the model's device, 0 after the end of a response. Logits are converted to
+        float32 [B, T] on the logits' device, 0 after the end of a response. Logits are converted to
         float32 before the division.
 
     Raises:
@@ -55,17 +55,18 @@ def response_logprobs(
             f"response_logprobs: temperature {temperature} is not positive; use "
             f"rollout.temperature, which is 1 for greedy sampling"
         )
-    device = model.device
     # a row without a token is one of padding: attention over nothing would be NaN
     rows = [torch.tensor([*p, *r] or [0]) for p, r in zip(prompts, responses, strict=True)]
-    tokens_BL = pad_sequence(rows, batch_first=True).to(device)
+    tokens_BL = pad_sequence(rows, batch_first=True).to(model.device)
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))
-    mask_BT = (column_T < lengths_B1).to(device)
+    mask_BT = column_T < lengths_B1
     # The logits that predict response token t are one position before it.
     before_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
-    position_BT = torch.where(column_T < lengths_B1, before_B1 + column_T, 0).to(device)
+    position_BT = torch.where(column_T < lengths_B1, before_B1 + column_T, 0)
     logits_BLV = model(tokens_BL, use_cache=False).logits
+    device = logits_BLV.device  # with CPU offload of FSDP2 the model's is another one
+    tokens_BL, mask_BT, position_BT = (x.to(device) for x in (tokens_BL, mask_BT, position_BT))
     row_B1 = torch.arange(len(rows), device=device)[:, None]
     logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
     targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)

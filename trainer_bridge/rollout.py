@@ -10,7 +10,8 @@ Shapes: B sequences (prompts times n), T tokens of the longest response.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,8 @@ from trainer_bridge.routed_experts import ExpertLayout
 from trainer_bridge.serving_engines import sample_on, serving_engines
 
 GREEDY_BELOW = 1e-6  # SGLang samples greedily below this temperature, from unscaled logits
+SEED = 42
+"""SGLang's, of a request that names none."""
 PAD_VERSION = -2  # padding of versions_BT: -1 is the checkpoint, updates count from 0
 
 # Sampling options that do not change any token's probability.
@@ -139,7 +142,8 @@ def rollout(
             another policy are left out, with a warning.
         prompts: lists of token ids, or strings for the engine's own tokenizer.
         sampling: SGLang's sampling parameters. Stopping and length options and any temperature are
-            fine; options that make the logprobs wrong are refused.
+            fine; options that make the logprobs wrong are refused. ``sampling_seed`` is of a
+            prompt's first sample; the next ones count up from it.
         expected_version: the policy version that every token must come from. By default tokens are
             at least as new as the last update that this process made of this engine. In either case
             they must be of that update's run. If it made none, any run and version is accepted.
@@ -171,10 +175,11 @@ def rollout(
 
     if not isinstance(prompts[0], str):
         prompts = [[int(token) for token in prompt] for prompt in prompts]
-    requests = [_request(prompt, sampling_params, routed_experts) for prompt in prompts]
     # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
-    replies = sample_on(serving, requests, n, timeout)
+    requests = [_request(*each, routed_experts) for each in _with_seeds(repeated, sampling_params)]
+    groups = [requests[first : first + n] for first in range(0, len(requests), n)]
+    replies = sample_on(serving, groups, timeout)
 
     experts: list[torch.Tensor] = []
     result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)
@@ -208,6 +213,19 @@ def check_sampling(sampling: dict[str, Any]) -> None:
     _read_sampling(sampling)
 
 
+def _with_seeds(
+    prompts: list[Any], sampling_params: dict[str, Any]
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each prompt with its parameters. With ``--enable-deterministic-inference`` a seed decides the
+    sample, so each copy of a prompt has another one; else SGLang reads none."""
+    base = sampling_params.get("sampling_seed", SEED)
+    copies: Counter[Any] = Counter()
+    for prompt in prompts:
+        key = prompt if isinstance(prompt, str) else tuple(prompt)
+        copy, copies[key] = copies[key], copies[key] + 1
+        yield prompt, {**sampling_params, "sampling_seed": base + copy} if copy else sampling_params
+
+
 def _request(
     prompt: str | Sequence[int], sampling_params: dict[str, Any], routed_experts: bool
 ) -> dict[str, Any]:
@@ -236,11 +254,6 @@ def _read_sampling(sampling: dict[str, Any]) -> tuple[int, float, dict[str, Any]
     n = given.pop("n", 1)
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"rollout: sampling['n'] = {n!r} is not a positive integer; pass one")
-    if n > 1 and "sampling_seed" in given:
-        raise ValueError(
-            f"rollout: sampling['sampling_seed'] with n = {n} gives {n} copies of one sample; "
-            f"leave the seed out, or call rollout once for each seed"
-        )
     temperature = given.pop("temperature", 1.0)
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(

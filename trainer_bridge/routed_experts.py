@@ -132,8 +132,9 @@ def routing_disagreement(
     Args:
         experts: one tensor ``[S, L, K]`` per sequence, as in ``Rollout.routed_experts``.
         own_experts: the trainer's choice at the same tokens (``RoutingRecord.experts``); rows
-            beyond S, such as that of the last token, are ignored. The order of experts within a
-            row does not matter.
+            beyond S, such as that of the last token, are ignored, and so are sequences without
+            rows here or there: a request that failed, or one of another batch. The order of experts
+            within a row does not matter.
 
     Returns:
         A number from 0 (same experts everywhere) to 1.
@@ -148,6 +149,8 @@ def routing_disagreement(
         )
     differing = pairs = 0
     for index, (theirs_SLK, ours_SLK) in enumerate(zip(experts, own_experts, strict=True)):
+        if not len(theirs_SLK) or not len(ours_SLK):
+            continue
         ours_SLK = ours_SLK[: len(theirs_SLK)]
         if theirs_SLK.shape != ours_SLK.shape:
             raise ValueError(

@@ -98,20 +98,20 @@ def _check_status(status: dict[str, Any], where: str) -> None:
 
 def sample_on(
     serving: Sequence[ServingEngine],
-    requests: Sequence[dict[str, Any]],
-    n: int,
+    requests: Sequence[Sequence[dict[str, Any]]],
     timeout: float | None,
 ) -> list[Any]:
-    """Send each request n times, all to one engine, which then prefills its prompt once.
+    """Send the requests of each prompt, as many of each, to one engine: it prefills them once.
 
     Returns:
         the replies in the order of the requests, or an EngineError.
     """
+    n = len(requests[0])
     shares = [range(number, len(requests), len(serving)) for number in range(len(serving))]
     calls = [
         (
             engine.client,
-            partial(engine.client.sample, [requests[i] for i in share for _ in range(n)], timeout),
+            partial(engine.client.sample, [each for i in share for each in requests[i]], timeout),
         )
         for engine, share in zip(serving, shares, strict=True)
         if share

@@ -42,10 +42,14 @@ class MergedView(nn.Module):
         base = model.get_base_model()
         self.config = base.config
         kept = f"modules_to_save.{model.active_adapter}."
+        named = [
+            (name.replace(".token_adapter", "").replace(".base_layer.", ".").replace(kept, ""), t)
+            for name, t in named_tensors(base)
+        ]
+        # what adapters are made of, and what another one than the active one saves
+        parts = model.prefix, "original_module", "modules_to_save.", "trainable_tokens_"
         self._named = [
-            (name.replace(".base_layer.", ".").replace(kept, ""), tensor)
-            for name, tensor in named_tensors(base)
-            if model.prefix not in name and "original_module" not in name
+            (name, tensor) for name, tensor in named if not any(part in name for part in parts)
         ]
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:

@@ -62,8 +62,13 @@ def mismatch_log(
         group: the ranks to reduce over; the first of them warns for all.
 
     Returns:
-        the metrics, the same on every rank.
+        the metrics, the same on every rank; none where no token counts on any rank.
     """
+    tokens = mask_BT.sum()
+    if group is not None:
+        dist.all_reduce(tokens, group=group)
+    if not tokens:
+        return {}
     metrics = mismatch_metrics(trainer_BT, rollout_BT, mask_BT, group=group)
     alarms = check_alarms(metrics)
     if group is None or dist.get_rank(group) == 0:

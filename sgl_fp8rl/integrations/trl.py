@@ -133,8 +133,6 @@ class EngineGeneration:
 
     def _log_mismatch(self, batch: dict[str, torch.Tensor]) -> None:
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1) > 0
-        if not self._accelerator.gather(mask_BT.sum()).sum():
-            return  # every completion was truncated, and the trainer masks those
         trainer_BT, rollout_BT = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
         self._log(mismatch_log(trainer_BT, rollout_BT, mask_BT, self._group))
 
@@ -146,13 +144,16 @@ class EngineGeneration:
 
 
 class _SyncAtStart(TrainerCallback):  # type: ignore[misc]
-    """A training that begins at the step of the last update still begins with an update."""
+    """A training that begins at the step of the last update still begins with an update, and so
+    does an evaluation after it, before which the best checkpoint may have been loaded."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._trainer._last_loaded_step = -1
+
+    on_train_end = on_train_begin
 
 
 def _sampling(trainer: Any) -> dict[str, Any]:
@@ -205,4 +206,9 @@ def _check(trainer: Any) -> None:
     sampling = _sampling(trainer)
     if sampling.get("n", 1) != 1:
         raise ValueError("attach: generation_kwargs has n; set num_generations instead")
+    if sampling["temperature"] != trainer.temperature:
+        raise ValueError(
+            "attach: generation_kwargs has another temperature than the trainer computes with; set "
+            "temperature of the GRPOConfig instead"
+        )
     check_sampling(sampling)

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,6 +67,13 @@ def test_bf16_logits_are_divided_in_fp32() -> None:
     assert got == pytest.approx(1 / 0.7 - math.log(total), abs=1e-6)
     in_bf16 = (logits_BLV[0, 0] / 0.7).log_softmax(-1)[1].item()  # the control
     assert abs(got - in_bf16) > 1e-3
+
+
+def test_a_model_may_compute_elsewhere_than_its_parameters_lie() -> None:
+    """As FSDP2 with CPU offload does."""
+    logits = torch.empty(1, 3, 11, device="meta")
+    model = Mock(device=torch.device("cpu"), return_value=SimpleNamespace(logits=logits))
+    assert response_logprobs(model, [[1]], [[2, 3]]).device.type == "meta"
 
 
 def test_no_response_has_a_token() -> None:

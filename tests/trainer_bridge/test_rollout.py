@@ -181,7 +181,6 @@ def test_options_that_change_the_distribution_are_refused(name: str, value: Any)
         ({"custom_params": {"a": 1}}, "custom_params.*use only"),
         ({"n": 0}, r"\['n'\] = 0\b.*positive integer"),
         ({"n": 1.5}, r"\['n'\] = 1\.5\b.*positive integer"),
-        ({"n": 2, "sampling_seed": 1}, "sampling_seed.*leave the seed out"),
         ({"temperature": -1.0}, r"\['temperature'\] = -1\.0\b.*0 or more"),
         ({"temperature": math.nan}, r"\['temperature'\] = nan\b.*0 or more"),
     ],
@@ -191,6 +190,16 @@ def test_other_sampling_mistakes_are_refused(sampling: dict[str, Any], message: 
     with pytest.raises(ValueError, match=message):
         rollout(client, PROMPTS, sampling)
     assert not client.requests
+
+
+@pytest.mark.parametrize("given", [None, 7])
+def test_no_two_samples_of_a_prompt_have_one_seed(given: int | None) -> None:
+    """Which would be one sample with --enable-deterministic-inference, where a seed decides it."""
+    client = FakeEngine()
+    rollout(client, [[5, 6], [7], [5, 6]], {"n": 2, "sampling_seed": given})
+    seeds = [each["sampling_params"].get("sampling_seed") for each in client.requests]
+    base = 42 if given is None else given
+    assert seeds == [given, base + 1, given, base + 1, base + 2, base + 3]
 
 
 @pytest.mark.parametrize("prompts", ["hello", [], [5, 6], ["a", [5]], [[5], "a"]])

@@ -98,6 +98,8 @@ def test_disagreement_counts_sets_by_token_and_layer() -> None:
     ours = [torch.tensor([[[1, 0], [2, 1]], [[1, 2], [3, 0]], [[9, 9], [9, 9]]])]
     assert routing_disagreement(theirs, ours) == 1 / 4  # order and the last token do not count
     assert routing_disagreement(theirs * 3, [*ours * 2, theirs[0]]) == 2 / 12
+    none = torch.zeros(0, 2, 2)
+    assert routing_disagreement([*theirs, none, *theirs], [*ours, *ours, none]) == 1 / 4
     assert (
         routing_disagreement(
             [torch.tensor([[[200, 0]]]).to(torch.uint8)], [torch.tensor([[[0, 200]]])]

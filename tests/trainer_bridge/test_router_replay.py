@@ -19,6 +19,7 @@ from tests.trainer_bridge.moe_models import (
     tiny,
 )
 from tests.trainer_bridge.test_fsdp import run
+from trainer_bridge.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
 
 TOLERANCE = 1e-5  # of FP32 logits of about 3; healthy: 2e-6 (sums in another order)
@@ -149,6 +150,14 @@ def test_packed_sequences() -> None:
         for i, found in zip(order, logits_N.split([LENGTHS[i] for i in order]), strict=True):
             assert (found - replayed(model, tokens[i], experts[i])).abs().max() < TOLERANCE
     assert [len(row) for row in record.experts] == list(LENGTHS)
+    # a micro-batch of them
+    with (
+        torch.no_grad(),
+        replay_routing(model, experts, sequence_ids=torch.zeros_like(tokens[0])[None]) as record,
+    ):
+        model(tokens[0][None])
+    assert [len(row) for row in record.experts] == [LENGTHS[0], 0, 0]
+    assert 0 < routing_disagreement(experts, record.experts) <= 1
 
 
 def test_a_part_of_a_sequence_needs_its_positions() -> None:

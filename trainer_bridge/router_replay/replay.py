@@ -13,6 +13,7 @@ L MoE layers, K experts a token, E experts.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,6 +131,7 @@ def replay_routing(
         )
     _check_experts(model, routers, experts)
     rows_N = tokens.rows([len(experts_SLK) for experts_SLK in experts])
+    tokens = replace(tokens, sequences=len(experts))  # of which a batch may have some
     recorded = _Recorded(experts, rows_N)
     with _hooks(routers, RoutingRecord(tokens, len(routers)), recorded) as record:
         yield record

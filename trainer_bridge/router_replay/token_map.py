@@ -21,6 +21,8 @@ class TokenMap:
     """Its position in prompt and response, from 0."""
     whole: bool
     """Whether positions were counted here, so that every sequence must be complete."""
+    sequences: int
+    """How many there are, those without a token here too."""
 
     @classmethod
     def of(
@@ -42,15 +44,18 @@ class TokenMap:
                 "(packed ones), to say which token is which"
             )
         sequence_N = sequence_ids.detach().cpu().long().flatten()
+        sequences = int(sequence_N.max()) + 1
+        if attention_mask is not None:  # its last rows may be padding alone
+            sequences = len(attention_mask)
         if position_ids is None:
-            return cls(sequence_N, _rank_within(sequence_N), whole=True)
+            return cls(sequence_N, _rank_within(sequence_N), True, sequences)
         position_N = position_ids.detach().cpu().long().flatten()
         if position_N.shape != sequence_N.shape:
             raise ValueError(
                 f"router replay: {position_N.numel()} position_ids for {sequence_N.numel()} "
                 f"tokens; pass both in the shape of input_ids"
             )
-        return cls(sequence_N, position_N, whole=False)
+        return cls(sequence_N, position_N, False, sequences)
 
     def rows(self, lengths: Sequence[int]) -> torch.Tensor:
         """Each token's row in the concatenated rows of all sequences, int64 [N].
@@ -95,7 +100,7 @@ class TokenMap:
     def split(self, values_NX: torch.Tensor) -> list[torch.Tensor]:
         """The values of each sequence's tokens by position, without padding."""
         found = []
-        for index in range(int(self.sequence_N.max()) + 1):
+        for index in range(self.sequences):
             mine = (self.sequence_N == index).nonzero().squeeze(1)
             found.append(values_NX[mine[self.position_N[mine].argsort()]])
         return found

@@ -17,7 +17,8 @@ FIELDS = ["old_log_probs", "rollout_log_probs", "response_mask"]
 
 @register_trainer(NAME)
 class Trainer(PPOTrainerSync):  # type: ignore[misc]
-    """A step's metrics are of the tokens that verl's correction kept."""
+    """A step's metrics are of the tokens that verl's correction kept; there are none with
+    ``calculate_log_probs=False``, or where it kept no token."""
 
     def __init__(self, config: Any) -> None:
         config.trainer.v1.trainer_mode = "sync"  # verl asks for this name again, for its buffer
@@ -28,6 +29,7 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
         found = transfer_queue.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
         ).to_padded_tensor()
-        trainer, rollout, mask = (found[name] for name in FIELDS)
-        metrics |= mismatch_log(trainer, rollout, mask.bool())
+        if all(name in found.keys() for name in FIELDS):  # noqa: SIM118  (it is a TensorDict)
+            trainer, rollout, mask = (found[name] for name in FIELDS)
+            metrics |= mismatch_log(trainer, rollout, mask.bool())
         return batch

@@ -232,6 +232,14 @@ def test_a_batch_of_truncated_completions_is_accepted(make: Make, engine: FakeEn
     assert "fp8rl/ess" not in steps_of(trainer)[0]
 
 
+def test_the_best_checkpoint_is_sent_before_it_is_evaluated(make: Make, engine: FakeEngine) -> None:
+    """transformers loads it at the end, without another step."""
+    trainer = make(max_steps=1)
+    adapter.attach(trainer, engine)
+    trainer.train()
+    assert trainer._last_loaded_step != trainer.state.global_step
+
+
 def test_without_trl_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['trl'] = None\nimport sgl_fp8rl.integrations.trl"
     child = subprocess.run(

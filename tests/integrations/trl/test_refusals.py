@@ -15,6 +15,7 @@ from tests.integrations.trl.conftest import FakeEngine, Make
         ({"vllm_structured_outputs_regex": "a+"}, "regex"),
         ({"generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"generation_kwargs": {"n": 2}}, "num_generations"),
+        ({"generation_kwargs": {"temperature": 0.6}}, "temperature of the GRPOConfig"),
         ({"generation_kwargs": {"beam_width": 2}}, "beam_width"),
         ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "vespo"),
     ],
