@@ -41,6 +41,7 @@ def go(state: Path, script: str, *words: str, **settings: Any) -> None:
     finish(start(script, state, "--study", "doses", *words, settings=settings), state)
 
 
+@pytest.mark.full
 def test_the_mismatch_grows_with_the_gain_and_stock_sglang_is_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
