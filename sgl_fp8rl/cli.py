@@ -294,7 +294,7 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
             layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
     except ImportError as error:
         sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run {compat.INSTALL}")
-    except (OSError, ValueError) as error:  # such as transformers' on a path that is no model
+    except (OSError, ValueError) as error:  # transformers raises them where the path has no model
         sys.exit(f"sgl-fp8rl layers {model}: {error}")
     return layers
 

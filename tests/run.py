@@ -74,7 +74,7 @@ ON_OLDEST_ALONE = (
 # version changed, and trainers of TRL and Megatron, as the contract of adapters, do not see SGLang.
 # What the study of doses and torchrun's ranks need of SGLang, other tests need as well.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions. What a
-# soak does to a server, other tests do one by one; the code that refuses layouts is of no version.
+# soak does to a server, other tests do one by one; how layouts are refused depends on no version.
 NOT_ON_NEWEST = (
     "--ignore=tests/engine/test_export.py",
     "--ignore=tests/engine/test_in_flight.py",

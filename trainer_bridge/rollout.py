@@ -11,7 +11,7 @@ Shapes: B sequences (prompts times n), T tokens of the longest response.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -177,9 +177,7 @@ def rollout(
         prompts = [[int(token) for token in prompt] for prompt in prompts]
     # The same as SGLang's own n, which prefills a prompt alone first and fails for all n at once.
     repeated: list[Any] = [prompt for prompt in prompts for _ in range(n)]
-    requests = [_request(*each, routed_experts) for each in _with_seeds(repeated, sampling_params)]
-    groups = [requests[first : first + n] for first in range(0, len(requests), n)]
-    replies = sample_on(serving, groups, timeout)
+    replies = sample_on(serving, _requests(prompts, n, sampling_params, routed_experts), timeout)
 
     experts: list[torch.Tensor] = []
     result = Rollout([], [], [], [], [], temperature, experts if routed_experts else None)
@@ -213,17 +211,29 @@ def check_sampling(sampling: dict[str, Any]) -> None:
     _read_sampling(sampling)
 
 
-def _with_seeds(
-    prompts: list[Any], sampling_params: dict[str, Any]
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Each prompt with its parameters. With ``--enable-deterministic-inference`` a seed decides the
+def _requests(
+    prompts: Sequence[Any], n: int, sampling_params: dict[str, Any], routed_experts: bool
+) -> list[list[dict[str, Any]]]:
+    """n requests for each prompt. With ``--enable-deterministic-inference`` a seed decides the
     sample, so each copy of a prompt has another one; else SGLang reads none."""
     base = sampling_params.get("sampling_seed", SEED)
     copies: Counter[Any] = Counter()
+    requests = []
     for prompt in prompts:
         key = prompt if isinstance(prompt, str) else tuple(prompt)
-        copy, copies[key] = copies[key], copies[key] + 1
-        yield prompt, {**sampling_params, "sampling_seed": base + copy} if copy else sampling_params
+        seeds = [base + copies[key] + sample for sample in range(n)]
+        copies[key] += n
+        requests.append(
+            [
+                _request(
+                    prompt,
+                    sampling_params if seed == base else {**sampling_params, "sampling_seed": seed},
+                    routed_experts,
+                )
+                for seed in seeds
+            ]
+        )
+    return requests
 
 
 def _request(

@@ -132,7 +132,7 @@ def _checkpointed(model: nn.Module) -> Named:
     found: Named = []
     buffers: Named = []
     seen: set[int] = set()
-    for prefix, module in _modules(model):
+    for prefix, module in model.named_modules():  # those outside come before those inside
         _reshard(module)
         quantized = vars(module).get("fp8_parameters", {})
         for name, parameter in () if is_own else module._parameters.items():
@@ -151,25 +151,6 @@ def _checkpointed(model: nn.Module) -> Named:
     if is_own:
         found.extend(model.named_parameters())
     return found + buffers
-
-
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As ``named_modules``, which yields each name through a generator of every module around it.
-    Those outside come before those inside."""
-    found: dict[nn.Module, str] = {}
-    ahead = [("", model)]
-    while ahead:
-        name, module = ahead.pop()
-        if module in found:
-            continue
-        found[module] = name
-        start = f"{name}." if name else ""
-        ahead += [
-            (start + part, child)
-            for part, child in reversed(module._modules.items())
-            if child is not None
-        ]
-    return [(name, module) for module, name in found.items()]
 
 
 def _companions_behind(named: Named) -> Named:

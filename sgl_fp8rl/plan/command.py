@@ -9,7 +9,7 @@ from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, wo
 
 MOST_TOKENS = 20000
 MOST_SIGMA = 10.0
-"""Lengths that spread more are no numbers of tokens any more."""
+"""A larger spread would draw answers longer than any model generates."""
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:

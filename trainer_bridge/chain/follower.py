@@ -109,22 +109,21 @@ class ChainFollower:
         """
         if self.policy is None:
             return False
-        behind: list[Any] = []
-        lost: Exception | None = None
-        for engine in engines:
-            found, error = attempt(_state_of, engine)
-            lost = lost or error
-            if found is not None and (
-                found[1] != self.policy.run or found[2] < self.policy.version
-            ):
-                behind.append(engine)
+        asked = [attempt(_state_of, engine) for engine in engines]
+        behind = [
+            engine
+            for engine, (found, _) in zip(engines, asked, strict=True)
+            if found is not None and (found[1] != self.policy.run or found[2] < self.policy.version)
+        ]
         if behind:
             self.update(behind if len(behind) > 1 else behind[0], **options)
             how = "" if self.is_exact else ", of which a budget left a part"
             logger.info("%d of %d engines took %s%s", len(behind), len(engines), self.policy, how)
-        if lost is not None:
-            raise lost
-        return all(_state_of(engine)[0] == State.SERVING.value for engine in engines)
+        for _, error in asked:
+            if error is not None:
+                raise error
+        states = [_state_of(engine) for engine in engines] if behind else [s for s, _ in asked]
+        return all(state is not None and state[0] == State.SERVING.value for state in states)
 
     def _apply_deltas(self, index: Index) -> Exception | None:
         """Go on as far as deltas lead; why they do not lead to the newest version."""

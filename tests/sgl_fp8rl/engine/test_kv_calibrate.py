@@ -103,7 +103,9 @@ def test_ranks_agree_on_the_scales_of_a_layer(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("tokens", [kv_calibrate.FEW - 1, kv_calibrate.FEW])
-def test_very_few_tokens_are_said(tokens: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_calibration_on_very_few_tokens_logs_a_warning(
+    tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
     _, layers = fakes.scaled(layers=2)
     for layer in layers:
         kv_calibrate.calibrate(layer.fp8rl_layer, *qkv(tokens))
