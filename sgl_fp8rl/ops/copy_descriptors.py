@@ -4,7 +4,7 @@ Thousands of boxes become a few NumPy tables; nothing here knows of Triton or of
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +89,30 @@ class CopyGroup:
     positive: bool
     full: bool
     """All tiles are whole and aligned."""
+
+
+def interleave(
+    descriptors: Sequence[CopyDescriptor], gpus: Sequence[str], own: str
+) -> list[CopyDescriptor]:
+    """The same copies in an order that reads all GPUs at once, so that all are done together.
+
+    In the order of names, engines that read the same shards would all read one GPU and then the
+    next, each time over that GPU's links alone.
+
+    Args:
+        gpus: the GPU that each segment lies on.
+        own: the GPU to begin with; engines on other GPUs begin with others.
+    """
+    numbers = {gpu: number for number, gpu in enumerate(sorted({*gpus, own}))}
+    lies_on = np.array([numbers[gpus[each.segment]] for each in descriptors], np.int64)
+    sizes = np.array([each.rows * each.cols for each in descriptors], np.int64)
+    progress = np.zeros(len(sizes))
+    for gpu in numbers.values():
+        there = lies_on == gpu
+        before = np.cumsum(sizes[there]) - sizes[there]
+        progress[there] = before / max(int(sizes[there].sum()), 1)
+    turn = (lies_on - numbers[own]) % len(numbers)
+    return [descriptors[index] for index in np.lexsort((turn, progress))]
 
 
 def group_descriptors(descriptors: Iterable[CopyDescriptor]) -> Iterator[CopyGroup]:

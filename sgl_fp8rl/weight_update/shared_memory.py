@@ -93,6 +93,8 @@ class Segments:
     ) -> None:
         self.name = name
         self.places = {tensor: _pieces(tensor, pieces) for tensor, pieces in places.items()}
+        self.gpus = [handle.gpu for handle in handles]
+        """UUID of the GPU that each lies on."""
         self._mappings: list[Mapping] = []
         try:
             for handle in handles:

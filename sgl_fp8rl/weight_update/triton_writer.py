@@ -12,11 +12,11 @@ from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import ROW, WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops import delta_triton
 from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
-from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
-from sgl_fp8rl.protocol.cuda_memory import DeviceMemory
+from sgl_fp8rl.protocol.cuda_memory import DeviceMemory, gpu_uuid
 from sgl_fp8rl.protocol.manifest import Manifest
 from sgl_fp8rl.weight_update.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
@@ -172,7 +172,8 @@ class TritonWriter(WeightWriter):
                 cut += [block for block in blocks if self._has_rows(name, block.rows)]
             for piece in pieces:
                 descriptors += self._descriptors(name, *piece)
-        launches = self._compile(descriptors)
+        own = gpu_uuid(self._device.index)
+        launches = self._compile(interleave(descriptors, segments.gpus, own))
         batches = in_turn(cut)
         size = max(
             (offset + block.nbytes for batch in batches for offset, block in batch), default=0

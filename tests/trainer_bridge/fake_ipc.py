@@ -141,6 +141,7 @@ def install(patch: pytest.MonkeyPatch) -> tuple[Memories, Interpreter]:
     patch.setattr(shared_memory, "Mapping", MappedFile)
     patch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     patch.setattr(triton_writer, "DeviceMemory", FakeDeviceMemory)
+    patch.setattr(triton_writer, "gpu_uuid", lambda device: GPU)
     patch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     patch.setattr(torch.cuda, "Event", FakeEvent)
     patch.setattr(engine_weights, "writer_for", TritonWriter)

@@ -39,6 +39,8 @@ CPU = torch.device("cpu")
 BLOCK_ROWS = 128 * toy.HEADS
 """Elements of 128 rows of the widest matrix of the toy model."""
 SECONDS = 0.25
+GPUS = "GPU-a", "GPU-b"
+"""Of the trainer; the engine's rank is on the second."""
 
 Spans = list[tuple[int, int]]
 """First and last address of pieces of memory that may be touched."""
@@ -210,6 +212,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
+    monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[1])
     monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(engine_weights, "writer_for", TritonWriter)
@@ -599,6 +602,7 @@ def in_place(
             ends[segment] += raw.numel() + gap
             first += len(part)
     segments._mappings = [FakeMapping(content) for content in contents]  # type: ignore[misc]
+    segments.gpus = [*GPUS]
     gpu.shared = [span_of(content) for content in contents]
     return segments
 
@@ -725,6 +729,29 @@ def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     session.write(0)
     session.finish()
     assert toy.same(toy.contents(weights.model), toy.expected(tensors))
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_engines_own_gpu_is_read_first(
+    gpu: Interpreter, monkeypatch: pytest.MonkeyPatch, own: int
+) -> None:
+    monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[own])
+    orders: list[list[int]] = []
+
+    def seen(descriptors: list[CopyDescriptor]) -> list[CopyDescriptor]:
+        orders.append([each.segment for each in descriptors])
+        return descriptors
+
+    gpu.damage = seen
+    tensors = toy.checkpoint()
+    weights = engine(gpu, toy.toy(), toy.SHAPES)
+    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    weights.accept(manifest)
+    session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
+    weights.memory.segments = in_place(gpu, tensors, 0, 128)
+    session.write(0)
+    (order,) = filter(None, orders)
+    assert order[:2] == [own, 1 - own]
 
 
 @pytest.mark.parametrize("rows", [64, 200])
