@@ -22,7 +22,7 @@ from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_placed_shards import GpuEngine, Trainer
 from tests.trainer_bridge.test_shared_filling import distributed
 from tests.trainer_bridge.test_update import SMALL, engine_of
-from trainer_bridge import collective, update, weights
+from trainer_bridge import collective, shared_filling, update, weights
 from trainer_bridge.codes_memory import CodesMemory
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
@@ -46,6 +46,11 @@ Die = Callable[[pytest.MonkeyPatch], None]
 
 def before_it_asks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Leader, "each", ranks.die)
+
+
+def before_it_says_what_it_holds(patch: pytest.MonkeyPatch) -> None:
+    """The engines have begun."""
+    patch.setattr(shared_filling, "held_here", ranks.die)
 
 
 def before_it_writes_anything(patch: pytest.MonkeyPatch) -> None:
@@ -110,6 +115,7 @@ def killed_while_it_follows(
     ("die", "error", "found"),
     [
         (before_it_asks, "another rank did not call it", "0"),
+        (before_it_says_what_it_holds, "another rank did not call it", "0"),
         (before_it_writes_anything, "was silent for", "0"),
         (while_it_fills_the_bucket, "was silent for", "quarantined"),
         (while_all_gather, "", "quarantined"),
