@@ -61,6 +61,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "sharded": ("sharded.json", sharded.sharded),
     "sharded_four": ("sharded_four.json", sharded.sharded),
     "sharded_others": ("sharded_others.json", sharded.sharded),
+    "sharded_each": ("sharded_each.json", sharded.sharded),
     "sharded_predicted": ("sharded.json", sharded.predicted),
     "start": ("start.json", engine_tables.start),
     "kv": ("kv.json", kv.speed),

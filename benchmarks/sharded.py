@@ -40,6 +40,8 @@ WHOLE_ON_EACH = 0.55
 """The same, where a GPU holds a whole model: 31 GB of 30B-A3B, and a quarter of the shards."""
 ALONE = 0.6
 """The same, where the trainer is on other GPUs: 31 GB of BF16 on each of two."""
+STORE = "tcp://127.0.0.1:20900"
+"""Of the trainer's ranks, a server as torchrun's; the lock of one in a file slows ranks that poll."""
 PORT, PORTS = 21000, 1000
 """Of the first server, and from one to the next: SGLang takes others behind each."""
 
@@ -94,7 +96,7 @@ def measure(case: Case, run: Run) -> list[Measurement]:
         raise ValueError(f"{gpus} ranks {case.place} need {needed} GPUs; name other jobs by --only")
     engines = started(case.engines(gpus, shape), run)
     spawn = multiprocessing.get_context("spawn")
-    arguments = gpus, str(run.folder / "store"), case, shape, run.options["updates"]
+    arguments = gpus, STORE, case, shape, run.options["updates"]
     others = [
         # they end with this process where it fails, rather than wait for it
         spawn.Process(target=train, args=(rank, *arguments), daemon=True)
@@ -141,7 +143,7 @@ def train(
         engines: on the first rank.
     """
     torch.cuda.set_device(rank)
-    dist.init_process_group(BACKEND, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=ranks)
     module = sharded(shape, case.dtype, ranks)
     shards = [parameter.to_local() for _, parameter in parameters(module)]
     found = []

@@ -1,14 +1,30 @@
 """The measured block of docs/scale.md about a trainer that is sharded over several GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.engines.models import SHAPES, config
 from benchmarks.tables.engines import is_reference
-from benchmarks.tables.markdown import Column, facts, failures, grid, joined, table, with_ratio
+from benchmarks.tables.markdown import (
+    Column,
+    Row,
+    facts,
+    failures,
+    grid,
+    joined,
+    table,
+    with_ratio,
+)
 from sgl_fp8rl.plan import shape, update_time
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS
 
+NVLINK = "nvlink_ms"
+READERS: dict[str, Callable[[int], tuple[int, float]]] = {
+    "to other GPUs": lambda gpus: (gpus, 0.0),
+    "to an engine on each GPU": lambda gpus: (1, 1 / gpus),
+}
+"""Of codes, by where engines are and the trainer's GPUs: the ranks of an engine, and how much each
+reads of its own GPU."""
 SPREAD = "{median:.0f} ms ({min:.0f} to {max:.0f})"
 
 
@@ -18,6 +34,8 @@ def sharded(results: Mapping[str, Any]) -> str:
     rows = with_ratio(placed, "update_wall_ms", is_reference, same=["model", "place"])
     # of the ranks' kernels, what begin does not cover
     waits = Column("quantize", {"update_quantize_ms": "{median:.1f} ms"})
+    rows += read_over_nvlink(rows, trainer_gpus(results))
+    links = Column("NVLink, predicted", {NVLINK: "{median:.1f} ms"})
     columns = [
         Column("update", {"update_wall_ms": SPREAD}),
         Column("faster than the best stock row", {"faster": "{median:.1f}x"}),
@@ -26,6 +44,7 @@ def sharded(results: Mapping[str, Any]) -> str:
         Column("write", {"update_write_ms": "{median:.1f} ms"}),
         Column("commit", {"update_commit_ms": "{median:.1f} ms"}),
         Column("engine's kernels", {"update_gpu_ms": "{median:.1f} ms"}),
+        *([links] if any(row["metric"] == NVLINK for row in rows) else []),
         Column("extra memory", {"peak_extra_gib": "{max:.2f} GiB"}),
     ]
     made = table(rows, ["model", "arm", "case"], columns, "model, engine, weights")
@@ -33,6 +52,21 @@ def sharded(results: Mapping[str, Any]) -> str:
     gpus = trainer_gpus(results)
     end = f"{facts(results['environment'], gpus=gpus)}. Medians of {runs} (least to most)."
     return joined(made, failures(results), end)
+
+
+def read_over_nvlink(rows: Sequence[Row], gpus: int) -> list[Row]:
+    """What the links alone would take, for each row of kernels that read codes."""
+    return [
+        row
+        | {
+            "metric": NVLINK,
+            "median": update_time.codes_over_nvlink_ms(
+                shape.of(config(SHAPES[row["model"]])), *READERS[row["place"]](gpus)
+            ),
+        }
+        for row in rows
+        if row["metric"] == "update_gpu_ms" and row["place"] in READERS
+    ]
 
 
 def trainer_gpus(results: Mapping[str, Any]) -> int:

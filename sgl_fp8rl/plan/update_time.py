@@ -36,6 +36,20 @@ def sharded_kernels_ms(shape: Shape, gpus: int) -> float:
     return own / gpus / H200_BYTES_MS + crossing / gpus / NVLINK_BYTES_MS
 
 
-def far_s(shape: Shape, engines: int, gigabits: float, senders: int = 1) -> float:
-    """The links of trainer hosts, of which each sends its part of FP8 to engines on other hosts."""
-    return shape.weight_bytes(fp8=True) * engines / senders * 8 / gigabits / 1e9
+def codes_over_nvlink_ms(shape: Shape, ranks: int, own: float) -> float:
+    """What a rank of an engine reads of other GPUs of the host, where the trainer's ranks made
+    codes.
+
+    Args:
+        ranks: of the engine, which share the weights.
+        own: how much of what it reads lies on its own GPU, from 0 to 1.
+    """
+    return shape.weight_bytes(fp8=True) / ranks * (1 - own) / NVLINK_BYTES_MS
+
+
+def far_s(shape: Shape, engines: int, gigabits: float, senders: int) -> float:
+    """The outgoing links of trainer hosts: each sends its part of FP8 to the engines, which are on
+    other hosts, and of BF16 to the other trainer hosts, which gather all."""
+    codes = shape.weight_bytes(fp8=True) * engines / senders
+    gathered = shape.weight_bytes(fp8=False) * (senders - 1) / senders
+    return (codes + gathered) * 8 / gigabits / 1e9

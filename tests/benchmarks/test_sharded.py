@@ -81,7 +81,7 @@ def train(rank: int, folder: str, case: sharded.Case) -> None:
     measuring.free_bytes = lambda device=None: 100 << 30
     trainer_bridge.update = take_update
     engines = [LoadingEngine()] if rank == 0 else None
-    found = sharded.train(rank, RANKS, f"{folder}/store", case, SHAPE, UPDATES, engines)
+    found = sharded.train(rank, RANKS, f"file://{folder}/store", case, SHAPE, UPDATES, engines)
     torch.save(found, f"{folder}/{rank}")
 
 
