@@ -5,6 +5,7 @@ import time
 import weakref
 from typing import Any
 
+from trainer_bridge.chunk_sender import IMAGES
 from trainer_bridge.engine_client import EngineClient, connect, normalized, server_key
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.shard_codes import CODES_REGISTRY
@@ -71,6 +72,8 @@ def close(engine: Any) -> None:
     left = opened()
     if engine is None or had - left:
         CODES_REGISTRY.release(left)
+    if engine is None:
+        IMAGES.forget()
 
 
 def opened() -> set[str]:

@@ -110,11 +110,15 @@ class Participant:
         self.connection.client.control({"op": "end"}, self.timeout_s)
         self.connection.committed(policy)
 
-    def abort(self, why: str) -> None:
-        """End the session, if it is open, and wait for its end."""
+    def abort(self, why: str, fence: bool) -> None:
+        """End the session, if it is open, and wait for its end.
+
+        Args:
+            fence: the engine must not serve what it served before.
+        """
         if self.ranks is not None:
             ranks, self.ranks = self.ranks, None
-            ranks.send({"op": "abort", "reason": _gave_up(why), "fence": False})
+            ranks.send({"op": "abort", "reason": _gave_up(why), "fence": fence})
             self._leave(ranks)
 
     def leave_behind(self, why: str) -> None:

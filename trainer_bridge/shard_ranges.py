@@ -22,7 +22,7 @@ Owners = list[dict[int, Range] | None]
 def held_here(named: Named) -> list[Range | None]:
     """The range of each parameter that this rank holds; None where it is not sharded by rows."""
     return [
-        _range(tensor.shape, tensor.device_mesh, tensor.placements)
+        _range(tensor.shape, tensor.device_mesh, tensor.placements, tensor.to_local().shape)
         if isinstance(tensor, DTensor)
         else None
         for _, tensor in named
@@ -30,10 +30,14 @@ def held_here(named: Named) -> list[Range | None]:
 
 
 @lru_cache(1024)
-def _range(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Range | None:
+def _range(
+    shape: torch.Size, mesh: Any, placements: tuple[Any, ...], local: torch.Size
+) -> Range | None:
     if any(isinstance(placement, Partial) for placement in placements):
         return None
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(sizes) != tuple(local):
+        return None  # torch 2.11 errs where TP and FSDP2 both cut rows, and not evenly
     if 0 in sizes:
         return 0, 0
     if tuple(sizes[1:]) != tuple(shape[1:]):

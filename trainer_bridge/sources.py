@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.formats import suffixes_of
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 
@@ -70,6 +71,15 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     return _companions_behind(
         [(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors]
     )
+
+
+def listed(model_or_named_tensors: nn.Module | NamedTensors) -> tuple[Named, Exception | None]:
+    """As ``named_tensors``, and what failed there: then a model's parameters as it holds them,
+    which still say what other ranks wait for this one."""
+    named, fault = attempt(named_tensors, model_or_named_tensors)
+    if fault is not None and isinstance(model_or_named_tensors, nn.Module):
+        named = list(model_or_named_tensors.named_parameters())
+    return named or [], fault
 
 
 def sources(

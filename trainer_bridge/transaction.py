@@ -88,6 +88,7 @@ class Transaction:
         """All engines, and those that are still in the update."""
         self._policy, self._required = policy, required
         self._decision = decision_on(policy, [p.connection.decided for p in participants])
+        self._is_decided = False
         self.failed: dict[str, str] = {}
         """Why engines are no longer in the update, by name."""
         self.sessions: list[UpdateSession] = []
@@ -191,6 +192,7 @@ class Transaction:
         Raises:
             EngineError: an engine did not answer, and each was required.
         """
+        self._is_decided = True
         self._decide(self._decision)
         voted = [member for member in self.active if member.ranks is not None]
         lost: EngineError | None = None
@@ -205,7 +207,7 @@ class Transaction:
         self._end_sessions()
         if lost is not None and len(self.active) < self._required:
             if len(self._everyone) == 1:
-                raise EngineError(str(lost), lost.status) from lost
+                raise MissedCommitError(str(lost), lost.status) from lost
             missing = "; ".join(f"{name} ({why})" for name, why in self.failed.items())
             raise MissedCommitError(
                 f"{self._policy} is committed on {len(self.active)} of {len(self._everyone)} "
@@ -218,7 +220,8 @@ class Transaction:
     def close(self, error: BaseException) -> None:
         """Abort on every engine that has not committed; its quarantine says why."""
         why = str(error) or type(error).__name__
-        _at_once({p: partial(p.abort, why) for p in self._everyone})
+        # behind the decision others may have committed
+        _at_once({p: partial(p.abort, why, self._is_decided) for p in self._everyone})
         self._await_lost()
         self._end_sessions()
 

@@ -28,7 +28,7 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.shard_codes import CODES_REGISTRY
 from trainer_bridge.shared_filling import SharedFilling, fill_together
 from trainer_bridge.shared_sending import SharedSending, is_on_all, send_together
-from trainer_bridge.sources import Named, NamedTensors, named_tensors
+from trainer_bridge.sources import Named, NamedTensors, listed
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.weights_digest import weights_digest
@@ -111,8 +111,7 @@ class WholeModel:
         if isinstance(model_or_named_tensors, nn.Module):
             self._family = hf_names.model_type(model_or_named_tensors)
         # a fault waits for ``check``: the other ranks must hear of it
-        named, self._fault = attempt(named_tensors, model_or_named_tensors)
-        self.named = named or []
+        self.named, self._fault = listed(model_or_named_tensors)
         self.codes_wanted: CodesWanted | None = None
         self._placed: ShardReport = None
         self._stays: Shards | None = None

@@ -23,7 +23,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_fsdp import toy_model, toy_trainer
 from tests.trainer_bridge.test_update import holds
-from trainer_bridge import collective
+from trainer_bridge import collective, sources
 from trainer_bridge.collective import Leader, check_ranks, ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import named_tensors
@@ -175,6 +175,25 @@ def one_rank_streams(rank: int) -> None:
     assert engine is None or engine.ops == []
 
 
+def one_rank_cannot_list_its_tensors(rank: int) -> None:
+    """Without ``group``: who the ranks are is known from what the model holds."""
+    tensors, mesh = toy.checkpoint(), init_device_mesh("cpu", (WORLD,))
+    model, engine = toy_trainer(tensors, mesh), fake_engine() if rank == 0 else None
+
+    def refuse(given: Any) -> Any:
+        raise ManifestError("NaN in a shard")
+
+    for at in (0, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == at:
+                patch.setattr(sources, "named_tensors", refuse)
+            with pytest.raises(ManifestError, match="NaN in a shard"):
+                update(model, engine, version=0)
+    assert engine is None or engine.ops == []
+    update(model, engine, version=0)
+    assert engine is None or holds(engine, tensors)
+
+
 def outside_of_the_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     named = named_tensors(toy_trainer(toy.checkpoint(), mesh))
@@ -229,6 +248,7 @@ CASES = [
     one_rank_asks_for_something_else,
     one_rank_has_something_else_than_tensors,
     one_rank_streams,
+    one_rank_cannot_list_its_tensors,
     outside_of_the_group,
 ]
 

@@ -20,7 +20,7 @@ from sgl_fp8rl.weight_update.relay_changes import SessionChanges
 from sgl_fp8rl.weight_update.session import Session
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from trainer_bridge import packer, participant
+from trainer_bridge import packer, participant, transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import Source
@@ -343,6 +343,31 @@ def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
     result = update(step(tensors, 2), engine, version=2)
     assert result.network_bytes < 0.1 * result.bytes
     assert holds(engine, step(tensors, 2))
+
+
+@pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
+def test_changes_are_not_undone_behind_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine has committed, so the other one must not go back to the version before."""
+    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    tensors = toy.checkpoint(0)
+    update(tensors, engines, version=0)
+
+    def interrupted(calls: Any) -> Any:
+        for call in calls.values():
+            if call.func.__name__ == "commit":
+                call()
+                raise KeyboardInterrupt
+        return at_once(calls)
+
+    at_once = transaction._at_once
+    with monkeypatch.context() as patch:
+        patch.setattr(transaction, "_at_once", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            update(step(tensors, 1), engines, version=1)
+    states = [(w.state, w.policy.version) for engine in engines for w in engine.ranks]
+    assert states[0] == (State.SERVING, 1) and states[1][0] is State.QUARANTINED
+    update(step(tensors, 1), engines, version=1)
+    assert all(holds(engine, step(tensors, 1)) for engine in engines)
 
 
 def test_several_engines_each_get_what_they_lack() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -21,6 +22,7 @@ from tests.trainer_bridge import fake_ipc, ranks
 from tests.trainer_bridge.test_placed_shards import CODED, GpuEngine, mapped_bytes
 from tests.trainer_bridge.test_shard_codes import Elsewhere
 from tests.trainer_bridge.test_shared_filling import Engine
+from trainer_bridge.shard_ranges import assign, held_here
 from trainer_bridge.update import update
 
 WORLD = 4
@@ -82,6 +84,29 @@ def offloaded(tensors: Named) -> Named:
     """Shards that stay in host memory, pinned where there is a GPU."""
     policy = CPUOffloadPolicy(pin_memory=False)
     return sharded(model_of(tensors), init_device_mesh("cpu", (WORLD,)), offload_policy=policy)
+
+
+def where_rows_are_cut_twice(rank: int, folder: Path) -> None:
+    """By TP and by FSDP2: torch errs about where 7 rows lie, so nobody claims them."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    for rows, found in ((7, [None]), (12, [{0, 1, 2, 3, 4, 5}])):
+        whole = torch.arange(rows * 3.0).view(rows, 3)
+        model = nn.Linear(3, rows, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], (Shard(0),)))
+        fully_shard(model, mesh=mesh["dp"])
+        (held,) = held_here(list(model.named_parameters()))
+        if held is not None:
+            local = cast(DTensor, model.weight).to_local().flatten()
+            assert torch.equal(local, whole.flatten()[slice(*held)])
+        of_ranks: list[Any] = [None] * 6
+        dist.all_gather_object(of_ranks, [held])
+        owners = assign(of_ranks, [whole.numel()])
+        assert [each and {*each} for each in owners] == found
+
+
+@pytest.mark.timeout(180)
+def test_rows_are_claimed_by_who_holds_them(tmp_path: Path) -> None:
+    ranks.run(where_rows_are_cut_twice, tmp_path, 6, COLLECTIVE_TIMEOUT_S)
 
 
 class Kind(NamedTuple):

@@ -94,8 +94,14 @@ def test_an_error_that_is_not_a_sentence_becomes_one(ranks: list[Rank], error: A
 
 
 def test_a_rank_cannot_be_reached(tmp_path: Path, ranks: list[Rank]) -> None:
-    with pytest.raises(EngineError, match=r"one host.*same user"):
-        RankClients([*(rank.path for rank in ranks), str(tmp_path / "none")], TOKEN)
+    for path in (str(tmp_path / "none"), "/tmp/\ud800", "/tmp/\0"):  # the last two are no paths
+        with pytest.raises(EngineError, match=r"one host.*same user"):
+            RankClients([*(rank.path for rank in ranks), path], TOKEN)
+
+
+def test_a_host_that_is_no_name_cannot_be_reached() -> None:
+    with pytest.raises(EngineError, match=r"relay at .* cannot be reached"):
+        RelayClient({"host": "a" * 64, "port": 1}, TOKEN, None, 1.0)
 
 
 def test_a_rank_hangs_up_at_once(ranks: list[Rank]) -> None:

@@ -223,6 +223,18 @@ def test_a_lost_commit_that_failed_is_repeated() -> None:
     assert holds(engine, tensors)
 
 
+@pytest.mark.guarantee("runs", fault="the answer to a commit is lost, and the weights change")
+def test_a_second_try_brings_the_same_weights() -> None:
+    engine, tensors = Cut(engine_of(1).ranks), toy.checkpoint()
+    with pytest.raises(EngineError, match="cut"):
+        update(tensors, engine, version=0)
+    with pytest.raises(ManifestError, match="have changed since an earlier try"):
+        update(toy.checkpoint(1), engine, version=0)
+    assert holds(engine, tensors)
+    update(toy.checkpoint(1), engine, version=1)
+    assert holds(engine, toy.checkpoint(1))
+
+
 def test_a_run_begins_at_any_version_and_the_one_before_is_refused() -> None:
     """As a trainer that is resumed from a checkpoint, while the one that hung wakes up."""
     engine = engine_of(1)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 from trainer_bridge.agreement import Asked, agree, ask
@@ -22,7 +21,7 @@ from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
 from trainer_bridge.connections import connection_to
 from trainer_bridge.layout import check_kv_scales, sources_for
-from trainer_bridge.sources import Named, NamedTensors, named_tensors
+from trainer_bridge.sources import Named, NamedTensors, listed
 from trainer_bridge.update import RUN
 
 logger = logging.getLogger(__name__)
@@ -94,14 +93,14 @@ class ChainPublisher:
             ManifestError: weights, version, run or scales are not valid, or ranks differ.
         """
         model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)
-        named, fault = attempt(_named, model_or_named_tensors)
-        ranks = ranks_of(named or [], group)
+        named, fault = _listed(model_or_named_tensors)
+        ranks = ranks_of(named, group)
         leader = Leader(ranks)
 
         def check() -> None:
             if fault is not None:
                 raise fault
-            check_ranks(named or [], ranks)
+            check_ranks(named, ranks)
 
         new: VersionWriter | None = None
         try:
@@ -112,7 +111,7 @@ class ChainPublisher:
             if isinstance(model_or_named_tensors, nn.Module):
                 family = hf_names.model_type(model_or_named_tensors)
             for (_, parameter), source in zip(
-                named or [], sources_for(named or [], family, layout), strict=True
+                named, sources_for(named, family, layout), strict=True
             ):
                 whole = source.read(parameter)
                 for name, cut in source.cuts:
@@ -182,10 +181,11 @@ class ChainPublisher:
             logger.warning("old files of the chain are left: %s", error)
 
 
-def _named(given: nn.Module | NamedTensors) -> Named:
+def _listed(given: nn.Module | NamedTensors) -> tuple[Named, Exception | None]:
     if isinstance(given, Iterator):
-        raise ManifestError("an iterator cannot be published; pass a module, a mapping or a list")
-    return named_tensors(given)
+        why = "an iterator cannot be published; pass a module, a mapping or a list"
+        return [], ManifestError(why)
+    return listed(given)
 
 
 def _put(

@@ -203,7 +203,7 @@ def _connect(path: str, token: str, timeout_s: float) -> socket.socket:
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path of half a character, say
         rank.close()
         raise _unreachable(error) from error
     return rank
@@ -223,7 +223,7 @@ def _known(rank: socket.socket) -> set[str]:
     return set(known)
 
 
-def _unreachable(error: OSError) -> EngineError:
+def _unreachable(error: Exception) -> EngineError:
     return EngineError(
         f"the engine's update socket cannot be reached ({error}); trainer and engine must run on "
         f"one host, as the same user"
