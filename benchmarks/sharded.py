@@ -41,7 +41,7 @@ WHOLE_ON_EACH = 0.55
 ALONE = 0.6
 """The same, where the trainer is on other GPUs: 31 GB of BF16 on each of two."""
 STORE = "tcp://127.0.0.1:20900"
-"""Of the trainer's ranks, a server as torchrun's; the lock of one in a file slows ranks that poll."""
+"""Of the trainer's ranks, a server as torchrun's: the lock of a file slows ranks that poll."""
 PORT, PORTS = 21000, 1000
 """Of the first server, and from one to the next: SGLang takes others behind each."""
 
