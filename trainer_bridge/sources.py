@@ -47,9 +47,12 @@ class Source:
         """The whole parameter, contiguous; a collective where it is sharded."""
         if isinstance(parameter, DTensor):
             held: DTensor = parameter.detach().to(self.sent_as)  # type: ignore[assignment]
-            if held.dtype.itemsize == 1:
-                return _as_bytes(held).full_tensor().contiguous().view(held.dtype)
-            return held.full_tensor().contiguous()
+            home, mesh = held.to_local().device, held.device_mesh
+            if home.type != mesh.device_type:  # of FSDP2's CPU offload: NCCL gathers on GPUs alone
+                held = held.to(mesh.device_type)  # type: ignore[assignment]
+            codes = held.dtype.itemsize == 1
+            whole = (_as_bytes(held) if codes else held).full_tensor().contiguous().to(home)
+            return whole.view(held.dtype) if codes else whole
         return parameter.detach().contiguous()
 
 

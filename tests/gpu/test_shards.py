@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import trainer_bridge
@@ -40,6 +41,7 @@ from tests.gpu.policies import (
 )
 from tests.gpu.trainers import answer, trainer_process
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.sources import sources
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +86,34 @@ def hold_shards(
             connection.send(str(error))
         else:
             connection.send(result.mapped_bytes)
+
+
+def gather_offloaded(connection: Connection, rank: int, store: str) -> None:
+    """One rank: whether it reads the whole of a parameter that FSDP2 keeps in host memory."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if torch.cuda.device_count() < WORLD:
+        os.environ["NCCL_HOSTID"] = str(rank)  # as in one_gpu.py
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
+    dist.init_process_group("nccl", timeout=COLLECTIVES, **options)
+    whole = torch.arange(8.0).view(4, 2).bfloat16()
+    model = torch.nn.Linear(2, 4, bias=False, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        model.weight.copy_(whole)
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    named = [("weight", model.weight)]
+    (source,) = sources(named, None, torch.bfloat16)
+    found = source.read(model.weight)
+    connection.send((model.weight.to_local().is_cpu, found.is_cpu, torch.equal(found, whole)))
+
+
+def test_offloaded_shards_are_gathered_by_nccl(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        start = partial(trainer_process, gather_offloaded)
+        peers = [
+            stack.enter_context(start(rank, str(tmp_path / "store")))[1] for rank in range(WORLD)
+        ]
+        assert [answer(peer) for peer in peers] == [(True, True, True)] * WORLD
 
 
 @dataclass(frozen=True)
