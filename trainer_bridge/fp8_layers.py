@@ -193,7 +193,9 @@ class _Linear(torch.autograd.Function):
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
         rounded = None if bias is None else bias.to(x.dtype)  # as the engine holds it
         y_MN = block_linear.linear(x_MK, *parameter.codes(weight), rounded)
-        return y_MN.view(*x.shape[:-1], -1)
+        # autograd refuses writes to a view that is made here, such as those of an in-place ReLU
+        y: torch.Tensor = torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[-1]])
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:

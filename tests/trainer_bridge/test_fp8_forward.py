@@ -257,6 +257,19 @@ def test_frozen_weights_and_inputs_without_gradients() -> None:
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("shape", [(6, 256), (2, 3, 256), (256,)], ids=str)
+def test_outputs_may_be_written_to(shape: tuple[int, ...]) -> None:
+    def gradient(*, in_place: bool) -> Tensor:
+        layer, x = converted(linear()), drawn(*shape).requires_grad_()
+        y = layer(x)
+        y = y.add_(1) if in_place else y + 1
+        nn.ReLU(in_place)(y).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(in_place=True), gradient(in_place=False))
+
+
 def test_fp32_weights_under_autocast() -> None:
     """As a layer that holds the same in BF16; nothing but the codes is of lower precision."""
     low = converted(linear())
