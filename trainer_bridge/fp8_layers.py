@@ -205,7 +205,8 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 codes = ctx.parameter.codes(weight)
-                dx = block_linear.input_gradient(dy_MN, *codes).view(*dy.shape[:-1], -1)
+                shape = *dy.shape[:-1], weight.shape[-1]
+                dx = block_linear.input_gradient(dy_MN, *codes).view(shape)
             if ctx.needs_input_grad[1]:
                 dweight = (dy_MN.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
             if ctx.needs_input_grad[2]:

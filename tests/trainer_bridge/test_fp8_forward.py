@@ -270,6 +270,16 @@ def test_outputs_may_be_written_to(shape: tuple[int, ...]) -> None:
     assert torch.equal(gradient(in_place=True), gradient(in_place=False))
 
 
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256)], ids=str)
+def test_no_tokens(shape: tuple[int, ...]) -> None:
+    layer, x = converted(linear()), drawn(*shape).requires_grad_()
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 384) and y.dtype == BF16
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == shape
+    assert not layer.weight.grad.any() and not layer.bias.grad.any()
+
+
 def test_fp32_weights_under_autocast() -> None:
     """As a layer that holds the same in BF16; nothing but the codes is of lower precision."""
     low = converted(linear())
