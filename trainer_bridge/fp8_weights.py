@@ -4,6 +4,7 @@ Shape suffixes: N output features, K input features; n, k = N, K in blocks of 12
 experts have a dimension of experts before them.
 """
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ class FP8Parameter:
     """The codes of one parameter of a module.
 
     They are made where they are asked for, and kept until the parameter has another value: another
-    version, address or registration in its module, or an optimizer has stepped since, which may
+    version, memory or registration in its module, or an optimizer has stepped since, which may
     write where torch counts no version. So may others, through ``.data``: an update makes them
     anew.
 
@@ -59,7 +60,8 @@ class FP8Parameter:
             None if each.is_inference() else each._version
             for each in (weight, getattr(weight, "_local_tensor", weight))  # either is written to
         )
-        state = versions, _steps, values.data_ptr(), values.dtype
+        storage = weakref.ref(values.untyped_storage())  # its address may be given to another
+        state = versions, _steps, storage, values.data_ptr(), values.dtype
         if self._made is None or not self._made.fits([values], self._dtype):
             self._made, self._made_of = CodesMemory([values], self._dtype), ()
         if anew or self._made_of != state:

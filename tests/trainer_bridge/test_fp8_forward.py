@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from sgl_fp8rl.formats import BLOCK_FP8
@@ -384,6 +385,18 @@ def test_codes_follow_the_weight(change: Callable[[nn.Linear], None]) -> None:
     change(layer)
     assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
     assert not torch.equal(layer(x), before)
+
+
+def test_codes_follow_weights_that_last_for_one_forward() -> None:
+    """The memory of one is that of the next, whose version is the same."""
+    layer, x = converted(linear(bias=False)), drawn(4, 256)
+    memory = bytearray(layer.weight.nbytes)
+    for factor in (1.0, 2.0):
+        weight = torch.frombuffer(memory, dtype=BF16).view_as(layer.weight)
+        weight.copy_(layer.weight.detach() * factor)
+        with torch.no_grad():
+            y = functional_call(layer, {"weight": weight}, x)
+        assert torch.equal(y, fp8_linear(x, *quantize_weight(weight)))
 
 
 def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
