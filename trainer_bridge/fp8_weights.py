@@ -57,7 +57,7 @@ class FP8Parameter:
             return weight.codes
         values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
         versions = tuple(
-            None if each.is_inference() else each._version
+            object() if each.is_inference() else each._version  # uncounted: no two are the same
             for each in (weight, getattr(weight, "_local_tensor", weight))  # either is written to
         )
         storage = weakref.ref(values.untyped_storage())  # its address may be given to another

@@ -399,6 +399,16 @@ def test_codes_follow_weights_that_last_for_one_forward() -> None:
         assert torch.equal(y, fp8_linear(x, *quantize_weight(weight)))
 
 
+@torch.inference_mode()
+def test_codes_follow_weights_of_inference_mode() -> None:
+    """Whose versions torch does not count."""
+    layer, x = converted(linear(bias=False)), drawn(4, 256)
+    assert layer.weight.is_inference()
+    layer(x)
+    layer.weight.mul_(2)
+    assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
+
+
 def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("qwen3")
     convert_layers(model, fp8_names(model), BF16)
