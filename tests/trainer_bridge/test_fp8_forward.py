@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -427,12 +428,16 @@ def test_codes_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.zero_grad()
 
 
-def test_a_write_past_torch_is_seen_at_the_next_update() -> None:
+@pytest.mark.parametrize(
+    "tell", [named_tensors, lambda layer: increment_version(layer.parameters())]
+)
+def test_a_write_past_torch_is_seen_once_it_is_told(tell: Callable[[nn.Module], Any]) -> None:
+    """By an update, or in torch's way."""
     layer, x = converted(linear(bias=False)), drawn(4, 256)
     before = layer(x)
     layer.weight.data.mul_(2)
     assert torch.equal(layer(x), before)  # the documented limit
-    named_tensors(layer)
+    tell(layer)
     assert torch.equal(layer(x), fp8_linear(x, *quantize_weight(layer.weight)))
 
 
