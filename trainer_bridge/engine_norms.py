@@ -21,17 +21,22 @@ class EngineNorm(nn.Module):
 
     weight: nn.Parameter
     variance_epsilon: float
+    engine_dtype: torch.dtype
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``x / rms(x) * weight`` in FP32, in the dtype of x: ``[..., H]``."""
+        """``x / rms(x) * weight`` in FP32, rounded as the engine does, in the dtype of x:
+        ``[..., H]``."""
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        weight = self.weight.to(hidden_states.dtype)  # as the engine holds it
-        return (x * weight.float()).to(hidden_states.dtype)
+        weight = self.weight.to(self.engine_dtype)  # as the engine holds it
+        return (x * weight.float()).to(self.engine_dtype).to(hidden_states.dtype)
 
 
-def convert_norms(model: nn.Module) -> int:
+def convert_norms(model: nn.Module, dtype: torch.dtype) -> int:
     """Have a model's norms round once; parameters, hooks and names stay.
+
+    Args:
+        dtype: the engine's, to which weights and results are rounded.
 
     Returns:
         how many do.
@@ -40,6 +45,7 @@ def convert_norms(model: nn.Module) -> int:
     norms = [module for module in modules if "forward" not in vars(module)]  # or it is patched
     for norm in norms:
         norm.__class__ = _class_of(type(norm))  # type: ignore[arg-type]
+        norm.engine_dtype = dtype  # type: ignore[assignment]
     return len(norms)
 
 

@@ -166,7 +166,7 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
         check_kind(module, name)
     for name, module in modules.items():
         convert(module, name, dtype)
-    norms = convert_norms(model)
+    norms = convert_norms(model, dtype)
     logger.info("fp8_forward: %d tensors of %d modules, %d norms", len(found), len(modules), norms)
     return FP8Forward(model, dtype, tuple(sorted(found)))
 

@@ -191,7 +191,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.parameter, ctx.bias_dtype = parameter, None if bias is None else bias.dtype
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
-        rounded = None if bias is None else bias.to(x.dtype)  # as the engine holds it
+        rounded = None if bias is None else bias.to(parameter.dtype)  # as the engine holds it
         y_MN = block_linear.linear(x_MK, *parameter.codes(weight), rounded)
         # autograd refuses writes to a view that is made here, such as those of an in-place ReLU
         y: torch.Tensor = torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[-1]])

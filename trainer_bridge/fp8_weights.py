@@ -34,7 +34,7 @@ class FP8Parameter:
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._name, self._dtype = name, dtype
+        self._name, self.dtype = name, dtype
         self._made: CodesMemory | None = None
         self._made_of: tuple[Any, ...] = ()
         self._shard: DTensor | None = None
@@ -42,7 +42,7 @@ class FP8Parameter:
 
     def __reduce__(self) -> Any:
         """A copy has codes of its own, which it makes."""
-        return FP8Parameter, (self._name, self._dtype)
+        return FP8Parameter, (self._name, self.dtype)
 
     def codes(self, weight: torch.Tensor, *, anew: bool = False) -> Codes:
         """The codes of the parameter as its module has it now.
@@ -62,8 +62,8 @@ class FP8Parameter:
         )
         storage = weakref.ref(values.untyped_storage())  # its address may be given to another
         state = versions, _steps, storage, values.data_ptr(), values.dtype
-        if self._made is None or not self._made.fits([values], self._dtype):
-            self._made, self._made_of = CodesMemory([values], self._dtype), ()
+        if self._made is None or not self._made.fits([values], self.dtype):
+            self._made, self._made_of = CodesMemory([values], self.dtype), ()
         if anew or self._made_of != state:
             try:
                 self._made.write([values])

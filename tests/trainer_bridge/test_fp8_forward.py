@@ -20,6 +20,7 @@ from tests import oracle
 from tests.trainer_bridge import moe_models
 from trainer_bridge import fp8_forward, fp8_weights
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_forward import FP8Forward, convert_layers
 from trainer_bridge.fp8_layers import FP8Linear, convert
@@ -297,6 +298,8 @@ def test_fp32_weights_under_autocast() -> None:
     assert torch.equal(y, low(x))
     assert high.weight.grad.dtype == torch.float32
     assert torch.equal(high.weight.grad, low.weight.grad.float())
+    x = x.float()  # without autocast weights are rounded to the engine's dtype all the same
+    assert torch.equal(high(x), fp8_linear(x, *quantize_weight(low.weight), low.bias))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -577,3 +580,16 @@ def test_norms_round_once_behind_the_weight() -> None:
     assert isinstance(norm, nn.Module) and "input_layernorm.weight" in dict(
         model.model.layers[0].named_parameters()
     )
+
+
+def test_norms_of_fp32_round_as_the_engine_does() -> None:
+    """As the parameters and residuals under autocast are."""
+    norm, low = (tiny("qwen3").model.layers[0].input_layernorm for _ in range(2))
+    x = drawn(64, norm.weight.shape[0])
+    with torch.no_grad():
+        low.weight.copy_(1 + 0.3 * drawn(*norm.weight.shape, seed=1))
+        norm.float().weight.copy_(low.weight.float() * (1 + 2.0**-10))  # rounds to the other's
+    for each in (norm, low):
+        assert convert_norms(each, BF16) == 1
+    assert norm(x.float()).dtype == torch.float32
+    assert torch.equal(norm(x.float()), low(x).float())
