@@ -152,7 +152,8 @@ class KVCalibrator:
         This is a collective call of all ranks of the group, if torch.distributed is initialized.
 
         Returns:
-            FP32 ``[L, 3, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``.
+            FP32 ``[L, 3, H]``, the same on each rank: ``max(measure, 1e-10) * margin / 448``. If
+            torch.distributed is initialized and can reduce there, on the CPU.
 
         Raises:
             ValueError: a layer saw no tokens, or NaN or Inf; raised on every rank.
@@ -227,13 +228,13 @@ class KVCalibrator:
     def _merged(self) -> torch.Tensor:
         """The statistics of all ranks; begins a new step."""
         statistics, self._statistics = self._statistics, None
-        together = dist.is_available() and dist.is_initialized()
-        if statistics is None:  # nothing was observed here, maybe on another rank
-            on_gpu = together and dist.get_backend(self._group) == "nccl"
-            statistics = self._empty(torch.device("cuda" if on_gpu else "cpu"))
-        if together:
-            by = dist.ReduceOp.MAX if self.percentile is None else dist.ReduceOp.SUM
-            dist.all_reduce(statistics, by, group=self._group)
+        if not (dist.is_available() and dist.is_initialized()):
+            return self._empty(torch.device("cpu")) if statistics is None else statistics
+        device = _device_of(self._group)
+        # nothing may have been observed here, and yet on another rank
+        statistics = self._empty(device) if statistics is None else statistics.to(device)
+        by = dist.ReduceOp.MAX if self.percentile is None else dist.ReduceOp.SUM
+        dist.all_reduce(statistics, by, group=self._group)
         return statistics
 
     def _measure(self, statistics: torch.Tensor) -> torch.Tensor:
@@ -263,3 +264,9 @@ class KVCalibrator:
                     f"layer {layer} has NaN or Inf in {row}; check the trainer's weights"
                 )
         return bits_LRH.view(torch.float32).double()
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group reduce: one kind of device, whatever each has observed on."""
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])

@@ -479,3 +479,26 @@ def merge(rank: int, folder: Path) -> None:
 @pytest.mark.timeout(180)
 def test_ranks_get_the_scales_of_all_tokens(tmp_path: Path) -> None:
     run(merge, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("backends", "kind"), [("cpu:gloo,meta:nccl", "cpu"), ("meta:nccl", "meta")], ids=str
+)
+def test_a_rank_that_observed_nothing_reduces_where_others_do(
+    backends: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device "meta" stands for a GPU."""
+    kinds: list[str] = []
+
+    def reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        kinds.append(tensor.device.type)
+        raise InterruptedError
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "all_reduce", reduce)
+    for layers in ([], [[batch(0)]]):
+        with pytest.raises(InterruptedError):
+            observed(KVCalibrator(1, 2), layers).scales()
+    assert kinds == [kind, kind]
