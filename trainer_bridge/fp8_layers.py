@@ -39,16 +39,30 @@ class FP8Module(nn.Module):
             parameter.moved(getattr(self, name))
         return self
 
+    def _whole(self, name: str) -> tuple[torch.Tensor, FP8Parameter]:
+        """A weight to compute with, and its codes.
+
+        Raises:
+            ValueError: it is sharded.
+        """
+        weight, parameter = getattr(self, name), self.fp8_parameters[name]
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"{parameter.name} is sharded, and a forward needs all of its rows; call the "
+                f"module that fully_shard wrapped, or its unshard() first"
+            )
+        return weight, parameter
+
 
 class FP8Linear(FP8Module, nn.Linear):
     """``nn.Linear`` with the forward of an FP8 layer."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = _as_autocast(input)
+        x, (weight, parameter) = _as_autocast(input), self._whole("weight")
         with torch.autocast(x.device.type, enabled=False):
             y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                x, self.weight, self.bias, self.fp8_parameters["weight"]
+                x, weight, self.bias, parameter
             )
         return y
 
@@ -81,7 +95,7 @@ class FP8Experts(FP8Module):
     def _multiply(self, name: str, x_RK: torch.Tensor, counts: list[int]) -> torch.Tensor:
         with torch.autocast(x_RK.device.type, enabled=False):
             y_RN: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-                x_RK, getattr(self, name), self.fp8_parameters[name], counts
+                x_RK, *self._whole(name), counts
             )
         return y_RN
 

@@ -34,7 +34,7 @@ class FP8Parameter:
     """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self._name, self.dtype = name, dtype
+        self.name, self.dtype = name, dtype
         self._made: CodesMemory | None = None
         self._made_of: tuple[Any, ...] = ()
         self._shard: DTensor | None = None
@@ -42,7 +42,7 @@ class FP8Parameter:
 
     def __reduce__(self) -> Any:
         """A copy has codes of its own, which it makes."""
-        return FP8Parameter, (self._name, self.dtype)
+        return FP8Parameter, (self.name, self.dtype)
 
     def codes(self, weight: torch.Tensor, *, anew: bool = False) -> Codes:
         """The codes of the parameter as its module has it now.
@@ -68,7 +68,7 @@ class FP8Parameter:
             try:
                 self._made.write([values])
             except ValueError as error:
-                raise ManifestError(f"{self._name} {error}") from error
+                raise ManifestError(f"{self.name} {error}") from error
             self._made_of = state
         return self._made.codes[0]
 

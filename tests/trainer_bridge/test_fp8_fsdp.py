@@ -192,6 +192,11 @@ def uneven(rank: int, folder: Path) -> None:
             assert not hasattr(tensor._local_tensor, "fsdp_pre_all_gather")
         y.float().square().mean().backward()
     assert set(seen[::2]) == {GatheredCodes} and set(seen[1::2]) == {nn.Parameter}
+    for name in ("even", "uneven"):  # whose hooks of FSDP2 are the model's
+        with pytest.raises(ValueError, match=rf"{name}\.weight is sharded.*unshard"):
+            getattr(model, name)(x)
+    model.unshard()
+    assert torch.equal(model.even(x), alone.even(x))
 
 
 def one_rank_a_shard(rank: int, folder: Path) -> None:
