@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -212,6 +213,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
@@ -240,6 +242,7 @@ class _Experts(torch.autograd.Function):
         return block_linear.linear_by_expert(x_RK, counts, *parameter.codes(weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_RN: torch.Tensor) -> Any:
         x_RK, weight = ctx.saved_tensors
         dx_RK = dweight = None

@@ -260,6 +260,15 @@ def test_frozen_weights_and_inputs_without_gradients() -> None:
     assert layer.weight.grad is not None
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """They would lack what passes through the weight."""
+    experts, x = converted(tiny().model.layers[0].mlp.experts), drawn(3, 256).requires_grad_()
+    for y in (converted(linear())(x), experts(x, torch.eye(3, 2).long(), torch.rand(3, 2))):
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.square().sum().backward()
+
+
 @pytest.mark.parametrize("shape", [(6, 256), (2, 3, 256), (256,)], ids=str)
 def test_outputs_may_be_written_to(shape: tuple[int, ...]) -> None:
     def gradient(*, in_place: bool) -> Tensor:
