@@ -232,6 +232,20 @@ def test_losses_and_gradients(name: str) -> None:
         assert gradient_BT[b, t].item() == pytest.approx(slope, rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["decoupled_token_is", "bypass_pg_is"])
+def test_losses_of_half_precision_logprobs_are_fp32(name: str, dtype: torch.dtype) -> None:
+    trainer_BT, rollout_BT, mask_BT, current_BT, advantages_BT = loss_case()
+    half_BT, advantages_BT = current_BT.to(dtype).requires_grad_(), advantages_BT.to(dtype)
+    correction = correct_logprobs(trainer_BT, rollout_BT, mask_BT, PRESETS[name])
+    losses_BT = policy_loss(half_BT, advantages_BT, correction)
+    assert losses_BT.dtype == torch.float32
+    wide_BT = half_BT.detach().float()
+    assert torch.equal(losses_BT, policy_loss(wide_BT, advantages_BT.float(), correction))
+    losses_BT.sum().backward()
+    assert half_BT.grad is not None and half_BT.grad.dtype == dtype
+
+
 def test_weights_carry_no_gradient_and_take_half_precision_logprobs() -> None:
     trainer = torch.tensor([[-1.0, -2.5]], requires_grad=True)
     result = correct(make_rollout([[-1.5, -2.0]]), trainer)

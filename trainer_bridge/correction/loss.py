@@ -35,7 +35,8 @@ def policy_loss(
         [B, T], with gradient; FP32, or FP64 where logprobs_BT are.
     """
     mask_BT = correction.mask_BT
-    logprobs_BT = logprobs_BT.masked_fill(~mask_BT, 0.0)
+    wide = torch.promote_types(logprobs_BT.dtype, torch.float32)
+    logprobs_BT = logprobs_BT.to(wide).masked_fill(~mask_BT, 0.0)
     advantages_BT = advantages_BT.expand_as(mask_BT).masked_fill(~mask_BT, 0.0)
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
