@@ -140,7 +140,8 @@ class Controller:
         if reasons:  # no mitigation helps against wrong logprobs
             self._window.clear()
             return self._decision(f"nothing changes: {reasons[0]}")
-        self._window.append([metrics[name] for name in _READ])
+        row = [metrics[name] for name in _READ]
+        self._window = [*self._window, row][-self.patience :]  # loaded with another patience
         if len(self._window) < self.patience:
             return self._decision()
         columns = [*zip(*self._window, strict=True)]
@@ -168,11 +169,20 @@ class Controller:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a controller that was made with the same arguments.
+        """Restore the state of a controller that was made with the same config; its budget and
+        patience may be others.
 
         Args:
             state: a return value of ``state_dict``.
+
+        Raises:
+            ValueError: it is of a config with more thresholds.
         """
+        if state["rung"] not in range(len(self._thresholds)):
+            raise ValueError(
+                f"Controller: the state has tightened C {state['rung']} times, of which this "
+                f"config has {len(self._thresholds) - 1}; make it with the config of that run"
+            )
         self._rung, self._waiting = state["rung"], state["waiting"]
         self._requests = [Request(*request) for request in state["requests"]]
         self._window = [list(row) for row in state["window"]]

@@ -166,6 +166,25 @@ def test_it_goes_on_from_a_checkpoint() -> None:
         assert run(stop) == whole
 
 
+def test_another_patience_than_that_of_a_checkpoint() -> None:
+    saved = controller()
+    for given in (FINE, FINE):
+        saved.observe(given)
+    impatient = Controller(BUDGET, patience=1)
+    impatient.load_state_dict(saved.state_dict())
+    assert impatient.observe(TAIL) == Controller(BUDGET, patience=1).observe(TAIL)
+
+
+def test_a_checkpoint_of_a_config_with_more_thresholds_is_refused() -> None:
+    saved = controller()
+    feed(saved, TAIL)
+    masked = CorrectionConfig("token", (0.5, 2.0))
+    other = controller(config=masked)
+    with pytest.raises(ValueError, match="config of that run"):
+        other.load_state_dict(saved.state_dict())
+    assert feed(other, FINE) == Decision(masked, (), ())  # it is as it was
+
+
 def test_other_configs() -> None:
     masked = CorrectionConfig("token", (0.5, 5.0), rollout_rs={"seq_mean_k3": 0.01})
     assert feed(controller(config=masked, fp8_kv=True), TAIL).config == masked  # it has no C
