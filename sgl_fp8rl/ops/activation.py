@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_DTYPE, FP8_MAX
 
-INVERSE_MAX = float(torch.tensor(1 / FP8_MAX, dtype=torch.float32))
+INVERSE_MAX = float(torch.tensor(1 / FP8_MAX, dtype=torch.float32, device="cpu"))
 """1 / 448 in FP32: SGLang multiplies by it where the definition of a scale divides."""
 LARGEST_DIVISOR = 2.0**126
 """Larger numbers have a denormal reciprocal, which the GPU's instruction flushes to 0."""

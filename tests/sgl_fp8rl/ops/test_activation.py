@@ -1,5 +1,6 @@
 """The reference of the activation kernels against the float64 oracle."""
 
+import runpy
 import weakref
 
 import numpy as np
@@ -42,6 +43,12 @@ def assert_quantized(got: Quantized, y_MK: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1, 128), (3, 256), (4, 1152), (9, 4096)], ids=str)
 def test_bytes_of_rows(shape: tuple[int, int]) -> None:
     assert_quantized(quantize_tokens(rows(*shape)), rows(*shape))
+
+
+def test_it_may_be_imported_where_a_model_is_made_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        anew = runpy.run_path(activation.__file__)
+    assert anew["INVERSE_MAX"] == activation.INVERSE_MAX
 
 
 def test_bytes_of_what_is_no_ordinary_number() -> None:
