@@ -8,7 +8,8 @@ Shape suffixes: M tokens, T experts of a token, R = M * T rows sorted by expert,
 hidden, N output features, K input features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -192,6 +193,15 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
+@contextmanager
+def _naming(parameter: FP8Parameter) -> Iterator[None]:
+    """Name the weight whose product refuses its activations."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{parameter.name}, in a forward: {error}") from error
+
+
 class _Linear(torch.autograd.Function):
     """``x @ weight.T + bias``."""
 
@@ -207,7 +217,9 @@ class _Linear(torch.autograd.Function):
         ctx.parameter, ctx.bias_dtype = parameter, None if bias is None else bias.dtype
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
         rounded = None if bias is None else bias.to(parameter.dtype)  # as the engine holds it
-        y_MN = block_linear.linear(x_MK, *parameter.codes(weight), rounded)
+        codes = parameter.codes(weight)
+        with _naming(parameter):
+            y_MN = block_linear.linear(x_MK, *codes, rounded)
         # autograd refuses writes to a view that is made here, such as those of an in-place ReLU
         y: torch.Tensor = torch.ops.aten._unsafe_view(y_MN, [*x.shape[:-1], y_MN.shape[-1]])
         return y
@@ -239,7 +251,9 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, weight)
         ctx.parameter, ctx.counts = parameter, counts
-        return block_linear.linear_by_expert(x_RK, counts, *parameter.codes(weight))
+        codes = parameter.codes(weight)
+        with _naming(parameter):
+            return block_linear.linear_by_expert(x_RK, counts, *codes)
 
     @staticmethod
     @once_differentiable

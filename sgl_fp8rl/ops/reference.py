@@ -31,7 +31,7 @@ def scale_of(amax: torch.Tensor, largest: float = FP8_MAX) -> torch.Tensor:
     """
     if not torch.isfinite(amax).all():
         raise ValueError(
-            "FP8 quantization met NaN or Inf; check the tensor before it is sent to the engine"
+            "FP8 quantization met NaN or Inf; check the trainer's weights and the model's inputs"
         )
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
     return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)

@@ -343,6 +343,17 @@ def test_nan_is_refused() -> None:
             read()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_activations_that_cannot_be_quantized_are_refused_by_layer(bad: float) -> None:
+    x = drawn(3, 256)
+    x[1, 2] = bad
+    with pytest.raises(ValueError, match=r"a\.layer\.weight.*forward.*NaN or Inf"):
+        converted(linear())(x)
+    with pytest.raises(ValueError, match=r"a\.layer\.gate_up_proj.*forward.*NaN or Inf"):
+        experts = converted(tiny().model.layers[0].mlp.experts)
+        experts(x, torch.eye(3, 2).long(), torch.rand(3, 2))
+
+
 # ---- when codes are made
 
 
