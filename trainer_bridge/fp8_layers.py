@@ -23,6 +23,9 @@ from sgl_fp8rl.ops import block_linear
 from sgl_fp8rl.ops.reference import BLOCK
 from trainer_bridge.fp8_weights import FP8Parameter
 
+_USUAL_GATE = "_default_apply_gate"
+"""What transformers calls ``act_fn(gate) * up``, of experts that define no other."""
+
 
 class FP8Module(nn.Module):
     """A module some of whose parameters have codes."""
@@ -173,7 +176,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def check_experts(module: nn.Module, name: str) -> None:
-    """Check that experts are stored as ``FP8Experts`` and ``ops.experts`` compute them.
+    """Check that experts are stored, and gated, as ``FP8Experts`` and ``ops.experts`` compute them.
 
     Raises:
         ValueError: they are not.
@@ -184,6 +187,12 @@ def check_experts(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} stores its experts interleaved, transposed or with a bias, which cannot be "
             f"computed in FP8 here; only experts with [gate; up] rows can"
+        )
+    gate = getattr(type(module), "_apply_gate", None)
+    if not hasattr(module, "act_fn") or getattr(gate, "__name__", _USUAL_GATE) != _USUAL_GATE:
+        raise ValueError(
+            f"{name} has a gate of its own, which cannot be computed in FP8 here; only experts "
+            f"that multiply act_fn(gate) by up can"
         )
 
 

@@ -158,6 +158,17 @@ def test_a_layer_of_another_kind() -> None:
         converted(experts)
 
 
+def test_experts_with_a_gate_of_their_own() -> None:
+    """Such as one that clamps, which would be dropped."""
+    clamped, other = (tiny().model.layers[0].mlp.experts for _ in range(2))
+    gate = {"_apply_gate": lambda self, gate_up: gate_up.chunk(2, dim=-1)[0].clamp(max=1)}
+    clamped.__class__ = type("ClampedExperts", (type(clamped),), gate)
+    del other.act_fn
+    for experts in (clamped, other):
+        with pytest.raises(ValueError, match=r"a\.layer has a gate of its own"):
+            converted(experts)
+
+
 def test_a_layer_that_the_engine_pads() -> None:
     for ragged in (linear(192), linear(384, 192)):
         with pytest.raises(ValueError, match=r"192.* --fp8rl-ragged bf16"):
