@@ -1,6 +1,5 @@
 """The tables of docs/demo.md, from what ``python -m examples.grpo`` logged."""
 
-import json
 from collections import defaultdict
 from statistics import fmean, median
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def on_cpu(text: str) -> str:
+def on_cpu(rows: list[Row]) -> str:
     """Of results/grpo.jsonl."""
-    e, table = _table(text)
+    e, table = _table(rows)
     return (
         f"{table}\n\n`make demo`, {e['parameters'] / 1e6:.1f} M parameters, two CPU cores, "
         f"{_versions(e)}, {e['date'][:10]}. KL and ESS are means over {e['steps']} steps, times "
@@ -18,10 +17,10 @@ def on_cpu(text: str) -> str:
     )
 
 
-def on_gpu(text: str) -> str:
+def on_gpu(rows: list[Row]) -> str:
     """Of results/grpo_gpu.jsonl."""
-    e, table = _table(text)
-    arms = _arms(text)
+    e, table = _table(rows)
+    arms = _arms(rows)
     later = [step for steps in arms.values() for step in steps[1:]]
     mapped = min(step["mapped_bytes"] / step["update_bytes"] for step in later)
     rates = {arm: median(step["tokens_per_s"] for step in steps) for arm, steps in arms.items()}
@@ -39,15 +38,14 @@ BLOCKS = {"grpo": ("grpo.jsonl", on_cpu), "grpo_gpu": ("grpo_gpu.jsonl", on_gpu)
 """The file that each block of docs/demo.md is made from, and how."""
 
 
-def _table(text: str) -> tuple[Row, str]:
+def _table(rows: list[Row]) -> tuple[Row, str]:
     """The environment, and a line an arm."""
-    rows = [json.loads(line) for line in text.splitlines()]
     rewards = {row["arm"]: row for row in rows if row["kind"] == "evaluation"}
     lines = [
         "| rollouts | reward before | after | mismatch KL (k3, nats) | ESS | update | rollout |",
         "|---|---|---|---|---|---|---|",
     ]
-    for arm, steps in _arms(text).items():
+    for arm, steps in _arms(rows).items():
         update_ms = 1e3 * median(step["update_s"] for step in steps)
         cells = [
             arm.upper(),
@@ -62,10 +60,10 @@ def _table(text: str) -> tuple[Row, str]:
     return rows[0], "\n".join(lines)
 
 
-def _arms(text: str) -> dict[str, list[Row]]:
+def _arms(rows: list[Row]) -> dict[str, list[Row]]:
     """Steps of each arm."""
     arms: dict[str, list[Row]] = defaultdict(list)
-    for row in map(json.loads, text.splitlines()):
+    for row in rows:
         if row["kind"] == "step":
             arms[row["arm"]].append(row)
     return arms

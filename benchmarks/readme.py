@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import demo
 from benchmarks.environment import ROOT
 from benchmarks.parity import dose_tables, long_tables, picture, tables
+from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
 from benchmarks.tables import alarms as alarm_tables
 from benchmarks.tables import (
@@ -104,7 +105,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "gemms_tuned": (TABLES / "nvidia-h200-flashinfer.json", kernel_tables.gemms),
 }
 """What each block is made from, a file of ``RESULTS`` unless its whole path is given, and how: from
-the content of a ``.json`` file, from the text of a ``.jsonl`` file."""
+the content of a ``.json`` file, from the rows of a ``.jsonl`` file."""
 
 
 def filled(match: re.Match[str]) -> str:
@@ -116,8 +117,7 @@ def filled(match: re.Match[str]) -> str:
 
 def read(path: Path) -> Any:
     """What a block is made from."""
-    text = path.read_text()
-    return json.loads(text) if path.suffix == ".json" else text
+    return json.loads(path.read_text()) if path.suffix == ".json" else rows_of(path)
 
 
 def main() -> None:

@@ -40,11 +40,9 @@ def environment_row(command: str, packages: Iterable[str], **more: Any) -> Row:
     return {"kind": "environment", **environment(command), **versions, **more}
 
 
-def write(log: Path, rows: Iterable[Row]) -> str:
-    """Write a log, and return its text."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    log.write_text(text)
-    return text
+def write(log: Path, rows: Iterable[Row]) -> None:
+    """Write a log."""
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def compare(
@@ -52,12 +50,13 @@ def compare(
     log: Path,
     picture: Path,
     measure: Callable[[], list[Row]],
-    table: Callable[[str], str],
+    table: Callable[[list[Row]], str],
 ) -> None:
     """Run the command of a study whose arms are compared in a table and a picture."""
     options_of = parser(about, log)
     options_of.add_argument("--picture", type=Path, default=picture)
     options = options_of.parse_args()
-    text = write(options.log, measure())
-    draw(text, options.picture)
-    print(table(text))
+    rows = measure()
+    write(options.log, rows)
+    draw(rows, options.picture)
+    print(table(rows))

@@ -1,4 +1,4 @@
-"""The tables of docs/dose_response.md, from the text of results/dose_response.jsonl."""
+"""The tables of docs/dose_response.md, from the rows of results/dose_response.jsonl."""
 
 import re
 from itertools import pairwise
@@ -20,15 +20,13 @@ from benchmarks.parity.run_log import Row
 from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA, LAST_STEPS
 from benchmarks.parity.tables import interval, spread, table, where
-from benchmarks.parity.verdict import rows_of
 
 LAYERS = re.compile(r"'[^']*'")
 """Of a decision: the names that follow an option."""
 
 
-def scans(text: str) -> str:
+def scans(rows: list[Row]) -> str:
     """What each gain did to the mismatch of a start, and which were chosen."""
-    rows = rows_of(text)
     found: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
         if row["kind"] == "scan":
@@ -60,9 +58,8 @@ def _gain(row: Row) -> str:
     return f"2^{row['exponent']} in {channels} group, {row['mismatch_kl_k3']:.1e}{of_it}"
 
 
-def response(text: str) -> str:
+def response(rows: list[Row]) -> str:
     """Each arm beside its reference, what was predicted and what was found."""
-    rows = rows_of(text)
     found = verdicts(rows)
     lines = []
     for arm in DOSE_ARMS.values():
@@ -133,11 +130,11 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
     )
 
 
-def mitigations(text: str) -> str:
+def mitigations(rows: list[Row]) -> str:
     """What corrections, ``fp8_forward`` and the controller recover."""
     lines = [
         (arm, len(bf16.differences), _difference(bf16), _difference(own))
-        for arm, (bf16, own) in mitigated(rows_of(text)).items()
+        for arm, (bf16, own) in mitigated(rows).items()
     ]
     head = (
         "arm, less the same dose uncorrected | pairs | held-out reward, BF16 engine "
@@ -150,9 +147,8 @@ def _difference(found: Comparison) -> str:
     return f"{found.mean:+.3f}" + (f" ({interval(found)})" if found.interval else "")
 
 
-def alarms(text: str) -> str:
+def alarms(rows: list[Row]) -> str:
     """When alarms fired, and when rewards fell."""
-    rows = rows_of(text)
     found = verdicts(rows)
     lines = []
     for arm in DOSE_ARMS.values():
@@ -195,9 +191,9 @@ def alarms(text: str) -> str:
     return f"{table(head, lines)}\n\n{note}"
 
 
-def decisions(text: str) -> str:
+def decisions(rows: list[Row]) -> str:
     """What the controllers decided."""
-    runs = runs_of(rows_of(text), "grows-controlled")
+    runs = runs_of(rows, "grows-controlled")
     lines = [
         (execution[:16], seed, step, LAYERS.sub(_count, reason))
         for (execution, seed), run in runs.items()

@@ -1,4 +1,4 @@
-"""The table of docs/long_responses.md, from the text of results/long_responses.jsonl."""
+"""The table of docs/long_responses.md, from the rows of results/long_responses.jsonl."""
 
 from collections.abc import Iterator
 from statistics import fmean, median
@@ -9,16 +9,14 @@ from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import LAST_STEPS
 from benchmarks.parity.tables import table, where
 from benchmarks.parity.tasks import LONG
-from benchmarks.parity.verdict import rows_of
 
 FIRST_STEPS = 10
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
 """Of the reference's held-out reward; outside of them the run is inconclusive."""
 
 
-def responses(text: str) -> str:
+def responses(rows: list[Row]) -> str:
     """Each arm beside the reference of its execution."""
-    rows = rows_of(text)
     head = (
         f"arm | held-out reward | of level {LONG} | lost, of the gain | found | own engine, last "
         f"{LAST_STEPS} steps | tokens a response | k3, first {FIRST_STEPS} steps | k3, all steps "

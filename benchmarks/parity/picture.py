@@ -9,9 +9,8 @@ from statistics import fmean
 
 from benchmarks.parity.arms import ARMS, Arm
 from benchmarks.parity.models import PRETRAINED
-from benchmarks.parity.run_log import Row
+from benchmarks.parity.run_log import Row, rows_of
 from benchmarks.parity.summary import RESULTS
-from benchmarks.parity.verdict import rows_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PICTURES = {
@@ -34,11 +33,10 @@ PANELS: tuple[tuple[str, str, Callable[[Arm], bool]], ...] = (
 )
 
 
-def draw(text: str, path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Mean over seeds as a line, least to largest as a band."""
     from matplotlib.figure import Figure
 
-    rows = rows_of(text)
     drawn = [panel for panel in PANELS if _curves(rows, *panel)]
     lines = -(-len(drawn) // COLUMNS)
     figure = Figure(figsize=(15, 4.25 * lines), layout="constrained")
@@ -96,7 +94,7 @@ def draw_all() -> None:
     """The picture of each study that has results."""
     for results, picture in PICTURES.items():
         if results.exists():
-            draw(results.read_text(), picture)
+            draw(rows_of(results), picture)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/parity.md, from the text of results/parity.jsonl."""
+"""The tables of docs/parity.md, from the rows of results/parity.jsonl."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median, stdev
@@ -13,14 +13,12 @@ from benchmarks.parity.verdict import (
     comparisons,
     held_out_rewards,
     learning,
-    rows_of,
     runs_by_arm,
 )
 
 
-def rewards(text: str) -> str:
+def rewards(rows: list[Row]) -> str:
     """Final rewards of each arm, and how they were measured."""
-    rows = rows_of(text)
     lines = [
         (
             arm,
@@ -56,9 +54,8 @@ def rewards(text: str) -> str:
     return "\n".join([table(head, lines), "", *starts, note])
 
 
-def tests(text: str) -> str:
+def tests(rows: list[Row]) -> str:
     """Each arm minus its reference."""
-    rows = rows_of(text)
     found, held_out = comparisons(rows), held_out_rewards(rows)
     lines = []
     for arm, comparison in found.items():
@@ -93,10 +90,10 @@ def tests(text: str) -> str:
     return f"{table(head, lines)}\n\n{note}"
 
 
-def mismatch(text: str) -> str:
+def mismatch(rows: list[Row]) -> str:
     """How far rollout and trainer are apart, by arm."""
     lines = []
-    for arm, runs in runs_by_arm(rows_of(text)).items():
+    for arm, runs in runs_by_arm(rows).items():
         kl, ess, worst, clipped, length = (
             [value for run in runs for value in run["series"].get(name, [])]
             for name in (
@@ -132,10 +129,10 @@ def mismatch(text: str) -> str:
     return f"{table(head, lines)}\n\n{note}"
 
 
-def alarms(text: str) -> str:
+def alarms(rows: list[Row]) -> str:
     """Which alarms fired in which arm, and whether they were to."""
     lines: list[Sequence[object]] = []
-    for arm, runs in runs_by_arm(rows_of(text)).items():
+    for arm, runs in runs_by_arm(rows).items():
         steps = sum(run["steps"] for run in runs)
         fired = sorted({metric for run in runs for metric in run["alarms"]})
         expected = _yes(bool(fired) == ARMS[arm].must_alarm)
@@ -161,9 +158,8 @@ def alarms(text: str) -> str:
     return f"{table(head, lines)}\n\n{note}"
 
 
-def timing(text: str) -> str:
+def timing(rows: list[Row]) -> str:
     """Wall time of a step, each arm alone on a GPU."""
-    rows = rows_of(text)
     timed = {row["arm"]: row for row in rows if row["kind"] == "timing"}
     lines = [
         (

@@ -1,6 +1,5 @@
 """Do FP8 rollouts teach what BF16 rollouts teach? From the rows of results/parity.jsonl."""
 
-import json
 import math
 from statistics import fmean
 
@@ -16,11 +15,6 @@ FP8_ARMS = {
     "smollm2-fp8-kv8": "FP8 weights and KV, SmolLM2-135M-Instruct from 4 bits",
 }
 """Arms whose question was fixed before the runs."""
-
-
-def rows_of(text: str) -> list[Row]:
-    """The rows of the result file; the first is the environment."""
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def runs_by_arm(rows: list[Row]) -> dict[str, list[Row]]:
@@ -50,9 +44,8 @@ def comparisons(rows: list[Row]) -> dict[str, Comparison]:
     return found
 
 
-def learning(text: str) -> str:
+def learning(rows: list[Row]) -> str:
     """README's line: whether FP8 rollouts teach what BF16 rollouts teach."""
-    rows = rows_of(text)
     held_out, found = held_out_rewards(rows), comparisons(rows)
     e = rows[0]
     parts, arms = [], [arm for arm in FP8_ARMS if arm in held_out]

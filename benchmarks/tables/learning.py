@@ -3,7 +3,6 @@
 A row is a step of a run: arm, seed, step, reward, mismatch_kl_k3, ess.
 """
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,19 +47,19 @@ def where(environment: Row, *names: str) -> str:
     )
 
 
-def draw(text: str, picture: Path) -> None:
+def draw(rows: list[Row], picture: Path) -> None:
     """A panel a metric, a line a run, a color an arm.
 
     Args:
-        text: of the JSONL file, whose first line is the environment.
+        rows: the environment's, then those of the steps.
     """
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in text.splitlines()[1:]]
+    steps = rows[1:]
     figure = Figure(figsize=(12, 3), layout="constrained")
     for panel, (name, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        for arm, color in zip(_arms(rows), ("tab:gray", "tab:orange"), strict=True):
-            for label, run in zip([arm.upper(), *[None] * len(rows)], _runs(rows, arm)):  # noqa: B905
+        for arm, color in zip(_arms(steps), ("tab:gray", "tab:orange"), strict=True):
+            for label, run in zip([arm.upper(), *[None] * len(steps)], _runs(steps, arm)):  # noqa: B905
                 panel.plot(of(run, "step"), of(run, name), color=color, label=label, linewidth=1)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("step", fontsize=9)

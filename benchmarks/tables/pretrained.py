@@ -1,6 +1,6 @@
-"""The blocks of docs/pretrained.md on formats, from results/pretrained.jsonl."""
+"""The blocks of docs/pretrained.md on formats, from results/pretrained.jsonl: a row of the
+environment, one of the weights, then the arms."""
 
-import json
 import math
 from statistics import fmean, stdev
 from typing import Any
@@ -15,9 +15,9 @@ DIGEST = 12
 """Characters of a digest that are shown."""
 
 
-def formats(text: str) -> str:
+def formats(rows: list[Row]) -> str:
     """Perplexity and mismatch of each arm."""
-    environment, _, *arms = rows_of(text)
+    environment, _, *arms = rows
     reference = next(row for row in arms if row["arm"] == BF16)
     sampled = [row["sampled_tokens"] for row in arms]
     lines = [
@@ -55,9 +55,9 @@ def ratio(mine: list[float], theirs: list[float]) -> str:
     return f"{fmean(differences):+.4f} +- {error:.4f}"
 
 
-def answers(text: str) -> str:
+def answers(rows: list[Row]) -> str:
     """Greedy answers of two arms, one below the other."""
-    environment, _, *arms = rows_of(text)
+    environment, _, *arms = rows
     given = {row["arm"]: row["answers"] for row in arms if row["arm"] in SHOWN}
     lines = ["| question | engine | answer |", "|---|---|---|"]
     for question in given[BF16]:
@@ -68,9 +68,9 @@ def answers(text: str) -> str:
     return "\n".join(lines) + f"\n\nGreedy, {new} tokens at most. {machine(environment)}"
 
 
-def weights(text: str) -> str:
+def weights(rows: list[Row]) -> str:
     """What the grid of the source does to the error of FP8."""
-    _, row, *_ = rows_of(text)
+    _, row, *_ = rows
     return (
         f"Block FP8 adds {row['fp8_error']:.2%} to the weights (RMS over RMS, median of "
         f"{row['matrices']} matrices), {row['fp8_error_off_grid']:.2%} where noise of one step of "
@@ -87,11 +87,6 @@ BLOCKS = {
     "pretrained_weights": ("pretrained.jsonl", weights),
 }
 """The file that each block is made from, and how."""
-
-
-def rows_of(text: str) -> list[Row]:
-    """The environment, the weights, then the arms."""
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def machine(environment: Row) -> str:

@@ -1,7 +1,5 @@
 """What ``python -m benchmarks.frameworks.trl_parity`` found."""
 
-import json
-
 from benchmarks.environment import ROOT
 from benchmarks.parity.comparison import compare
 from benchmarks.tables import learning
@@ -28,16 +26,16 @@ def judge(rows: list[Row]) -> Row:
     }
 
 
-def table(text: str) -> str:
+def table(rows: list[Row]) -> str:
     """Of results/trl.jsonl."""
-    environment, *rows = map(json.loads, text.splitlines())
-    verdict = judge(rows)
+    environment, *steps = rows
+    verdict = judge(steps)
     low, high = verdict["interval"]
     names = ("sglang", "torch", "transformers", "trl", "accelerate")
     return (
-        f"{learning.table(rows)}\n\n"
+        f"{learning.table(steps)}\n\n"
         f"Mean reward of all steps, FP8 less BF16: {verdict['difference']:+.3f} (90% interval "
         f"{low:+.3f} to {high:+.3f}), {'' if verdict['equivalent'] else 'not '}equivalent within "
         f"{MARGIN} (TOST, p = {verdict['p_tost']:.1g}). Steps with an alarm: "
-        f"{verdict['steps_with_an_alarm']} of {len(rows)}. {learning.where(environment, *names)}"
+        f"{verdict['steps_with_an_alarm']} of {len(steps)}. {learning.where(environment, *names)}"
     )

@@ -1,6 +1,5 @@
 """What ``python -m benchmarks.frameworks.verl_trainer`` found: verdict and table."""
 
-import json
 from statistics import fmean, median
 
 from benchmarks.tables.learning import Row, of, where
@@ -57,9 +56,8 @@ def memory(updates: list[Row]) -> tuple[int, int]:
     return kept, max(later, default=0)
 
 
-def table(text: str) -> str:
+def table(lines: list[Row]) -> str:
     """Of results/verl.jsonl, several logs one after the other."""
-    lines = [json.loads(line) for line in text.splitlines()]
     environments = [line for line in lines if line["kind"] == "environment"]
     verdict = judge(lines)
     cells = []

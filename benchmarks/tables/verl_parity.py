@@ -1,7 +1,5 @@
 """What ``python -m benchmarks.frameworks.verl_parity`` found."""
 
-import json
-
 from benchmarks.environment import ROOT
 from benchmarks.tables import learning
 from benchmarks.tables.learning import Row
@@ -24,16 +22,16 @@ def judge(rows: list[Row]) -> Row:
     }
 
 
-def table(text: str) -> str:
+def table(rows: list[Row]) -> str:
     """Of results/verl_parity.jsonl."""
-    environment, *rows = map(json.loads, text.splitlines())
-    verdict = judge(rows)
+    environment, *steps = rows
+    verdict = judge(steps)
     differences = ", ".join(f"{value:+.3f}" for value in verdict["differences"])
     names = ("sglang", "verl", "torch", "transformers", "ray")
     return (
-        f"{learning.table(rows)}\n\n"
+        f"{learning.table(steps)}\n\n"
         f"Mean reward of all steps, FP8 less BF16, of each seed: {differences}; "
         f"{'all' if verdict['within'] else 'not all'} within {MARGIN}. Steps with tokens of an "
-        f"older policy: {verdict['stale_steps']} of {len(rows)}. "
+        f"older policy: {verdict['stale_steps']} of {len(steps)}. "
         f"{learning.where(environment, *names)}"
     )

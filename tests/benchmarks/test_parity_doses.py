@@ -10,7 +10,7 @@ import pytest
 from benchmarks.parity import dose_tables, dose_verdict, long_tables, summary
 from benchmarks.parity.controlled import BUDGET_KL, PATIENCE, Controlled
 from benchmarks.parity.dose_arms import DOSE_ARMS
-from benchmarks.parity.run_log import Row
+from benchmarks.parity.run_log import Row, rows_of
 
 STEPS = 40
 START = 0.2
@@ -139,8 +139,7 @@ def test_an_alarm_has_to_come_before_the_fall() -> None:
     assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.4) is None
 
     def line() -> list[str]:
-        text = "\n".join(map(json.dumps, rows))
-        lines = dose_tables.alarms(text).splitlines()
+        lines = dose_tables.alarms(rows).splitlines()
         (found,) = [row for row in lines if row.startswith("| 5e-2-none ")]
         return [cell.strip() for cell in found.split("|")]
 
@@ -156,14 +155,13 @@ def test_the_tables_say_what_was_predicted_and_found() -> None:
     rows.append(
         a_run("grows-controlled", 0, 0.5) | {"decisions": [[24, "use --some-layers 'a b c'"]]}
     )
-    text = "\n".join(map(json.dumps, rows))
-    lines = {line.split(" | ")[0]: line for line in dose_tables.response(text).splitlines()}
+    lines = {line.split(" | ")[0]: line for line in dose_tables.response(rows).splitlines()}
     assert lines["| 5e-2-none"].endswith("| worse | worse | yes |")
     assert lines["| 5e-2-mis"].endswith("| same | undecided |  |")
-    two = "\n".join(map(json.dumps, a_study({arm: of[:2] for arm, of in ARMS.items()})))
+    two = a_study({arm: of[:2] for arm, of in ARMS.items()})
     assert "| worse | worse |  |" in dose_tables.response(two)  # two pairs settle nothing
-    assert "2^14 in each group, 1.0e-02" in dose_tables.scans(text)
-    assert dose_tables.decisions(text).endswith(
+    assert "2^14 in each group, 1.0e-02" in dose_tables.scans(rows)
+    assert dose_tables.decisions(rows).endswith(
         "| 2026-01-01 | 0 | 24 | use --some-layers [3 layers] |"
     )
 
@@ -178,7 +176,7 @@ def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
     bf16, own = found["5e-2-tis"]
     assert bf16.differences == pytest.approx((0.19, 0.19, 0.20, 0.19))
     assert own.mean == pytest.approx(0.1 - 0.5)
-    table = dose_tables.mitigations("\n".join(map(json.dumps, rows)))
+    table = dose_tables.mitigations(rows)
     assert "| stale-1e-2-tis | 1 | -0.100 | +0.000 |" in table
 
 
@@ -191,7 +189,7 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
                 k3 = {f"position_{n}/mismatch_kl_k3": [float(n)] for n in (16, 256)}
                 row["series"] |= k3 | {"response_tokens": [300.0]}
             row.get("options", {})["held_out_problems"] = 64
-        table = long_tables.responses("\n".join(map(json.dumps, rows)))
+        table = long_tables.responses(rows)
         (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
         return [cell.strip() for cell in line.split("|")][2:6], table
 
@@ -210,7 +208,7 @@ def test_a_collapse_to_short_responses_has_its_row() -> None:
             row["held_out"]["by_kind"] = {"sort 4": 0.1}
             row["series"]["response_tokens"] = [9.0]
         row.get("options", {})["held_out_problems"] = 64
-    table = long_tables.responses("\n".join(map(json.dumps, rows)))
+    table = long_tables.responses(rows)
     (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
     assert [cell.strip() for cell in line.split("|")][2:6] == ["0.100", "0.100", "", ""]
     assert "The start was not evaluated" in table and "above: no reference" in table
@@ -225,6 +223,6 @@ def test_executions_are_added_to_the_results(
     for execution, reward in (("a", 0.1), ("b", 0.2), ("a", 0.3)):
         made = a_study({"bf16": [reward]}, execution)
         summary.main([str(tmp_path), "--output", str(output)])
-    runs = [row for row in map(json.loads, output.read_text().splitlines()) if row["kind"] == "run"]
+    runs = [row for row in rows_of(output) if row["kind"] == "run"]
     assert {row["execution"]: row["held_out"]["reward"] for row in runs} == {"a": 0.3, "b": 0.2}
     assert len(runs) == 2

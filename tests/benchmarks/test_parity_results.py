@@ -10,7 +10,7 @@ import pytest
 from benchmarks.parity import picture, summary, tables, verdict
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.models import MODELS
-from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG
+from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG, rows_of
 from benchmarks.parity.settings import ALPHA, ENVIRONMENT, MARGIN
 from benchmarks.parity.summary import RESULTS
 
@@ -68,10 +68,6 @@ def state(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def text_of(state: Path) -> str:
-    return "\n".join(map(json.dumps, summary.summarize(state)))
-
-
 def test_a_row_of_a_run_is_what_its_log_says(state: Path) -> None:
     rows = summary.summarize(state)
     [run] = [r for r in rows if (r["kind"], r.get("arm"), r.get("seed")) == ("run", "fp8", 1)]
@@ -97,20 +93,21 @@ def test_runs_that_are_not_finished_or_not_evaluated_are_left_out(state: Path) -
 
 
 def test_the_verdict_follows_the_rewards(state: Path) -> None:
-    found = verdict.comparisons(summary.summarize(state))
+    rows = summary.summarize(state)
+    found = verdict.comparisons(rows)
     same, worse = found["fp8"], found["fp8-uncorrected"]
     assert same.mean == pytest.approx(0.0, abs=1e-12)
     assert same.p_tost is not None and same.p_tost < ALPHA
     assert worse.mean == pytest.approx(-0.1)
     assert worse.p_tost is not None and worse.p_tost > 0.99
-    assert "| fp8 minus bf16 | 3 | 0.000 | -0.009 to +0.009 | yes |" in tables.tests(text_of(state))
+    assert "| fp8 minus bf16 | 3 | 0.000 | -0.009 to +0.009 | yes |" in tables.tests(rows)
 
 
 def test_alarms_that_were_not_expected_are_reported(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def expected() -> dict[str, str]:
-        lines = tables.alarms(text_of(state)).split("\n\n")[0].splitlines()[2:]
+        lines = tables.alarms(summary.summarize(state)).split("\n\n")[0].splitlines()[2:]
         return {line.split(" ")[1]: line.split(" ")[-2] for line in lines}
 
     assert set(expected().values()) == {"yes"}
@@ -122,7 +119,7 @@ def test_alarms_that_were_not_expected_are_reported(
 
 
 def test_the_picture_is_drawn(state: Path, tmp_path: Path) -> None:
-    picture.draw(text_of(state), tmp_path / "parity.png")
+    picture.draw(summary.summarize(state), tmp_path / "parity.png")
     assert (tmp_path / "parity.png").stat().st_size > 20_000
 
 
@@ -144,7 +141,7 @@ def test_the_line_of_readme_says_same_only_where_a_test_does(
         for arm, reward in rewards.items()
         for seed in range(seeds)
     ]
-    line = verdict.learning("\n".join(map(json.dumps, [environment, *runs])))
+    line = verdict.learning([environment, *runs])
     assert sentence in line
 
 
@@ -153,7 +150,7 @@ def test_the_line_of_readme_says_same_only_where_a_test_does(
 
 def test_the_recorded_study_is_whole_and_equivalent_within_the_margin() -> None:
     stats = pytest.importorskip("scipy.stats")
-    rows = verdict.rows_of(RESULTS.read_text())
+    rows = rows_of(RESULTS)
     runs = [row for row in rows if row["kind"] == "run"]
     rewards = verdict.held_out_rewards(rows)
     arms = {arm.name: arm for arm in ARMS.values() if arm.model in MODELS}

@@ -1,7 +1,6 @@
 """The pretrained checkpoint's scripts, without its weights and without an engine."""
 
 import hashlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,12 +117,11 @@ def rows() -> list[dict[str, Any]]:
 
 
 def test_the_tables_show_every_arm_beside_bf16() -> None:
-    text = "\n".join(map(json.dumps, rows()))
-    formats = pretrained.formats(text).splitlines()
+    formats = pretrained.formats(rows()).splitlines()
     assert [line.split("`")[1] for line in formats[2 : 2 + len(ARMS)]] == list(ARMS)
     assert "| 21.00 | +0.1000 +- 0.0000 | 1.0e-03 |" in formats[3]
-    assert "| Who? | `bf16` | bf16 says / 1   2 |" in pretrained.answers(text)
-    assert "2.00% to the weights" in pretrained.weights(text)
+    assert "| Who? | `bf16` | bf16 says / 1   2 |" in pretrained.answers(rows())
+    assert "2.00% to the weights" in pretrained.weights(rows())
 
 
 def test_the_summary_of_the_demo_has_both() -> None:
@@ -137,6 +135,5 @@ def test_the_pretrained_model_has_a_picture_of_its_own(tmp_path: Path) -> None:
     series = {"reward": [0.1, 0.2], "mismatch_kl_k3": [1e-3, 1e-3], "ess": [0.9, 0.8]}
     runs = [{"kind": "run", "arm": "smollm2-bf16", "seed": 0, "series": series}]
     environment = {"device": "CPU", "commit": "abc1234"}
-    text = "\n".join(map(json.dumps, [environment, *runs]))
-    picture.draw(text, tmp_path / "picture.png")
+    picture.draw([environment, *runs], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,11 +1,11 @@
 """The verdict of ``trl_parity`` in ``benchmarks.frameworks``, recorded and planted."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
 from benchmarks.tables.learning import draw
 from benchmarks.tables.trl import judge, table
@@ -41,8 +41,7 @@ def test_a_worse_arm_an_alarm_and_a_wrong_version_are_found() -> None:
 
 
 def test_the_recorded_run_is_as_predicted() -> None:
-    text = (RESULTS / "trl.jsonl").read_text()
-    recorded = [json.loads(line) for line in text.splitlines()[1:]]
+    _, *recorded = rows_of(RESULTS / "trl.jsonl")
     verdict = judge(recorded)
     assert verdict["equivalent"] and verdict["versions_are_steps"]
     assert verdict["steps_with_an_alarm"] == 0
@@ -58,7 +57,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     environment = dict.fromkeys(
         ("device", "date", "commit", "sglang", "torch", "transformers", "trl", "accelerate"), "x"
     )
-    text = "\n".join(map(json.dumps, [environment, *rows(reward=-0.4)]))
-    assert "not equivalent within 0.1" in table(text)
-    draw(text, tmp_path / "picture.png")
+    found = [environment, *rows(reward=-0.4)]
+    assert "not equivalent within 0.1" in table(found)
+    draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 0

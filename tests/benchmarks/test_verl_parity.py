@@ -1,6 +1,5 @@
 """The verdict of ``verl_parity`` in ``benchmarks.frameworks``, recorded and planted."""
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.frameworks import verl_parity
+from benchmarks.parity.run_log import rows_of
 from benchmarks.run import RESULTS
 from benchmarks.tables.learning import draw
 from benchmarks.tables.verl_parity import judge, table
@@ -41,8 +41,7 @@ def test_a_worse_arm_and_stale_tokens_are_found() -> None:
 
 
 def test_the_recorded_run_is_as_predicted() -> None:
-    text = (RESULTS / "verl_parity.jsonl").read_text()
-    recorded = [json.loads(line) for line in text.splitlines()[1:]]
+    _, *recorded = rows_of(RESULTS / "verl_parity.jsonl")
     assert len(recorded) == len(verl_parity.ARMS) * verl_parity.SEEDS * verl_parity.STEPS
     verdict = judge(recorded)
     assert verdict["within"] and verdict["stale_steps"] == 0
@@ -57,7 +56,7 @@ def test_the_recorded_run_is_as_predicted() -> None:
 
 def test_table_and_picture(tmp_path: Path) -> None:
     names = ("device", "date", "commit", "sglang", "verl", "torch", "transformers", "ray")
-    text = "\n".join(map(json.dumps, [dict.fromkeys(names, "x"), *rows(reward=-0.4)]))
-    assert "not all within 0.1" in table(text)
-    draw(text, tmp_path / "picture.png")
+    found = [dict.fromkeys(names, "x"), *rows(reward=-0.4)]
+    assert "not all within 0.1" in table(found)
+    draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 0

@@ -43,7 +43,7 @@ def test_pairs_of_one_seed_are_compared(more: float, within: bool) -> None:
     assert verdict["differences"] == pytest.approx(
         {("fp8rl", 1, seed): more / 2 for seed in range(2)}
     )
-    assert ("not all within" in table(text(rows(reward=more)))) is not within
+    assert ("not all within" in table(stamped(rows(reward=more)))) is not within
 
 
 def test_tokens_of_an_old_policy_are_found() -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_failed_is_named_and_not_compared() -> None:
     failed = {"kind": "failure", **RUN, "error": "exit status 1: ValueError: x\nTraceback"}
     verdict = judge([*rows(), failed])
     assert set(verdict["differences"]) == {("fp8rl", 1, 1)}
-    assert "failed: `exit status 1: ValueError: x`" in table(text([*rows(), failed]))
+    assert "failed: `exit status 1: ValueError: x`" in table(stamped([*rows(), failed]))
 
 
 def test_what_verl_leaves_becomes_rows(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_verl_leaves_becomes_rows(tmp_path: Path) -> None:
     ]
 
 
-def text(rows: Rows) -> str:
+def stamped(rows: Rows) -> Rows:
     names = ("device", "date", "commit", "sglang", "torch", "transformers", "verl", "ray")
     environment = {"kind": "environment", "bucket_bytes": 64 * MIB, **dict.fromkeys(names, "x")}
-    return "\n".join(map(json.dumps, [environment, *rows]))
+    return [environment, *rows]
