@@ -30,21 +30,25 @@ ENGINE = {
 }
 
 
-def weights_of(study: Study, model: str, seed: int, names: Sequence[str] = ()) -> dict[Path, Path]:
-    """Folders to write HELD_OUT into, and the weights that each is about.
+def weights_of(
+    study: Study, model: str, seed: int, names: Sequence[str] | None = None
+) -> dict[Path, Path]:
+    """Folders to write HELD_OUT into, and the weights that each is about: the start's, then those
+    of references, without which no other says anything, then the others'.
 
     Args:
-        names: of the arms whose runs are evaluated, by default all; with the first arm of the model
-            goes the start.
+        names: of the arms whose runs are evaluated, by default all; the start is alone where there
+            are none.
     """
     start = study.start_folder(model, study.start_of(seed))
-    arms = [arm.name for arm in study.arms.values() if arm.model == model]
-    names = names or arms
-    found = {folder: folder / FINAL for folder in (study.run_folder(n, seed) for n in names)}
-    return found | ({start: start} if arms[0] in names else {})
+    if names is None:
+        names = [arm.name for arm in study.arms.values() if arm.model == model]
+    in_order = sorted(names, key=lambda name: ALL_ARMS[name].reference is not None)
+    folders = [study.run_folder(name, seed) for name in in_order]
+    return {start: start} | {folder: folder / FINAL for folder in folders}
 
 
-def evaluate(study: Study, model: str, seed: int, names: Sequence[str] = ()) -> None:
+def evaluate(study: Study, model: str, seed: int, names: Sequence[str] | None = None) -> None:
     """Write HELD_OUT beside each finished run's log, and beside the weights that they began with.
 
     Args:
@@ -62,8 +66,7 @@ def evaluate(study: Study, model: str, seed: int, names: Sequence[str] = ()) -> 
     keywords, count = study.engine(ENGINE[study.device.type]), study.settings.held_out_problems
     bf16 = ARMS["bf16"]
     with engines.running(bf16, start, bf16.ignored_layers, 0, keywords) as engine:
-        # the start first: without it the runs say nothing of what was learned
-        for version, (folder, checkpoint) in enumerate(reversed(weights.items())):
+        for version, (folder, checkpoint) in enumerate(weights.items()):
             if (folder / HELD_OUT).exists():
                 continue
             engine.update(models.load(checkpoint, study.device), version)
@@ -79,7 +82,7 @@ def main() -> None:
     parser.add_argument("--model", choices=(*models.MODELS, models.PRETRAINED), required=True)
     parser.add_argument("--seed", type=int, required=True, help="of the runs")
     parser.add_argument(
-        "--arms", nargs="+", default=(), choices=ALL_ARMS, help="only runs of these (all)"
+        "--arms", nargs="*", choices=ALL_ARMS, help="only runs of these, or the start alone (all)"
     )
     args = parser.parse_args()
     evaluate(open_study(args), args.model, args.seed, args.arms)

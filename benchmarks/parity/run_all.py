@@ -4,8 +4,9 @@
 
 First the weights that runs begin with, then the runs, a seed of every arm with its held-out
 evaluations before the next seed; a job waits only for those that it builds on. Before the deadline
-each run writes a checkpoint and ends, and the next call goes on. ``--timing`` runs the timed arms
-instead, for a few steps, one alone on a GPU: side by side they take each other's time.
+each run writes a checkpoint and ends, so that what is finished can still be evaluated; the next
+call goes on. ``--timing`` runs the timed arms instead, for a few steps, one alone on a GPU: side by
+side they take each other's time.
 """
 
 import argparse
@@ -30,8 +31,10 @@ from benchmarks.parity.start import WARMED
 BETWEEN_STARTS_S = 4.0
 """Of one GPU: an engine looks at the memory that is free when it starts."""
 GRACE_S = 45.0
-"""In this time before the deadline a run ends its step and writes its checkpoint."""
-LEAST_S = 90.0
+"""In this time a run whose time is up ends its step and writes its checkpoint."""
+EVALUATION_S = 90.0
+"""What is left for evaluations after that."""
+LEAST_S = 60.0
 """A job that has less time than this is not started: its engine takes 40 s."""
 POLL_S = 0.2
 START_S, STEP_S = 60.0, 4.0
@@ -49,7 +52,9 @@ class Job:
     needs: tuple[Path, ...] = ()
     """It cannot start before all exist."""
     after: tuple[str, ...] = ()
-    """Jobs that it waits for, until they are done or have failed."""
+    """Jobs that it waits for, until they have ended, however, or cannot start any more."""
+    spare_s: float = 0.0
+    """Before the deadline, when it has to have ended."""
 
     @property
     def is_done(self) -> bool:
@@ -65,8 +70,15 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
         command = (*program, "--state", str(args.state), *settings, *words)
         return Job(name, command, tuple(makes), **waits)
 
-    options = ("--until", f"{args.until - GRACE_S:.0f}", *(("--timing",) if args.timing else ()))
-    begun: set[tuple[str, int]] = set()
+    def held_out(name: str, model: str, seed: int, arms: list[str], **waits: Any) -> Job:
+        makes = [folder / HELD_OUT for folder in weights_of(study, model, seed, arms)]
+        words = ("--model", model, "--seed", str(seed), "--arms", *arms)
+        return job(name, "held_out", makes, *words, **waits)
+
+    spare_s = GRACE_S + (0.0 if args.timing else EVALUATION_S)
+    options = ("--until", f"{args.until - spare_s:.0f}", *(("--timing",) if args.timing else ()))
+    gpus = len(args.gpus.split(","))
+    begun: set[Path] = set()
     for seed in range(args.first_seed, args.first_seed + (1 if args.timing else args.seeds)):
         which = study.start_of(seed)
         arms = [
@@ -75,46 +87,52 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
             if arm.model in (args.models or [arm.model])
             and (arm.is_timed if args.timing else not arm.planted or seed == 0)
         ]
-        by_model = dict.fromkeys(arm.model for arm in arms)
-        for model in [model for model in by_model if (model, which) not in begun]:
-            begun.add((model, which))
+        starts = {arm.model: study.start_folder(arm.model, which) for arm in arms}
+        for model, start in starts.items():
+            if start in begun:
+                continue
+            begun.add(start)
             yield from _starts(study, job, model, which)
+            if not args.timing:
+                # beside the warm-ups if it has a GPU to itself: they measure kernels
+                after = [] if gpus >= 2 * len(starts) else [start.name]
+                name = f"held-out-{start.name}"
+                yield held_out(name, model, seed, [], needs=(start,), after=tuple(after))
         for arm in arms:
-            needs = [study.start_folder(arm.model, which) / WARMED]
-            if arm.dose is not None:
-                needs.append(study.start_folder(arm.model, which) / SCAN)
-            folder = study.run_folder(arm.name, seed, args.timing)
-            words = ("--arm", arm.name, "--seed", str(seed), *options)
-            yield job(f"{arm.name}-{seed}", "run", [folder / FINISHED], *words, needs=tuple(needs))
-        if not args.timing:
-            for model in by_model:
-                names = [arm.name for arm in arms if arm.model == model]
-                yield from _held_out(study, job, model, seed, names, len(args.gpus.split(",")))
-
-
-def _held_out(
-    study: Study, job: Callable[..., Job], model: str, seed: int, names: list[str], gpus: int
-) -> Iterator[Job]:
-    """Evaluations of a seed's runs in as many jobs as there are GPUs: one alone takes minutes."""
-    for share in range(min(gpus, len(names))):
-        mine = names[share::gpus]
-        yield job(
-            f"held-out-{model}-{seed}" + (f"-{share + 1}" if gpus > 1 else ""),
-            "held_out",
-            [folder / HELD_OUT for folder in weights_of(study, model, seed, mine)],
-            *("--model", model, "--seed", str(seed), "--arms", *mine),
-            after=tuple(f"{name}-{seed}" for name in mine),
-        )
+            start = starts[arm.model]
+            yield job(
+                f"{arm.name}-{seed}",
+                "run",
+                [study.run_folder(arm.name, seed, args.timing) / FINISHED],
+                *("--arm", arm.name, "--seed", str(seed), *options),
+                needs=(start,) if arm.dose is None else (start, start / SCAN),
+                after=(start.name,),
+                spare_s=spare_s,
+            )
+        for model, start in () if args.timing else starts.items():
+            names = [arm.name for arm in arms if arm.model == model]
+            # as many engines as GPUs: one would take minutes; runs that begin together share one
+            size = -(-len(names) // gpus)
+            for first in range(0, len(names), size):
+                mine = names[first : first + size]
+                share = f"-{first // size + 1}" if gpus > 1 else ""
+                after = [f"held-out-{start.name}", *(f"{name}-{seed}" for name in mine)]
+                name = f"held-out-{model}-{seed}{share}"
+                yield held_out(name, model, seed, mine, after=tuple(after))
 
 
 def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> Iterator[Job]:
-    """The weights to begin with, and their scan where doses are planted."""
+    """The weights to begin with, and their scan where doses are planted.
+
+    What comes after them needs the weights alone: an engine that fails while it is warmed up ends
+    the job, and stops no other arm.
+    """
     folder, suffix = study.start_folder(model, which), f"-{which}" if which else ""
     words = ("--model", model, "--start", str(which))
-    yield job(f"start-{model}{suffix}", "start", [folder / WARMED], *words)
+    yield job(folder.name, "start", [folder, folder / WARMED], *words)
     if any(arm.model == model and arm.dose is not None for arm in study.arms.values()):
-        needs = (folder / WARMED,)
-        yield job(f"scan-{model}{suffix}", "scan", [folder / SCAN], *words, needs=needs)
+        waits = {"needs": (folder,), "after": (folder.name,)}
+        yield job(f"scan-{model}{suffix}", "scan", [folder / SCAN], *words, **waits)
 
 
 def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> None:
@@ -127,20 +145,27 @@ def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> Non
     """
     logs.mkdir(parents=True, exist_ok=True)
     waiting, free = [job for job in jobs if not job.is_done], list(slots)
-    over = {job.name for job in jobs} - {job.name for job in waiting}
     running: list[tuple[Job, str, subprocess.Popen[bytes]]] = []
     started = dict.fromkeys(slots, 0.0)
 
+    def open_jobs() -> list[Job]:
+        return [*waiting, *(job for job, _, _ in running)]
+
+    def may_start(job: Job) -> bool:
+        """Whether there is time for it, and all that it needs is there or to come."""
+        coming = {path for each in open_jobs() for path in each.makes}
+        has_time = time.time() < until - LEAST_S - job.spare_s
+        return has_time and all(path.exists() or path in coming for path in job.needs)
+
     def can_start(job: Job) -> bool:
-        return over.issuperset(job.after) and all(path.exists() for path in job.needs)
+        is_first = {each.name for each in open_jobs()}.isdisjoint(job.after)
+        return is_first and all(path.exists() for path in job.needs)
 
     try:
-        while time.time() < until:
+        while (waiting or running) and time.time() < until:
+            waiting = [job for job in waiting if may_start(job)]
             ready = [gpu for gpu in free if time.time() > started[gpu] + BETWEEN_STARTS_S]
-            has_time = time.time() < until - LEAST_S
-            startable = next(filter(can_start, waiting), None) if has_time else None
-            if startable is None and not running:
-                break
+            startable = next(filter(can_start, waiting), None)
             if startable is not None and ready:
                 waiting.remove(startable)
                 free.remove(ready[0])
@@ -149,8 +174,7 @@ def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> Non
             for each in [each for each in running if _has_ended(each[2])]:
                 running.remove(each)
                 free.append(each[1])
-                if _end(each[0], each[2]) != STOPPED:
-                    over.add(each[0].name)
+                _end(each[0], each[2])
             time.sleep(POLL_S)
     finally:
         for job, _, process in running:
@@ -172,13 +196,13 @@ def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, process.pid, options) is not None
 
 
-def _end(job: Job, process: "subprocess.Popen[bytes]") -> int:
-    """End all that a job has started, itself included; returns its exit status."""
+def _end(job: Job, process: "subprocess.Popen[bytes]") -> None:
+    """End all that a job has started, itself included."""
     os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
-    how = "is done" if job.is_done else "is to go on" if status == STOPPED else f"failed: {status}"
+    is_to_go_on = status in (0, STOPPED)  # 0: it evaluated what was finished
+    how = "is done" if job.is_done else "is to go on" if is_to_go_on else f"failed: {status}"
     print(f"{job.name}  {how}", flush=True)
-    return status
 
 
 def plan(study: Study, jobs: list[Job], slots: int) -> str:

@@ -166,6 +166,7 @@ def warm_up(study: Study, model: str, start: int = 0) -> None:
     for arm in fp8_engines_of(study, model) if study.device.type == "cuda" else []:
         problems = task.draw(study.settings.prompts, "warm-up")
         keywords = study.engine(arm.engine)
+        print(f"warm-up  engine of {arm.name}", flush=True)  # an engine that fails ends the process
         with engines.running(arm, folder, arm.ignored_layers, 0, keywords) as engine:
             version = connect(engine.handle).control({"op": "layout"})["version"]
             sampling.respond(engine, task, problems, version, study.settings.group)

@@ -1,5 +1,6 @@
 """All jobs of the study, with small scripts in their place: order, room, deadline, going on."""
 
+import json
 import sys
 import time
 from argparse import Namespace
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from benchmarks.parity import models, run_all
+from benchmarks.parity.arms import ARMS
 from benchmarks.parity.dose_arms import DOSE_ARMS
+from benchmarks.parity.held_out import weights_of
+from benchmarks.parity.run import STOPPED
 from benchmarks.parity.run_all import Job, run_jobs
 from benchmarks.parity.settings import SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
@@ -115,6 +119,57 @@ def test_a_job_waits_for_what_it_needs_and_for_jobs_that_may_fail(tmp_path: Path
     assert not (tmp_path / "logs" / "never.log").exists()
 
 
+def test_a_run_leaves_time_for_evaluations(tmp_path: Path) -> None:
+    jobs = [
+        replace(job(tmp_path, "late", WORKS), spare_s=30.0),
+        replace(job(tmp_path, "evaluation", WORKS), after=("late",)),
+    ]
+    run_jobs(jobs, ["0"], tmp_path / "logs", time.time() + 20)
+    assert [job.is_done for job in jobs] == [False, True]
+
+
+STANDS_IN = """
+import json, pathlib, sys
+name, statuses, *makes = sys.argv[1:]
+status = json.loads(statuses).get(name, 0)
+makes = [pathlib.Path(path) for path in makes]
+if name.startswith("held-out"):
+    makes = [p for p in makes if p.parent.name[:5] == "start" or (p.parent / "finished").exists()]
+if name.startswith("start"):
+    makes[0].mkdir()
+for path in makes if not status else []:
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+sys.exit(status)
+"""
+"""Does what a job of the study does to its folder; one that fails makes nothing but a start."""
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        {"start-dense": 1, "held-out-start-dense": 1, "bf16-0": 1, "1e-2-tis-0": STOPPED},
+        {"scan-dense": 1},
+    ],
+    ids=["warm-up, start and runs", "scan"],
+)
+def test_what_fails_costs_its_own_row(tmp_path: Path, statuses: dict[str, int]) -> None:
+    study = Study(tmp_path, "full", SIZES["full"], torch.device("cpu"), "doses")
+    words = ["--study", "doses", "--state", str(tmp_path), "--size", "full", "--seeds", "1"]
+    args = run_all.arguments([*words, "--models", "dense", "--gpus", "0,1"])
+    jobs = [
+        replace(job, command=(sys.executable, "-c", STANDS_IN, job.name, json.dumps(statuses)))
+        for job in run_all.jobs_of(study, args)
+    ]
+    jobs = [replace(job, command=(*job.command, *map(str, job.makes))) for job in jobs]
+    run_jobs(jobs, ["0", "1"] * 3, tmp_path / "logs", time.time() + 400)
+    lost = {name for name, arm in DOSE_ARMS.items() if arm.dose and "scan-dense" in statuses}
+    lost |= {name[:-2] for name in statuses}
+    arms = {name for name, arm in DOSE_ARMS.items() if arm.model == "dense"}
+    evaluated = {path.parent.name for path in tmp_path.glob("*/held_out.json")}
+    assert evaluated == {"start-dense", *(f"{name}-0" for name in arms - lost)}
+
+
 def jobs_of(study: Study, args: Namespace) -> dict[str, Job]:
     return {job.name: job for job in run_all.jobs_of(study, args)}
 
@@ -122,29 +177,37 @@ def jobs_of(study: Study, args: Namespace) -> dict[str, Job]:
 def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     study = Study(tmp_path, "full", SIZES["full"], torch.device("cpu"))
     words = ["--state", str(tmp_path), "--size", "full", "--settings", '{"rate": 1.0}']
-    jobs = jobs_of(study, run_all.arguments(words))
-    assert list(jobs)[:2] == ["start-dense", "start-moe"]
+    args = run_all.arguments(words)
+    jobs = jobs_of(study, args)
+    starts = ["start-dense", "held-out-start-dense", "start-moe", "held-out-start-moe"]
+    assert list(jobs)[:4] == starts
+    assert jobs["held-out-start-moe"].makes == (tmp_path / "start-moe" / "held_out.json",)
     runs = [job for job in jobs.values() if "--arm" in job.command]
     assert len(runs) == 5 * 3 + 2 * 3 + 2  # of three seeds, and of one where outliers are planted
     assert {job.name[-2:] for job in runs[:9]} == {"-0"}  # all arms, then the next seed
     moe = jobs["moe-fp8-2"]
     assert moe.makes == (tmp_path / "moe-fp8-2" / "finished",)
-    assert moe.needs == jobs["start-moe"].makes
+    stops = float(moe.command[moe.command.index("--until") + 1])
+    assert stops + run_all.GRACE_S + run_all.EVALUATION_S == pytest.approx(args.until, abs=1)
+    assert (moe.needs, moe.after) == ((tmp_path / "start-moe",), ("start-moe",))
     assert set(words) | {"--arm", "moe-fp8", "--seed", "2", "--until"} <= set(moe.command)
     held_out = [jobs["held-out-dense-0"], jobs["held-out-dense-1"]]
-    assert [len(job.after) for job in held_out] == [7, 5]
     assert [len(job.makes) for job in held_out] == [8, 6]  # with the start's
-    assert held_out[1].makes[0] == tmp_path / "bf16-1" / "held_out.json"
+    assert [path.parent.name for path in held_out[1].makes][:2] == ["start-dense", "bf16-1"]
 
     on_two = jobs_of(study, run_all.arguments([*words, "--gpus", "0,1"]))
     shares = [on_two[f"held-out-dense-1-{share}"] for share in (1, 2)]
-    assert sorted(shares[0].makes + shares[1].makes) == sorted(held_out[1].makes)
+    every = []
     for share in shares:  # each names its arms, and waits for their runs alone
         names = share.command[share.command.index("--arms") + 1 :]
-        assert [f"{name}-1" for name in names] == [*share.after]
-        assert [path.parent.name for path in share.makes][: len(names)] == [*share.after]
+        assert share.after == ("held-out-start-dense", *(f"{name}-1" for name in names))
+        assert [path.parent.name for path in share.makes[1:]] == [*share.after[1:]]
+        every += names
+    # runs that begin one after the other are evaluated together
+    assert every == [name for name, arm in ARMS.items() if arm.model == "dense" and not arm.planted]
 
     timed = list(jobs_of(study, run_all.arguments([*words, "--timing"])).values())[2:]
+    assert not any("held-out" in job.name for job in timed)
     assert [j.name for j in timed] == ["bf16-0", "fp8-0", "fp8-kv8-0", "moe-bf16-0", "moe-fp8-0"]
     assert all(job.makes[0].parts[-3] == "timing" and "--timing" in job.command for job in timed)
 
@@ -162,7 +225,7 @@ def test_the_jobs_of_the_doses(tmp_path: Path, capsys: pytest.CaptureFixture[str
     # a dose needs the scan of its own start, and nothing else does
     assert jobs["5e-2-none-1"].needs[-1] == tmp_path / "start-dense" / "scan.jsonl"
     assert jobs["5e-2-none-2"].needs[-1] == tmp_path / "start-dense-1" / "scan.jsonl"
-    assert jobs["kv8-none-2"].needs == (tmp_path / "start-dense-1" / "warmed",)
+    assert jobs["kv8-none-2"].needs == (tmp_path / "start-dense-1",)
     # what is given back early has whole comparisons
     names = list(jobs)
     assert names.index("held-out-dense-0") < names.index("bf16-1")
@@ -174,11 +237,21 @@ def test_the_jobs_of_the_doses(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "runs of 150 steps" in run_all.plan(study, list(jobs.values()), 24)
 
 
+def test_references_are_evaluated_first(tmp_path: Path) -> None:
+    study = Study(tmp_path, "full", SIZES["full"], torch.device("cpu"), "doses")
+    found = weights_of(study, "dense", 0, ["5e-2-none", "stale-bf16", "stale-1e-2-tis", "bf16"])
+    names = [folder.name for folder in found]
+    assert names == ["start-dense", "stale-bf16-0", "bf16-0", "5e-2-none-0", "stale-1e-2-tis-0"]
+    assert found[tmp_path / "bf16-0"] == tmp_path / "bf16-0" / "final"
+    assert list(weights_of(study, "dense", 0, [])) == [tmp_path / "start-dense"]
+
+
 def test_the_jobs_of_the_pretrained_model(tmp_path: Path) -> None:
     study = Study(tmp_path, models.PRETRAINED, SIZES[models.PRETRAINED], torch.device("cpu"))
     args = run_all.arguments(["--state", str(tmp_path), "--size", models.PRETRAINED])
     assert list(jobs_of(study, args)) == [
         "start-smollm2",
+        "held-out-start-smollm2",
         *(
             name
             for seed in range(3)
@@ -193,7 +266,7 @@ def test_the_jobs_of_the_pretrained_model(tmp_path: Path) -> None:
 def test_what_is_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_all, "run_jobs", lambda *given: None)
     monkeypatch.setattr(sys, "argv", ["run_all", "--state", str(tmp_path), "--seeds", "1"])
-    with pytest.raises(SystemExit, match="left: start-dense, start-moe, bf16-0, fp8-0, "):
+    with pytest.raises(SystemExit, match="left: start-dense, held-out-start-dense, start-moe, "):
         run_all.main()
 
 
