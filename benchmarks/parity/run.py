@@ -20,7 +20,7 @@ from benchmarks.parity.arms import Arm
 from benchmarks.parity.controlled import Controlled, Fixed
 from benchmarks.parity.dose_arms import ALL_ARMS
 from benchmarks.parity.learner import Learner
-from benchmarks.parity.run_log import FINAL, RunLog
+from benchmarks.parity.run_log import FINAL, RunLog, only_writer
 from benchmarks.parity.settings import TIMING_STEPS, Study, add_options, open_study
 from benchmarks.parity.steps import Steps
 from examples.grpo import tiny_model
@@ -36,17 +36,19 @@ ENGINE_SEEDS = 1_000_003
 
 def run(study: Study, arm: Arm, seed: int, until: float, is_timed: bool = False) -> bool:
     """Go on with a run; returns whether it is finished now, or else its time was up."""
-    run_log = RunLog(study.run_folder(arm.name, seed, is_timed))
-    if run_log.is_finished:
+    folder = study.run_folder(arm.name, seed, is_timed)
+    with only_writer(folder):
+        run_log = RunLog(folder)
+        if run_log.is_finished:
+            return True
+        this = _Run(study, arm, seed, run_log, TIMING_STEPS if is_timed else study.settings.steps)
+        while not this.is_over:
+            if not this.go_on(until):
+                return False
+        this.learner.plant({})
+        models.save(this.learner.model, folder / FINAL)
+        run_log.finish()
         return True
-    this = _Run(study, arm, seed, run_log, TIMING_STEPS if is_timed else study.settings.steps)
-    while not this.is_over:
-        if not this.go_on(until):
-            return False
-    this.learner.plant({})
-    models.save(this.learner.model, run_log.folder / FINAL)
-    run_log.finish()
-    return True
 
 
 class _Run:

@@ -244,6 +244,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each job: there are many
+    # so that no job outlives this process, and none has another beside it after the next call
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     study = open_study(args)
     slots = args.gpus.split(",") * (1 if args.timing else args.per_gpu)
     jobs = list(jobs_of(study, args))

@@ -4,8 +4,11 @@ The checkpoint says how long the log was when it was written. What the log got a
 steps that are done again, so it is cut off.
 """
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,24 @@ def rows_of(log: Path) -> list[Row]:
     """All rows of a log that are whole."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Be the only process that goes on with the run in ``folder``.
+
+    Raises:
+        RuntimeError: another one does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"another process goes on with the run in {folder}; wait for its end, or end it"
+            ) from error
+        yield
 
 
 class RunLog:

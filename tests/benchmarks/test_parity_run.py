@@ -21,7 +21,7 @@ from benchmarks.parity.arms import Arm
 from benchmarks.parity.controlled import Controlled
 from benchmarks.parity.dose_arms import ALL_ARMS, MINI_BATCHES
 from benchmarks.parity.learner import Learner
-from benchmarks.parity.run_log import FINAL, FINISHED, LOG, rows_of
+from benchmarks.parity.run_log import FINAL, FINISHED, LOG, only_writer, rows_of
 from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import open_study
 from examples.grpo import arithmetic
@@ -226,6 +226,16 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_up(
     steps = [row["step"] for row in curve(tmp_path) if row["kind"] == "step"]
     assert steps == list(range(STEPS))
     assert fake_engine["versions"][-STEPS + 2 :] == [3, 4, 5, 6]
+
+
+def test_a_log_has_one_writer(tmp_path: Path, fake_engine: dict[str, Any]) -> None:
+    folder = tmp_path / "fp8-1"
+    with only_writer(folder):
+        (folder / LOG).write_text("what the other process wrote\n")
+        with pytest.raises(RuntimeError, match="another process goes on with the run in"):
+            go_on(tmp_path)
+        assert (folder / LOG).read_text() == "what the other process wrote\n"
+    assert go_on(tmp_path)
 
 
 def test_a_study_has_the_same_settings_and_commit_throughout(

@@ -1,6 +1,7 @@
 """All jobs of the study, with small scripts in their place: order, room, deadline, going on."""
 
 import json
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -19,6 +20,7 @@ from benchmarks.parity.run_all import Job, run_jobs
 from benchmarks.parity.settings import SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
 
+ROOT = Path(__file__).parents[2]
 LONG_S = 60.0
 SHARED = """
 import os, pathlib, sys, time
@@ -127,6 +129,29 @@ def test_a_run_leaves_time_for_evaluations(tmp_path: Path) -> None:
     run_jobs(jobs, ["0"], tmp_path / "logs", time.time() + 20)
     assert [job.is_done for job in jobs] == [False, True]
 
+
+def test_a_call_that_is_ended_ends_its_jobs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CALL, str(tmp_path), HANGS]
+    call = subprocess.Popen(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "child").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    call.terminate()
+    assert call.wait(timeout=10) == 1
+    assert not is_alive(int((tmp_path / "child").read_text()))
+
+
+CALL = """
+import sys
+from pathlib import Path
+from benchmarks.parity import run_all
+
+folder, script = Path(sys.argv[1]), sys.argv[2]
+command = (sys.executable, "-c", script, str(folder), "run")
+run_all.jobs_of = lambda *given: [run_all.Job("run", command, (folder / "run.done",))]
+sys.argv = ["run_all", "--state", str(folder / "state")]
+run_all.main()
+"""
 
 STANDS_IN = """
 import json, pathlib, sys
