@@ -19,7 +19,7 @@ from benchmarks.parity.dose_verdict import (
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA, LAST_STEPS
-from benchmarks.parity.tables import interval, spread, table, where
+from benchmarks.parity.tables import interval, percent, spread, table, where
 
 LAYERS = re.compile(r"'[^']*'")
 """Of a decision: the names that follow an option."""
@@ -92,7 +92,7 @@ def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
     decided = predicted is not None and verdict.is_settled and verdict.found != "undecided"
     agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
     return [
-        f"{verdict.loss:.0%}",
+        percent(verdict.loss),
         interval(verdict.comparison),
         predicted or "",
         verdict.found,
@@ -156,9 +156,9 @@ def alarms(rows: list[Row]) -> str:
         if not runs:
             continue
         fired = [first_alarm(run) for run in runs.values()]
-        margin = found[arm.name].margin if arm.name in found else 0.0
+        verdict = found.get(arm.name)
         fell = [
-            falls_at(run, theirs[key], margin) if key in theirs else None
+            falls_at(run, theirs[key], verdict.margin) if verdict and key in theirs else None
             for key, run in runs.items()
         ]
         alarmed = sum(run["alarm_steps"] for run in runs.values())

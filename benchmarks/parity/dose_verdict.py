@@ -48,9 +48,15 @@ class Verdict:
         return len(self.comparison.differences) >= PAIRS and self.starts >= STARTS
 
     @property
-    def loss(self) -> float:
-        """As a share of what the reference has learned."""
-        return -SHARE * self.comparison.mean / self.margin
+    def loss(self) -> float | None:
+        """As ``lost`` has it."""
+        return lost(-self.comparison.mean, self.margin / SHARE)
+
+
+def lost(less: float, gained: float) -> float | None:
+    """By how much less reward an arm ends, as a share of what its reference has gained; None if
+    that has gained nothing."""
+    return less / gained if gained > 0 else None
 
 
 def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:
@@ -61,7 +67,8 @@ def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:
 
 
 def verdicts(rows: list[Row]) -> dict[str, Verdict]:
-    """Of each arm that has pairs with its reference, in the order of the arms."""
+    """Of each arm that has pairs with its reference, in the order of the arms; a pair counts where
+    its start was evaluated."""
     starts = {
         (row["execution"], row["model"], row["start"]): row["held_out"]["reward"]
         for row in rows
@@ -70,13 +77,14 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
     found = {}
     for arm in DOSE_ARMS.values():
         mine, theirs = (runs_of(rows, name) for name in (arm.name, arm.reference or ""))
-        both = [key for key in mine if key in theirs]
+        begun_at = {key: (key[0], arm.model, run["start"]) for key, run in theirs.items()}
+        both = [key for key in mine if begun_at.get(key) in starts]
         if not both:
             continue
         ours, references = (
             [runs[key]["held_out"]["reward"] for key in both] for runs in (mine, theirs)
         )
-        begun = [starts[key[0], arm.model, theirs[key]["start"]] for key in both]
+        begun = [starts[begun_at[key]] for key in both]
         margin = SHARE * (fmean(references) - fmean(begun))
         comparison = compare(ours, references, max(margin, 1e-9), ALPHA)
         begun_with = {theirs[key]["start"] for key in both}

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from benchmarks.parity.dose_arms import STUDIES
-from benchmarks.parity.dose_verdict import SHARE, runs_of
+from benchmarks.parity.dose_verdict import SHARE, lost, runs_of
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import LAST_STEPS
-from benchmarks.parity.tables import table, where
+from benchmarks.parity.tables import percent, table, where
 from benchmarks.parity.tasks import LONG
 
 FIRST_STEPS = 10
@@ -31,11 +31,12 @@ def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     for arm in STUDIES["long"]:
         for key, run in runs_of(rows, arm).items():
             begun, reference = _start_of(rows, key[0]), references.get(key)
-            lost, found = "", ""
+            part, found = None, ""
             if reference is not None and begun is not None and arm != "bf16":
-                part = loss(run, reference, begun)
-                lost, found = f"{part:.0%}", "lost" if part > SHARE else "not lost"
-                found = found if is_valid(reference, begun) else ""
+                end = reference["held_out"]["reward"]
+                part = lost(end - run["held_out"]["reward"], end - begun)
+                if part is not None and is_valid(reference, begun):
+                    found = "lost" if part > SHARE else "not lost"
             series = run["series"]
             k3 = series["mismatch_kl_k3"]
             # there is none where responses of some step were all shorter
@@ -45,7 +46,7 @@ def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
                 arm,
                 f"{run['held_out']['reward']:.3f}",
                 f"{fmean(v for name, v in by_kind.items() if name.endswith(f' {LONG}')):.3f}",
-                lost,
+                percent(part),
                 found,
                 f"{run['last_reward']:.3f}",
                 f"{median(series['response_tokens']):.0f}",
@@ -60,12 +61,6 @@ def _start_of(rows: list[Row], execution: str) -> float | None:
     """The held-out reward of what an execution's runs began with, if it was measured."""
     starts = (row for row in rows if row["kind"] == "start" and row["execution"] == execution)
     return next((float(row["held_out"]["reward"]) for row in starts), None)
-
-
-def loss(run: Row, reference: Row, begun: float) -> float:
-    """As a share of what the reference has learned."""
-    end = reference["held_out"]["reward"]
-    return float((end - run["held_out"]["reward"]) / max(end - begun, 1e-9))
 
 
 def is_valid(reference: Row, begun: float) -> bool:

@@ -210,6 +210,11 @@ def interval(found: Comparison) -> str:
     return "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else ""
 
 
+def percent(part: float | None) -> str:
+    """Empty where there is none."""
+    return "" if part is None else f"{part:.0%}"
+
+
 def _tested(found: Comparison, inside: bool) -> list[str]:
     """Cells of the table of tests; a single seed cannot be tested."""
     mean = f"{found.mean:+.3f}" if round(found.mean, 3) else "0.000"

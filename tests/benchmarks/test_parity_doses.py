@@ -117,6 +117,20 @@ def test_an_arm_is_judged_by_what_its_reference_learned() -> None:
     single = a_study({arm: rewards[:1] for arm, rewards in ARMS.items()})
     for rows in (flat, single):
         assert {v.found for v in dose_verdict.verdicts(rows).values()} == {"undecided"}
+    assert dose_verdict.verdicts(flat)["5e-2-none"].loss is None
+    assert "| 5e-2-none | 4 |" in dose_tables.response(flat)
+
+
+def test_a_pair_counts_where_its_start_was_evaluated() -> None:
+    """A machine's end may have cut that evaluation off; the tables are made all the same."""
+    rows = a_study(ARMS)
+    rows.remove(next(row for row in rows if row["kind"] == "start" and row["start"] == 1))
+    found = dose_verdict.verdicts(rows)["5e-2-none"]
+    assert found.comparison.differences == pytest.approx((-0.2, -0.19))
+    none = [row for row in rows if row["kind"] != "start"]
+    assert not dose_verdict.verdicts(none)
+    for table in (dose_tables.response, dose_tables.alarms):
+        assert "| 5e-2-none |" in table(none)
 
 
 def test_pairs_are_of_one_execution() -> None:
@@ -198,6 +212,7 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
     cells, table = found(0.4, 0.1)  # the reference has learned too little
     assert cells[2:] == ["150%", ""] and "above: inconclusive" in table
     assert "above: conclusive" in found(0.6, 0.1)[1]
+    assert found(START, 0.1)[0][2:] == ["", ""]  # there is nothing to lose
 
 
 def test_a_collapse_to_short_responses_has_its_row() -> None:
