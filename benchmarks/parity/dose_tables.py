@@ -7,11 +7,13 @@ from statistics import fmean, median
 from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.dose_verdict import (
+    FACTOR,
     SHARE,
     WINDOW,
     Verdict,
     falls_at,
     first_alarm,
+    is_off_dose,
     mitigated,
     runs_of,
     verdicts,
@@ -21,6 +23,8 @@ from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA, LAST_STEPS
 from benchmarks.parity.tables import interval, percent, spread, table, where
 
+OPEN = "open"
+"""What is said of a prediction about a dose that turned out to be another one."""
 LAYERS = re.compile(r"'[^']*'")
 """Of a decision: the names that follow an option."""
 
@@ -91,6 +95,8 @@ def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
         return [""] * 5
     decided = predicted is not None and verdict.is_settled and verdict.found != "undecided"
     agrees = ("yes" if verdict.found == predicted else "no") if decided else ""
+    if verdict.is_off_dose:
+        agrees = OPEN
     return [
         percent(verdict.loss),
         interval(verdict.comparison),
@@ -126,7 +132,8 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
         f"{', '.join(map(str, options['levels']))} with {options['group']} responses each. Starts: "
         f'{begun}. Held-out rewards as in parity.md; means, least and largest. "worse": more than '
         f'{SHARE:.0%} of the reference\'s gain is lost, "same": less; one-sided, alpha '
-        f"{ALPHA}.{power} All executions: {executions}."
+        f"{ALPHA}.{power} Open: a scan gave the dose a k3 of more than {FACTOR:g} times its name, "
+        f"or of less than 1/{FACTOR:g}. All executions: {executions}."
     )
 
 
@@ -164,7 +171,10 @@ def alarms(rows: list[Row]) -> str:
         alarmed = sum(run["alarm_steps"] for run in runs.values())
         warned = sum(run["alarm_steps"] > 0 for run in runs.values())
         steps = sum(run["steps"] for run in runs.values())
-        expected = {True: len(runs), False: 0, None: warned}[arm.must_alarm]
+        agrees = ""
+        if arm.must_alarm is not None:
+            agrees = "yes" if warned == len(runs) * arm.must_alarm else "no"
+            agrees = OPEN if is_off_dose(rows, runs.values()) else agrees
         late = any(
             down is not None and (alarm is None or alarm > down)
             for alarm, down in zip(fired, fell, strict=True)
@@ -175,7 +185,7 @@ def alarms(rows: list[Row]) -> str:
                 f"{alarmed} of {steps}",
                 ", ".join("never" if at is None else str(at) for at in fired),
                 ", ".join("never" if at is None else str(at) for at in fell),
-                "no" if warned != expected else "" if arm.must_alarm is None else "yes",
+                agrees,
                 "no" if late else "yes" if any(at is not None for at in fell) else "",
             )
         )

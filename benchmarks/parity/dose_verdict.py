@@ -4,7 +4,7 @@ Rewards are paired by execution and seed: an execution's runs of a seed share th
 and the problems.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
@@ -13,10 +13,13 @@ from typing import Literal
 from benchmarks.parity.comparison import Comparison, compare
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row
+from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA
 
 SHARE = 0.2
 """Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
+FACTOR = 3.0
+"""A dose whose k3 is more than this times its name, or less than this part, is another dose."""
 PAIRS, STARTS = 4, 2
 """What settles a prediction, at least."""
 WINDOW = 10
@@ -41,6 +44,8 @@ class Verdict:
     "undecided" is what they cannot tell, and what a single pair gives."""
     starts: int
     """How many starts the pairs come from."""
+    is_off_dose: bool
+    """Whether the dose is another one in any pair."""
 
     @property
     def is_settled(self) -> bool:
@@ -57,6 +62,26 @@ def lost(less: float, gained: float) -> float | None:
     """By how much less reward an arm ends, as a share of what its reference has gained; None if
     that has gained nothing."""
     return less / gained if gained > 0 else None
+
+
+def is_off_dose(rows: list[Row], runs: Iterable[Row]) -> bool:
+    """Whether the scan of the start of any of these runs gave its dose a k3 that is another dose's,
+    or was not kept: then what was predicted of the dose stays open."""
+
+    def is_off(run: Row) -> bool:
+        arm = DOSE_ARMS[run["arm"]]
+        start = run["execution"], arm.model, run["start"]
+        scan = [
+            row
+            for row in rows
+            if row["kind"] == "scan" and (row["execution"], row["model"], row["start"]) == start
+        ]
+        if arm.dose is None:
+            return False
+        k3 = nearest(scan, arm.dose)["mismatch_kl_k3"] if scan else 0.0
+        return not 1 / FACTOR <= k3 / arm.dose <= FACTOR
+
+    return any(map(is_off, runs))
 
 
 def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:
@@ -87,8 +112,13 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
         begun = [starts[begun_at[key]] for key in both]
         margin = SHARE * (fmean(references) - fmean(begun))
         comparison = compare(ours, references, max(margin, 1e-9), ALPHA)
-        begun_with = {theirs[key]["start"] for key in both}
-        found[arm.name] = Verdict(comparison, margin, _judge(comparison, margin), len(begun_with))
+        found[arm.name] = Verdict(
+            comparison,
+            margin,
+            _judge(comparison, margin),
+            len({theirs[key]["start"] for key in both}),
+            is_off_dose(rows, [mine[key] for key in both]),
+        )
     return found
 
 

@@ -82,11 +82,15 @@ def a_study(arms: dict[str, list[float]], execution: str = "2026-01-01") -> list
     facts = {"device": "A GPU", "versions": {"sglang": "0.5.17"}, "commit": "abc1234"}
     facts |= {"options": options, "date": execution, "parameters": {"dense": 1}}
     held_out = {"held_out": {"reward": START}, "model": "dense", "execution": execution}
-    scan = {"kind": "scan", "model": "dense", "start": 0, "execution": execution, "every": 1}
+    scan = {"kind": "scan", "model": "dense", "execution": execution, "every": 1}
+    gains = [(start, exponent) for start in (0, 1) for exponent in (0, 12, 14, 15, 17)]
     return [
         {"kind": "environment", "execution": execution, **facts},
         *({"kind": "start", "start": start, **held_out} for start in (0, 1)),
-        *(scan | {"exponent": n, "mismatch_kl_k3": 10.0 ** (n / 2 - 9)} for n in (0, 12, 14, 17)),
+        *(
+            scan | {"start": start, "exponent": n, "mismatch_kl_k3": 10.0 ** (n / 2 - 9)}
+            for start, n in gains
+        ),
         *(
             a_run(arm, s, r, execution)
             for arm, all_of in arms.items()
@@ -178,6 +182,30 @@ def test_the_tables_say_what_was_predicted_and_found() -> None:
     assert dose_tables.decisions(rows).endswith(
         "| 2026-01-01 | 0 | 24 | use --some-layers [3 layers] |"
     )
+
+
+@pytest.mark.parametrize(
+    ("k3", "verdict"), [(0.16, "open"), (0.14, "yes"), (0.017, "yes"), (0.016, "open")]
+)
+def test_what_was_predicted_of_a_dose_stays_open_where_it_is_another_one(
+    k3: float, verdict: str
+) -> None:
+    rows = a_study(ARMS | {"kv8-none": ARMS["bf16"]})
+    rows = [row for row in rows if row.get("exponent") not in (15, 17) or row["start"] == 0]
+    scan = next(row for row in rows if row.get("exponent") == 14 and row["start"] == 1)
+    rows += [scan | {"exponent": 15, "mismatch_kl_k3": k3}]  # of the second start alone
+    for row in rows:
+        if row.get("arm") == "5e-2-none":
+            row["alarm_steps"] = 1
+
+    def last_cells(table: str, at: int) -> dict[str, str]:
+        lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+        return {line[0][2:]: line[at].rstrip(" |") for line in lines}
+
+    found = last_cells(dose_tables.response(rows), -1)
+    assert (found["5e-2-none"], found["kv8-none"]) == (verdict, "yes")
+    found = last_cells(dose_tables.alarms(rows), -2)
+    assert (found["5e-2-none"], found["kv8-none"]) == (verdict, "yes")
 
 
 def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
