@@ -111,18 +111,6 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
     starts = [row for row in rows if row["kind"] == "start"]
     e = environments[0]
     options = e["options"]
-    spreads = [v.comparison.spread for v in found.values() if v.comparison.spread is not None]
-    power = ""
-    if spreads:
-        pairs = max(len(v.comparison.differences) for v in found.values())
-        middle, margin = median(spreads), median(v.margin for v in found.values())
-        worse, _ = powers(middle, pairs, margin, 2 * ALPHA)
-        _, same = powers(middle, pairs, margin, ALPHA)
-        power = (
-            f" With {pairs} pairs whose differences spread by {middle:.3f}, the median, a loss of "
-            f"twice the margin is found in {worse:.0%} of experiments, and no loss in at least "
-            f"{same:.0%}."
-        )
     begun = ", ".join(
         f"{row['model']} {row['start']} {row['held_out']['reward']:.3f}" for row in starts
     )
@@ -132,9 +120,29 @@ def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
         f"{', '.join(map(str, options['levels']))} with {options['group']} responses each. Starts: "
         f'{begun}. Held-out rewards as in parity.md; means, least and largest. "worse": more than '
         f'{SHARE:.0%} of the reference\'s gain is lost, "same": less; one-sided, alpha '
-        f"{ALPHA}.{power} Open: a scan gave the dose a k3 of more than {FACTOR:g} times its name, "
-        f"or of less than 1/{FACTOR:g}. All executions: {executions}."
+        f"{ALPHA}.{_powers(found)} Open: a scan gave the dose a k3 of more than {FACTOR:g} times "
+        f"its name, or less than 1/{FACTOR:g}. All executions: {executions}."
     )
+
+
+def _powers(found: dict[str, Verdict]) -> str:
+    """A sentence for each number of pairs that arms have."""
+    by_pairs: dict[int, list[tuple[float, float]]] = {}
+    for each in found.values():
+        if each.comparison.spread is not None:
+            pairs = len(each.comparison.differences)
+            by_pairs.setdefault(pairs, []).append((each.comparison.spread, each.margin))
+    sentences = ""
+    for pairs, measured in sorted(by_pairs.items(), reverse=True):
+        middle, margin = map(median, zip(*measured, strict=True))
+        worse, _ = powers(middle, pairs, margin, 2 * ALPHA)
+        _, same = powers(middle, pairs, margin, ALPHA)
+        sentences += (
+            f" With {pairs} pairs ({len(measured)} arms) whose differences spread by {middle:.3f}, "
+            f"the median, a loss of twice the margin is found in {worse:.0%} of experiments, and "
+            f"no loss in at least {same:.0%}."
+        )
+    return sentences
 
 
 def mitigations(rows: list[Row]) -> str:

@@ -1,6 +1,7 @@
 """What a controller asks for, and what results of doses say."""
 
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import dose_tables, dose_verdict, long_tables, summary
+from benchmarks.parity.comparison import powers
 from benchmarks.parity.controlled import BUDGET_KL, PATIENCE, Controlled
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.run_log import Row, rows_of
@@ -206,6 +208,19 @@ def test_what_was_predicted_of_a_dose_stays_open_where_it_is_another_one(
     assert (found["5e-2-none"], found["kv8-none"]) == (verdict, "yes")
     found = last_cells(dose_tables.alarms(rows), -2)
     assert (found["5e-2-none"], found["kv8-none"]) == (verdict, "yes")
+
+
+def test_power_is_of_the_pairs_that_arms_have() -> None:
+    rows = a_study(ARMS | {"3e-3-none": [0.50, 0.56]})
+    note = dose_tables.response(rows)
+    margin = 0.2 * (0.6 - START)
+    for pairs, arms in ((4, 3), (2, 1)):
+        found = re.search(rf"With {pairs} pairs \((\d) arms\) .*? by ([0-9.]+), .*? (\d+)%", note)
+        assert found is not None
+        count, spread, worse = found.groups()
+        assert int(count) == arms
+        expected, _ = powers(float(spread), pairs, margin, 0.1)
+        assert int(worse) == pytest.approx(100 * expected, abs=3)  # of a spread that is rounded
 
 
 def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
