@@ -6,8 +6,10 @@ from statistics import fmean, median
 
 from benchmarks.parity.comparison import Comparison, powers
 from benchmarks.parity.dose_arms import DOSE_ARMS
+from benchmarks.parity.dose_points import points
 from benchmarks.parity.dose_verdict import (
     FACTOR,
+    OPEN,
     SHARE,
     WINDOW,
     Verdict,
@@ -23,8 +25,6 @@ from benchmarks.parity.scan import nearest
 from benchmarks.parity.settings import ALPHA, LAST_STEPS
 from benchmarks.parity.tables import interval, percent, spread, table, where
 
-OPEN = "open"
-"""What is said of a prediction about a dose that turned out to be another one."""
 LAYERS = re.compile(r"'[^']*'")
 """Of a decision: the names that follow an option."""
 
@@ -158,6 +158,15 @@ def mitigations(rows: list[Row]) -> str:
     return f"{table(head, lines)}\n\nMeans of the differences, {1 - 2 * ALPHA:.0%} intervals."
 
 
+def added(rows: list[Row]) -> str:
+    """What was predicted for seeds 2 and 3 beside the verdicts on arms."""
+    lines = [
+        (each.predicted, len(each.runs), each.found if each.runs else "", each.agrees(rows))
+        for each in points(rows)
+    ]
+    return table("prediction | seeds | found | as predicted", lines)
+
+
 def _difference(found: Comparison) -> str:
     return f"{found.mean:+.3f}" + (f" ({interval(found)})" if found.interval else "")
 
@@ -227,6 +236,7 @@ def _count(names: re.Match[str]) -> str:
 BLOCKS = {
     "dose_scans": ("dose_response.jsonl", scans),
     "dose_response": ("dose_response.jsonl", response),
+    "dose_added": ("dose_response.jsonl", added),
     "dose_mitigations": ("dose_response.jsonl", mitigations),
     "dose_alarms": ("dose_response.jsonl", alarms),
     "dose_decisions": ("dose_response.jsonl", decisions),

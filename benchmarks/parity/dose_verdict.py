@@ -20,6 +20,8 @@ SHARE = 0.2
 """Of what the reference has learned. An arm that loses more has lost reward to the mismatch."""
 FACTOR = 3.0
 """A dose whose k3 is more than this times its name, or less than this part, is another dose."""
+OPEN = "open"
+"""What is said of a prediction that the runs cannot decide."""
 PAIRS, STARTS = 4, 2
 """What settles a prediction, at least."""
 WINDOW = 10

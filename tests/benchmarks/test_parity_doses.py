@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import dose_tables, dose_verdict, long_tables, summary
+from benchmarks.parity import dose_points, dose_tables, dose_verdict, long_tables, summary
 from benchmarks.parity.comparison import powers
 from benchmarks.parity.controlled import BUDGET_KL, PATIENCE, Controlled
 from benchmarks.parity.dose_arms import DOSE_ARMS
@@ -221,6 +221,63 @@ def test_power_is_of_the_pairs_that_arms_have() -> None:
         assert int(count) == arms
         expected, _ = powers(float(spread), pairs, margin, 0.1)
         assert int(worse) == pytest.approx(100 * expected, abs=3)  # of a spread that is rounded
+
+
+ADDED = {
+    "bf16": [0.60] * 4,
+    "5e-2-none": [0.60, 0.60, 0.40, 0.42],  # it has lost 0.19 in seeds 2 and 3
+    "5e-2-fp8-trainer": [0.10, 0.10, 0.50, 0.52],  # 0.09
+    "5e-2-fp8-forward": [0.64, 0.64, 0.44, 0.46],
+    "5e-2-tis": [0.40] * 4,
+    "5e-2-mis": [0.40] * 4,
+    "1e-2-none": [0.50] * 4,
+    "1e-2-tis": [0.40, 0.40, 0.51, 0.52],
+}
+OWN = {"5e-2-none": 0.6, "5e-2-tis": 0.5, "5e-2-mis": 0.5}
+"""Reward in the arm's own engine, over its held-out reward."""
+
+
+def agree(arms: dict[str, list[float]], own: dict[str, list[float]] | None = None) -> str:
+    """The first letter of each point's verdict, a dash for none."""
+    rows = a_study(ADDED | arms)
+    for run in rows:
+        if (name := run.get("arm")) in OWN:
+            shares = (own or {}).get(name, [OWN[name]] * 4)
+            run["last_reward"] = shares[run["seed"]] * run["held_out"]["reward"]
+    return "".join((point.agrees(rows) or "-")[0] for point in dose_points.points(rows))
+
+
+def test_points_are_decided_by_the_seeds_that_they_were_written_for() -> None:
+    assert agree({}) == "yyyyyy"
+    # 1: at most half, of the same seeds; seeds 0 and 1 are not asked
+    assert agree({"5e-2-fp8-trainer": [0.60, 0.60, 0.50, 0.50]})[0] == "n"
+    assert agree({"5e-2-none": [0.30, 0.30, 0.60, 0.61]})[0] == "o"  # there is no loss to halve
+    # 2: the mean of all four, on both sides
+    for more, verdict in ((0.06, "n"), (-0.06, "n"), (-0.04, "y")):
+        forward = [reward + more for reward in ADDED["5e-2-none"]]
+        assert agree({"5e-2-fp8-forward": forward})[1] == verdict
+    forward = ADDED["5e-2-fp8-forward"]
+    assert agree({"5e-2-fp8-forward": [0.10, *forward[1:]]})[1] == "n"
+    # 3: each arm in each seed
+    assert agree({}, {"5e-2-none": [0.1, 0.1, 0.56, 0.54]}) == "yynyyy"
+    assert agree({}, {"5e-2-tis": [0.9, 0.9, 0.54, 0.56]}) == "yyynyy"
+    assert agree({}, {"5e-2-mis": [0.9, 0.9, 0.54, 0.54]}) == "yyyyyy"
+    # 4: each seed
+    assert agree({"1e-2-tis": [0.60, 0.60, 0.60, 0.49]})[5] == "n"
+
+
+def test_a_point_waits_for_its_seeds_and_for_its_dose() -> None:
+    assert agree({arm: rewards[:2] for arm, rewards in ADDED.items()}) == "-" * 6
+    assert agree({arm: rewards[:3] for arm, rewards in ADDED.items()}) == "-" * 6
+    assert agree({"5e-2-none": ADDED["5e-2-none"][:3]}) == "---yyy"
+    table = dose_tables.added(a_study({arm: rewards[:2] for arm, rewards in ADDED.items()}))
+    assert all(line.endswith("| 0 |  |  |") for line in table.splitlines()[2:] if "2: " not in line)
+    rows = a_study(ADDED)
+    for row in rows:
+        if row.get("exponent") == 15 and row["start"] == 1:
+            row["mismatch_kl_k3"] = 1e-3  # 5e-2 is then a dose of 1e-2 or 0.3
+    found = [point.agrees(rows) for point in dose_points.points(rows)]
+    assert found[:5] == ["open"] * 5 and found[5] == "yes"
 
 
 def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
