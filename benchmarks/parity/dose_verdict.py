@@ -86,9 +86,9 @@ def is_off_dose(rows: list[Row], runs: Iterable[Row]) -> bool:
     return any(map(is_off, runs))
 
 
-def runs_of(rows: list[Row], arm: str) -> dict[Key, Row]:
-    """An arm's runs, in order."""
-    mine = [row for row in rows if row["kind"] == "run" and row["arm"] == arm]
+def runs_of(rows: list[Row], arm: str, *kinds: str) -> dict[Key, Row]:
+    """An arm's runs, in order; those of kind "run", if no others are asked for."""
+    mine = [row for row in rows if row["kind"] in (kinds or ("run",)) and row["arm"] == arm]
     mine.sort(key=lambda row: (row["execution"], row["seed"]))
     return {(row["execution"], row["seed"]): row for row in mine}
 

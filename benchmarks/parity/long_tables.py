@@ -11,6 +11,8 @@ from benchmarks.parity.tables import percent, table, where
 from benchmarks.parity.tasks import LONG
 
 FIRST_STEPS = 10
+KINDS = "run", "unevaluated"
+"""Of rows. A run that the deadline stopped has no held-out reward."""
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
 """Of the reference's held-out reward; outside of them the run is inconclusive."""
 
@@ -18,43 +20,57 @@ LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
 def responses(rows: list[Row]) -> str:
     """Each arm beside the reference of its execution."""
     head = (
-        f"arm | held-out reward | of level {LONG} | lost, of the gain | found | own engine, last "
-        f"{LAST_STEPS} steps | tokens a response | k3, first {FIRST_STEPS} steps | k3, all steps "
+        f"arm | steps | held-out reward | of level {LONG} | lost, of the gain | found | own "
+        f"engine, last {LAST_STEPS} steps | less bf16, the last {LAST_STEPS} that both have "
+        f"| tokens a response | k3, first {FIRST_STEPS} steps | k3, all steps "
         f"| k3 from token 256 on, over tokens 16 to 63 | steps with an alarm"
     )
     notes = [_note(rows, row) for row in rows if row["kind"] == "environment"]
     return "\n\n".join([table(head, _lines(rows)), *notes])
 
 
-def _lines(rows: list[Row]) -> Iterator[tuple[str, ...]]:
-    references = runs_of(rows, "bf16")
+def _lines(rows: list[Row]) -> Iterator[tuple[object, ...]]:
+    references = runs_of(rows, "bf16", *KINDS)
     for arm in STUDIES["long"]:
-        for key, run in runs_of(rows, arm).items():
-            begun, reference = _start_of(rows, key[0]), references.get(key)
-            part, found = None, ""
-            if reference is not None and begun is not None and arm != "bf16":
-                end = reference["held_out"]["reward"]
-                part = lost(end - run["held_out"]["reward"], end - begun)
-                if part is not None and is_valid(reference, begun):
-                    found = "lost" if part > SHARE else "not lost"
+        for key, run in runs_of(rows, arm, *KINDS).items():
+            reference = references.get(key) if arm != "bf16" else None
             series = run["series"]
             k3 = series["mismatch_kl_k3"]
             # there is none where responses of some step were all shorter
             far, near = (series.get(f"position_{n}/mismatch_kl_k3") for n in (256, 16))
-            by_kind = run["held_out"]["by_kind"]
             yield (
                 arm,
-                f"{run['held_out']['reward']:.3f}",
-                f"{fmean(v for name, v in by_kind.items() if name.endswith(f' {LONG}')):.3f}",
-                percent(part),
-                found,
+                run["steps"],
+                *_judged(run, reference, _start_of(rows, key[0])),
                 f"{run['last_reward']:.3f}",
+                "" if reference is None else f"{_less(run, reference):+.3f}",
                 f"{median(series['response_tokens']):.0f}",
                 f"{median(k3[:FIRST_STEPS]):.1e}",
                 f"{median(k3):.1e}",
                 f"{median(far) / median(near):.1f}" if far and near else "",
                 f"{run['alarm_steps']} of {run['steps']}",
             )
+
+
+def _judged(run: Row, reference: Row | None, begun: float | None) -> list[str]:
+    """Held-out rewards and what they say; empty of a run that was not evaluated."""
+    if "held_out" not in run:
+        return [""] * 4
+    ends, by_kind = run["held_out"]["reward"], run["held_out"]["by_kind"]
+    long = fmean(reward for name, reward in by_kind.items() if name.endswith(f" {LONG}"))
+    part, found = None, ""
+    if reference is not None and "held_out" in reference and begun is not None:
+        end = reference["held_out"]["reward"]
+        part = lost(end - ends, end - begun)
+        if part is not None and is_valid(reference, begun):
+            found = "lost" if part > SHARE else "not lost"
+    return [f"{ends:.3f}", f"{long:.3f}", percent(part), found]
+
+
+def _less(run: Row, reference: Row) -> float:
+    """The reward in training less the reference's, also where one of them was stopped before."""
+    both = list(zip(run["series"]["reward"], reference["series"]["reward"], strict=False))
+    return fmean(ours - theirs for ours, theirs in both[-LAST_STEPS:])
 
 
 def _start_of(rows: list[Row], execution: str) -> float | None:

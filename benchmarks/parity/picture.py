@@ -75,7 +75,7 @@ def _curves(
     rows: list[Row], metric: str, _: str, shows: Callable[[Arm], bool]
 ) -> dict[str, list[list[float]]]:
     """Each arm's curves, one a seed."""
-    series = [(row["arm"], row["series"]) for row in rows if "series" in row]
+    series = [(row["arm"], row["series"]) for row in rows if row.get("kind") == "run"]
     return {
         arm.name: [_curve(metric, found[metric]) for name, found in series if name == arm.name]
         for arm in filter(shows, ARMS.values())

@@ -17,6 +17,7 @@ from benchmarks.environment import commit
 from benchmarks.parity import models
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.dose_arms import STUDIES
+from benchmarks.parity.run_log import LOG, write_whole
 from benchmarks.parity.tasks import LEVELS, LONG
 from examples.grpo.environment import environment
 
@@ -189,23 +190,25 @@ def open_study(args: argparse.Namespace) -> Study:
 
     Raises:
         TypeError: ``--settings`` names something unknown.
-        ValueError: the folder holds a study of other settings, commit, versions or device.
+        ValueError: the folder holds a study of other settings, commit, versions or device. The
+            number of steps may change until the first run begins.
     """
     settings = replace(SIZES[args.size], **OF_STUDY[args.study] | args.settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = asdict(settings) | {"size": args.size, "study": args.study}
     facts = environment(device) | {"commit": commit(), "options": options}
     path = args.state / ENVIRONMENT
-    if path.exists():
-        before = json.loads(path.read_text())
-        ours, theirs = (each | each["options"] for each in (facts, before))
-        changed = {name for name in ours if ours[name] != theirs.get(name)} - {"date", "options"}
-        if changed:
-            raise ValueError(
-                f"{args.state} holds a study with other {', '.join(sorted(changed))}; give the "
-                f"same options, or another folder as --state"
-            )
-    else:
+    before = json.loads(path.read_text()) if path.exists() else {"options": {}}
+    ours, theirs = (each | each["options"] for each in (facts, before))
+    changed = {name for name in ours if ours[name] != theirs.get(name)} - {"date", "options"}
+    if not any(args.state.glob(f"*/{LOG}")):
+        changed -= {"steps"}  # a start depends on all settings but this one
+    if path.exists() and changed:
+        raise ValueError(
+            f"{args.state} holds a study with other {', '.join(sorted(changed))}; give the "
+            f"same options, or another folder as --state"
+        )
+    if ours["steps"] != theirs.get("steps"):
         args.state.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(facts))
+        write_whole(path, json.dumps(facts))
     return Study(args.state, args.size, settings, device, args.study)

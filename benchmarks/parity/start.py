@@ -121,7 +121,8 @@ def train(
     if reward < settings.least_start_reward:
         raise ValueError(
             f"the start solves {reward:.3f} of held-out problems, and has to solve "
-            f"{settings.least_start_reward}; give it more demonstrations or shorter problems"
+            f"{settings.least_start_reward}, so its weights are discarded; give it more "
+            f"demonstrations or shorter problems"
         )
     return made
 

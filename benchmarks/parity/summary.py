@@ -38,15 +38,22 @@ WARM_UP = 5
 
 
 def summarize(state: Path) -> list[Row]:
-    """Rows of kind environment, start, scan, run and timing; of runs that are finished, and
-    evaluated where they are not timed."""
+    """Rows of kind environment, start, scan, run, unevaluated and timing.
+
+    A run is finished and evaluated. What is not still has the rewards and the mismatch of its
+    steps, which is all that is left of it where the machine is gone.
+    """
     logs = {
-        folder: rows_of(folder / LOG)
+        folder: rows
         for folder in sorted([*state.glob("*-*"), *state.glob("timing/*")])
-        if (folder / FINISHED).exists()
+        if _of("step", rows := rows_of(folder / LOG))
     }
-    runs = [_run(f, rows) for f, rows in logs.items() if (f / HELD_OUT).exists()]
-    timings = [_timing(rows) for f, rows in logs.items() if f.parent.name == "timing"]
+    runs = [_run(folder, rows) for folder, rows in logs.items() if folder.parent == state]
+    timings = [
+        _timing(rows)
+        for folder, rows in logs.items()
+        if folder.parent != state and (folder / FINISHED).exists()
+    ]
     headers = [rows[0] for rows in logs.values()]
     parameters = {ALL_ARMS[header["arm"]].model: header["parameters"] for header in headers}
     folders = sorted(state.glob("start-*"))
@@ -84,8 +91,9 @@ def _run(folder: Path, rows: list[Row]) -> Row:
     header, engines = rows[0], _of("engine", rows)
     steps = _of("step", rows)
     last = steps[-LAST_STEPS:]
+    is_evaluated = (folder / FINISHED).exists() and (folder / HELD_OUT).exists()
     return {
-        "kind": "run",
+        "kind": "run" if is_evaluated else "unevaluated",
         "arm": header["arm"],
         "seed": header["seed"],
         "start": header.get("start", 0),
@@ -97,7 +105,7 @@ def _run(folder: Path, rows: list[Row]) -> Row:
         "last_reward": _short(fmean(row["reward"] for row in last)),
         "last_unfinished": _short(fmean(row["unfinished"] for row in last)),
         "evaluations": [[row["step"], _short(row["reward"])] for row in _of("evaluation", rows)],
-        **_held_out(folder),
+        **(_held_out(folder) if is_evaluated else {}),
         "alarm_steps": sum(bool(row["alarms"]) for row in steps),
         "alarms": _alarms(steps),
         "decisions": [[row["step"], row["reason"]] for row in _of("decision", rows)],

@@ -305,7 +305,7 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
             row.get("options", {})["held_out_problems"] = 64
         table = long_tables.responses(rows)
         (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
-        return [cell.strip() for cell in line.split("|")][2:6], table
+        return [cell.strip() for cell in line.split("|")][3:7], table
 
     assert found(0.6, 0.5)[0] == ["0.500", "0.300", "25%", "lost"]
     assert found(0.6, 0.55)[0][2:] == ["12%", "not lost"]
@@ -325,8 +325,36 @@ def test_a_collapse_to_short_responses_has_its_row() -> None:
         row.get("options", {})["held_out_problems"] = 64
     table = long_tables.responses(rows)
     (line,) = [line for line in table.splitlines() if line.startswith("| kv8-none ")]
-    assert [cell.strip() for cell in line.split("|")][2:6] == ["0.100", "0.100", "", ""]
+    assert [cell.strip() for cell in line.split("|")][3:7] == ["0.100", "0.100", "", ""]
     assert "The start was not evaluated" in table and "above: no reference" in table
+
+
+def test_a_run_that_was_stopped_is_compared_at_the_steps_that_it_did() -> None:
+    rows = a_study({"bf16": [0.6], "kv8-none": [0.6]})
+    for row in rows:
+        if row["kind"] == "run":
+            row["held_out"]["by_kind"] = {"sort 4": 0.1}
+            done = STEPS if row["arm"] == "bf16" else 30
+            rewards = [0.01 * step - 0.1 * (row["arm"] != "bf16") for step in range(done)]
+            row["series"] = {name: [1e-3] * done for name in ("mismatch_kl_k3", "response_tokens")}
+            row["series"]["reward"] = rewards
+            if done < STEPS:
+                row |= {"kind": "unevaluated", "steps": done}
+                del row["held_out"]
+        row.get("options", {})["held_out_problems"] = 64
+    table = long_tables.responses(rows)
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in table.splitlines()}
+    assert cells["| kv8-none"][1:6] == ["30", "", "", "", ""]
+    assert cells["| kv8-none"][7] == "-0.100"
+    assert cells["| bf16"][1:3] == ["40", "0.600"] and cells["| bf16"][7] == ""
+    # and where it is the reference that was stopped
+    swapped = {"bf16": "kv8-none", "kv8-none": "bf16"}
+    table = long_tables.responses(
+        [row | {"arm": swapped[row["arm"]]} if "arm" in row else row for row in rows]
+    )
+    cells = {line.split(" | ")[0]: line.split(" | ") for line in table.splitlines()}
+    assert cells["| kv8-none"][1:6] == ["40", "0.600", "0.100", "", ""]
+    assert cells["| kv8-none"][7] == "+0.100"
 
 
 def test_executions_are_added_to_the_results(

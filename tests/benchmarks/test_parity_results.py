@@ -84,10 +84,21 @@ def test_a_row_of_a_run_is_what_its_log_says(state: Path) -> None:
     assert timing["tokens_per_s"]["median"] == 25600
 
 
-def test_runs_that_are_not_finished_or_not_evaluated_are_left_out(state: Path) -> None:
+def test_runs_that_are_not_finished_or_not_evaluated_are_apart(state: Path, tmp_path: Path) -> None:
     (state / "fp8-1" / FINISHED).unlink()
+    log = state / "fp8-1" / LOG
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:12]) + '{"kind": "st')
     (state / "fp8-2" / HELD_OUT).unlink()
-    runs = [row for row in summary.summarize(state) if row["kind"] == "run"]
+    rows = summary.summarize(state)
+    found = [row for row in rows if row["kind"] == "unevaluated"]
+    assert [(row["arm"], row["seed"], row["steps"]) for row in found] == [
+        ("fp8", 1, 10),
+        ("fp8", 2, STEPS),
+    ]
+    assert len(found[0]["series"]["mismatch_kl_k3"]) == 10
+    assert not any("held_out" in row for row in found)
+    picture.draw(rows, tmp_path / "parity.png")
+    runs = [row for row in rows if row["kind"] == "run"]
     assert [run["seed"] for run in runs if run["arm"] == "fp8"] == [0]
     assert len(verdict.comparisons(runs)["fp8"].differences) == 1  # only seed 0 has a pair
 

@@ -249,6 +249,8 @@ def test_a_study_has_the_same_settings_and_commit_throughout(
     for name, settings in {"rate": engine | {"rate": 1.0}, "engine_args": {}}.items():
         with pytest.raises(ValueError, match=f"a study with other {name}; give the same options"):
             go_on(tmp_path, **settings)
+    with pytest.raises(ValueError, match="a study with other steps; give"):
+        go_on(tmp_path, **engine, steps=STEPS - 1)
     monkeypatch.setenv(environment.COMMIT_VARIABLE, "def5678")
     with pytest.raises(ValueError, match="a study with other commit; give the same"):
         go_on(tmp_path, **engine)
@@ -258,6 +260,17 @@ def test_a_study_has_the_same_settings_and_commit_throughout(
     rows = rows_of(tmp_path / "fp8-1" / LOG)
     assert [row["step"] for row in rows if row["kind"] == "engine"] == [0, EVERY]
     assert rows[0]["engine"]["page_size"] == 16
+
+
+def test_the_number_of_steps_may_be_chosen_after_the_start(tmp_path: Path) -> None:
+    args = Namespace(state=tmp_path, size="tiny", study="long", settings=SMALL)
+    open_study(args)
+    fewer = Namespace(**{**vars(args), "settings": SMALL | {"steps": 2}})
+    assert open_study(fewer).settings.steps == 2
+    assert json.loads((tmp_path / "environment.json").read_text())["options"]["steps"] == 2
+    args.settings = SMALL | {"steps": 2, "demonstrations": 4}
+    with pytest.raises(ValueError, match="a study with other demonstrations; give"):
+        open_study(args)
 
 
 # ---- what the study of doses adds ----------------------------------------------------------------
