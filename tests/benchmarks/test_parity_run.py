@@ -3,23 +3,26 @@
 import json
 import math
 import random
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from shutil import copy
 from threading import Semaphore
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import environment
-from benchmarks.parity import engines, learner, models, run, sampling, tasks
+from benchmarks import environment, readme
+from benchmarks.parity import engines, learner, models, run, run_all, sampling, summary, tasks
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.controlled import Controlled
-from benchmarks.parity.dose_arms import ALL_ARMS, MINI_BATCHES
+from benchmarks.parity.dose_arms import ALL_ARMS, DOSE_ARMS, MINI_BATCHES, STUDIES
 from benchmarks.parity.learner import Learner
 from benchmarks.parity.run_log import FINAL, FINISHED, LOG, only_writer, rows_of
 from benchmarks.parity.scan import SCAN
@@ -271,6 +274,37 @@ def test_the_number_of_steps_may_be_chosen_after_the_start(tmp_path: Path) -> No
     args.settings = SMALL | {"steps": 2, "demonstrations": 4}
     with pytest.raises(ValueError, match="a study with other demonstrations; give"):
         open_study(args)
+
+
+def test_a_second_execution_of_a_study_fills_the_tables_of_its_page(
+    tmp_path: Path, fake_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job of seeds 2 and 3 in turn, then their rows beside those that were recorded."""
+    names = "bf16", "5e-2-none", "5e-2-tis", "5e-2-mis", "1e-2-none", "1e-2-tis"
+    monkeypatch.setitem(STUDIES, "doses", {name: DOSE_ARMS[name] for name in names})
+    settings = SMALL | {"steps": 2, "exponents": [12, 13], "held_out_problems": 2}
+    words = ["--study", "doses", "--size", "tiny", "--settings", json.dumps(settings)]
+    words += ["--state", str(tmp_path / "doses"), "--first-seed", "2", "--seeds", "2"]
+    args = run_all.arguments([*words, "--gpus", "0,1"])
+    for job in run_all.jobs_of(open_study(args), args):
+        assert all(path.exists() for path in job.needs), job.name
+        monkeypatch.setattr(sys, "argv", [*job.command[2:]])
+        with suppress(SystemExit):
+            import_module(job.command[2]).main()
+        assert job.is_done, job.name
+
+    recorded = readme.RESULTS / "dose_response.jsonl"
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    copy(recorded, tmp_path)
+    summary.main([str(tmp_path / "doses"), "--output", str(tmp_path / recorded.name)])
+    page = readme.BLOCK.sub(readme.filled, (readme.ROOT / "docs/dose_response.md").read_text())
+    lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    seeds = {line[0]: line[1] for line in lines if len(line) == 12}  # of the table of arms
+    assert [seeds[f"| {name}"] for name in names] == ["4"] * len(names)
+    assert seeds["| kv8-none"] == "2"
+    assert [line[1] for line in lines if line[0][2:4] in ("3:", "4:")] == ["2"] * 4
+    starts = [line[1] for line in lines if line[1].startswith("dense, ")]
+    assert starts == ["dense, 0", "dense, 1"]
 
 
 # ---- what the study of doses adds ----------------------------------------------------------------
