@@ -26,7 +26,6 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.chain.files",
     "trainer_bridge.chain.follower",
     "trainer_bridge.chain.index",
-    "trainer_bridge.chain.publisher",
     "trainer_bridge.chain.version_writer",
     "trainer_bridge.chunk_sender",
     "trainer_bridge.collective",
@@ -34,6 +33,7 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.shard_codes",
     "trainer_bridge.shared_filling",
     "trainer_bridge.shared_sending",
+    "trainer_bridge.sources",
     "trainer_bridge.weights",
 }
 """Modules that call ``attempt``: each passes the error on to the other ranks, or to its caller."""
