@@ -25,7 +25,7 @@ def test_a_study_leaves_a_log_a_picture_and_a_table(
     command.compare("A study.", Path("other"), Path("other"), measure, trl.table)
     assert log.read_text() == recorded
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == trl.table(recorded) + "\n"
+    assert capsys.readouterr().out == trl.table(measure()) + "\n"
 
 
 def test_the_first_row_names_command_and_packages() -> None:
