@@ -70,7 +70,7 @@ def run(
             found = _from_engine(source, folder)
         else:
             found = _from_checkpoint(Path(source), folder, ignored, tp_size or 1)
-        manifest = Manifest(0, read_headers(weight_files(folder)))
+        manifest = Manifest(read_headers(weight_files(folder)))
         matrices = {name: spec for name, spec in manifest.weights() if len(spec.shape) > 1}
         bf16 = [n for n, spec in matrices.items() if format_of(spec.dtype) is UNQUANTIZED]
         _copy_files(found.folder, folder)
@@ -132,7 +132,7 @@ def _from_checkpoint(
     if "quantization_config" in json.loads((folder / CONFIG).read_text()):
         raise ValueError(f"{folder} is quantized; pass the BF16 checkpoint that it was made from")
     files = weight_files(folder)
-    manifest = Manifest(0, read_headers(files)).to_json()
+    manifest = Manifest(read_headers(files)).to_json()
     # SGLang reads no padded layer without this plugin
     options: dict[str, Any] = {"fp8rl_format": "block-fp8", "fp8rl_ragged": "bf16"}
     if ignored is not None:

@@ -88,7 +88,7 @@ def update_and_read(device: str) -> list[Float64]:
     model = _Stacked(device)
     weights = EngineWeights(model, torch.bfloat16)
     tensors = list(zip(_Stacked.names, (weight_NK, -weight_NK), strict=True))
-    manifest = describe(tensors, version=0, chunk_bytes=1 << 20)
+    manifest = describe(tensors, chunk_bytes=1 << 20)
     weights.accept(manifest)
     write_all(weights, manifest, tensors)
     both_NK = _to_float64(model.weight, model.weight_scale_inv)

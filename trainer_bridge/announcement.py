@@ -92,7 +92,7 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
             f"the headers of {folder} cannot be read ({error}); pip install safetensors"
         ) from error
     specs = read_headers(weight_files(folder))
-    return {name: spec.shape for name, spec in Manifest(0, specs).weights()}
+    return {name: spec.shape for name, spec in Manifest(specs).weights()}
 
 
 def _read(reply: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]] | None, bool]:

@@ -72,8 +72,7 @@ class Participant:
         try:
             begun = control(message)
             if "unknown" in begun:
-                whole = {**manifest.to_json(), "version": policy.version}
-                begun = control({**message, "manifest": whole})
+                begun = control({**message, "manifest": manifest.to_json()})
         except EngineError:
             self.connection.invalidate_layout()
             raise

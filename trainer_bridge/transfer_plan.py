@@ -96,7 +96,7 @@ class TransferPlan:
                     announced += _encoded(name, view, quantized[name])
                     continue
                 announced.append((name, view))
-        self.manifest = describe(announced, 0, chunk_bytes, self.offsets, streamed, slots)
+        self.manifest = describe(announced, chunk_bytes, self.offsets, streamed, slots)
         self._cutter = Cutter(self.manifest) if streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(self.manifest)
         self.spans: list[list[Span]] = [[] for _ in sources]

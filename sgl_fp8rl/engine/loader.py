@@ -23,7 +23,6 @@ from sgl_fp8rl.formats import UNQUANTIZED, counted
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.manifest import Manifest
-from sgl_fp8rl.protocol.policy import CHECKPOINT
 from sgl_fp8rl.weight_update.checkpoint_files import read_tensors
 from sgl_fp8rl.weight_update.checkpoint_source import write_all
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -58,7 +57,7 @@ class FP8RLModelLoader(compat.DefaultModelLoader):  # type: ignore[misc]
         attach(model, engine_weights)
         source = self.Source.init_new(self._model_config, model)
         _, files, _ = self._prepare_weights(source.model_or_path, source.revision, False)
-        manifest = Manifest(CHECKPOINT.version, read_headers(files), options.bucket_bytes // 2)
+        manifest = Manifest(read_headers(files), options.bucket_bytes // 2)
         self._load(engine_weights, manifest, read_tensors(files))
         load_kv_scales(kv, options.kv_scales)
         postprocess(model)

@@ -13,6 +13,8 @@ from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.guards import refusal
 from sgl_fp8rl.engine.ranks import attempted, gather
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
+from sgl_fp8rl.kv_cache.incoming_scales import names_in
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
@@ -115,7 +117,9 @@ def _prepare(
         weights.check_policy(policy)
         if "manifest" not in message:
             return str(message.get("fingerprint"))
-        return Manifest.from_json(message["manifest"])
+        manifest = Manifest.from_json(message["manifest"])
+        _check_kv_scales(weights, manifest)
+        return manifest
 
     manifest, error = attempted(read, f"an update to {policy}")
     if isinstance(manifest, str):
@@ -132,6 +136,20 @@ def _prepare(
             weights.table = None  # recorded from this manifest, so it must not outlive it
         raise ManifestError(errors[0])
     return manifest.fingerprint
+
+
+def _check_kv_scales(weights: EngineWeights, manifest: Manifest) -> None:
+    """Check that scales come with an update that needs them.
+
+    Raises:
+        ManifestError: ``kv_scheme`` is ``trainer``, and there are none.
+    """
+    needs = weights.kv is not None and weights.kv.scheme == "trainer"
+    if needs and not names_in(manifest.tensors):
+        raise ManifestError(
+            f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "
+            f"needs; pass kv_scales to trainer_bridge.update, or start with scheme engine"
+        )
 
 
 def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) -> list[str]:

@@ -15,7 +15,7 @@ from sgl_fp8rl.formats.weight_format import TensorSpec, WeightFormat
 from sgl_fp8rl.protocol.states import IN_FLIGHT
 from sgl_fp8rl.protocol.values import excerpt
 
-PROTOCOL = 11
+PROTOCOL = 12
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_ALIGNMENT = 256
 """Bytes; a slot of the bucket is a multiple of it, as device memory is aligned."""
@@ -33,14 +33,13 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One update: its policy version and every tensor by its HF checkpoint name.
+    """One update: every tensor by its HF checkpoint name.
 
     The dtype of a weight says which format it is sent in (``formats/``): BF16, FP16 and FP32 as it
     is, float8_e4m3fn as codes, with ``<name>_scale_inv``. Tensors travel in this order
     (``chunks.py``).
     """
 
-    version: int
     tensors: Mapping[str, TensorSpec]
     chunk_bytes: int = 512 << 20
     """Bytes of one slot of the bucket: the most that one chunk carries."""
@@ -69,9 +68,8 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for updates that differ in nothing but their version and values."""
-        data = {**self.to_json(), "version": None}
-        return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+        """Equal for updates that differ in nothing but their values."""
+        return hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()
 
     def format_of(self, name: str) -> WeightFormat:
         """The format that a weight is sent in."""
@@ -89,7 +87,6 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL,
-            "version": self.version,
             "tensors": {n: [_NAMES[s.dtype], list(s.shape)] for n, s in self.tensors.items()},
             "chunk_bytes": self.chunk_bytes,
             "mapped": sorted(self.mapped),
@@ -110,7 +107,7 @@ class Manifest:
                 f"the manifest speaks protocol {excerpt(found)}, this engine {PROTOCOL}; install "
                 f"the same sgl-fp8rl on both sides"
             )
-        version, tensors = check_version(data.get("version")), data.get("tensors")
+        tensors = data.get("tensors")
         if not isinstance(tensors, dict) or not tensors:
             raise ManifestError("the manifest names no tensors; send every tensor of the model")
         size, mapped = data.get("chunk_bytes"), data.get("mapped")
@@ -130,12 +127,11 @@ class Manifest:
         if type(slots) is not int or not 1 <= slots <= MOST_SLOTS:
             raise ManifestError(f"slots is {excerpt(slots)}; give a number from 1 to {MOST_SLOTS}")
         specs = {name: parse_spec(name, entry) for name, entry in tensors.items()}
-        return cls(version, specs, size, frozenset(mapped), streamed, slots)
+        return cls(specs, size, frozenset(mapped), streamed, slots)
 
 
 def describe(
     named_tensors: Iterable[tuple[str, torch.Tensor]],
-    version: int,
     chunk_bytes: int = Manifest.chunk_bytes,
     mapped: Collection[str] = (),
     streamed: bool = False,
@@ -144,10 +140,8 @@ def describe(
     """The manifest of tensors in memory.
 
     Raises:
-        ManifestError: a name comes twice, an update cannot carry a dtype, or the version
-            is not a whole number.
+        ManifestError: a name comes twice, or an update cannot carry a dtype.
     """
-    check_version(version)
     tensors: dict[str, TensorSpec] = {}
     for name, tensor in named_tensors:
         if name in tensors:
@@ -158,21 +152,7 @@ def describe(
         if not tensor.numel():
             raise ManifestError(f"{name} has shape {tuple(tensor.shape)}; send no empty tensors")
         tensors[name] = TensorSpec(tensor.dtype, tuple(tensor.shape))
-    return Manifest(version, tensors, chunk_bytes, frozenset(mapped), streamed, slots)
-
-
-def check_version(version: Any) -> int:
-    """A policy version.
-
-    Raises:
-        ManifestError: it is not a whole number from 0 up.
-    """
-    # replies carry it as a 64-bit integer
-    if type(version) is not int or not 0 <= version < 2**63:
-        raise ManifestError(
-            f"version is {excerpt(version)}; give a whole number from 0 up, below 2**63"
-        )
-    return version
+    return Manifest(tensors, chunk_bytes, frozenset(mapped), streamed, slots)
 
 
 def check_in_flight(choice: Any) -> str:

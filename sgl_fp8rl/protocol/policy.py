@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from sgl_fp8rl.protocol.manifest import ManifestError, check_version
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 
 RUN_LENGTH = 64
@@ -29,7 +29,11 @@ def check_policy(run: Any, version: Any) -> Policy:
     Raises:
         ManifestError: the run is not a name, or the version not a whole number from 0 up.
     """
-    check_version(version)
+    # replies carry it as a 64-bit integer
+    if type(version) is not int or not 0 <= version < 2**63:
+        raise ManifestError(
+            f"version is {excerpt(version)}; give a whole number from 0 up, below 2**63"
+        )
     if type(run) is not str or not 0 < len(run) <= RUN_LENGTH or not run.isprintable():
         raise ManifestError(
             f"run is {excerpt(run)}; give a name of 1 to {RUN_LENGTH} printable characters"

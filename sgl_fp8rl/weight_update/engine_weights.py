@@ -169,8 +169,7 @@ class EngineWeights:
         """Names of the manifest's KV scales, held against the model.
 
         Raises:
-            ManifestError: scales for a cache that has none, of wrong shapes, or missing where
-                ``kv_scheme`` is ``trainer``.
+            ManifestError: scales for a cache that has none, or of wrong shapes.
         """
         if self.kv is None:
             if KV_SCALES in manifest.tensors:
@@ -179,14 +178,7 @@ class EngineWeights:
                     f"it with --kv-cache-dtype fp8_e4m3, or send none"
                 )
             return frozenset()
-        names = incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
-        is_update = manifest.version != CHECKPOINT.version
-        if not names and is_update and self.kv.scheme == "trainer":
-            raise ManifestError(
-                f"the update brings no {KV_SCALES}, which an engine with --fp8rl-kv-scheme trainer "
-                f"needs; pass kv_scales to trainer_bridge.update, or start with scheme engine"
-            )
-        return names
+        return incoming_scales.check(manifest, self.kv.layers, self.kv.heads.total)
 
     def forget(self, fingerprint: str) -> None:
         """Take back an ``accept``: another rank refused."""

@@ -84,7 +84,7 @@ def assert_quarantined(server: Server, reason: str) -> None:
 
 
 def manifest_of(tensors: Tensors, mapped: tuple[str, ...] = ()) -> Manifest:
-    return describe(tensors, 0, BUCKET_BYTES // 2, mapped)
+    return describe(tensors, BUCKET_BYTES // 2, mapped)
 
 
 def begin_message(manifest: Manifest, version: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_dummy_start(guarded: Server, policies: Policies, monkeypatch: pytest.Mo
     assert guarded.control({"op": "layout"})["bucket_bytes"] == 1 << 20
     assert_quarantined(guarded, "started with dummy weights")
 
-    strange = Manifest(0, {"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
+    strange = Manifest({"model.stranger.weight": TensorSpec(torch.bfloat16, (4, 4))})
     with pytest.raises(EngineError) as refusal:
         guarded.control(begin_message(strange, 0))
     assert refusal.value.status == 400

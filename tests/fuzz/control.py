@@ -25,7 +25,7 @@ from tests.fuzz.memory import SHAPES, engine
 from tests.sgl_fp8rl.weight_update import toy
 
 MANIFEST = describe(
-    ((name, toy.torch.ones(shape, dtype=toy.BF16)) for name, shape in SHAPES.items()), 1, 256
+    ((name, toy.torch.ones(shape, dtype=toy.BF16)) for name, shape in SHAPES.items()), 256
 )
 BEGIN = {
     "op": "begin",

@@ -149,14 +149,14 @@ def decoders() -> Iterator[list[Decoder]]:
         fd, weights = file.fileno(), engine()
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         tensors = {name: torch.ones(shape, dtype=toy.BF16) for name, shape in SHAPES.items()}
-        manifest = describe(tensors.items(), 1, HALF)
+        manifest = describe(tensors.items(), HALF)
         weights.accept(manifest)
-        mapped = Manifest(1, manifest.tensors, HALF, frozenset(SHAPES))
+        mapped = Manifest(manifest.tensors, HALF, frozenset(SHAPES))
         for slot in range(2):
             os.pwrite(fd, DELTA, slot * HALF)
         changes = partial(decode_changes, weights, manifest.fingerprint, fd)
         session = partial(decode_session, weights, manifest.fingerprint, fd)
-        streamed = describe(tensors.items(), 1, HALF, streamed=True)
+        streamed = describe(tensors.items(), HALF, streamed=True)
         stream = partial(decode_stream, weights, streamed, streamed.fingerprint, fd)
         refused = FramingError, SharedMemoryError
         yield [

@@ -256,21 +256,6 @@ def test_a_run_that_is_not_a_name(run: Any) -> None:
     assert engine.ops == []
 
 
-def test_the_manifest_carries_the_version_of_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(1)
-    sent: list[dict[str, Any]] = []
-    begin = engine._begin
-
-    def note(message: dict[str, Any]) -> dict[str, Any]:
-        sent.append(message)
-        return begin(message)
-
-    monkeypatch.setattr(engine, "_begin", note)
-    update(toy.checkpoint(), engine, version=5)
-    (manifest,) = [message["manifest"] for message in sent if "manifest" in message]
-    assert (manifest["version"], sent[-1]["version"]) == (5, 5)
-
-
 def test_tensors_are_counted_without_the_scales_that_were_made_on_the_way() -> None:
     """A GPU turns a weight into codes and scales; it is one HF tensor as it was."""
     named = [("v", torch.ones(5)), ("w", torch.ones(128, 256, dtype=toy.BF16))]

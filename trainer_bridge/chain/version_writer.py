@@ -100,7 +100,7 @@ class VersionWriter:
             ManifestError: it has other tensors than the version before.
         """
         weights = {name: t for name, t in self.tensors.items() if name != KV_SCALES}
-        describe(weights.items(), self._policy.version)
+        describe(weights.items())
         if self._before and (odd := (self._before.keys() - {KV_SCALES}) ^ weights.keys()):
             raise ManifestError(
                 f"{min(odd)} is only in one of the last two versions; publish another model in "

@@ -16,7 +16,9 @@ import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl.formats.weight_format import TensorSpec
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales
 from sgl_fp8rl.protocol import framing
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import State
@@ -166,8 +168,8 @@ def dummy(module: Any) -> Iterator[Engine]:
     made.close()
 
 
-def manifest_of(tensors: toy.Tensors, version: int = 0) -> Manifest:
-    return describe(tensors.items(), version, 1 << 18)
+def manifest_of(tensors: toy.Tensors) -> Manifest:
+    return describe(tensors.items(), 1 << 18)
 
 
 def whole(manifest: Manifest, version: Any = 0) -> dict[str, Any]:
@@ -229,6 +231,19 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
         assert "version 4" in engine.answer(message)["error"]
     assert [scheduler.asked for scheduler in engine.schedulers] == [0, 0]
     assert not any(weights.knows(manifest.fingerprint) for weights in engine.ranks)
+
+
+def test_scheme_trainer_needs_scales_in_each_update(engine: Engine) -> None:
+    """A checkpoint, which only ``accept`` sees, needs none."""
+    for weights in engine.ranks:
+        weights.kv = KVScales([1.0], Heads(1, 0, 1), "trainer", "cpu")
+    without = manifest_of(toy.checkpoint())
+    with pytest.raises(ManifestError, match="kv_scales"):
+        engine.prepare(whole(without))
+    assert not any(weights.knows(without.fingerprint) for weights in engine.ranks)
+    scaled = manifest_of(toy.checkpoint() | {KV_SCALES: torch.ones(1, 3, 1)})
+    assert engine.prepare(whole(scaled)) == [scaled.fingerprint] * TP
+    engine.ranks[0].accept(without)
 
 
 @pytest.mark.guarantee("check-first", fault="a manifest that one rank of two refuses")
@@ -296,9 +311,9 @@ def test_what_only_one_rank_keeps_is_kept(module: Any) -> None:
 
     engine = Engine(module, [model(rank) for rank in range(TP)], None)
     spec = TensorSpec(toy.BF16, (128, 128))
-    manifest = Manifest(0, {"expert.0": spec, "expert.1": spec}, 1 << 16)
+    manifest = Manifest({"expert.0": spec, "expert.1": spec}, 1 << 16)
     assert engine.prepare(whole(manifest)) == [manifest.fingerprint] * TP
-    unused = Manifest(0, {**manifest.tensors, "expert.2": spec}, 1 << 16)
+    unused = Manifest({**manifest.tensors, "expert.2": spec}, 1 << 16)
     with pytest.raises(ManifestError, match=r"expert\.2"):
         engine.prepare(whole(unused))
     engine.close()

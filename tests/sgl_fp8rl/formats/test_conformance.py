@@ -146,7 +146,7 @@ def stored(fmt: WeightFormat, shape: tuple[int, ...]) -> RouteTable:
 
 def sent(table: RouteTable, tensors: dict[str, torch.Tensor], chunk_bytes: int) -> Manifest:
     """Send tensors in chunks and write each; returns what was announced."""
-    manifest = Manifest.from_json(describe(tensors.items(), 0, chunk_bytes).to_json())
+    manifest = Manifest.from_json(describe(tensors.items(), chunk_bytes).to_json())
     table.match(manifest)
     for chunk in cut_into_chunks(manifest):
         for piece in chunk:
@@ -180,11 +180,11 @@ def test_a_companion_comes_with_its_codes_and_in_its_shape(fmt: WeightFormat) ->
     for suffix in fmt.suffixes:
         alone = {name: t for name, t in encoded.items() if name != f"w{suffix}"}
         with pytest.raises(ManifestError, match=f"w{suffix}"):
-            describe(alone.items(), 0)
+            describe(alone.items())
         short = {**encoded, f"w{suffix}": encoded[f"w{suffix}"][:1]}
         with pytest.raises(ManifestError, match=f"w{suffix}"):
-            describe(short.items(), 0)
-    manifest = describe(encoded.items(), 0)
+            describe(short.items())
+    manifest = describe(encoded.items())
     assert [name for name, _ in manifest.weights()] == ["w"]
     assert [n for n in encoded if manifest.is_companion(n)] == [f"w{s}" for s in fmt.suffixes]
 
@@ -234,7 +234,7 @@ def test_headers_tell_dtype_and_shape(fmt: WeightFormat, tmp_path: Path) -> None
     save_file(encoded, tmp_path / "model.safetensors")
     specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in encoded.items()}
     assert read_headers([tmp_path / "model.safetensors"]) == specs
-    assert [*describe(encoded.items(), 0).tensors] == [*specs]
+    assert [*describe(encoded.items()).tensors] == [*specs]
 
 
 def test_routes_into_the_other_format_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_the_writer_of_a_gpu_describes_what_the_other_writer_writes(
     for tensors in ({"w": original}, *([encoded] if fmt.name in FORMATS else [])):
         for parameter in table.parameters.values():
             parameter.zero_()
-        manifest = describe(tensors.items(), 0, 1 << 17)
+        manifest = describe(tensors.items(), 1 << 17)
         writer = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
         bucket = torch.zeros(manifest.bucket_bytes, dtype=torch.uint8)
         for index, chunk in enumerate(cut_into_chunks(manifest)):
@@ -134,7 +134,7 @@ def test_what_is_quantized_keeps_its_box_and_what_is_copied_is_cut_anew(
     original, table = weight(64, 48), stored(fmt, (64, 48))
     encoded = {f"w{suffix}": t for suffix, t in fmt.encode(original).items()}
     for tensors, is_quantized in (({"w": original}, fmt is not UNQUANTIZED), (encoded, False)):
-        manifest = describe(tensors.items(), 0)
+        manifest = describe(tensors.items())
         writer = triton_writer.TritonWriter(table, manifest, BF16, torch.device("cpu"))
         (launch,) = writer._launches[0]
         (codes, *_) = group_descriptors(launch.descriptors)

@@ -14,7 +14,7 @@ SPELLINGS = ("self_attn.{0}_scale", "self_attn.attn.{0}_scale", "self_attn.{0}_p
 
 
 def manifest(*tensors: tuple[str, torch.Tensor]) -> Manifest:
-    return describe([("w", torch.zeros(2, 2, dtype=torch.bfloat16)), *tensors], 0)
+    return describe([("w", torch.zeros(2, 2, dtype=torch.bfloat16)), *tensors])
 
 
 def single(spelling: str, rows: str = "kv", shape: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

@@ -109,16 +109,6 @@ def test_wrong_shapes_are_refused_before_anything_is_written() -> None:
     assert weights.state is State.SERVING and weights.session is None
 
 
-def test_scheme_trainer_needs_scales_in_each_update() -> None:
-    weights = engine("trainer")
-    with pytest.raises(ManifestError, match="kv_scales"):
-        toy.begin(weights, tensors())
-    assert weights.state is State.SERVING
-    toy.update(weights, tensors(SCALES))
-    with pytest.raises(ManifestError, match="kv_scales"):
-        toy.begin(weights, tensors(), version=1)
-
-
 @pytest.mark.parametrize(("scheme", "pending"), [("engine", True), ("unit", False)])
 def test_an_update_without_scales(scheme: str, pending: bool) -> None:
     weights = engine(scheme)

@@ -45,7 +45,7 @@ def manifests(draw: st.DrawFn, min_lines: int = 1) -> Manifest:
     lines = draw(st.integers(min_lines, 1200))
     tensors = {name: tensors[name] for name in order}
     slots = draw(st.integers(1, 2))
-    return Manifest(0, tensors, CHUNK_ALIGNMENT * lines, frozenset(mapped), slots=slots)
+    return Manifest(tensors, CHUNK_ALIGNMENT * lines, frozenset(mapped), slots=slots)
 
 
 def start_of(manifest: Manifest, index: int) -> int:
@@ -220,7 +220,6 @@ def test_both_sides_cut_alike(manifest: Manifest) -> None:
 
 
 BASE = Manifest(
-    3,
     {
         "w": TensorSpec(BF16, (256, 128)),
         "v": TensorSpec(BF16, (128, 256)),
@@ -252,21 +251,17 @@ def test_what_changes_a_fingerprint(change: Callable[[], Manifest]) -> None:
     assert change().fingerprint != BASE.fingerprint
 
 
-def test_only_the_version_leaves_a_fingerprint() -> None:
-    assert replace(BASE, version=9).fingerprint == BASE.fingerprint
-
-
 def test_a_worked_example() -> None:
     """[300, 100] BF16: 128 rows are 25,600 bytes; 44 rows and a vector share what is left."""
     tensors = {"w": TensorSpec(BF16, (300, 100)), "n": TensorSpec(BF16, (10000,))}
     half = 25_600
-    assert cut_into_chunks(Manifest(0, tensors, half)) == [
+    assert cut_into_chunks(Manifest(tensors, half)) == [
         [ChunkSlice("w", (0, 128), 0)],
         [ChunkSlice("w", (128, 256), half)],
         [ChunkSlice("w", (256, 300), 0), ChunkSlice("n", (0, 8384), 8832)],
         [ChunkSlice("n", (8384, 10000), half)],
     ]
-    assert cut_into_chunks(Manifest(0, tensors, 2 * half, slots=1)) == [
+    assert cut_into_chunks(Manifest(tensors, 2 * half, slots=1)) == [
         [ChunkSlice("w", (0, 256), 0)],
         [ChunkSlice("w", (256, 300), 0), ChunkSlice("n", (0, 10000), 8832)],
     ]
@@ -280,7 +275,7 @@ def test_a_worked_example_with_scales() -> None:
         "w": TensorSpec(FP8, (300, 200)),
     }
     half = 25_600 + 256
-    assert cut_into_chunks(Manifest(0, tensors, half)) == [
+    assert cut_into_chunks(Manifest(tensors, half)) == [
         [
             ChunkSlice("n", (0, 4), 0),
             ChunkSlice("w", (0, 128), 64),
@@ -297,7 +292,7 @@ def test_alignment_is_counted() -> None:
         "w": TensorSpec(FP8, (10, 1, 33)),
         "w_scale_inv": TensorSpec(torch.float32, (10, 1, 1)),
     }
-    assert cut_into_chunks(Manifest(0, tensors, 256)) == [
+    assert cut_into_chunks(Manifest(tensors, 256)) == [
         [ChunkSlice("w", (0, 5), 0), ChunkSlice("w_scale_inv", (0, 5), 192)],
         [ChunkSlice("w", (5, 10), 256), ChunkSlice("w_scale_inv", (5, 10), 448)],
     ]

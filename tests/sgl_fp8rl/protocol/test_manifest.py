@@ -23,7 +23,6 @@ from sgl_fp8rl.protocol.manifest import (
 FP8 = torch.float8_e4m3fn
 GOOD: dict[str, Any] = {
     "protocol": PROTOCOL,
-    "version": 3,
     "tensors": {"a.weight": ["bfloat16", [4, 8]], "a.bias": ["float32", [4]]},
     "chunk_bytes": 512,
     "mapped": ["a.bias"],
@@ -34,7 +33,6 @@ GOOD: dict[str, Any] = {
 
 def test_a_good_manifest_is_read() -> None:
     manifest = Manifest.from_json(GOOD)
-    assert manifest.version == 3
     assert manifest.tensors["a.weight"] == TensorSpec(torch.bfloat16, (4, 8))
     assert manifest.nbytes == 4 * 8 * 2 + 4 * 4
     assert (manifest.chunk_bytes, manifest.mapped) == (512, {"a.bias"})
@@ -50,14 +48,6 @@ def test_another_protocol_is_refused(protocol: Any) -> None:
 def test_what_is_no_object_is_refused(data: Any) -> None:
     with pytest.raises(ManifestError, match=type(data).__name__):
         Manifest.from_json(data)
-
-
-@pytest.mark.parametrize("version", [-1, True, 1.0, "1", None, [1]])
-def test_a_version_is_a_whole_number_from_0(version: Any) -> None:
-    with pytest.raises(ManifestError, match="version is"):
-        Manifest.from_json({**GOOD, "version": version})
-    with pytest.raises(ManifestError, match="version is"):
-        describe([], version)
 
 
 @pytest.mark.parametrize("tensors", [None, {}, [], "a"])
@@ -112,7 +102,7 @@ def test_errors_quote_little_of_what_is_nested() -> None:
     nested: Any = []
     for _ in range(5000):  # more than repr() can follow
         nested = [nested]
-    for field in ("protocol", "version", "chunk_bytes"):
+    for field in ("protocol", "chunk_bytes"):
         with pytest.raises(ManifestError) as no:
             Manifest.from_json({**GOOD, field: nested})
         assert len(str(no.value)) < 200
@@ -146,18 +136,18 @@ CODES = TensorSpec(FP8, (200, 300))
 
 
 def test_codes_come_with_their_scales() -> None:
-    manifest = Manifest(0, {"w": CODES, "w_scale_inv": SCALE, "n": TensorSpec(torch.float16, (4,))})
+    manifest = Manifest({"w": CODES, "w_scale_inv": SCALE, "n": TensorSpec(torch.float16, (4,))})
     assert [name for name in manifest.tensors if manifest.is_companion(name)] == ["w_scale_inv"]
     assert [name for name, _ in manifest.weights()] == ["w", "n"]
 
 
 def test_experts_have_scales_each() -> None:
     scale = TensorSpec(torch.float32, (4, 2, 3))
-    Manifest(0, {"w": TensorSpec(FP8, (4, 200, 300)), "w_scale_inv": scale})
+    Manifest({"w": TensorSpec(FP8, (4, 200, 300)), "w_scale_inv": scale})
 
 
 def test_a_name_that_only_sounds_like_scales_is_a_weight() -> None:
-    manifest = Manifest(0, {"w_scale_inv": SCALE})
+    manifest = Manifest({"w_scale_inv": SCALE})
     assert not manifest.is_companion("w_scale_inv")
 
 
@@ -179,27 +169,27 @@ def test_codes_and_scales_that_do_not_belong_together(
 ) -> None:
     tensors = {"w": codes} | ({"w_scale_inv": scale} if scale else {})
     with pytest.raises(ManifestError, match=fault):
-        Manifest(0, tensors)
+        Manifest(tensors)
 
 
 def test_describe_reads_names_dtypes_and_shapes() -> None:
     pairs = [("w", torch.zeros(2, 3, dtype=torch.float16)), ("s", torch.tensor(1.0))]
     specs = {"w": TensorSpec(torch.float16, (2, 3)), "s": TensorSpec(torch.float32, ())}
-    assert describe(pairs, 7) == Manifest(7, specs)
-    described = describe(pairs, 7, 1024, ["s"], slots=1)
-    assert described == Manifest(7, specs, chunk_bytes=1024, mapped=frozenset({"s"}), slots=1)
+    assert describe(pairs) == Manifest(specs)
+    described = describe(pairs, 1024, ["s"], slots=1)
+    assert described == Manifest(specs, chunk_bytes=1024, mapped=frozenset({"s"}), slots=1)
 
 
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 128, 128)])
 def test_describe_refuses_empty_tensors(shape: tuple[int, ...]) -> None:
     with pytest.raises(ManifestError, match="w has shape"):
-        describe([("w", torch.ones(shape))], 0)
-    assert describe([("w", torch.ones(()))], 0).tensors["w"].shape == ()
+        describe([("w", torch.ones(shape))])
+    assert describe([("w", torch.ones(()))]).tensors["w"].shape == ()
 
 
 def test_describe_refuses_a_name_that_comes_twice() -> None:
     with pytest.raises(ManifestError, match="w comes twice"):
-        describe([("w", torch.zeros(2)), ("w", torch.zeros(2))], 0)
+        describe([("w", torch.zeros(2)), ("w", torch.zeros(2))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool, torch.float8_e5m2])
@@ -207,7 +197,7 @@ def test_describe_refuses_a_dtype_that_no_weight_has(dtype: torch.dtype) -> None
     with pytest.raises(
         ManifestError, match=f"w has dtype {dtype}; send one of {', '.join(DTYPES)}"
     ):
-        describe([("w", torch.zeros(2, dtype=dtype))], 0)
+        describe([("w", torch.zeros(2, dtype=dtype))])
 
 
 shapes = st.lists(st.integers(1, 2**12), max_size=4).map(tuple)
@@ -219,7 +209,6 @@ plain = st.dictionaries(
 
 @given(
     plain,
-    st.integers(0, 2**60),
     st.integers(1, 500),
     st.integers(1, 500),
     st.booleans(),
@@ -229,7 +218,6 @@ plain = st.dictionaries(
 )
 def test_json_round_trip(
     tensors: dict[str, TensorSpec],
-    version: int,
     rows: int,
     cols: int,
     fp8: bool,
@@ -243,7 +231,7 @@ def test_json_round_trip(
         blocks = (-(-rows // 128), -(-cols // 128))
         tensors["codes_scale_inv"] = TensorSpec(torch.float32, blocks)
     mapped = frozenset(name for name in tensors if random.random() < 0.5)
-    manifest = Manifest(version, tensors, 256 * lines, mapped, slots=slots)
+    manifest = Manifest(tensors, 256 * lines, mapped, slots=slots)
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
@@ -258,7 +246,7 @@ json_values = st.recursive(
 def test_whatever_comes_is_a_manifest_or_refused(a: Any, b: Any, c: Any) -> None:
     for data in (
         a,
-        {**GOOD, "version": a, "tensors": b},
+        {**GOOD, "tensors": a},
         {**GOOD, "tensors": {"w": [b, [c]]}, "mapped": []},
         {**GOOD, "chunk_bytes": a},
         {**GOOD, "slots": a},

@@ -20,6 +20,13 @@ def test_a_run_and_a_version() -> None:
     assert check_policy(run, 3) == Policy(run, 3)
 
 
+@pytest.mark.parametrize("version", [-1, True, 1.0, "1", None, [1], nested(5000), 2**63])
+def test_a_version_is_a_whole_number_from_0(version: Any) -> None:
+    with pytest.raises(ManifestError, match=r"version is .*whole number") as refusal:
+        check_policy("a run", version)
+    assert len(str(refusal.value)) < 300
+
+
 @pytest.mark.parametrize("run", ["[" * 50_000, nested(5000), "", "two\nlines", None, 7])
 def test_a_refusal_is_a_short_sentence(run: Any) -> None:
     """Whatever came in the place of a name."""

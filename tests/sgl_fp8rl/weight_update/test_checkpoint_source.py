@@ -26,8 +26,8 @@ def weights() -> EngineWeights:
 def accepted(
     weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int = BLOCK_BYTES
 ) -> Manifest:
-    specs = describe(tensors.items(), 0).tensors
-    manifest = Manifest(CHECKPOINT.version, specs, chunk_bytes)
+    specs = describe(tensors.items()).tensors
+    manifest = Manifest(specs, chunk_bytes)
     weights.accept(manifest)
     return manifest
 

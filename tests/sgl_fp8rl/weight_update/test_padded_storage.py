@@ -96,7 +96,7 @@ def test_shards_are_read_where_they_lie(
     monkeypatch.setattr(cut_blocks, "JOINED_BYTES", 256 * 1024)
     weights, tensors = engine(rank, tp, gpu), padded_toy.checkpoint()
     streamed = tensors if sent == "bf16" else padded_toy.quantized(tensors)
-    manifest = describe(streamed.items(), 0, 1 << 18, streamed)
+    manifest = describe(streamed.items(), 1 << 18, streamed)
     weights.accept(manifest)
     weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))

@@ -46,7 +46,7 @@ class Trainer:
         self.model = toy.Model(storage, load)
         self.tensors = toy.checkpoint(shapes=SHAPES)
         self.weights = toy.engine(self.model, SHAPES)
-        manifest = describe(self.tensors.items(), 0, BUCKET // 2)
+        manifest = describe(self.tensors.items(), BUCKET // 2)
         self.weights.accept(manifest)
         self.session = self.weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
         self.rank = RankThread(self.session, silence_s=silence_s, is_one_of=is_one_of)

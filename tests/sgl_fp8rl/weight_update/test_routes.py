@@ -218,13 +218,13 @@ def test_fp8_storage_is_never_left_to_the_loader() -> None:
 def fp8_manifest(shape: tuple[int, int] = (256, 128), name: str = "a") -> Manifest:
     scale = (-(-shape[0] // 128), -(-shape[1] // 128))
     codes = {name: TensorSpec(FP8, shape), f"{name}_scale_inv": TensorSpec(torch.float32, scale)}
-    return Manifest(0, codes)
+    return Manifest(codes)
 
 
 def test_codes_that_fit_are_routed_with_their_scales() -> None:
     fp8 = table({"a": [route(whole(256, 128))]}, fp8_storage("w", 256, 128))
     elsewhere = table({"a": []}, {})  # another rank keeps it
-    for manifest, scales in ((Manifest(0, {"a": A_WEIGHT}), 0), (fp8_manifest(), 1)):
+    for manifest, scales in ((Manifest({"a": A_WEIGHT}), 0), (fp8_manifest(), 1)):
         fp8.match(manifest)
         elsewhere.match(manifest)
         found = {name: fp8.routes_for(name, manifest) for name in manifest.tensors}
@@ -236,10 +236,10 @@ def test_codes_that_fit_are_routed_with_their_scales() -> None:
 @pytest.mark.parametrize(
     ("manifest", "fault"),
     [
-        (Manifest(0, {"b": A_WEIGHT}), "unknown: b; missing: a"),
-        (Manifest(0, {"a": A_WEIGHT, "b": A_WEIGHT}), "unknown: b"),
-        (Manifest(0, {}), "missing: a"),
-        (Manifest(0, {"a": TensorSpec(BF16, (128, 256))}), r"a has shape \(128, 256\)"),
+        (Manifest({"b": A_WEIGHT}), "unknown: b; missing: a"),
+        (Manifest({"a": A_WEIGHT, "b": A_WEIGHT}), "unknown: b"),
+        (Manifest({}), "missing: a"),
+        (Manifest({"a": TensorSpec(BF16, (128, 256))}), r"a has shape \(128, 256\)"),
         (fp8_manifest(), "a is block-fp8, but the engine keeps it in bf16"),
     ],
 )
@@ -251,7 +251,7 @@ def test_match_refuses(manifest: Manifest, fault: str) -> None:
 def test_match_refuses_codes_for_sglangs_loader() -> None:
     """It would cast them to BF16 without their scales."""
     falls_back = table({"a": []}, bf16(256, 128), fallback={"a": "why"})
-    falls_back.match(Manifest(0, {"a": A_WEIGHT}))
+    falls_back.match(Manifest({"a": A_WEIGHT}))
     with pytest.raises(ManifestError, match="a is block-fp8, but the engine keeps it in bf16"):
         falls_back.match(fp8_manifest())
 
@@ -259,10 +259,10 @@ def test_match_refuses_codes_for_sglangs_loader() -> None:
 def test_an_update_may_omit_what_no_rank_keeps() -> None:
     tied = table({"a": [route(whole(256, 128))], "head": []}, bf16(256, 128))
     with pytest.raises(ManifestError, match="missing: head"):
-        tied.match(Manifest(0, {"a": A_WEIGHT}))
+        tied.match(Manifest({"a": A_WEIGHT}))
     tied.skipped = frozenset({"head"})
-    tied.match(Manifest(0, {"a": A_WEIGHT}))
-    tied.match(Manifest(0, {"a": A_WEIGHT, "head": A_WEIGHT}))
+    tied.match(Manifest({"a": A_WEIGHT}))
+    tied.match(Manifest({"a": A_WEIGHT, "head": A_WEIGHT}))
 
 
 def test_routes_of_scales_follow_their_codes() -> None:

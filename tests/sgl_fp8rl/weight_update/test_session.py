@@ -113,10 +113,10 @@ def test_a_first_manifest_that_the_loader_refuses_leaves_no_routes() -> None:
     tensors = toy.checkpoint()
     wrong = {**tensors, "unknown.weight": torch.zeros(4)}
     with pytest.raises(ManifestError, match=r"failed at unknown\.weight"):
-        weights.accept(describe(wrong.items(), 0))
+        weights.accept(describe(wrong.items()))
     partial = {name: t for name, t in tensors.items() if name != "attn.k.weight"}
     with pytest.raises(ManifestError, match=r"elements of attn\.qkv\.weight"):
-        weights.accept(describe(partial.items(), 0))
+        weights.accept(describe(partial.items()))
     assert weights.table is None
     update(weights, tensors)
 
@@ -171,7 +171,7 @@ def test_an_update_writes_constants_again(weights: EngineWeights) -> None:
 
 
 def accept(weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int) -> str:
-    manifest = describe(tensors.items(), 0, chunk_bytes)
+    manifest = describe(tensors.items(), chunk_bytes)
     weights.accept(manifest)
     return manifest.fingerprint
 
@@ -179,7 +179,7 @@ def accept(weights: EngineWeights, tensors: toy.Tensors, chunk_bytes: int) -> st
 def test_a_manifest_is_worked_out_once(weights: EngineWeights) -> None:
     first, second = toy.checkpoint(0), toy.checkpoint(1)
     update(weights, first, version=0)
-    fingerprint = describe(second.items(), 1, toy.CHUNK_BYTES).fingerprint
+    fingerprint = describe(second.items(), toy.CHUNK_BYTES).fingerprint
     assert weights.knows(fingerprint)
     session = weights.begin(fingerprint, Policy(toy.RUN, 1))
     toy.write(session, second)
@@ -212,7 +212,7 @@ def test_a_manifest_that_is_refused_is_not_known(weights: EngineWeights) -> None
     with pytest.raises(ManifestError, match="larger --fp8rl-bucket-bytes"):
         accept(weights, tensors, 256)
     for tried, chunk_bytes in ((wrong, toy.CHUNK_BYTES), (tensors, 256)):
-        assert not weights.knows(describe(tried.items(), 0, chunk_bytes).fingerprint)
+        assert not weights.knows(describe(tried.items(), chunk_bytes).fingerprint)
 
 
 def test_the_bucket_stays_open_while_updates_succeed(weights: EngineWeights) -> None:
@@ -251,7 +251,7 @@ def test_mapped_tensors_make_the_last_chunk() -> None:
     weights = toy.engine(gemma.model, shapes)
     for version, mapped in enumerate([("w",), ("norm", "v")]):
         tensors = toy.checkpoint(version, shapes=shapes)
-        manifest = describe(tensors.items(), version, 1 << 16, mapped)
+        manifest = describe(tensors.items(), 1 << 16, mapped)
         weights.accept(manifest)
         weights.memory.bucket = Bucket("toy", torch.zeros(1 << 17, dtype=torch.uint8))
         session = weights.begin(manifest.fingerprint, Policy(toy.RUN, version))
@@ -409,7 +409,7 @@ def test_a_parameter_that_is_new_is_caught() -> None:
 
 
 def streamed(weights: EngineWeights, tensors: toy.Tensors) -> Session:
-    manifest = describe(tensors.items(), 0, 1 << 17, streamed=True)
+    manifest = describe(tensors.items(), 1 << 17, streamed=True)
     weights.accept(manifest)
     bucket = torch.full((2 * manifest.chunk_bytes,), 0xA5, dtype=torch.uint8)
     weights.memory.bucket = Bucket("toy", bucket)

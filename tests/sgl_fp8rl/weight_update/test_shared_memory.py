@@ -119,7 +119,7 @@ def test_a_pipe_is_no_bucket() -> None:
 
 def manifest(chunk_bytes: int = 4096, mapped: tuple[str, ...] = (), slots: int = 2) -> Manifest:
     tensors = {"w": TensorSpec(BF16, (8, 16)), "n": TensorSpec(torch.float32, (16,))}
-    return Manifest(0, tensors, chunk_bytes, frozenset(mapped), slots=slots)
+    return Manifest(tensors, chunk_bytes, frozenset(mapped), slots=slots)
 
 
 def test_a_chunk_needs_a_bucket_with_all_slots(memfd: int) -> None:

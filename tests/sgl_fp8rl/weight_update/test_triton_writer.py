@@ -623,7 +623,7 @@ def test_what_is_mapped_is_read_where_it_lies(
             tensors = toy.checkpoint(version)
             streamed = toy.quantized(tensors) if fp8 else tensors
             mapped = {n: t for n, t in streamed.items() if n.startswith(("mlp", "norm"))}
-            manifest = describe(streamed.items(), version, 1 << 18, mapped)
+            manifest = describe(streamed.items(), 1 << 18, mapped)
             if version == 0:
                 weights.accept(manifest)
             weights.memory.bucket = Bucket("toy", torch.zeros(1 << 19, dtype=torch.uint8))
@@ -683,7 +683,7 @@ def test_a_scale_is_that_of_the_whole_row_on_each_rank(
     tensors = toy.checkpoint(shapes=BY_ROW)
     tensors["down"][:, 0] = 64.0  # the scale of each row is this rank's or the other's
     there = {name: tensors[name] for name in mapped}
-    manifest = describe(tensors.items(), 0, 1 << 17, there)
+    manifest = describe(tensors.items(), 1 << 17, there)
     weights.accept(manifest)
     weights.memory.bucket = Bucket("toy", torch.zeros(1 << 18, dtype=torch.uint8))
     if mapped:
@@ -713,7 +713,7 @@ def test_places_are_checked_before_they_are_read(gpu: Interpreter) -> None:
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     before = toy.contents(weights.model)
-    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
     weights.accept(manifest)
     weights.memory.bucket = Bucket("toy", torch.zeros(8, dtype=torch.uint8))
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
@@ -745,7 +745,7 @@ def test_the_engines_own_gpu_is_read_first(
     gpu.damage = seen
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
-    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
     weights.accept(manifest)
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
     weights.memory.segments = in_place(gpu, tensors, 0, 128)
@@ -763,7 +763,7 @@ def test_a_piece_that_cuts_a_block_is_never_quantized_by_itself(
     tensors = toy.checkpoint()
     weights = engine(gpu, toy.toy(), toy.SHAPES)
     before = toy.contents(weights.model)
-    manifest = describe(tensors.items(), 0, toy.CHUNK_BYTES, tensors)
+    manifest = describe(tensors.items(), toy.CHUNK_BYTES, tensors)
     weights.accept(manifest)
     session = weights.begin(manifest.fingerprint, Policy(toy.RUN, 0))
     weights.memory.segments = in_place(gpu, tensors, 0, rows)

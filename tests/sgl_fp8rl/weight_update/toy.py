@@ -218,7 +218,7 @@ def begin(
     slots: int = 2,
 ) -> Session:
     """A session whose bucket holds the first chunks of these tensors, one in each slot."""
-    manifest = describe(tensors.items(), version, chunk_bytes, slots=slots)
+    manifest = describe(tensors.items(), chunk_bytes, slots=slots)
     weights.check_policy(Policy(run, version))
     if not weights.knows(manifest.fingerprint):
         weights.accept(manifest)
