@@ -49,7 +49,7 @@ ATTRIBUTES: dict[str, str] = {
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
         "enable_fused_moe_sum_all_reduce enable_symm_mem kv_cache_dtype max_running_requests "
         "model_path prefill_attention_backend quantization revision rl_on_policy_target "
-        "sampling_backend tp_size"
+        "sampling_backend"
     ),
     "sglang.srt.utils.auth.AuthLevel": "ADMIN_OPTIONAL",
     # requests and answers

@@ -19,11 +19,7 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD
 from sgl_fp8rl.options import current_options
-from sgl_fp8rl.protocol.manifest import (
-    PROTOCOL,
-    ManifestError,
-    check_in_flight,
-)
+from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
 from sgl_fp8rl.protocol.values import excerpt
@@ -121,9 +117,6 @@ class Control:
         else:
             described = {**self._described, "state": State.UPDATING.value}
         return {
-            "protocol": PROTOCOL,
-            "sglang": compat.sglang_version(),
-            "tp_size": self._server_args.tp_size,
             "bucket_bytes": self.options.bucket_bytes,
             "place": here(),
             "logprobs": {"raw": _returns_raw_logprobs()},

@@ -68,13 +68,12 @@ def sources(table: RouteTable | None, group: dist.ProcessGroup) -> dict[str, Any
     """How the ranks keep HF tensors, merged: with expert parallelism each has other experts."""
     ranks = [names for names in gather(table.names if table else None, group) if names is not None]
     if not ranks:
-        return {"fallback": [], "fp32": None, "formats": {}}
+        return {"fp32": None, "formats": {}}
     formats: dict[str, set[str]] = {}
     for rank in ranks:
         for name, tensors in rank["formats"].items():
             formats.setdefault(name, set()).update(tensors)
     return {
-        "fallback": sorted({name for rank in ranks for name in rank["fallback"]}),
         "fp32": sorted({name for rank in ranks for name in rank["fp32"]}),
         "formats": {name: sorted(tensors) for name, tensors in formats.items()},
     }

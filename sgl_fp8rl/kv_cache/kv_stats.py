@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from sgl_fp8rl.kv_cache import quant_error
-from sgl_fp8rl.kv_cache.backends import FP8_KV
 from sgl_fp8rl.kv_cache.scales import KVScales, on_host
 
 NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp8_e4m3"
@@ -15,14 +14,7 @@ NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp
 
 def layout(scales: KVScales | None) -> dict[str, Any] | None:
     """What a trainer needs to compute scales; None if the KV cache is not FP8."""
-    if scales is None:
-        return None
-    return {
-        "dtype": FP8_KV,
-        "scheme": scales.scheme,
-        "layers": scales.layers,
-        "kv_heads": scales.heads.total,
-    }
+    return None if scales is None else {"layers": scales.layers, "kv_heads": scales.heads.total}
 
 
 def read(scales: KVScales | None, group: dist.ProcessGroup | None) -> dict[str, Any]:

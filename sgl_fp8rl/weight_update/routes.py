@@ -115,11 +115,7 @@ class RouteTable:
     def names(self) -> dict[str, Any]:
         """HF tensors by how they are kept, for the engine's ``layout``: the same until a new table
         is recorded."""
-        return {
-            "fallback": sorted(self.fallback),
-            "fp32": self.kept_in(torch.float32),
-            "formats": self.by_format(),
-        }
+        return {"fp32": self.kept_in(torch.float32), "formats": self.by_format()}
 
     def check(self) -> None:
         """Check what must be true before anything is written through these routes.

@@ -11,7 +11,7 @@ import torch
 import trainer_bridge
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
-from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, describe
+from sgl_fp8rl.protocol.manifest import Manifest, describe
 from sgl_fp8rl.weight_update.shared_memory import Slot
 from tests.engine import expected
 from tests.engine.harness import BUCKET_BYTES, STREAMS, Server
@@ -54,7 +54,7 @@ def update(server: Server, checkpoint: Path, stream: str = "bf16") -> int:
 def assert_alive(server: Server) -> None:
     """Its scheduler answers. SGLang's /health takes a second."""
     assert server.process.poll() is None
-    assert server.control({"op": "layout"})["protocol"] == PROTOCOL
+    assert "state" in server.control({"op": "layout"})
 
 
 def assert_serves(server: Server, checkpoint: Path, version: int) -> None:

@@ -100,7 +100,7 @@ async def handle(weights: EngineWeights, data: bytes) -> None:
         _update_weight_version_if_provided=lambda version: None,
     )
     socket: Any = rpc
-    control = Control(manager, socket, SimpleNamespace(tp_size=1))
+    control = Control(manager, socket, SimpleNamespace())
 
     async def body() -> bytes:
         return data

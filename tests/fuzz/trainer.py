@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol import framing
-from sgl_fp8rl.protocol.manifest import PROTOCOL, ManifestError, describe
+from sgl_fp8rl.protocol.manifest import ManifestError, describe
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from tests.fuzz.decoder import Decoder, parse, to_frames
@@ -30,19 +30,15 @@ from trainer_bridge.update_session import slowest_gpu
 TIMEOUT_S = 10.0
 NAMED = [("w", torch.zeros(256, 128, dtype=torch.bfloat16)), ("n", torch.zeros(64))]
 LAYOUT: dict[str, Any] = {
-    "protocol": PROTOCOL,
-    "sglang": "0.5.17",
-    "tp_size": 1,
     "bucket_bytes": 1 << 20,
     "logprobs": {"raw": False},
     "dtype": "bfloat16",
-    "fallback": [],
     "fp32": ["n"],
     "formats": {"block-fp8": ["w"]},
     "gpus": [],
     "visible_gpus": [],
     "place": here(),
-    "kv_cache": {"dtype": "fp8_e4m3", "scheme": "trainer", "layers": 2, "kv_heads": 1},
+    "kv_cache": {"layers": 2, "kv_heads": 1},
     "routed_experts": None,
     "version": 3,
     "state": "serving",

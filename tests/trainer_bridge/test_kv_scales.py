@@ -21,7 +21,7 @@ from trainer_bridge.update import update
 pytestmark = pytest.mark.timeout(60)
 
 LAYERS, KV_HEADS = 2, 3
-KV_CACHE = {"dtype": "fp8_e4m3", "layers": LAYERS, "kv_heads": KV_HEADS}
+KV_CACHE = {"layers": LAYERS, "kv_heads": KV_HEADS}
 
 
 class Engine:

@@ -270,7 +270,7 @@ def test_the_plans_of_both_ways_are_kept(gpu: FakeGpu) -> None:
 
 # -- KV scales: new at each step, and no reason to copy the weights
 
-KV_CACHE = {"dtype": "fp8_e4m3", "scheme": "engine", "layers": 2, "kv_heads": 4}
+KV_CACHE = {"layers": 2, "kv_heads": 4}
 
 
 def kv_layout() -> dict[str, Any]:

@@ -6,7 +6,7 @@
 import threading
 from typing import Any
 
-from sgl_fp8rl.protocol.manifest import PROTOCOL, Manifest, ManifestError
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
@@ -82,7 +82,6 @@ class FakeEngine:
         table = self.ranks[0].table
         if message["op"] == "layout":
             return {
-                "protocol": PROTOCOL,
                 "dtype": "bfloat16",
                 "bucket_bytes": self.bucket_bytes,
                 "version": self.ranks[0].policy.version,
@@ -90,7 +89,7 @@ class FakeEngine:
                 "gpus": [],
                 "visible_gpus": self.visible_gpus,
                 "place": self.place,
-                **(table.names if table else {"fallback": [], "fp32": None, "formats": {}}),
+                **(table.names if table else {"fp32": None, "formats": {}}),
             }
         if message["op"] == "tensors":
             shapes = None if table is None else {n: list(s) for n, s in table.sources.items()}

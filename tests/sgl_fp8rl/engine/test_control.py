@@ -48,7 +48,7 @@ class Engine:
             _update_weight_version_if_provided=self.versions.append,
         )
         rpc: Any = None
-        arguments = SimpleNamespace(tp_size=1, host=host)
+        arguments = SimpleNamespace(host=host)
         self.control = Control(self.manager, rpc, arguments)
         self._answers = list(answers)
         patch.setattr(self.control, "_ask", self._ask)
@@ -320,7 +320,7 @@ def test_health_sees_schedulers_that_hang(
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
     manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
     manager.last_receive_tstamp = 0.0
-    control = Control(manager, Silent(), SimpleNamespace(tp_size=1))  # type: ignore[arg-type]
+    control = Control(manager, Silent(), SimpleNamespace())  # type: ignore[arg-type]
 
     async def session() -> None:
         if op == "layout":
@@ -351,7 +351,7 @@ def test_health_sees_a_trainer_that_speaks_for_longer_than_it_may_be_silent(
     monkeypatch.setattr(compat, "sock_recv", lambda rpc: reply, raising=False)
     manager = SimpleNamespace(is_pause=False, is_pause_cond=asyncio.Condition())
     manager.last_receive_tstamp = 0.0
-    control = Control(manager, Silent(), SimpleNamespace(tp_size=1))  # type: ignore[arg-type]
+    control = Control(manager, Silent(), SimpleNamespace())  # type: ignore[arg-type]
 
     async def session() -> None:
         await manager.is_pause_cond.acquire()

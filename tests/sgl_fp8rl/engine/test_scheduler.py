@@ -448,10 +448,9 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
         assert weights.table is not None
         elsewhere = [f"mlp.experts.{1 - rank}.{part}.weight" for part in ("gate", "up", "down")]
         weights.table.routes.update({name: [] for name in elsewhere})
-    first, second = (weights.table for weights in engine.ranks)
-    assert first is not None and second is not None
+    first = engine.ranks[0].table
+    assert first is not None
     first.routes["mlp.router.weight"] = []
-    second.fallback["norm.weight"] = "computed"
     assert set(first.by_format()["block-fp8"]) < set(toy.FP8_NAMES)
 
     answers = engine.on_ranks(
@@ -459,7 +458,6 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
     )
     for answer in answers:
         assert answer.result(TIMEOUT_S) == {
-            "fallback": ["norm.weight"],
             "fp32": ["mlp.router.weight"],
             "formats": {"block-fp8": sorted(toy.FP8_NAMES)},
         }
@@ -467,7 +465,7 @@ def test_the_layout_names_what_any_rank_keeps(engine: Engine) -> None:
 
 def test_the_layout_before_routes_are_known(dummy: Engine) -> None:
     answers = dummy.on_ranks(lambda rank: dummy.module.sources(None, dummy.groups[rank]))
-    empty = {"fallback": [], "fp32": None, "formats": {}}
+    empty = {"fp32": None, "formats": {}}
     assert [answer.result(TIMEOUT_S) for answer in answers] == [empty] * TP
 
 

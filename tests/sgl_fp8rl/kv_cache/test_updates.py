@@ -139,12 +139,7 @@ def test_a_first_update_records_routes_without_the_scales() -> None:
 
 def test_the_layout() -> None:
     assert kv_stats.layout(None) is None
-    assert kv_stats.layout(engine().kv) == {
-        "dtype": "fp8_e4m3",
-        "scheme": "engine",
-        "layers": LAYERS,
-        "kv_heads": HEADS,
-    }
+    assert kv_stats.layout(engine().kv) == {"layers": LAYERS, "kv_heads": HEADS}
 
 
 def test_what_a_report_says() -> None:
