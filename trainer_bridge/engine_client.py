@@ -233,6 +233,23 @@ def normalized(address: str) -> str:
     return parts._replace(netloc=host, path=parts.path.rstrip("/")).geturl()
 
 
+def check_fields(whose: str, reply: dict[str, Any], sound: dict[str, bool]) -> None:
+    """Check the fields of a reply that the trainer reads.
+
+    Args:
+        sound: by the name of a field, whether its value is one that it may have.
+
+    Raises:
+        EngineError: one is not.
+    """
+    for name, is_sound in sound.items():
+        if not is_sound:
+            raise EngineError(
+                f"{whose} has {excerpt(reply.get(name))} as its {name}; install the same sgl-fp8rl "
+                f"on both sides"
+            )
+
+
 def sentence_of(error: Any) -> str:
     """The ``error`` of a reply: a sentence of the engine, or an excerpt of what stands for one."""
     if isinstance(error, str) and error.strip():

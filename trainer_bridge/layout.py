@@ -11,8 +11,8 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
 from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS, ManifestError
 from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.protocol.values import are_names, excerpt
-from trainer_bridge.engine_client import EngineError
+from sgl_fp8rl.protocol.values import are_names
+from trainer_bridge.engine_client import check_fields
 from trainer_bridge.sources import Named, Source, sources
 
 LEAST_CHUNK_BYTES = 32 << 20
@@ -43,11 +43,7 @@ def check_layout(layout: dict[str, Any]) -> None:
             and all(type(kv_cache.get(size)) is int for size in ("layers", "kv_heads"))
         ),
     }
-    for name in [name for name, is_sound in sound.items() if not is_sound]:
-        raise EngineError(
-            f"the engine's layout has {excerpt(layout.get(name))} as its {name}; install the same "
-            f"sgl-fp8rl on both sides"
-        )
+    check_fields("the engine's layout", layout, sound)
 
 
 def comparable(layout: dict[str, Any], through_host: bool, is_far: bool) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from sgl_fp8rl.protocol.policy import CHECKPOINT, RUN_LENGTH, Policy
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.protocol.values import are_whole, excerpt
-from trainer_bridge.engine_client import EngineClient, EngineError, sentence_of
+from sgl_fp8rl.protocol.values import are_whole
+from trainer_bridge.engine_client import EngineClient, EngineError, check_fields, sentence_of
 from trainer_bridge.engine_connection import EngineConnection
 from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.replies import check_policies
@@ -89,11 +89,7 @@ def _check_status(status: dict[str, Any], where: str) -> None:
         "logprobs": isinstance(logprobs, dict) and type(logprobs.get("raw")) is bool,
         "routed_experts": ExpertLayout.is_sound(status.get("routed_experts")),
     }
-    for name in [name for name, is_sound in sound.items() if not is_sound]:
-        raise EngineError(
-            f"rollout: {where} has {excerpt(status.get(name))} as its {name}; install the same "
-            f"sgl-fp8rl on both sides"
-        )
+    check_fields(f"rollout: {where}", status, sound)
 
 
 def sample_on(
