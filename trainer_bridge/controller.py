@@ -180,8 +180,8 @@ class Controller:
         """
         if state["rung"] not in range(len(self._thresholds)):
             raise ValueError(
-                f"Controller: the state has tightened C {state['rung']} times, of which this "
-                f"config has {len(self._thresholds) - 1}; make it with the config of that run"
+                f"Controller: the state is at threshold {state['rung'] + 1}, of which this config "
+                f"has {len(self._thresholds)}; make the controller with the config of that run"
             )
         self._rung, self._waiting = state["rung"], state["waiting"]
         self._requests = [Request(*request) for request in state["requests"]]
