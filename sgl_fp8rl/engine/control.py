@@ -107,7 +107,9 @@ class Control:
                 return await self._ask(message)
             if op in ("export", "kv_recalibrate"):
                 return await self._ask_idle(message if op == "export" else {"op": op})
-        raise ControlError(f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl")
+        raise ControlError(
+            f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl on both sides"
+        )
 
     async def _describe(self, op: str) -> dict[str, Any]:
         """Answer ``status``, or ``layout``, which also names tensors and so takes longer."""

@@ -120,4 +120,5 @@ def check_distances(total: int, zeros: int, content: torch.Tensor) -> None:
 
 
 def _misfit(content: torch.Tensor) -> str:
-    return f"a delta does not fit {content.numel()} bytes; install one sgl-fp8rl"
+    size = content.numel()
+    return f"a delta does not fit {size} bytes; install the same sgl-fp8rl on both sides"

@@ -80,7 +80,9 @@ class Writer:
         agent, self._address = told.get("agent"), told.get("address")
         sound = isinstance(agent, str) and len(agent) <= MOST_METADATA
         if not sound or type(self._address) is not int or not 0 <= self._address < 2**63:
-            raise NixlError(f"memory is exposed as {excerpt(told)}; install one sgl-fp8rl")
+            raise NixlError(
+                f"memory is exposed as {excerpt(told)}; install the same sgl-fp8rl on both sides"
+            )
         self._agent = _agent()
         try:
             self._remote = self._agent.add_remote_agent(base64.b64decode(agent, validate=True))

@@ -260,6 +260,7 @@ def _handle(op: Any, message: dict[str, Any], fds: list[int], session: Session) 
     elif op == "segments":
         session.weights.memory.open_segments(message)
     else:
-        found = excerpt(op)
-        raise SessionError(f"an update has no step {found}; install one sgl-fp8rl on both sides")
+        raise SessionError(
+            f"an update has no step {excerpt(op)}; install the same sgl-fp8rl on both sides"
+        )
     return {}

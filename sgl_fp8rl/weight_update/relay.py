@@ -267,11 +267,13 @@ class Relay:
     def _made(self, message: dict[str, Any]) -> HostMemory:
         name, size = message.get("name"), message.get("bytes")
         if not isinstance(name, str) or type(size) is not int:
-            raise ValueError(f"a bucket is {excerpt(size)} bytes; install one sgl-fp8rl")
+            raise ValueError(
+                f"a bucket is {excerpt(size)} bytes; install the same sgl-fp8rl on both sides"
+            )
         if not 0 < size <= self._memories.most_bytes:
             raise ValueError(
                 f"a bucket is {size} bytes, but the engine's is {self._memories.most_bytes}; "
-                f"install one sgl-fp8rl"
+                f"install the same sgl-fp8rl on both sides"
             )
         return self._memories.make(name, size)
 

@@ -40,7 +40,10 @@ class SessionChanges:
             ValueError: there can be no such change.
         """
         if type(index) is not int or index in self._changes or type(size) is not int:
-            raise ValueError(f"chunk {excerpt(index)} cannot be changed; install one sgl-fp8rl")
+            raise ValueError(
+                f"chunk {excerpt(index)} cannot be changed; install the same sgl-fp8rl on both "
+                f"sides"
+            )
         if not 0 <= size <= of:
             raise ValueError(f"a change of {size} bytes is more than its chunk")
         with self._taking:
@@ -57,7 +60,9 @@ class SessionChanges:
         """
         with self._taking:
             if index in self._changes:
-                raise ValueError(f"chunk {excerpt(index)} comes twice; install one sgl-fp8rl")
+                raise ValueError(
+                    f"chunk {excerpt(index)} comes twice; install the same sgl-fp8rl on both sides"
+                )
             change = Change(payload, is_delta=payload.numel() != of)
             self._changes[index] = Changed(index, offset, change)
 

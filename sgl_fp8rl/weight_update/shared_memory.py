@@ -269,8 +269,8 @@ def _field(message: dict[str, Any], name: str, kind: type[Any]) -> Any:
     value = message.get(name)
     if type(value) is not kind:
         raise SharedMemoryError(
-            f"an announcement of shared memory has {excerpt(value)} as its {name}; install one "
-            f"sgl-fp8rl on both sides"
+            f"an announcement of shared memory has {excerpt(value)} as its {name}; install the "
+            f"same sgl-fp8rl on both sides"
         )
     return value
 

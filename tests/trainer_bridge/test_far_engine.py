@@ -252,7 +252,7 @@ def test_a_peer_without_the_token_is_turned_away() -> None:
     [
         ({"op": "bucket", "name": "b", "bytes": 1 << 40}, "bucket is 1099511627776 bytes"),
         ({"op": "bucket", "name": "b", "bytes": -1}, "bucket is -1 bytes"),
-        ({"op": "bucket", "name": 3, "bytes": 512}, "install one sgl-fp8rl"),
+        ({"op": "bucket", "name": 3, "bytes": 512}, "install the same sgl-fp8rl"),
         ({"op": "chunk", "index": 0, "offset": 0, "bytes": 0}, "before its bucket"),
         ({"op": "chunk", "index": 0}, "before its bucket"),
     ],

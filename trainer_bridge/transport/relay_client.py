@@ -87,7 +87,9 @@ class RelayClient(EngineRanks):
             known, image = hello.get("known"), hello.get("image")
             most = hello.get("image_bytes", 0)
             if not are_names(known) or not isinstance(image, str | None) or type(most) is not int:
-                raise EngineError("the engine's relay names no memory; install one sgl-fp8rl")
+                raise EngineError(
+                    "the engine's relay names no memory; install the same sgl-fp8rl on both sides"
+                )
         except OSError as error:
             self.close()
             raise EngineError(f"the engine's relay hung up ({error}); see its log") from error
@@ -134,7 +136,9 @@ class RelayClient(EngineRanks):
         self._find_writer(answer)
         replies = answer.get("replies")
         if not isinstance(replies, list) or not all(isinstance(each, dict) for each in replies):
-            raise EngineError("the engine's relay passed no replies on; install one sgl-fp8rl")
+            raise EngineError(
+                "the engine's relay passed no replies on; install the same sgl-fp8rl on both sides"
+            )
         for reply in replies:
             check(reply)
         return replies
