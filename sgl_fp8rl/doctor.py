@@ -66,6 +66,9 @@ def run_checks() -> list[Check]:
     """All findings; a check that raises is itself a failure, with its traceback as detail."""
     found: list[Check] = []
     for name, probe in PROBES.items():
+        if name in NEED_SGLANG and _version("sglang") is None:
+            found.append(Check(name, "skip", "sglang is not installed"))
+            continue
         try:
             found.extend(probe())
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the others still report)
@@ -142,9 +145,6 @@ def _framework(name: str, version: str, framework: seams.Framework) -> Check:
 
 def check_entry_points() -> Iterator[Check]:
     """Whether SGLang and verl find ours; that of verl is not loaded, which would import verl."""
-    if _version("sglang") is None:
-        yield Check("entry points", "skip", "sglang is not installed")
-        return
     importlib.import_module("sglang")  # as in an engine, where SGLang loads us
     for group, (name, target) in ENTRY_POINTS.items():
         owner = group.partition(".")[0]
@@ -173,9 +173,6 @@ def _entry_point(label: str, owner: str, group: str, name: str, target: str) -> 
 
 def check_registration() -> Iterator[Check]:
     """Whether SGLang resolves the quantization ``fp8rl`` to ours."""
-    if _version("sglang") is None:
-        yield Check("quantization fp8rl", "skip", "sglang is not installed")
-        return
     importlib.import_module("sglang.srt.plugins").load_plugins()
     quantization = importlib.import_module("sglang.srt.layers.quantization")
     found = quantization.get_quantization_config("fp8rl")
@@ -185,9 +182,6 @@ def check_registration() -> Iterator[Check]:
 
 
 def check_sglang_symbols() -> Iterator[Check]:
-    if _version("sglang") is None:
-        yield Check("sglang symbols", "skip", "sglang is not installed")
-        return
     importlib.import_module("sglang")
     symbols = [*compat.check_symbols(), *compat.check_attributes()]
     missing = [symbol for symbol, is_found in symbols if not is_found]
@@ -200,9 +194,6 @@ def check_sglang_symbols() -> Iterator[Check]:
 
 def check_sglang_updates() -> Iterator[Check]:
     """Whether SGLang has a way to change weights that an fp8rl engine neither knows nor refuses."""
-    if _version("sglang") is None:
-        yield Check("sglang updates", "skip", "sglang is not installed")
-        return
     importlib.import_module("sglang")
     unknown = compat.unknown_updates()
     if unknown:
@@ -339,3 +330,4 @@ PROBES: dict[str, Callable[[], Iterator[Check]]] = {
     "environment": check_environment,
     "numerics": check_numerics,
 }
+NEED_SGLANG = ("sglang symbols", "sglang updates", "entry points", "quantization fp8rl")

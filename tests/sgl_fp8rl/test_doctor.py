@@ -119,13 +119,11 @@ def test_a_version_is_judged_by_what_ran_on_this_kind_of_device(
 
 def test_without_sglang_the_engine_checks_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", {"torch": "2.11.0"}.get)
-    for check in (
-        doctor.check_entry_points,
-        doctor.check_registration,
-        doctor.check_sglang_symbols,
-        doctor.check_sglang_updates,
-    ):
-        assert only(check()).status == "skip"
+    needing = {name: doctor.PROBES[name] for name in doctor.NEED_SGLANG}
+    monkeypatch.setattr(doctor, "PROBES", needing)
+    assert [(check.name, check.status) for check in doctor.run_checks()] == [
+        (name, "skip") for name in doctor.NEED_SGLANG
+    ]
 
 
 @pytest.fixture
