@@ -17,12 +17,11 @@ import zmq
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.scheduler import RPC_METHOD
+from sgl_fp8rl.engine.scheduler import RPC_METHOD, unknown
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
-from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.rank_server import heard_at
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
@@ -107,9 +106,7 @@ class Control:
                 return await self._ask(message)
             if op in ("export", "kv_recalibrate"):
                 return await self._ask_idle(message if op == "export" else {"op": op})
-        raise ControlError(
-            f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl on both sides"
-        )
+        raise ControlError(unknown(op))
 
     async def _describe(self, op: str) -> dict[str, Any]:
         """Answer ``status``, or ``layout``, which also names tensors and so takes longer."""

@@ -21,6 +21,7 @@ from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
+from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 
 RPC_METHOD = "fp8rl"
@@ -58,8 +59,15 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer({"error": f"the control message cannot be read: {error}"})
     if weights.released and message["op"] in READS_MEMORY:
         return _answer({"error": RELEASED})
-    answer = ANSWERS.get(message["op"], _layout)
+    answer = ANSWERS.get(message["op"])
+    if answer is None:
+        return _answer({"error": unknown(message["op"])})
     return _answer(answer(Asked(scheduler, weights, message)))
+
+
+def unknown(op: Any) -> str:
+    """What is said of a message that nothing answers."""
+    return f"control message {excerpt(op)} is unknown; install the same sgl-fp8rl on both sides"
 
 
 def _answer(reply: Reply) -> Any:
@@ -188,5 +196,5 @@ ANSWERS: dict[str, Callable[[Asked], Reply]] = {
     "kv_recalibrate": _kv_recalibrate,
     "tensors": _tensors,
     "status": _status,
+    "layout": _layout,
 }
-"""What answers each message but ``layout``, which has the answer of all others."""

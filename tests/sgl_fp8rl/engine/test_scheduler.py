@@ -758,6 +758,15 @@ def test_what_cannot_be_parsed_does_not_end_the_server(
     assert "cannot be read" in answer.message
 
 
+def test_an_unknown_message_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: engine.ranks[0])
+    message = {"message": json.dumps({"op": "reboot"})}
+    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
+    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
+    assert not answer.success
+    assert "'reboot' is unknown" in answer.message
+
+
 def nested() -> Any:
     """More levels than repr() can follow."""
     nested: Any = []
