@@ -1,4 +1,4 @@
-"""One engine, in this process or behind HTTP, reached by the same three calls."""
+"""One engine, in this process or behind HTTP, reached by the same two calls."""
 
 import asyncio
 import json
