@@ -42,9 +42,7 @@ def kv_token_bytes(shape: Shape, kv_cache_dtype: str) -> int:
     return KV[kv_cache_dtype] * 2 * shape.layers * shape.kv_heads * shape.head_dim
 
 
-def step_weight_bytes(
-    parameters: Iterable[Parameter], form: str, experts_read: float = 1.0
-) -> float:
+def step_weight_bytes(parameters: Iterable[Parameter], form: str, experts_read: float) -> float:
     """Weights that a decode step reads: all but the embeddings, of which it takes single rows.
 
     Args:

@@ -213,7 +213,7 @@ def check_norm(
     x_MK: torch.Tensor,
     weight_K: torch.Tensor,
     residual_MK: torch.Tensor | None,
-    within: Channels | None = None,
+    within: Channels | None,
 ) -> None:
     """Check that x can be normalized and quantized.
 
