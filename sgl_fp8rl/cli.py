@@ -3,18 +3,15 @@
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from server_args.args import FORMATS, RAGGED
 from sgl_fp8rl import compat, doctor
-from sgl_fp8rl.dummy_engine import dummy_engine
+from sgl_fp8rl.layers import read_layers, render_layers
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.plan import command as plan
-from sgl_fp8rl.tables import align
+from sgl_fp8rl.sensitivity import arguments as precision
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "tune":
         return _tune(arguments.model, arguments.tp)
     if arguments.command == "precision":
-        return _precision(arguments)
+        return precision.run(arguments)
     if arguments.command == "export":
         return _export(arguments)
     if arguments.command == "follow":
@@ -57,49 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("model", help="folder of the model; its weights are not read")
     tune.add_argument("--tp", type=int, default=1, help="tensor parallel size (default 1)")
 
-    precision = commands.add_parser(
-        "precision", help="rank layers by how FP8 changes logprobs; make an ignore list"
+    precision.add_arguments(
+        commands.add_parser(
+            "precision", help="rank layers by how FP8 changes logprobs; make an ignore list"
+        )
     )
-    precision.add_argument("model", help="folder or hub name of the model, in BF16")
-    precision.add_argument(
-        "--budget-kl",
-        type=float,
-        metavar="NATS",
-        help="KL per token that the FP8 layers may cost (default: half of all layers')",
-    )
-    precision.add_argument(
-        "--prompts",
-        metavar="FILE.jsonl",
-        type=Path,
-        help='lines {"prompt": ..., "response": ...}; missing responses are sampled',
-    )
-    precision.add_argument("--tokens", type=int, help="tokens to measure (default 4096, CPU 1024)")
-    precision.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
-    precision.add_argument(
-        "--format",
-        choices=FORMATS,
-        default=FORMATS[0],
-        help="what the layers are in, as of --fp8rl-format (default block-fp8)",
-    )
-    precision.add_argument(
-        "--ragged",
-        choices=RAGGED,
-        default=RAGGED[0],
-        help="layers whose sizes are not multiples of 128, as of --fp8rl-ragged (default pad)",
-    )
-    precision.add_argument(
-        "--kv-cache-dtype", choices=["fp8_e4m3"], help="measure an FP8 KV cache as well"
-    )
-    precision.add_argument("--device", choices=["cuda", "cpu"], help="default: a GPU if present")
-    precision.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="float32",
-        help="dtype of the arithmetic (default float32); bfloat16 halves the memory and hides the "
-        "effect of single layers",
-    )
-    precision.add_argument("--output", metavar="FILE.json", type=Path, help="save the report")
-
     plan.add_arguments(
         commands.add_parser("plan", help="predict a rollout: which flags, and how long")
     )
@@ -214,31 +173,6 @@ def _tune(model: str, tp_size: int) -> int:
     return 0
 
 
-def _precision(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from sgl_fp8rl.sensitivity import command
-
-    try:
-        options = command.Options(
-            model=arguments.model,
-            budget_kl=arguments.budget_kl,
-            prompts=arguments.prompts,
-            tokens=arguments.tokens,
-            kv_cache=arguments.kv_cache_dtype is not None,
-            device=arguments.device,
-            dtype=getattr(torch, arguments.dtype),
-            seed=arguments.seed,
-            format=arguments.format,
-            ragged=arguments.ragged,
-        )
-        command.run(options, arguments.output)
-    except (OSError, ValueError, MemoryError) as error:
-        print(f"sgl-fp8rl precision: {command.first_line(error)}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def _export(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
@@ -281,57 +215,6 @@ def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
     layers = read_layers(model, tp_size)
     print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
     return 0
-
-
-def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
-    """Start an engine with dummy weights, since only SGLang knows a model's layers.
-
-    Returns:
-        One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
-    """
-    try:
-        with dummy_engine(model, tp_size) as engine:
-            layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
-    except ImportError as error:
-        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run {compat.INSTALL}")
-    except (OSError, ValueError) as error:  # transformers raises them where the path has no model
-        sys.exit(f"sgl-fp8rl layers {model}: {error}")
-    return layers
-
-
-def render_layers(layers: list[dict[str, Any]]) -> str:
-    """A plain text table, one line a layer, and a line that counts formats and reasons."""
-    header = ("layer", "shape", "format", "reason or padding")
-    rows = [
-        (
-            layer["name"],
-            "x".join(str(size) for size in layer["shape"]),
-            layer["format"],
-            layer["reason"] or _padding(layer),
-        )
-        for layer in layers
-    ]
-    table = align([header, *rows], left=range(len(header)))
-    return "\n".join([table, "", _summary(layers)])
-
-
-def _padding(layer: dict[str, Any]) -> str:
-    if not layer["unpadded"]:
-        return ""
-    size = "x".join(map(str, layer["unpadded"]))
-    return f"{size} padded, {layer['padding_bytes'] / 1e6:.2f} MB more"
-
-
-def _summary(layers: list[dict[str, Any]]) -> str:
-    from sgl_fp8rl.formats import UNQUANTIZED, counted
-
-    kept = [layer for layer in layers if layer["format"] == UNQUANTIZED.name]
-    reasons = Counter(layer["reason"] or "no reason given" for layer in kept)
-    others = "; ".join(f"{number} {reason}" for reason, number in reasons.most_common())
-    counts = counted(layer["format"] for layer in layers)
-    padding = sum(layer["padding_bytes"] for layer in layers) / 1e6
-    counts += f", {padding:.2f} MB of them padding" if padding else ""
-    return counts + (f"; not quantized: {others}" if others else "")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from sgl_fp8rl import cli, compat
 from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from sgl_fp8rl.kv_cache import kv_report
+from sgl_fp8rl.layers import render_layers
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
 
@@ -42,7 +43,7 @@ LAYERS: list[dict[str, Any]] = [
 
 def test_layer_table() -> None:
     """A line for each layer, with its facts, and the counts of formats and of the reasons."""
-    header, *rows, _, summary = cli.render_layers(LAYERS).splitlines()
+    header, *rows, _, summary = render_layers(LAYERS).splitlines()
     assert [re.split(r"  +", row) for row in (header, *rows)] == [
         ["layer", "shape", "format", "reason or padding"],
         ["model.embed_tokens", "512x256", "bf16", "embedding"],
@@ -53,7 +54,7 @@ def test_layer_table() -> None:
     ]
     for count in ("3 of 5", "0.02 MB of them padding", "1 embedding", "1 output head"):
         assert count in summary
-    assert "0 of 0" in cli.render_layers([])
+    assert "0 of 0" in render_layers([])
 
 
 def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +74,7 @@ def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
     def start(model: str, tp_size: int) -> Any:
         raise OSError("Repo id must be in the form ...")
 
-    monkeypatch.setattr(cli, "dummy_engine", start)
+    monkeypatch.setattr("sgl_fp8rl.layers.dummy_engine", start)
     with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
         cli.main(["layers", "/absent"])
 
