@@ -3,8 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import TypeVar
 
+from trainer_bridge.collective import Leader
 from trainer_bridge.participant import Participant
+from trainer_bridge.transport import board
+
+T = TypeVar("T")
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two messages: engines give a trainer up that is silent for
@@ -39,3 +44,13 @@ def kept_alive(members: Sequence[Participant]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def collect_alive(leader: Leader, members: Sequence[Participant], value: T) -> list[T] | None:
+    """``Leader.collect`` of ranks that share an update, while these engines wait.
+
+    Raises:
+        TimeoutError: a rank did not call it in time.
+    """
+    with kept_alive(members):
+        return leader.collect(value, board.WAIT_S)

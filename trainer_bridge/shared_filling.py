@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,17 +13,15 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge.collective import Leader
 from trainer_bridge.filler import Filler, ShardSlice
-from trainer_bridge.keep_alive import kept_alive
+from trainer_bridge.keep_alive import collect_alive
 from trainer_bridge.layout import sources_for
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
 from trainer_bridge.sources import Named, Source
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport import board
 from trainer_bridge.transport.board import Board, open_board
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -120,7 +118,8 @@ def fill_together(
     sharded = any(isinstance(tensor, DTensor) for _, tensor in named)
     if leader.is_alone or not sharded or len(layouts) != 1 or layouts[0]["gpus"]:
         return None
-    held = _collect(leader, transaction, held_here(named))
+    members = () if transaction is None else transaction.active
+    held = collect_alive(leader, members, held_here(named))
     offer = leader.share(leader.attempt(_offer, transaction, held, named, leader.size))
     if offer is None:
         return None
@@ -129,16 +128,10 @@ def fill_together(
         follower, error = attempt(_follow, offer, leader.rank, named, family, layouts[0])
         if error is not None:
             why = f"rank {leader.rank}: {str(error) or type(error).__name__}"
-    faults = _collect(leader, transaction, why)
+    faults = collect_alive(leader, members, why)
     if not leader.share(leader.attempt(_begin, transaction, faults, leader.size)):
         return None
     return SharedFilling(offer.owners, leader.rank, follower)
-
-
-def _collect(leader: Leader, transaction: Transaction | None, value: T) -> list[T] | None:
-    """As ``Leader.collect``, while engines wait that have begun."""
-    with kept_alive(() if transaction is None else transaction.active):
-        return leader.collect(value, board.WAIT_S)
 
 
 def _offer(

@@ -18,12 +18,11 @@ from sgl_fp8rl.protocol.manifest import SLOTS, ManifestError
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
-from trainer_bridge.keep_alive import kept_alive
+from trainer_bridge.keep_alive import collect_alive
 from trainer_bridge.layout import gpu_of, sources_for
 from trainer_bridge.sources import Named, mesh_size
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport.board import WAIT_S
 from trainer_bridge.transport.relay_client import RelayClient
 
 logger = logging.getLogger(__name__)
@@ -70,8 +69,7 @@ class SharedSending:
             return
         if leader.error is not None:  # others, who go on sending, hear of it
             transaction.close(leader.error)
-        with kept_alive(transaction.active):
-            of_ranks, late = attempt(leader.collect, sent, WAIT_S)
+        of_ranks, late = attempt(collect_alive, leader, transaction.active, sent)
         if late is not None and leader.error is None:
             raise late
         leader.attempt(_note, transaction, of_ranks)
@@ -132,11 +130,8 @@ def _all_can(
     Args:
         why: this rank is not.
     """
-    if transaction is None:
-        leader.collect(why)
-        return False
-    with kept_alive(transaction.active):
-        faults = leader.collect(why, WAIT_S)
+    members = () if transaction is None else transaction.active
+    faults = collect_alive(leader, members, why)
     return bool(leader.attempt(_begin, transaction, faults, senders))
 
 

@@ -36,14 +36,14 @@ from tests.trainer_bridge.test_far_engine import (
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
 from tests.trainer_bridge.test_killed_follower import AFTER, Watched
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
-from trainer_bridge import chunk_sender, layout, shared_sending, update
+from trainer_bridge import chunk_sender, layout, update
 from trainer_bridge.chunk_sender import ChunkSender, Relay, Sent
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.packer import HostPacker
 from trainer_bridge.shared_sending import is_on_all
 from trainer_bridge.sources import sources
 from trainer_bridge.transfer_plan import TransferPlan
-from trainer_bridge.transport import cuda_ipc
+from trainer_bridge.transport import board, cuda_ipc
 from trainer_bridge.transport.relay_client import RelayClient
 
 pytestmark = pytest.mark.timeout(180)
@@ -306,7 +306,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_small_chunks(patch)
         update(toy_trainer(toy.checkpoint(0)), engines, version=0)
-        patch.setattr(shared_sending, "WAIT_S", GIVE_UP_S)
+        patch.setattr(board, "WAIT_S", GIVE_UP_S)
         if rank == 2:
             patch.setattr(RelayClient, "wait", ranks.die)
         with pytest.raises((EngineError, TimeoutError, RuntimeError)):
