@@ -50,18 +50,23 @@ BAD = "model.layers.1.self_attn.q_proj.weight"
 COLLECTIVES = timedelta(seconds=300)
 
 
-def hold_shards(
-    connection: Connection, rank: int, store: str, addresses: list[str], shape: Shape, fp32: bool
-) -> None:
-    """One rank: (policy, version, whether its shards move before, whether the last rank's hold NaN)
-    -> bytes read in place, or an error."""
+def join(rank: int, store: str, backend: str) -> None:
+    """Make this process a rank of the trainer, on a GPU of its own where there are two."""
     # a multicast object needs all GPUs of a host, which others may use
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     if torch.cuda.device_count() < WORLD:
         os.environ["NCCL_HOSTID"] = str(rank)  # as in one_gpu.py
     torch.cuda.set_device(rank % torch.cuda.device_count())
     options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVES, **options)
+    dist.init_process_group(backend, timeout=COLLECTIVES, **options)
+
+
+def hold_shards(
+    connection: Connection, rank: int, store: str, addresses: list[str], shape: Shape, fp32: bool
+) -> None:
+    """One rank: (policy, version, whether its shards move before, whether the last rank's hold NaN)
+    -> bytes read in place, or an error."""
+    join(rank, store, "cpu:gloo,cuda:nccl")
     mesh = init_device_mesh("cuda", (WORLD,))
     shards: dict[str, DTensor] = {}
     while True:
@@ -90,12 +95,7 @@ def hold_shards(
 
 def gather_offloaded(connection: Connection, rank: int, store: str) -> None:
     """One rank: whether it reads the whole of a parameter that FSDP2 keeps in host memory."""
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    if torch.cuda.device_count() < WORLD:
-        os.environ["NCCL_HOSTID"] = str(rank)  # as in one_gpu.py
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    options = {"init_method": f"file://{store}", "rank": rank, "world_size": WORLD}
-    dist.init_process_group("nccl", timeout=COLLECTIVES, **options)
+    join(rank, store, "nccl")
     whole = torch.arange(8.0).view(4, 2).bfloat16()
     model = torch.nn.Linear(2, 4, bias=False, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
