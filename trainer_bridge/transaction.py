@@ -220,7 +220,7 @@ class Transaction:
     def close(self, error: BaseException) -> None:
         """Abort on every engine that has not committed; its quarantine says why."""
         why = str(error) or type(error).__name__
-        # behind the decision others may have committed
+        # after the decision, others may have committed
         _at_once({p: partial(p.abort, why, self._is_decided) for p in self._everyone})
         self._await_lost()
         self._end_sessions()

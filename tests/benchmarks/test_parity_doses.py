@@ -251,7 +251,7 @@ def test_points_are_decided_by_the_seeds_that_they_were_written_for() -> None:
     assert agree({}) == "yyyyyy"
     # 1: at most half, of the same seeds; seeds 0 and 1 are not asked
     assert agree({"5e-2-fp8-trainer": [0.60, 0.60, 0.50, 0.50]})[0] == "n"
-    assert agree({"5e-2-none": [0.30, 0.30, 0.60, 0.61]})[0] == "o"  # there is no loss to halve
+    assert agree({"5e-2-none": [0.30, 0.30, 0.60, 0.61]})[0] == "o"  # the other arm loses nothing
     # 2: the mean of all four, on both sides
     for more, verdict in ((0.06, "n"), (-0.06, "n"), (-0.04, "y")):
         forward = [reward + more for reward in ADDED["5e-2-none"]]

@@ -346,7 +346,7 @@ def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
 
 
 @pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
-def test_changes_are_not_undone_behind_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine has committed, so the other one must not go back to the version before."""
     engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     tensors = toy.checkpoint(0)

@@ -94,7 +94,7 @@ def test_an_error_that_is_not_a_sentence_becomes_one(ranks: list[Rank], error: A
 
 
 def test_a_rank_cannot_be_reached(tmp_path: Path, ranks: list[Rank]) -> None:
-    for path in (str(tmp_path / "none"), "/tmp/\ud800", "/tmp/\0"):  # the last two are no paths
+    for path in (str(tmp_path / "none"), "/tmp/\ud800", "/tmp/\0"):  # the last two are invalid
         with pytest.raises(EngineError, match=r"one host.*same user"):
             RankClients([*(rank.path for rank in ranks), path], TOKEN)
 

@@ -203,7 +203,7 @@ def _connect(path: str, token: str, timeout_s: float) -> socket.socket:
     try:
         rank.connect(path)
         framing.send(rank, {"token": token})
-    except (OSError, ValueError) as error:  # a path of half a character, say
+    except (OSError, ValueError) as error:  # ValueError: no valid path
         rank.close()
         raise _unreachable(error) from error
     return rank

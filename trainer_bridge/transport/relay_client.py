@@ -74,7 +74,7 @@ class RelayClient(EngineRanks):
         self.token = token
         try:
             relay = socket.create_connection(address, connect_s or timeout_s)
-        except (OSError, ValueError) as error:  # a host whose name is too long, say
+        except (OSError, ValueError) as error:  # ValueError: no valid name
             raise EngineError(
                 f"the engine's relay at {address[0]}:{address[1]} cannot be reached ({error}); "
                 f"open the engine's ports to this host, and start it with --host"
