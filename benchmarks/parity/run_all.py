@@ -5,7 +5,8 @@
 First the weights that runs begin with, then the runs, a seed of every arm with its held-out
 evaluations before the next seed; a job waits only for those that it builds on. Before the deadline
 each run writes a checkpoint and ends, so that what is finished can still be evaluated; the next
-call goes on. ``--timing`` runs the timed arms instead, for a few steps, one alone on a GPU: side by
+call goes on. A job that fails is tried once more: engines that start side by side may take each
+other's port. ``--timing`` runs the timed arms instead, for a few steps, one alone on a GPU: side by
 side they take each other's time.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from benchmarks.parity.held_out import weights_of
 from benchmarks.parity.run import STOPPED
-from benchmarks.parity.run_log import FINISHED, HELD_OUT
+from benchmarks.parity.run_log import FAILED, FINISHED, HELD_OUT
 from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import Study, add_options, open_study
 from benchmarks.parity.start import WARMED
@@ -136,17 +137,19 @@ def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> It
 
 
 def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> None:
-    """Run the jobs that are not done, until all have ended or the time is up.
+    """Run the jobs that are not done, until all have ended or the time is up; a job that fails goes
+    on once.
 
     Args:
         slots: the GPU of each job that runs at the same time, as CUDA_VISIBLE_DEVICES names it.
-        logs: folder for what the jobs print, a file each, appended to.
+        logs: folder for what the jobs print, a file each, appended to; ``FAILED`` is beside it.
         until: of ``time.time``, when everything has ended.
     """
     logs.mkdir(parents=True, exist_ok=True)
     waiting, free = [job for job in jobs if not job.is_done], list(slots)
     running: list[tuple[Job, str, subprocess.Popen[bytes]]] = []
     started = dict.fromkeys(slots, 0.0)
+    failed: set[str] = set()
 
     def open_jobs() -> list[Job]:
         return [*waiting, *(job for job, _, _ in running)]
@@ -174,11 +177,14 @@ def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> Non
             for each in [each for each in running if _has_ended(each[2])]:
                 running.remove(each)
                 free.append(each[1])
-                _end(each[0], each[2])
+                job = each[0]
+                if _end(job, each[2], logs.parent / FAILED) and job.name not in failed:
+                    failed.add(job.name)
+                    waiting.insert(0, job)
             time.sleep(POLL_S)
     finally:
         for job, _, process in running:
-            _end(job, process)
+            _end(job, process, None)
 
 
 def _start(job: Job, gpu: str, logs: Path) -> "subprocess.Popen[bytes]":
@@ -196,13 +202,25 @@ def _has_ended(process: "subprocess.Popen[bytes]") -> bool:
     return os.waitid(os.P_PID, process.pid, options) is not None
 
 
-def _end(job: Job, process: "subprocess.Popen[bytes]") -> None:
-    """End all that a job has started, itself included."""
+def _end(job: Job, process: "subprocess.Popen[bytes]", failures: Path | None) -> bool:
+    """End all that a job has started, itself included.
+
+    Args:
+        failures: the file of those that failed; None where the time is up.
+
+    Returns:
+        whether it failed.
+    """
     os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
     is_to_go_on = status in (0, STOPPED)  # 0: it evaluated what was finished
-    how = "is done" if job.is_done else "is to go on" if is_to_go_on else f"failed: {status}"
+    has_failed = failures is not None and not job.is_done and not is_to_go_on
+    how = "is done" if job.is_done else f"failed: {status}" if has_failed else "is to go on"
     print(f"{job.name}  {how}", flush=True)
+    if failures is not None and has_failed:
+        with failures.open("a") as file:
+            file.write(json.dumps({"job": job.name, "status": status}) + "\n")
+    return has_failed
 
 
 def plan(study: Study, jobs: list[Job], slots: int) -> str:

@@ -22,6 +22,8 @@ FINISHED = "finished"
 """Empty; exists when the run has come to its end."""
 FINAL = "final"
 """Folder of a finished run's weights, in BF16."""
+FAILED = "failed.jsonl"
+"""In the folder of a study: a row for each time that one of its jobs failed."""
 HELD_OUT = "held_out.json"
 """What ``held_out.py`` found; beside the weights that runs begin with as well."""
 

@@ -1,9 +1,10 @@
 """From the folder of a study to the rows of its result file.
 
     python -m benchmarks.parity.summary runs/parity
+    python -m benchmarks.parity.summary rows.jsonl
 
-A folder is one execution, on one machine. Of all studies but the first each execution is kept: the
-file's rows of others stay there.
+A folder is one execution, on one machine; a file has the rows of one, which ``--output`` wrote
+there. Of all studies but the first each execution is kept: the file's rows of others stay there.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.parity.dose_arms import ALL_ARMS
-from benchmarks.parity.run_log import FINISHED, HELD_OUT, LOG, Row, rows_of
+from benchmarks.parity.run_log import FAILED, FINISHED, HELD_OUT, LOG, Row, rows_of
 from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import ENVIRONMENT, LAST_STEPS
 
@@ -38,7 +39,7 @@ WARM_UP = 5
 
 
 def summarize(state: Path) -> list[Row]:
-    """Rows of kind environment, start, scan, run, unevaluated and timing.
+    """Rows of kind environment, start, scan, run, unevaluated, timing and failed.
 
     A run is finished and evaluated. What is not still has the rewards and the mismatch of its
     steps, which is all that is left of it where the machine is gone.
@@ -74,6 +75,7 @@ def summarize(state: Path) -> list[Row]:
         *timings,
         *starts,
         *scans,
+        *({"kind": "failed", **row} for row in rows_of(state / FAILED)),
     ]
     return [row | {"execution": environment["date"]} for row in rows]
 
@@ -169,10 +171,12 @@ def _brief(value: Any) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write the result file from a study's folder.")
-    parser.add_argument("state", type=Path, help="the folder given to run_all as --state")
+    parser.add_argument(
+        "state", type=Path, help="the folder given to run_all as --state, or a file of its rows"
+    )
     parser.add_argument("--output", type=Path, help="the study's file in benchmarks/results")
     args: Any = parser.parse_args(argv)
-    rows = summarize(args.state)
+    rows = rows_of(args.state) if args.state.is_file() else summarize(args.state)
     name = KEEPS_ALL.get(rows[0]["options"].get("study"))
     output = args.output or (RESULTS.with_name(name) if name else RESULTS)
     if name:

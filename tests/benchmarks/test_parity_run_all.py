@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.parity import models, run_all
+from benchmarks.parity import models, run_all, summary
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.held_out import weights_of
 from benchmarks.parity.run import STOPPED
 from benchmarks.parity.run_all import Job, run_jobs
-from benchmarks.parity.settings import SIZES, Study
+from benchmarks.parity.run_log import FAILED, rows_of
+from benchmarks.parity.settings import ENVIRONMENT, SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,9 @@ WORKS = SHARED + (
     "(folder / f'{name}.on{gpu}').unlink(); (folder / f'{name}.done').touch()"
 )
 FAILS = SHARED + "print('why it failed'); sys.exit(1)"
+FAILS_ONCE = "import pathlib, sys\nif not pathlib.Path(sys.argv[1], 'tried').exists():\n" + (
+    "    pathlib.Path(sys.argv[1], 'tried').touch(); sys.exit(1)\n" + WORKS
+)
 HANGS = SHARED + (
     "import subprocess\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -85,8 +89,20 @@ def test_a_failed_job_does_not_stop_others(
     jobs = [job(tmp_path, "fails", FAILS), job(tmp_path, "works", WORKS)]
     run_jobs(jobs, [""], tmp_path / "logs", time.time() + LONG_S)
     assert [job.is_done for job in jobs] == [False, True]
-    assert "fails  failed: 1" in capsys.readouterr().out
-    assert "why it failed" in (tmp_path / "logs" / "fails.log").read_text()
+    assert capsys.readouterr().out.count("fails  failed: 1") == 2  # it was tried once more
+    assert (tmp_path / "logs" / "fails.log").read_text().count("why it failed") == 2
+    failures = [{"job": "fails", "status": 1}] * 2
+    assert rows_of(tmp_path / FAILED) == failures
+    (tmp_path / ENVIRONMENT).write_text('{"date": "2026-01-01"}')
+    of_it = {"kind": "failed", "execution": "2026-01-01"}
+    assert summary.summarize(tmp_path)[1:] == [of_it | row for row in failures]
+
+
+def test_a_job_that_failed_once_is_done(tmp_path: Path) -> None:
+    """As an engine whose port was taken as it started."""
+    run_jobs([job(tmp_path, "run", FAILS_ONCE)], [""], tmp_path / "logs", time.time() + LONG_S)
+    assert (tmp_path / "run.done").exists()
+    assert rows_of(tmp_path / FAILED) == [{"job": "run", "status": 1}]
 
 
 def test_nothing_outlives_the_deadline(tmp_path: Path) -> None:
