@@ -48,8 +48,9 @@ def _dense() -> Iterator[Arm]:
     grows = replace(uncorrected("grows-none", engine=KV8), dose=DOSES["1e-3"], grows=True)
     held = replace(grows, name="grows-controlled", correction=CORRECTED, controlled=True)
     yield replace(held, must_alarm=None, predicted="same")
-    for arm in (grows, replace(grows, name="grows-tis", correction=CORRECTED)):
-        yield replace(arm, must_alarm=True, predicted="worse")
+    yield replace(grows, must_alarm=True, predicted="worse")
+    tis = replace(grows, name="grows-tis", correction=CORRECTED)
+    yield replace(tis, must_alarm=None, predicted="worse")
 
     for kind, correction in CORRECTIONS.items():
         yield Arm(f"kv8-{kind}", "bf16", correction=correction, engine=KV8, predicted="same")

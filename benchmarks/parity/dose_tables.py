@@ -10,7 +10,9 @@ from benchmarks.parity.dose_points import points
 from benchmarks.parity.dose_verdict import (
     FACTOR,
     OPEN,
+    SEEDS,
     SHARE,
+    STARTS,
     WINDOW,
     Verdict,
     falls_at,
@@ -70,20 +72,22 @@ def response(rows: list[Row]) -> str:
         runs = list(runs_of(rows, arm.name).values())
         if not runs:
             continue
+        verdict = found.get(arm.name)
         lines.append(
             (
                 arm.name,
                 len(runs),
+                len(verdict.comparison.differences) if verdict else "",
                 f"{median(run['series']['mismatch_kl_k3'][0] for run in runs):.1e}",
                 f"{median(k3 for run in runs for k3 in run['series']['mismatch_kl_k3']):.1e}",
                 spread([run["held_out"]["reward"] for run in runs]),
                 f"{fmean(run['evaluations'][0][1] for run in runs):.3f}",
                 f"{fmean(run['last_reward'] for run in runs):.3f}",
-                *_judged(found.get(arm.name), arm.predicted),
+                *_judged(verdict, arm.predicted),
             )
         )
     head = (
-        "arm | runs | k3, first step | k3, all steps | held-out reward "
+        "arm | runs | pairs | k3, first step | k3, all steps | held-out reward "
         f"| first evaluation, own engine | training, last {LAST_STEPS} steps | lost, of the gain "
         f"| {1 - 2 * ALPHA:.0%} interval of the difference | predicted | found | as predicted"
     )
@@ -107,21 +111,38 @@ def _judged(verdict: Verdict | None, predicted: str | None) -> list[str]:
 
 
 def _note(rows: list[Row], found: dict[str, Verdict]) -> str:
-    environments = [row for row in rows if row["kind"] == "environment"]
-    starts = [row for row in rows if row["kind"] == "start"]
-    e = environments[0]
-    options = e["options"]
-    begun = ", ".join(
-        f"{row['model']} {row['start']} {row['held_out']['reward']:.3f}" for row in starts
+    rules = (
+        f"Held-out rewards as in parity.md; means, least and largest. Pairs: runs whose reference "
+        f'and start were evaluated. "worse": more than {SHARE:.0%} of the reference\'s gain is '
+        f'lost, "same": less; one-sided, alpha {ALPHA}.{_powers(found)} As predicted: empty where '
+        f"a prediction is undecided, or has fewer than {SEEDS} seeds over {STARTS} starts; open: "
+        f"a scan gave the dose a k3 of more than {FACTOR:g} times its name, or less than "
+        f"1/{FACTOR:g}."
     )
-    executions = "; ".join(f"{row['date'][:16]} {where(row)}" for row in environments)
+    executions = [_execution(rows, row) for row in rows if row["kind"] == "environment"]
+    return "\n\n".join([rules, *executions])
+
+
+def _execution(rows: list[Row], environment: Row) -> str:
+    """Settings and starts of an execution, and which of its runs have no held-out reward."""
+    options = environment["options"]
+    mine = [row for row in rows if row["execution"] == environment["execution"]]
+    starts = (
+        f"{row['model']} {row['start']} {row['held_out']['reward']:.3f}"
+        for row in mine
+        if row["kind"] == "start"
+    )
+    lost = [
+        f"{row['arm']}-{row['seed']} ({row['steps']} of {options['steps']} steps)"
+        for row in mine
+        if row["kind"] == "unevaluated"
+    ]
+    failed = [f"{row['job']} (status {row['status']})" for row in mine if row["kind"] == "failed"]
     return (
-        f"{options['steps']} steps of {options['prompts']} problems of levels "
-        f"{', '.join(map(str, options['levels']))} with {options['group']} responses each. Starts: "
-        f'{begun}. Held-out rewards as in parity.md; means, least and largest. "worse": more than '
-        f'{SHARE:.0%} of the reference\'s gain is lost, "same": less; one-sided, alpha '
-        f"{ALPHA}.{_powers(found)} Open: a scan gave the dose a k3 of more than {FACTOR:g} times "
-        f"its name, or less than 1/{FACTOR:g}. All executions: {executions}."
+        f"{environment['date'][:16]}: {options['steps']} steps of {options['prompts']} problems of "
+        f"levels {', '.join(map(str, options['levels']))} with {options['group']} responses each. "
+        f"Starts: {', '.join(starts)}. Not evaluated: {', '.join(lost) or 'none'}. Failed jobs: "
+        f"{', '.join(failed) or 'none'}. {where(environment)}."
     )
 
 
@@ -159,9 +180,9 @@ def mitigations(rows: list[Row]) -> str:
 
 
 def added(rows: list[Row]) -> str:
-    """What was predicted for seeds 2 and 3 beside the verdicts on arms."""
+    """What was predicted beside the verdicts on arms."""
     lines = [
-        (each.predicted, len(each.runs), each.found if each.runs else "", each.agrees(rows))
+        (each.predicted, each.seeds, each.found if each.runs else "", each.agrees(rows))
         for each in points(rows)
     ]
     return table("prediction | seeds | found | as predicted", lines)
@@ -181,10 +202,11 @@ def alarms(rows: list[Row]) -> str:
             continue
         fired = [first_alarm(run) for run in runs.values()]
         verdict = found.get(arm.name)
-        fell = [
-            falls_at(run, theirs[key], verdict.margin) if verdict and key in theirs else None
-            for key, run in runs.items()
-        ]
+        compared = [key for key in runs if verdict and key in theirs]
+        fell = {
+            key: falls_at(runs[key], theirs[key], verdict.margin) if verdict else None
+            for key in compared
+        }
         alarmed = sum(run["alarm_steps"] for run in runs.values())
         warned = sum(run["alarm_steps"] > 0 for run in runs.values())
         steps = sum(run["steps"] for run in runs.values())
@@ -193,29 +215,34 @@ def alarms(rows: list[Row]) -> str:
             agrees = "yes" if warned == len(runs) * arm.must_alarm else "no"
             agrees = OPEN if is_off_dose(rows, runs.values()) else agrees
         late = any(
-            down is not None and (alarm is None or alarm > down)
-            for alarm, down in zip(fired, fell, strict=True)
+            down is not None and ((alarm := first_alarm(runs[key])) is None or alarm > down)
+            for key, down in fell.items()
         )
         lines.append(
             (
                 arm.name,
                 f"{alarmed} of {steps}",
-                ", ".join("never" if at is None else str(at) for at in fired),
-                ", ".join("never" if at is None else str(at) for at in fell),
+                ", ".join(map(_at, fired)),
+                ", ".join(_at(fell[key]) if key in fell else "-" for key in runs),
                 agrees,
-                "no" if late else "yes" if any(at is not None for at in fell) else "",
+                "no" if late else "yes" if any(at is not None for at in fell.values()) else "",
             )
         )
     head = (
         "arm | steps with an alarm | first alarm of each run | reward is lower from | alarms as "
-        "predicted | alarm before that"
+        "predicted | alarm no later than that"
     )
     note = (
-        f"Lower: from this step on the mean of the last {WINDOW} steps stays below the reference's "
-        f"by more than the margin, by the runs' own engines; {WINDOW - 1} is the first step that "
-        f"has such a mean. Empty: nothing was predicted, or no reward is lower."
+        f"Lower: from then on the means of {WINDOW} steps stay below the reference's by more than "
+        f"the margin, by the runs' own engines; the step is the first of them that is lower "
+        f"itself. -: there is no reference, or its start was not evaluated. Empty: nothing was "
+        f"predicted, or no reward is lower."
     )
     return f"{table(head, lines)}\n\n{note}"
+
+
+def _at(step: int | None) -> str:
+    return "never" if step is None else str(step)
 
 
 def decisions(rows: list[Row]) -> str:

@@ -22,8 +22,8 @@ FACTOR = 3.0
 """A dose whose k3 is more than this times its name, or less than this part, is another dose."""
 OPEN = "open"
 """What is said of a prediction that the runs cannot decide."""
-PAIRS, STARTS = 4, 2
-"""What settles a prediction, at least."""
+SEEDS, STARTS = 4, 2
+"""What settles a prediction, at least; a seed counts once, in however many executions it ran."""
 WINDOW = 10
 """Steps over which rewards in training are averaged, to see when they fall."""
 MITIGATIONS = "tis", "mis", "fp8-forward", "controlled"
@@ -44,15 +44,16 @@ class Verdict:
     found: Finding
     """By two one-sided t tests at ALPHA each: whether the arm loses less than the margin, or more.
     "undecided" is what they cannot tell, and what a single pair gives."""
+    seeds: int
     starts: int
-    """How many starts the pairs come from."""
+    """How many seeds and starts the pairs come from."""
     is_off_dose: bool
     """Whether the dose is another one in any pair."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are as many pairs and starts as were asked for before the runs."""
-        return len(self.comparison.differences) >= PAIRS and self.starts >= STARTS
+        """Whether there are as many seeds and starts as were asked for before the runs."""
+        return self.seeds >= SEEDS and self.starts >= STARTS
 
     @property
     def loss(self) -> float | None:
@@ -118,6 +119,7 @@ def verdicts(rows: list[Row]) -> dict[str, Verdict]:
             comparison,
             margin,
             _judge(comparison, margin),
+            len({seed for _, seed in both}),
             len({theirs[key]["start"] for key in both}),
             is_off_dose(rows, [mine[key] for key in both]),
         )
@@ -162,12 +164,15 @@ def first_alarm(run: Row) -> int | None:
 
 
 def falls_at(run: Row, reference: Row, margin: float) -> int | None:
-    """The step at whose end the rewards of WINDOW steps are lower than the reference's by more than
-    the margin, and never come back."""
+    """From which step on rewards are lower than the reference's by more than the margin, as means
+    of WINDOW steps, and never come back: of the first such window, its first step that is lower."""
     pairs = zip(run["series"]["reward"], reference["series"]["reward"], strict=True)
     less = [theirs - ours for ours, theirs in pairs]
-    means = [fmean(less[end - WINDOW : end]) for end in range(WINDOW, len(less) + 1)]
-    at = None
-    for end, mean in enumerate(means, WINDOW):
-        at = (at or end - 1) if mean > margin else None
-    return at
+    found = None
+    for first in range(len(less) - WINDOW + 1):
+        window = less[first : first + WINDOW]
+        if fmean(window) <= margin:
+            found = None
+        elif found is None:
+            found = next(step for step, each in enumerate(window, first) if each > margin)
+    return found

@@ -124,7 +124,7 @@ def test_an_arm_is_judged_by_what_its_reference_learned() -> None:
     for rows in (flat, single):
         assert {v.found for v in dose_verdict.verdicts(rows).values()} == {"undecided"}
     assert dose_verdict.verdicts(flat)["5e-2-none"].loss is None
-    assert "| 5e-2-none | 4 |" in dose_tables.response(flat)
+    assert "| 5e-2-none | 4 | 4 |" in dose_tables.response(flat)
 
 
 def test_a_pair_counts_where_its_start_was_evaluated() -> None:
@@ -146,16 +146,42 @@ def test_pairs_are_of_one_execution() -> None:
     assert differences == pytest.approx((-0.1,) * 3)
 
 
+def test_seeds_settle_a_prediction_and_not_how_often_they_ran() -> None:
+    twice = {arm: rewards[:2] for arm, rewards in ARMS.items()}
+    rows = a_study(twice, "2026-01-01") + a_study(twice, "2026-01-02")
+    for row in rows:
+        if row["kind"] == "run":
+            row["start"] = row["seed"]  # two starts, as a prediction needs
+    verdict = dose_verdict.verdicts(rows)["5e-2-none"]
+    assert len(verdict.comparison.differences) == 4 and not verdict.is_settled
+    assert dose_verdict.verdicts(a_study(ARMS))["5e-2-none"].is_settled
+    again = a_study(ADDED, "2026-01-01") + a_study(ADDED, "2026-01-02")
+    again = [row for row in again if row.get("seed") not in (0, 3)]
+    assert {point.agrees(again) for point in dose_points.points(again)} == {""}
+
+
+def test_runs_without_an_evaluation_are_named() -> None:
+    rows = a_study({arm: rewards[:1] for arm, rewards in ARMS.items()})
+    stopped = a_run("5e-2-none", 1, 0.0) | {"kind": "unevaluated", "steps": 33}
+    of_it = {"execution": "2026-01-01"}
+    rows += [stopped, {"kind": "failed", "job": "bf16-1", "status": -9, **of_it}]
+    note = dose_tables.response(rows)
+    assert "Not evaluated: 5e-2-none-1 (33 of 40 steps)." in note
+    assert "Failed jobs: bf16-1 (status -9)." in note
+    assert "Failed jobs: none." in dose_tables.response(a_study(ARMS))
+
+
 def test_an_alarm_has_to_come_before_the_fall() -> None:
     rows = a_study(ARMS)
     falling = {"reward": [0.5] * 20 + [0.2] * 20, "mismatch_kl_k3": [0.05] * STEPS}
     for run in rows:
         if run.get("arm") == "5e-2-none":
-            at = 22 if run["seed"] else 35
+            at = 20 if run["seed"] else 21
             run |= {"series": falling, "alarms": {"ess": {"first_step": at}}, "alarm_steps": 1}
     reference = dose_verdict.runs_of(rows, "bf16")
     run = dose_verdict.runs_of(rows, "5e-2-none")[("2026-01-01", 1)]
-    assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.08) == 22
+    # the mean of steps 13 to 22 is the first that is lower, and step 20 is what makes it so
+    assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.08) == 20
     assert dose_verdict.falls_at(run, reference[("2026-01-01", 1)], 0.4) is None
 
     def line() -> list[str]:
@@ -163,11 +189,16 @@ def test_an_alarm_has_to_come_before_the_fall() -> None:
         (found,) = [row for row in lines if row.startswith("| 5e-2-none ")]
         return [cell.strip() for cell in found.split("|")]
 
-    assert line()[3:7] == ["35, 22, 22, 22", "22, 22, 22, 22", "yes", "no"]
+    assert line()[3:7] == ["21, 20, 20, 20", "20, 20, 20, 20", "yes", "no"]
     for row in rows:
         if row.get("arm") == "5e-2-none":
             row["alarms"] = {"ess": {"first_step": 3}}
     assert line()[-2] == "yes"
+    # what has nothing to be compared with is not said to have never fallen
+    rows.remove(reference[("2026-01-01", 3)])
+    assert line()[4] == "20, 20, 20, -"
+    rows = [row for row in rows if row["kind"] != "start"]
+    assert line()[4:] == ["-, -, -, -", "yes", "", ""]
 
 
 def test_the_tables_say_what_was_predicted_and_found() -> None:
@@ -238,13 +269,14 @@ OWN = {"5e-2-none": 0.6, "5e-2-tis": 0.5, "5e-2-mis": 0.5}
 
 
 def agree(arms: dict[str, list[float]], own: dict[str, list[float]] | None = None) -> str:
-    """The first letter of each point's verdict, a dash for none."""
+    """The first letter of the verdict on each point that was added, a dash for none."""
     rows = a_study(ADDED | arms)
     for run in rows:
         if (name := run.get("arm")) in OWN:
             shares = (own or {}).get(name, [OWN[name]] * 4)
             run["last_reward"] = shares[run["seed"]] * run["held_out"]["reward"]
-    return "".join((point.agrees(rows) or "-")[0] for point in dose_points.points(rows))
+    _, *points = dose_points.points(rows)
+    return "".join((point.agrees(rows) or "-")[0] for point in points)
 
 
 def test_points_are_decided_by_the_seeds_that_they_were_written_for() -> None:
@@ -271,13 +303,25 @@ def test_a_point_waits_for_its_seeds_and_for_its_dose() -> None:
     assert agree({arm: rewards[:3] for arm, rewards in ADDED.items()}) == "-" * 6
     assert agree({"5e-2-none": ADDED["5e-2-none"][:3]}) == "---yyy"
     table = dose_tables.added(a_study({arm: rewards[:2] for arm, rewards in ADDED.items()}))
-    assert all(line.endswith("| 0 |  |  |") for line in table.splitlines()[2:] if "2: " not in line)
+    later = [line for line in table.splitlines() if re.match(r"\| [134]:", line)]
+    assert len(later) == 5 and all(line.endswith("| 0 |  |  |") for line in later)
     rows = a_study(ADDED)
     for row in rows:
         if row.get("exponent") == 15 and row["start"] == 1:
             row["mismatch_kl_k3"] = 1e-3  # 5e-2 is then a dose of 1e-2 or 0.3
     found = [point.agrees(rows) for point in dose_points.points(rows)]
-    assert found[:5] == ["open"] * 5 and found[5] == "yes"
+    assert found[:6] == ["open"] * 6 and found[6] == "yes"
+
+
+@pytest.mark.parametrize(("part", "verdict"), [(0.33, "yes"), (0.34, "no")])
+def test_k3_of_fp8_forward_is_compared_in_each_seed(part: float, verdict: str) -> None:
+    rows = a_study({"5e-2-none": [0.4] * 4, "5e-2-fp8-forward": [0.4] * 4})
+    for run in rows:
+        if run.get("arm") == "5e-2-fp8-forward":
+            share = part if run["seed"] == 2 else 0.1
+            run["series"]["mismatch_kl_k3"] = [share * 0.05] * (STEPS - 1) + [9.0]
+    point = next(dose_points.points(rows))
+    assert (point.agrees(rows), point.found) == (verdict, f"10%, 10%, {part:.0%}, 10%")
 
 
 def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
