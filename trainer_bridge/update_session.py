@@ -288,7 +288,7 @@ class UpdateSession:
         if self._board is not None:
             self._board.fill(chunk + 1)
             self._board.await_filled(chunk)
-        if self.device is not None and not self.sender.layout["is_far"]:
+        if self.device is not None and not self.sender.layout["is_remote"]:
             torch.cuda.current_stream(self.device).synchronize()  # the slot is filled
         order = {"order": self._order} if self.plan.streamed else {}
         message = {"op": "chunk", "index": chunk, **order}
@@ -298,7 +298,7 @@ class UpdateSession:
 
     def _filled(self, message: Message, chunk: int) -> Steps[tuple[Message, Content | None]]:
         """A message and what it is about, for engines that do not read the bucket."""
-        if not self.sender.layout["is_far"] or not self._open_members():
+        if not self.sender.layout["is_remote"] or not self._open_members():
             return message, None
         content = self.sender.content(self.plan, chunk)
         held = [member.ranks.image for member in self._open_members() if member.ranks is not None]
