@@ -1,6 +1,6 @@
 """The control channel in the main process: one JSON message in, one JSON reply out.
 
-``sgl.Engine`` reaches it as ``engine.fp8rl_control(message)``, HTTP clients as ``POST /fp8rl``. It
+Callers in this process reach it by ``control_in_process.py``, others by ``control_route.py``. It
 pauses generation around a session and speaks to the schedulers over SGLang's own rpc socket.
 """
 
@@ -16,7 +16,6 @@ from typing import Any
 import zmq
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.scheduler import RPC_METHOD, unknown
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
@@ -44,8 +43,6 @@ BUSY_STATUS = 409
 """HTTP status of what is refused because requests run."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
-IN_PROCESS_TIMEOUT_S = 600.0
-"""How long a caller in this process waits for an answer that sets no limit of its own."""
 GONE = "the trainer is gone; its update has not begun"
 
 
@@ -305,47 +302,3 @@ class Control:
 def _returns_raw_logprobs() -> bool:
     """Whether SGLang reports logprobs of the logits before temperature."""
     return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
-
-
-def control_engine(
-    engine: Any, message: dict[str, Any], timeout_s: float = IN_PROCESS_TIMEOUT_S
-) -> dict[str, Any]:
-    """``Engine.fp8rl_control``: the same messages for an engine in this process.
-
-    Args:
-        timeout_s: seconds to wait for the answer.
-
-    Raises:
-        ControlError: the message is refused, or not answered in time.
-    """
-    if engine.server_args.quantization != NAME:
-        raise ControlError("this engine does not run with quantization='fp8rl'")
-    answer = _bounded(_of(engine), message, timeout_s)
-    return engine.loop.run_until_complete(answer)  # type: ignore[no-any-return]
-
-
-def release_of_engine(original: Any, engine: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``Engine.release_memory_occupation``: it is one of ``idle()``, before the first
-    message as well. SGLang loads plugins in ``Engine.__init__``, too late for a hook on that."""
-    if engine.server_args.quantization == NAME:
-        _of(engine)
-    return original(engine, *args, **kw)
-
-
-def _of(engine: Any) -> Control:
-    """The channel of an engine in this process, which the first call makes."""
-    if not hasattr(engine.tokenizer_manager, "fp8rl_control"):
-        Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
-    control: Control = engine.tokenizer_manager.fp8rl_control
-    return control
-
-
-async def _bounded(control: Control, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    try:
-        # shielded: the schedulers' reply must be read, by whichever call runs the loop next
-        return await asyncio.wait_for(asyncio.shield(control.handle(message)), timeout_s)
-    except asyncio.TimeoutError:
-        raise ControlError(
-            f"the engine's schedulers gave no answer within {timeout_s:.0f} s; see its log",
-            504,
-        ) from None

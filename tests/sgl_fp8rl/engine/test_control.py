@@ -21,6 +21,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
+from sgl_fp8rl.engine import control_in_process
 from sgl_fp8rl.engine.control import Control, ControlError
 from sgl_fp8rl.engine.memory_release import release_when_idle, resume_in_turn
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S
@@ -371,7 +372,7 @@ def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever
     arguments = SimpleNamespace(quantization="fp8rl")
     engine = SimpleNamespace(loop=loop, tokenizer_manager=manager, server_args=arguments)
     with pytest.raises(ControlError, match="no answer") as raised:
-        control_module.control_engine(engine, {"op": "end"}, 0.05)
+        control_in_process.control_engine(engine, {"op": "end"}, 0.05)
     assert raised.value.status == 504
     for task in asyncio.all_tasks(loop):
         task.cancel()
@@ -494,10 +495,10 @@ def test_a_release_before_the_first_control_message(
 
     if quantization == "fp8rl":
         with pytest.raises(ControlError, match="generation is paused"):
-            control_module.release_of_engine(release, engine)
+            control_in_process.release_of_engine(release, engine)
         assert not released
     else:  # SGLang's own, which ends itself
-        control_module.release_of_engine(release, engine)
+        control_in_process.release_of_engine(release, engine)
         assert released
     loop.close()
 
