@@ -1,14 +1,12 @@
 """The control channel in the main process: one JSON message in, one JSON reply out.
 
 Callers in this process reach it by ``control_in_process.py``, others by ``control_route.py``. It
-pauses generation around a session and speaks to the schedulers over SGLang's own rpc socket.
+pauses generation around a session, and has the schedulers answer by ``scheduler_rpc.py``.
 """
 
 import asyncio
-import json
 import os
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,31 +14,22 @@ from typing import Any
 import zmq
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine.scheduler import RPC_METHOD, unknown
+from sgl_fp8rl.engine.scheduler import unknown
+from sgl_fp8rl.engine.scheduler_rpc import BUSY_STATUS, POLL_S, ControlError, SchedulerRpc
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
-from sgl_fp8rl.weight_update.rank_server import heard_at
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 
-POLL_S = 0.0005
-SPIN_S = 0.005
-"""How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler, and others to
 end before memory is released."""
-ANSWER_TIMEOUT_S = 60.0
-"""How long the schedulers may take to answer before ``/health`` reports that they hang."""
-EXPORT_TIMEOUT_S = 600.0
-"""As ``ANSWER_TIMEOUT_S``, of an export: as long as its client waits for the answer."""
 WAIT_POLL_S = 0.05
 """Between two attempts to begin where no request is aborted; each may retract all of them."""
 SETTLE_S = 1.0
 """How long a scheduler may take to see that a request has ended whose reply it sent."""
-BUSY_STATUS = 409
-"""HTTP status of what is refused because requests run."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
 GONE = "the trainer is gone; its update has not begun"
@@ -49,20 +38,12 @@ GONE = "the trainer is gone; its update has not begun"
 IsGone = Callable[[], Awaitable[bool]]
 
 
-class ControlError(RuntimeError):
-    """A refused control message; ``status`` is its HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class Control:
     """Serves control messages for one engine; at most one update session at a time."""
 
     def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
         self._manager = tokenizer_manager
-        self._rpc = rpc
+        self._schedulers = SchedulerRpc(rpc, tokenizer_manager)
         self._server_args = server_args
         self.options = current_options()
         self.lock = asyncio.Lock()
@@ -98,9 +79,9 @@ class Control:
             if op == "begin":
                 return await self._begin(message, is_gone)
             if op in ("layers", "tensors", "digest", "code_sums", "kv", "kv_observe"):
-                return await self._ask({"op": op})
+                return await self._schedulers.ask({"op": op})
             if op == "export_layout":
-                return await self._ask(message)
+                return await self._schedulers.ask(message)
             if op in ("export", "kv_recalibrate"):
                 return await self._ask_idle(message if op == "export" else {"op": op})
         raise ControlError(unknown(op))
@@ -108,7 +89,7 @@ class Control:
     async def _describe(self, op: str) -> dict[str, Any]:
         """Answer ``status``, or ``layout``, which also names tensors and so takes longer."""
         if self._session is None:
-            described = await self._ask({"op": op})
+            described = await self._schedulers.ask({"op": op})
             self._described |= described
         else:
             described = {**self._described, "state": State.UPDATING.value}
@@ -182,7 +163,7 @@ class Control:
         deadline = asyncio.get_running_loop().time() + limit_s
         if is_gone is not None and await is_gone():  # while another message was served
             raise ControlError(GONE, 409)
-        begun = await self._ask(message)  # refused before any request is disturbed
+        begun = await self._schedulers.ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
         while begun.get("busy"):
             if is_gone is not None and await is_gone():
@@ -192,7 +173,7 @@ class Control:
                 # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the
                 # new version.
                 self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
-            begun = await self._ask(message)
+            begun = await self._schedulers.ask(message)
             if not begun.get("busy"):
                 break
             if asyncio.get_running_loop().time() > deadline:
@@ -207,7 +188,7 @@ class Control:
     async def _watch(self, was_paused: bool, sockets: Sequence[str] = ()) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
-            self._ended = await self._receive(self.options.session_timeout_s, sockets)
+            self._ended = await self._schedulers.receive(self.options.session_timeout_s, sockets)
             if self._ended.get("ended"):
                 # the `weight_version` of SGLang's own replies
                 self._manager._update_weight_version_if_provided(str(self._ended["version"]))
@@ -225,7 +206,7 @@ class Control:
         loop = asyncio.get_running_loop()
         async with self.lock, self._manager.is_pause_cond:  # in the order in which `begin` does
             deadline = loop.time() + DRAIN_TIMEOUT_S
-            while not (found := await self._ask({"op": "idle"}))["idle"]:
+            while not (found := await self._schedulers.ask({"op": "idle"}))["idle"]:
                 # under a pause that aborts, the schedulers go on until what they run has ended
                 if self._manager.is_pause and found["paused"]:
                     raise ControlError(
@@ -262,41 +243,11 @@ class Control:
         deadline = loop.time() + SETTLE_S
         while True:
             try:
-                return await self._ask(message)
+                return await self._schedulers.ask(message)
             except ControlError as error:
                 if error.status != BUSY_STATUS or loop.time() > deadline:
                     raise
             await asyncio.sleep(WAIT_POLL_S)
-
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            parameters = {"message": json.dumps(message)}
-        except RecursionError:
-            raise ControlError("the message is nested too deeply; send a control message") from None
-        compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
-        healthy_s = EXPORT_TIMEOUT_S if message.get("op") == "export" else ANSWER_TIMEOUT_S
-        reply = await self._receive(healthy_s)
-        if "error" in reply:
-            raise ControlError(reply["error"], BUSY_STATUS if reply.get("busy") else 400)
-        return reply
-
-    async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
-        """Await the schedulers' reply. ``/health`` may fail after ``healthy_s`` without one, and
-        without a message of the trainer on one of these sockets.
-        """
-        loop = asyncio.get_running_loop()
-        soon, late = loop.time() + SPIN_S, time.time() + healthy_s
-        while not self._rpc.poll(0):
-            now = time.time()
-            if now >= late:
-                late = max([late, *(heard_at(path) + healthy_s for path in sockets)])
-            if now < late:
-                # /health looks at it: schedulers that serve an update answer nothing else meanwhile
-                self._manager.last_receive_tstamp = now
-            await asyncio.sleep(0 if loop.time() < soon else POLL_S)
-        reply = json.loads(compat.sock_recv(self._rpc).message)
-        assert isinstance(reply, dict)
-        return reply
 
 
 def _returns_raw_logprobs() -> bool:

@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.control import Control, ControlError
+from sgl_fp8rl.engine.control import Control
+from sgl_fp8rl.engine.scheduler_rpc import ControlError
 
 IN_PROCESS_TIMEOUT_S = 600.0
 """How long a caller in this process waits for an answer that sets no limit of its own."""
