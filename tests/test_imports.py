@@ -36,7 +36,8 @@ LAYERS = (
     "trainer_bridge.filler trainer_bridge.shard_ranges trainer_bridge.shared_filling "
     "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
-    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.update_session "
+    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "
+    "trainer_bridge.session_images trainer_bridge.session_chunks trainer_bridge.update_session "
     "trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
