@@ -237,7 +237,7 @@ for missing in {missing}:
         try:
             sys.modules.update(dict.fromkeys(missing))
             import {modules}
-            found = {{check.status for check in sgl_fp8rl.doctor.check_frameworks()}}
+            found = {{check.status for check in sgl_fp8rl.doctor.installation.check_frameworks()}}
             assert 'fail' not in found, found
             status = 0
         except BaseException:
@@ -257,7 +257,9 @@ def test_nothing_needs_a_framework() -> None:
 
 def test_what_needs_a_framework_is_found() -> None:
     """The control of the test above."""
-    code = WITHOUT.format(missing=[["trl"]], modules="sgl_fp8rl.doctor, sgl_fp8rl.integrations.trl")
+    code = WITHOUT.format(
+        missing=[["trl"]], modules="sgl_fp8rl.doctor.installation, sgl_fp8rl.integrations.trl"
+    )
     with pytest.raises(AssertionError, match=r"integrations\.trl cannot import TRL"):
         loaded_by(code)
 
