@@ -72,7 +72,7 @@ LAYERS = (
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",
     # the tools
-    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
+    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
     "sgl_fp8rl.dummy_engine sgl_fp8rl.layers sgl_fp8rl.export sgl_fp8rl.plan",
     "sgl_fp8rl.cli",
 )

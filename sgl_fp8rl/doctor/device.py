@@ -13,7 +13,7 @@ from sgl_fp8rl.doctor.check import Check
 from sgl_fp8rl.integrations import seams
 
 if TYPE_CHECKING:
-    from sgl_fp8rl.selftest import Float64
+    from sgl_fp8rl.doctor.selftest import Float64
 
 
 def check_device() -> Iterator[Check]:
@@ -75,7 +75,7 @@ def check_kv_cache() -> Iterator[Check]:
 def check_numerics() -> Iterator[Check]:
     """Quantize and update a weight whose result is known exactly, on each kind of device."""
     torch = importlib.import_module("torch")
-    selftest = importlib.import_module("sgl_fp8rl.selftest")
+    selftest = importlib.import_module("sgl_fp8rl.doctor.selftest")
     devices = ["cpu"]
     if torch.cuda.is_available():
         block_fp8 = importlib.import_module("sgl_fp8rl.formats").BLOCK_FP8
@@ -89,7 +89,7 @@ def check_numerics() -> Iterator[Check]:
 
 
 def _verdict(name: str, readings: "list[Float64]") -> Check:
-    selftest = importlib.import_module("sgl_fp8rl.selftest")
+    selftest = importlib.import_module("sgl_fp8rl.doctor.selftest")
     wrong = sum(map(selftest.count_wrong, readings))
     total = sum(reading.size for reading in readings)
     if wrong:

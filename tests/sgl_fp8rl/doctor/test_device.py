@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sgl_fp8rl import selftest
-from sgl_fp8rl.doctor import device
+from sgl_fp8rl.doctor import device, selftest
 from sgl_fp8rl.formats import block_fp8
 from sgl_fp8rl.ops import reference
 

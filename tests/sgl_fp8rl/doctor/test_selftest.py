@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from sgl_fp8rl import selftest
+from sgl_fp8rl.doctor import selftest
 from tests import oracle
 
 
