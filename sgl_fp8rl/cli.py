@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from sgl_fp8rl import compat, doctor
+from sgl_fp8rl import compat
+from sgl_fp8rl.doctor import command as doctor
 from sgl_fp8rl.layers import read_layers, render_layers
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.plan import command as plan

@@ -15,7 +15,7 @@ PERMITTED = {
     "sgl_fp8rl/protocol/attempt.py:attempt": "other ranks wait for the error and would not hear it",
     "sgl_fp8rl/gemm/tune.py:tried": "kernel compilers raise anything, and other kernels still run",
     "sgl_fp8rl/integrations/verl/plugin.py:register_trainer": "verl goes on without our trainer",
-    "sgl_fp8rl/doctor.py:run_checks": "a broken installation still gets its report",
+    "sgl_fp8rl/doctor/command.py:run_checks": "a broken installation still gets its report",
 }
 TELLS_THE_OTHERS = {
     "sgl_fp8rl.engine.ranks",

@@ -36,7 +36,8 @@ LAYERS = (
     "trainer_bridge.filler trainer_bridge.shard_ranges trainer_bridge.shared_filling "
     "trainer_bridge.chunk_sender trainer_bridge.shared_sending "
     "trainer_bridge.side_by_side trainer_bridge.serving_engines "
-    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.update_session "
+    "trainer_bridge.participant trainer_bridge.keep_alive trainer_bridge.session_engines "
+    "trainer_bridge.session_images trainer_bridge.session_chunks trainer_bridge.update_session "
     "trainer_bridge.transaction "
     "trainer_bridge.replies",
     "trainer_bridge.rollout trainer_bridge.router_replay trainer_bridge.kv_calibrator",
@@ -66,12 +67,12 @@ LAYERS = (
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.update_steps",
+    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",
     # the tools
-    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.selftest sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
+    "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
     "sgl_fp8rl.dummy_engine sgl_fp8rl.layers sgl_fp8rl.export sgl_fp8rl.plan",
     "sgl_fp8rl.cli",
 )
@@ -236,7 +237,7 @@ for missing in {missing}:
         try:
             sys.modules.update(dict.fromkeys(missing))
             import {modules}
-            found = {{check.status for check in sgl_fp8rl.doctor.check_frameworks()}}
+            found = {{check.status for check in sgl_fp8rl.doctor.installation.check_frameworks()}}
             assert 'fail' not in found, found
             status = 0
         except BaseException:
@@ -256,7 +257,9 @@ def test_nothing_needs_a_framework() -> None:
 
 def test_what_needs_a_framework_is_found() -> None:
     """The control of the test above."""
-    code = WITHOUT.format(missing=[["trl"]], modules="sgl_fp8rl.doctor, sgl_fp8rl.integrations.trl")
+    code = WITHOUT.format(
+        missing=[["trl"]], modules="sgl_fp8rl.doctor.installation, sgl_fp8rl.integrations.trl"
+    )
     with pytest.raises(AssertionError, match=r"integrations\.trl cannot import TRL"):
         loaded_by(code)
 

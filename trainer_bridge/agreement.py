@@ -8,8 +8,8 @@ from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
 
 
-class Asked(NamedTuple):
-    """What one rank asks for."""
+class PolicyRequest(NamedTuple):
+    """The policy that one rank asks for, and how."""
 
     policy: Policy
     in_flight: str
@@ -19,7 +19,7 @@ class Asked(NamedTuple):
 
 def ask(
     check: Callable[[], None], own_run: str, run: Any, version: Any, in_flight: Any = ABORT
-) -> Asked:
+) -> PolicyRequest:
     """Checked before an engine is told of anything.
 
     Args:
@@ -31,20 +31,20 @@ def ask(
     """
     check()
     policy = check_policy(own_run if run is None else run, version)
-    return Asked(policy, check_in_flight(in_flight), run is not None)
+    return PolicyRequest(policy, check_in_flight(in_flight), run is not None)
 
 
-def agree(ranks: tuple[int, ...], asked: list[Asked | str]) -> Policy:
+def agree(ranks: tuple[int, ...], requests: list[PolicyRequest | str]) -> Policy:
     """The policy that all ranks ask for.
 
     Args:
-        asked: by each of them; of one that cannot go on, why.
+        requests: of each of them; of one that cannot go on, why.
 
     Raises:
         ManifestError: a rank cannot, or asks for another policy.
     """
-    first, *others = asked
-    assert isinstance(first, Asked)
+    first, *others = requests
+    assert isinstance(first, PolicyRequest)
     for rank, other in zip(ranks[1:], others, strict=True):
         if isinstance(other, str):
             raise ManifestError(other)

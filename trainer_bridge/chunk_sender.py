@@ -113,7 +113,7 @@ class ChunkSender:
         else:
             IMAGES.forget()
         # in host memory, only the pages of this rank's slots are ever touched
-        self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_far=True)
+        self._memory = bucket_on(device, plan.manifest.bucket_bytes, is_remote=True)
         self._bucket = self._memory.content
         self._packer = packer_on(device, plan, self._bucket, dtype)
         self._packer.begin()

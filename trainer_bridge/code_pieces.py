@@ -48,7 +48,7 @@ def codes_wanted(
 def _gains(shards: Shards, layout: dict[str, Any], engines: int) -> bool:
     """Whether engines that can read the shards read more than each its own GPU's, once."""
     return (
-        not layout["is_far"]
+        not layout["is_remote"]
         and not layout["through_host"]
         and layout["fp32"] is not None
         and shards.gpus <= set(layout["visible_gpus"])

@@ -40,7 +40,7 @@ class EngineConnection:
         """Whether the last update that changed it failed: after a second one the next is whole."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
-        self.is_far = False
+        self.is_remote = False
         """Whether the engine runs on another host, or in a container of its own."""
         self.through_host = False
         """Whether updates go through host memory, because the engine cannot open the GPU's."""
@@ -59,7 +59,7 @@ class EngineConnection:
         if self._layout is None:
             layout = self.client.control({"op": "layout"}, timeout_s)
             check_layout(layout)
-            self.is_far = not is_reachable(layout["place"])
+            self.is_remote = not is_reachable(layout["place"])
             self._layout = layout
         return self._layout
 

@@ -46,7 +46,7 @@ def check_layout(layout: dict[str, Any]) -> None:
     check_fields("the engine's layout", layout, sound)
 
 
-def comparable(layout: dict[str, Any], through_host: bool, is_far: bool) -> dict[str, Any]:
+def comparable(layout: dict[str, Any], through_host: bool, is_remote: bool) -> dict[str, Any]:
     """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
     read = ("dtype", "bucket_bytes", "fp32", "formats")
     return {
@@ -54,7 +54,7 @@ def comparable(layout: dict[str, Any], through_host: bool, is_far: bool) -> dict
         "kv_cache": layout.get("kv_cache"),
         "on_gpus": bool(layout["gpus"]),
         "through_host": through_host,
-        "is_far": is_far,
+        "is_remote": is_remote,
     }
 
 
@@ -89,7 +89,7 @@ def slots_for(device: torch.device | None, layout: dict[str, Any]) -> int:
     Args:
         device: the trainer's GPU, or None where it has none that the engine can read.
     """
-    if device is None or device.type != "cuda" or layout["is_far"]:
+    if device is None or device.type != "cuda" or layout["is_remote"]:
         return SLOTS  # two processes on a CPU, or on two hosts, do work at once
     try:
         return 1 if {gpu_uuid(device.index)} == set(layout["gpus"]) else 2

@@ -67,7 +67,7 @@ class Participant:
         policy = Policy(message["run"], message["version"])
         decided = self.connection.decided
         message["retry"] = decided is not None and decided[:2] == (policy, message["transaction"])
-        if self.connection.is_far:
+        if self.connection.is_remote:
             message["relay"] = True
         try:
             begun = control(message)
@@ -81,7 +81,7 @@ class Participant:
             self.connection.committed(policy)
             return
         try:
-            if self.connection.is_far:
+            if self.connection.is_remote:
                 host = getattr(self.connection.client, "host", None)
                 relay, token = begun.get("relay"), begun.get("token")
                 self.ranks = RelayClient(relay, token, host, self.timeout_s)

@@ -162,10 +162,10 @@ class Sender:
         scales = self._kv_scales
         # for several engines, what is whole here is quantized once
         alone = [
-            is_readable and not layout["is_far"] and (tensor is scales or not self.is_shared)
+            is_readable and not layout["is_remote"] and (tensor is scales or not self.is_shared)
             for (_, tensor), is_readable in zip(named, readable, strict=True)
         ]
-        in_reach = None if device is None or layout["is_far"] else shards
+        in_reach = None if device is None or layout["is_remote"] else shards
         mapped = self._in_place.choose(named, family, alone, scales, in_reach)
         resident = [
             is_readable and is_aligned(tensor)
@@ -180,14 +180,14 @@ class Sender:
         )
         slots = slots_for(device, layout)
         senders = 1
-        if layout["is_far"] and not streamed and not self.sends_alone:
+        if layout["is_remote"] and not streamed and not self.sends_alone:
             senders = senders_of(ranks, layout["bucket_bytes"])
         signature = family, device, senders, tensors
         way = any(mapped), KV_SCALES in (name for name, _ in named)
         kept = self._plans.get(way)
         if kept is not None and kept[0] == signature and not streamed:
             return kept[1]
-        is_encoded = device is not None or layout["through_host"] or layout["is_far"]
+        is_encoded = device is not None or layout["through_host"] or layout["is_remote"]
         quantized = by_tensor(self.layout["formats"]) if is_encoded else {}
         make = partial(self._plan, named, family, mapped, coded, quantized, resident, streamed)
         try:
@@ -290,5 +290,5 @@ class Sender:
         place = torch.device("cpu") if device is None else device
         kept = self._bucket
         if kept is None or kept.content.device != place or kept.content.numel() != nbytes:
-            return bucket_on(device, nbytes, self.layout["is_far"])
+            return bucket_on(device, nbytes, self.layout["is_remote"])
         return kept

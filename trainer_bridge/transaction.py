@@ -45,7 +45,7 @@ class Begun(NamedTuple):
     """Why engines are not in the update, by name."""
     mapped: list[list[bool]]
     """For each session, which parameters the engines read in place: no rank gathers them."""
-    is_far: bool
+    is_remote: bool
     """Whether every engine is on another host, and sent the same."""
     is_second_try: bool
     """Whether the weights of an earlier try, which not every engine has, are known: these must be
@@ -118,7 +118,7 @@ class Transaction:
             [read_by_all(session.sender.layout) for session in self.sessions],
             self.failed,
             [session.plan.mapped for session in self.sessions],
-            len(self.sessions) == 1 and all(member.connection.is_far for member in self.active),
+            len(self.sessions) == 1 and all(member.connection.is_remote for member in self.active),
             bool(self._decision.digests),
             any(session.plan.coded for session in self.sessions),
         )
@@ -263,7 +263,7 @@ class Transaction:
         together: list[tuple[list[Participant], dict[str, Any]]] = []
         for member in self.active:
             connection = member.connection
-            layout = comparable(connection.layout(), connection.through_host, connection.is_far)
+            layout = comparable(connection.layout(), connection.through_host, connection.is_remote)
             for members, known in together:
                 if known == layout:
                     members.append(member)

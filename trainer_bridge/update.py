@@ -13,7 +13,7 @@ from torch import nn
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import ABORT
-from trainer_bridge.agreement import Asked, agree, ask
+from trainer_bridge.agreement import PolicyRequest, agree, ask
 from trainer_bridge.announcement import Announcement
 from trainer_bridge.clock import Clock
 from trainer_bridge.collective import Leader, ranks_of, unwrapped
@@ -155,8 +155,8 @@ def _update(
     ranks = ranks_of(weights.named, group)
     leader = Leader(ranks)
 
-    def begin(of_ranks: list[tuple[Asked | str, Report]]) -> Transaction:
-        policy = agree(ranks, [asked for asked, _ in of_ranks])
+    def begin(of_ranks: list[tuple[PolicyRequest | str, Report]]) -> Transaction:
+        policy = agree(ranks, [request for request, _ in of_ranks])
         participants = participants_of(engines)
         required = check_required(require, len(participants))
         named, plan = weights.named, weights.plan
@@ -164,8 +164,8 @@ def _update(
 
     transaction: Any = None
     try:
-        asked = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
-        of_ranks = leader.collect((asked, weights.report(leader.size)))
+        request = leader.each(ask, partial(weights.check, ranks), RUN, run, version, in_flight)
+        of_ranks = leader.collect((request, weights.report(leader.size)))
         reports = None if of_ranks is None else [report for _, report in of_ranks]
         leader.attempt(_check_alike, reports)
         weights.assemble(leader, reports)

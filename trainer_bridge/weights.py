@@ -159,7 +159,7 @@ class WholeModel:
         CODES_REGISTRY.start()
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
         ranks = 1
-        if sender.layout["is_far"] and is_on_all(self.named, self._ranks):
+        if sender.layout["is_remote"] and is_on_all(self.named, self._ranks):
             ranks = self._ranks
         return sender.plan(named, self._family, device, shards=self._shards, ranks=ranks)
 
@@ -187,7 +187,7 @@ class WholeModel:
             clock.lap("write")
             return
         sending = None
-        if begun.is_far and not leader.is_alone:
+        if begun.is_remote and not leader.is_alone:
             sending = self._sending = send_together(leader, transaction, self.named, self._family)
         plans = None if transaction is None else [each.plan for each in transaction.sessions]
         planned = (

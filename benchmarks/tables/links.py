@@ -1,4 +1,4 @@
-"""The measured blocks of docs/scale.md about engines that are far away."""
+"""The measured blocks of docs/scale.md about remote engines."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -99,7 +99,7 @@ KIMI_K2 = shape.Shape(
     experts_per_token=8,
 )
 """With plain attention of about the size of its own, which is 1% of it."""
-FAR = (("Qwen3-235B", QWEN3_235B, 8), ("Kimi K2, 1T", KIMI_K2, 32))
+REMOTE = (("Qwen3-235B", QWEN3_235B, 8), ("Kimi K2, 1T", KIMI_K2, 32))
 """Engines of eight GPUs, each on a host of its own, as many trainer hosts beside them: 64 and 256
 GPUs of each."""
 GIGABITS = 100.0, 400.0
@@ -124,12 +124,12 @@ def predicted(results: Mapping[str, Any]) -> str:
         times = [update_time.sharded_kernels_ms(of, gpus) for gpus in PREDICTED_GPUS]
         cells.append([name, *(f"{each:.1f} ms" for each in times), f"{found:.1f} ms"])
     head = [f"{gpus} GPUs" for gpus in PREDICTED_GPUS]
-    far = [
+    remote = [
         [
             f"{name}, {engines} engines, from {senders} host{'s' if senders > 1 else ''}",
-            *(f"{update_time.far_s(of, engines, link, senders):,.0f} s" for link in GIGABITS),
+            *(f"{update_time.remote_s(of, engines, link, senders):,.0f} s" for link in GIGABITS),
         ]
-        for name, of, engines in FAR
+        for name, of, engines in REMOTE
         for senders in (1, min(engines, MOST_SLOTS // SLOTS))
     ]
     links = [f"{link:.0f} Gb/s a host" for link in GIGABITS]
@@ -137,5 +137,5 @@ def predicted(results: Mapping[str, Any]) -> str:
         grid(
             ["engine's kernels, predicted", *head, f"measured, {trainer_gpus(results)} GPUs"], cells
         ),
-        grid(["engines on other hosts, by the links alone", *links], far),
+        grid(["engines on other hosts, by the links alone", *links], remote),
     )

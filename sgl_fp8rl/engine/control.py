@@ -1,14 +1,12 @@
 """The control channel in the main process: one JSON message in, one JSON reply out.
 
-``sgl.Engine`` reaches it as ``engine.fp8rl_control(message)``, HTTP clients as ``POST /fp8rl``. It
-pauses generation around a session and speaks to the schedulers over SGLang's own rpc socket.
+Callers in this process reach it by ``control_in_process.py``, others by ``control_route.py``. It
+pauses generation around a session, and has the schedulers answer by ``scheduler_rpc.py``.
 """
 
 import asyncio
-import json
 import os
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,48 +14,28 @@ from typing import Any
 import zmq
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.scheduler import RPC_METHOD, unknown
+from sgl_fp8rl.engine.scheduler import unknown
+from sgl_fp8rl.engine.scheduler_rpc import BUSY_STATUS, POLL_S, ControlError, SchedulerRpc
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import ABORT, FINISH, State
-from sgl_fp8rl.weight_update.rank_server import heard_at
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 
-POLL_S = 0.0005
-SPIN_S = 0.005
-"""How long a reply is awaited without sleeping: most take less than a sleep would add."""
 DRAIN_TIMEOUT_S = 60.0
 """How long requests that were aborted for an update may take to leave the scheduler, and others to
 end before memory is released."""
-ANSWER_TIMEOUT_S = 60.0
-"""How long the schedulers may take to answer before ``/health`` reports that they hang."""
-EXPORT_TIMEOUT_S = 600.0
-"""As ``ANSWER_TIMEOUT_S``, of an export: as long as its client waits for the answer."""
 WAIT_POLL_S = 0.05
 """Between two attempts to begin where no request is aborted; each may retract all of them."""
 SETTLE_S = 1.0
 """How long a scheduler may take to see that a request has ended whose reply it sent."""
-BUSY_STATUS = 409
-"""HTTP status of what is refused because requests run."""
 FINISH_TIMEOUT_S = 570.0
 """How long an update waits for the end of requests: less than its trainer waits for the answer."""
-IN_PROCESS_TIMEOUT_S = 600.0
-"""How long a caller in this process waits for an answer that sets no limit of its own."""
 GONE = "the trainer is gone; its update has not begun"
 
 
 IsGone = Callable[[], Awaitable[bool]]
-
-
-class ControlError(RuntimeError):
-    """A refused control message; ``status`` is its HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Control:
@@ -65,7 +43,7 @@ class Control:
 
     def __init__(self, tokenizer_manager: Any, rpc: zmq.Socket[bytes], server_args: Any) -> None:
         self._manager = tokenizer_manager
-        self._rpc = rpc
+        self._schedulers = SchedulerRpc(rpc, tokenizer_manager)
         self._server_args = server_args
         self.options = current_options()
         self.lock = asyncio.Lock()
@@ -101,9 +79,9 @@ class Control:
             if op == "begin":
                 return await self._begin(message, is_gone)
             if op in ("layers", "tensors", "digest", "code_sums", "kv", "kv_observe"):
-                return await self._ask({"op": op})
+                return await self._schedulers.ask({"op": op})
             if op == "export_layout":
-                return await self._ask(message)
+                return await self._schedulers.ask(message)
             if op in ("export", "kv_recalibrate"):
                 return await self._ask_idle(message if op == "export" else {"op": op})
         raise ControlError(unknown(op))
@@ -111,7 +89,7 @@ class Control:
     async def _describe(self, op: str) -> dict[str, Any]:
         """Answer ``status``, or ``layout``, which also names tensors and so takes longer."""
         if self._session is None:
-            described = await self._ask({"op": op})
+            described = await self._schedulers.ask({"op": op})
             self._described |= described
         else:
             described = {**self._described, "state": State.UPDATING.value}
@@ -185,7 +163,7 @@ class Control:
         deadline = asyncio.get_running_loop().time() + limit_s
         if is_gone is not None and await is_gone():  # while another message was served
             raise ControlError(GONE, 409)
-        begun = await self._ask(message)  # refused before any request is disturbed
+        begun = await self._schedulers.ask(message)  # refused before any request is disturbed
         message.pop("manifest", None)
         while begun.get("busy"):
             if is_gone is not None and await is_gone():
@@ -195,7 +173,7 @@ class Control:
                 # abort_request (0.5.17) also fails the requests that wait at the tokenizer for the
                 # new version.
                 self._manager._dispatch_to_scheduler(compat.AbortReq(abort_all=True))
-            begun = await self._ask(message)
+            begun = await self._schedulers.ask(message)
             if not begun.get("busy"):
                 break
             if asyncio.get_running_loop().time() > deadline:
@@ -210,7 +188,7 @@ class Control:
     async def _watch(self, was_paused: bool, sockets: Sequence[str] = ()) -> None:
         """Wait for the schedulers to end the session, however it ends, and generate again."""
         try:
-            self._ended = await self._receive(self.options.session_timeout_s, sockets)
+            self._ended = await self._schedulers.receive(self.options.session_timeout_s, sockets)
             if self._ended.get("ended"):
                 # the `weight_version` of SGLang's own replies
                 self._manager._update_weight_version_if_provided(str(self._ended["version"]))
@@ -228,7 +206,7 @@ class Control:
         loop = asyncio.get_running_loop()
         async with self.lock, self._manager.is_pause_cond:  # in the order in which `begin` does
             deadline = loop.time() + DRAIN_TIMEOUT_S
-            while not (found := await self._ask({"op": "idle"}))["idle"]:
+            while not (found := await self._schedulers.ask({"op": "idle"}))["idle"]:
                 # under a pause that aborts, the schedulers go on until what they run has ended
                 if self._manager.is_pause and found["paused"]:
                     raise ControlError(
@@ -265,87 +243,13 @@ class Control:
         deadline = loop.time() + SETTLE_S
         while True:
             try:
-                return await self._ask(message)
+                return await self._schedulers.ask(message)
             except ControlError as error:
                 if error.status != BUSY_STATUS or loop.time() > deadline:
                     raise
             await asyncio.sleep(WAIT_POLL_S)
 
-    async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            parameters = {"message": json.dumps(message)}
-        except RecursionError:
-            raise ControlError("the message is nested too deeply; send a control message") from None
-        compat.sock_send(self._rpc, compat.RpcReqInput(method=RPC_METHOD, parameters=parameters))
-        healthy_s = EXPORT_TIMEOUT_S if message.get("op") == "export" else ANSWER_TIMEOUT_S
-        reply = await self._receive(healthy_s)
-        if "error" in reply:
-            raise ControlError(reply["error"], BUSY_STATUS if reply.get("busy") else 400)
-        return reply
-
-    async def _receive(self, healthy_s: float, sockets: Sequence[str] = ()) -> dict[str, Any]:
-        """Await the schedulers' reply. ``/health`` may fail after ``healthy_s`` without one, and
-        without a message of the trainer on one of these sockets.
-        """
-        loop = asyncio.get_running_loop()
-        soon, late = loop.time() + SPIN_S, time.time() + healthy_s
-        while not self._rpc.poll(0):
-            now = time.time()
-            if now >= late:
-                late = max([late, *(heard_at(path) + healthy_s for path in sockets)])
-            if now < late:
-                # /health looks at it: schedulers that serve an update answer nothing else meanwhile
-                self._manager.last_receive_tstamp = now
-            await asyncio.sleep(0 if loop.time() < soon else POLL_S)
-        reply = json.loads(compat.sock_recv(self._rpc).message)
-        assert isinstance(reply, dict)
-        return reply
-
 
 def _returns_raw_logprobs() -> bool:
     """Whether SGLang reports logprobs of the logits before temperature."""
     return os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB", "").lower() in ("1", "true")
-
-
-def control_engine(
-    engine: Any, message: dict[str, Any], timeout_s: float = IN_PROCESS_TIMEOUT_S
-) -> dict[str, Any]:
-    """``Engine.fp8rl_control``: the same messages for an engine in this process.
-
-    Args:
-        timeout_s: seconds to wait for the answer.
-
-    Raises:
-        ControlError: the message is refused, or not answered in time.
-    """
-    if engine.server_args.quantization != NAME:
-        raise ControlError("this engine does not run with quantization='fp8rl'")
-    answer = _bounded(_of(engine), message, timeout_s)
-    return engine.loop.run_until_complete(answer)  # type: ignore[no-any-return]
-
-
-def release_of_engine(original: Any, engine: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``Engine.release_memory_occupation``: it is one of ``idle()``, before the first
-    message as well. SGLang loads plugins in ``Engine.__init__``, too late for a hook on that."""
-    if engine.server_args.quantization == NAME:
-        _of(engine)
-    return original(engine, *args, **kw)
-
-
-def _of(engine: Any) -> Control:
-    """The channel of an engine in this process, which the first call makes."""
-    if not hasattr(engine.tokenizer_manager, "fp8rl_control"):
-        Control(engine.tokenizer_manager, engine.send_to_rpc, engine.server_args)
-    control: Control = engine.tokenizer_manager.fp8rl_control
-    return control
-
-
-async def _bounded(control: Control, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    try:
-        # shielded: the schedulers' reply must be read, by whichever call runs the loop next
-        return await asyncio.wait_for(asyncio.shield(control.handle(message)), timeout_s)
-    except asyncio.TimeoutError:
-        raise ControlError(
-            f"the engine's schedulers gave no answer within {timeout_s:.0f} s; see its log",
-            504,
-        ) from None

@@ -11,7 +11,8 @@ import zmq
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
-from sgl_fp8rl.engine.control import Control, ControlError
+from sgl_fp8rl.engine.control import Control
+from sgl_fp8rl.engine.scheduler_rpc import ControlError
 
 PATH = "/fp8rl"
 FORWARDING_HEADERS = ("x-forwarded-for", "forwarded")

@@ -46,7 +46,7 @@ def _register() -> None:
     read_options()  # a wrong FP8RL_* variable fails now, not at the first update
 
     from sgl_fp8rl.engine import (
-        control,
+        control_in_process,
         control_route,
         cpu_platform,
         guards,
@@ -73,7 +73,7 @@ def _register() -> None:
     compat.BASE_QUANTIZATION_METHODS[NAME] = quant_config.FP8RLConfig
     # SGLang matches linear methods by class name; otherwise loaders do not know block scales.
     compat.WEIGHT_LOADER_V2_SUPPORTED.extend(m.__name__ for m in linear.METHODS.values())
-    compat.Engine.fp8rl_control = control.control_engine
+    compat.Engine.fp8rl_control = control_in_process.control_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
     around: dict[str, hooks.Hook] = {
@@ -99,7 +99,7 @@ def _register() -> None:
         "handle_rpc_request": scheduler.handle_rpc,
         "process_input_requests": guards.look_around,
         "continue_generation": memory_release.continue_served,
-        "release_of_engine": control.release_of_engine,
+        "release_of_engine": control_in_process.release_of_engine,
         "release_from_main": memory_release.release_when_idle,
         "resume_from_main": memory_release.resume_in_turn,
         "release_memory": memory_release.release,

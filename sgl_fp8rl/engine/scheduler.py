@@ -32,7 +32,7 @@ Reply = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ControlRequest:
     """A message, and the rank that is to answer it."""
 
     scheduler: Any
@@ -62,7 +62,7 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     answer = ANSWERS.get(message["op"])
     if answer is None:
         return _answer({"error": unknown(message["op"])})
-    return _answer(answer(Asked(scheduler, weights, message)))
+    return _answer(answer(ControlRequest(scheduler, weights, message)))
 
 
 def unknown(op: Any) -> str:
@@ -74,30 +74,30 @@ def _answer(reply: Reply) -> Any:
     return compat.RpcReqOutput(success="error" not in reply, message=json.dumps(reply))
 
 
-def _begin(asked: Asked) -> Reply:
+def _begin(request: ControlRequest) -> Reply:
     """Run an update; the main process hears of its beginning by a reply of its own."""
-    rpc = asked.scheduler.ipc_channels.recv_from_rpc
+    rpc = request.scheduler.ipc_channels.recv_from_rpc
 
     def tell(reply: Reply) -> None:
         if rpc is not None:
             compat.sock_send(rpc, _answer(reply))
 
-    return update_steps.run(asked.scheduler, asked.weights, asked.message, tell)
+    return update_steps.run(request.scheduler, request.weights, request.message, tell)
 
 
-def _idle(asked: Asked) -> Reply:
-    idle = all(gather(is_idle(asked.scheduler), asked.group))
-    return {"idle": idle, "paused": bool(asked.scheduler._engine_paused)}
+def _idle(request: ControlRequest) -> Reply:
+    idle = all(gather(is_idle(request.scheduler), request.group))
+    return {"idle": idle, "paused": bool(request.scheduler._engine_paused)}
 
 
-def _layers(asked: Asked) -> Reply:
-    return {"layers": [asdict(layer) for layer in list_layers(asked.weights.model)]}
+def _layers(request: ControlRequest) -> Reply:
+    return {"layers": [asdict(layer) for layer in list_layers(request.weights.model)]}
 
 
-def _digest(asked: Asked) -> Reply:
+def _digest(request: ControlRequest) -> Reply:
     """SHA-256 and address of every parameter, buffer and tensor derived from a parameter: what two
     equal engines agree in."""
-    model, derived = asked.weights.model, asked.weights.derived.tensors()
+    model, derived = request.weights.model, request.weights.derived.tensors()
     found = {
         name: {
             "sha256": hashlib.sha256(_bytes(tensor)).hexdigest(),
@@ -107,71 +107,71 @@ def _digest(asked: Asked) -> Reply:
         }
         for name, tensor in (*model.named_parameters(), *model.named_buffers(), *derived.items())
     }
-    return {"ranks": gather(found, asked.group)}
+    return {"ranks": gather(found, request.group)}
 
 
-def _code_sums(asked: Asked) -> Reply:
-    return code_sums.read(asked.weights, asked.group)
+def _code_sums(request: ControlRequest) -> Reply:
+    return code_sums.read(request.weights, request.group)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _export_layout(asked: Asked) -> Reply:
-    return export.export_layout(asked.weights, asked.message, asked.group)
+def _export_layout(request: ControlRequest) -> Reply:
+    return export.export_layout(request.weights, request.message, request.group)
 
 
-def _export(asked: Asked) -> Reply:
+def _export(request: ControlRequest) -> Reply:
     """Write the committed weights; nothing is generated meanwhile."""
-    scheduler = asked.scheduler
-    if not all(gather(bool(scheduler.is_fully_idle()), asked.group)):
+    scheduler = request.scheduler
+    if not all(gather(bool(scheduler.is_fully_idle()), request.group)):
         return {"error": "requests are running; export when they have ended", "busy": True}
-    written = export.write(asked.weights, asked.message.get("folder"), asked.group)
+    written = export.write(request.weights, request.message.get("folder"), request.group)
     path = scheduler.server_args.model_path
     # of a folder the whole path: who asks may be in another one
     path = str(Path(path).resolve()) if Path(path).is_dir() else path
     model = {"model": path, "revision": scheduler.server_args.revision}
-    return {**written, **model, **status_of(asked.weights)}
+    return {**written, **model, **status_of(request.weights)}
 
 
-def _kv(asked: Asked) -> Reply:
-    return kv_stats.read(asked.weights.kv, asked.group)
+def _kv(request: ControlRequest) -> Reply:
+    return kv_stats.read(request.weights.kv, request.group)
 
 
-def _kv_observe(asked: Asked) -> Reply:
-    return kv_stats.start_observing(asked.weights.kv)
+def _kv_observe(request: ControlRequest) -> Reply:
+    return kv_stats.start_observing(request.weights.kv)
 
 
-def _kv_recalibrate(asked: Asked) -> Reply:
+def _kv_recalibrate(request: ControlRequest) -> Reply:
     """Let the next prefill measure the KV scales again: nothing stored under the old ones stays."""
-    kv, scheduler = asked.weights.kv, asked.scheduler
+    kv, scheduler = request.weights.kv, request.scheduler
     if kv is None:
         return {"error": kv_stats.NO_FP8_KV}
     idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
-    if not all(gather(bool(idle), asked.group)):
+    if not all(gather(bool(idle), request.group)):
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
     kv.recalibrate()
     return {"pending": True}
 
 
-def _tensors(asked: Asked) -> Reply:
+def _tensors(request: ControlRequest) -> Reply:
     """The HF tensors of a complete update; None before the first one to dummy weights."""
-    table, config = asked.weights.table, getattr(asked.weights.model, "config", None)
+    table, config = request.weights.table, getattr(request.weights.model, "config", None)
     return {
         "shapes": None if table is None else {n: list(s) for n, s in table.sources.items()},
         "has_tied_head": bool(getattr(config, "tie_word_embeddings", False)),
     }
 
 
-def _status(asked: Asked) -> Reply:
+def _status(request: ControlRequest) -> Reply:
     """What a rollout needs: each one asks, so it names no tensors and needs no other rank."""
-    weights = asked.weights
+    weights = request.weights
     return {"routed_experts": routed_experts.layout(weights.model), **status_of(weights)}
 
 
-def _layout(asked: Asked) -> Reply:
-    weights, group = asked.weights, asked.group
+def _layout(request: ControlRequest) -> Reply:
+    weights, group = request.weights, request.group
     on_gpu = weights.device.type == "cuda"
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
@@ -179,11 +179,11 @@ def _layout(asked: Asked) -> Reply:
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "visible_gpus": sorted(set.intersection(*gather(visible_gpus(), group))) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),
-        **_status(asked),
+        **_status(request),
     }
 
 
-ANSWERS: dict[str, Callable[[Asked], Reply]] = {
+ANSWERS: dict[str, Callable[[ControlRequest], Reply]] = {
     "begin": _begin,
     "idle": _idle,
     "layers": _layers,

@@ -47,7 +47,7 @@ def codes_over_nvlink_ms(shape: Shape, ranks: int, own: float) -> float:
     return shape.weight_bytes(fp8=True) / ranks * (1 - own) / NVLINK_BYTES_MS
 
 
-def far_s(shape: Shape, engines: int, gigabits: float, senders: int) -> float:
+def remote_s(shape: Shape, engines: int, gigabits: float, senders: int) -> float:
     """The outgoing links of trainer hosts: each sends its part of FP8 to the engines, which are on
     other hosts, and of BF16 to the other trainer hosts, which gather all."""
     codes = shape.weight_bytes(fp8=True) * engines / senders

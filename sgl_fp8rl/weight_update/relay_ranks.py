@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from sgl_fp8rl.protocol import framing
 
 
-class Asked(NamedTuple):
-    """What ranks have still to answer."""
+class PendingRequest(NamedTuple):
+    """A request that ranks have still to answer."""
 
     op: str
     by: socket.socket
@@ -24,7 +24,7 @@ class RelayRanks:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
         self._asking = Lock()
-        self._asked: deque[Asked] = deque()
+        self._pending: deque[PendingRequest] = deque()
         """In the order in which ranks were asked."""
 
     def connect(
@@ -68,7 +68,7 @@ class RelayRanks:
             op: what they are to, by default the message's own.
         """
         with self._asking:
-            self._asked.append(Asked(op or str(message.get("op")), by))
+            self._pending.append(PendingRequest(op or str(message.get("op")), by))
             self._send(message, fds)
 
     def _send(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
@@ -76,7 +76,9 @@ class RelayRanks:
             with suppress(OSError):  # it ended the session, and has said why
                 framing.send(rank, message, fds)
 
-    def answers(self, unasked: socket.socket) -> Iterator[tuple[Asked, list[dict[str, Any]]]]:
+    def answers(
+        self, unasked: socket.socket
+    ) -> Iterator[tuple[PendingRequest, list[dict[str, Any]]]]:
         """What each answers, in rank order, until a rank hangs up.
 
         Args:
@@ -85,7 +87,8 @@ class RelayRanks:
         with suppress(OSError):
             while True:
                 replies = [framing.receive(rank)[0] for rank in self._sockets]
-                yield self._asked.popleft() if self._asked else Asked("", unasked), replies
+                pending = self._pending
+                yield pending.popleft() if pending else PendingRequest("", unasked), replies
 
     def hang_up(self) -> None:
         """Send nothing any more."""

@@ -46,7 +46,7 @@ def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def far(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def remote(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     leave_the_host(monkeypatch, tmp_path)
     monkeypatch.setenv("FP8RL_KEY", KEY)
     yield

@@ -40,7 +40,7 @@ def server(
     family: str, policies: Policies, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     with Server(
-        tmp_path_factory.mktemp("far") / "server.log",
+        tmp_path_factory.mktemp("remote") / "server.log",
         SGLANG_SERVE,
         policies(family)[0],
         *("--kv-cache-dtype", "fp8_e4m3", "--fp8rl-bucket-bytes", str(BUCKET_BYTES)),

@@ -15,7 +15,8 @@ from sgl_fp8rl import compat
 from sgl_fp8rl.engine import code_sums, control_route, export, ranks, update_steps
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
-from sgl_fp8rl.engine.control import Control, ControlError
+from sgl_fp8rl.engine.control import Control
+from sgl_fp8rl.engine.scheduler_rpc import ControlError
 from sgl_fp8rl.protocol.manifest import describe
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights

@@ -84,7 +84,7 @@ def decode_layout(data: bytes) -> None:
     layout = connection.layout()
     gpu_of(NAMED, layout)
     sender = Sender(
-        {**comparable(layout, through_host=False, is_far=False), "gpus": layout["gpus"]}
+        {**comparable(layout, through_host=False, is_remote=False), "gpus": layout["gpus"]}
     )
     sender.plan(NAMED, None, None)
     sender.kv_scales(torch.ones(2, 3, 1), None)

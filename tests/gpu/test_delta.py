@@ -16,7 +16,7 @@ from tests import delta_oracle
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, holds, step
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update
@@ -212,7 +212,7 @@ def test_an_image_goes_on_where_it_lies(device: str) -> None:
             assert torch.equal(here._chunks[n], chunk)
 
 
-class FarEngine(FakeEngine):
+class RemoteEngine(FakeEngine):
     """Its ranks are on another host, and say that they are on GPUs, wherever they write."""
 
     def control(self, message: dict[str, Any], timeout_s: float = 9.0) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class FarEngine(FakeEngine):
 @pytest.mark.parametrize("writes_on", ["cpu", "cuda"])
 def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES, FarEngine, writes_on)
+    engine = remote_engine(2, SMALL, IMAGE_BYTES, RemoteEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
         tensors = step(tensors, version)
@@ -246,7 +246,7 @@ def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> N
 @pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
 def test_what_an_engine_on_a_gpu_wrote_is_undone() -> None:
     """Its trainer is on a CPU, which finds no NaN before it sends."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES, device="cuda")
+    engine = remote_engine(2, SMALL, IMAGE_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     for version in range(1, 8, 2):

@@ -215,7 +215,7 @@ def test_an_engine_names_the_whole_path_of_its_model(
             tp_group=SimpleNamespace(cpu_group=None),
         )
         weights: Any = None
-        return scheduler._export(scheduler.Asked(ours, weights, {"folder": "x"}))["model"]
+        return scheduler._export(scheduler.ControlRequest(ours, weights, {"folder": "x"}))["model"]
 
     assert named("./model") == str(tmp_path / "model")
     assert named("org/model") == "org/model"

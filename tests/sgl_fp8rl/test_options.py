@@ -63,7 +63,7 @@ MAY_NAME_VARIABLES = {
     "server_args/args.py": "makes options of them",
     "server_args/parse.py": "fills in what a command line leaves out",
     "trainer_bridge/engine_client.py": "reads a trainer's only one, the key",
-    "sgl_fp8rl/doctor.py": "says which of them no option reads",
+    "sgl_fp8rl/doctor/installation.py": "says which of them no option reads",
     "sgl_fp8rl/engine/internal_requests.py": "names SGLang's warm-up, not a variable",
 }
 ENTRIES = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_fp8rl import doctor
-from sgl_fp8rl.doctor import Check
+from sgl_fp8rl.doctor import installation
+from sgl_fp8rl.doctor.check import Check
 from sgl_fp8rl.integrations import seams
 from sgl_fp8rl.integrations.seams import Framework
 from tests.integrations.slime import frameworks
@@ -66,7 +66,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.setattr(seams, "FRAMEWORKS", {NAME: framework})
         monkeypatch.setattr(seams, "NO_ADAPTER", ())
-        found = list(doctor.check_frameworks())
+        found = list(installation.check_frameworks())
         assert not {name for name in sys.modules if name.startswith("planted_framework")}
         return found
 
@@ -117,7 +117,7 @@ def test_another_version_and_a_missing_need_are_warnings(
     assert "pip install --no-deps git+https://forge/planted@1.1" in check.message
     needing = Framework("1.0", SYMBOLS, needs=("torch", "no-such-distribution"))
     monkeypatch.setattr(seams, "FRAMEWORKS", {NAME: needing})
-    (check,) = doctor.check_frameworks()
+    (check,) = installation.check_frameworks()
     assert check.status == "warn"
     assert "no-such-distribution" in check.message and "torch" not in check.message
 
@@ -142,7 +142,7 @@ def test_another_version_and_a_missing_need_are_warnings(
 def test_a_pin_that_clashes_is_a_warning(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, requirement: str, clashes: bool
 ) -> None:
-    versions = {"torch": "2.11.0+cpu", "numpy": "2.3.0"}
+    versions = {NAME: "1.0", "torch": "2.11.0+cpu", "numpy": "2.3.0"}
     monkeypatch.setattr(seams, "installed", versions.get)
     framework = Framework("1.0", SYMBOLS, extra="engine")
     first, *pins = plant(framework, requirement, "transformers>=5")
@@ -169,16 +169,17 @@ def test_what_cannot_be_beside_a_framework(
 ) -> None:
     """What its metadata does not say."""
     monkeypatch.setattr(seams.metadata, "requires", lambda distribution: None)
-    monkeypatch.setattr(seams, "installed", beside.get)
-    monkeypatch.setattr(doctor, "_version", {name: seams.FRAMEWORKS[name].version}.get)
-    _, *pins = doctor.check_frameworks()
+    monkeypatch.setattr(seams, "FRAMEWORKS", {name: seams.FRAMEWORKS[name]})
+    installed = {name: seams.FRAMEWORKS[name].version, **beside}
+    monkeypatch.setattr(seams, "installed", installed.get)
+    _, *pins = installation.check_frameworks()
     assert [(check.name, check.status) for check in pins] == [(f"{name} pins", "warn")] * clashes
     assert all(version in check.message for check in pins for version in beside.values())
 
 
 def test_nothing_installed_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", {"torch": "2.11.0", "sglang": "0.5.17"}.get)
-    assert list(doctor.check_frameworks()) == []
+    monkeypatch.setattr(seams, "installed", {"torch": "2.11.0", "sglang": "0.5.17"}.get)
+    assert list(installation.check_frameworks()) == []
 
 
 def test_a_framework_without_adapter_is_sent_to_the_page_that_says_why(
@@ -187,8 +188,8 @@ def test_a_framework_without_adapter_is_sent_to_the_page_that_says_why(
     page = (ROOT / "docs" / "frameworks.md").read_text()
     section = re.split(r"^## ", page.partition("\n## Without an adapter\n")[2], flags=re.M)[0]
     for name in seams.NO_ADAPTER:
-        monkeypatch.setattr(doctor, "_version", {name: "7.8.9"}.get)
-        (check,) = doctor.check_frameworks()
+        monkeypatch.setattr(seams, "installed", {name: "7.8.9"}.get)
+        (check,) = installation.check_frameworks()
         assert (check.name, check.status) == (name, "skip")
         assert "7.8.9" in check.message and "docs/frameworks.md" in check.message
         assert f"| {name} " in section.lower()

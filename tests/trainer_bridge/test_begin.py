@@ -9,7 +9,7 @@ from sgl_fp8rl.protocol.states import ABORT, FINISH
 from sgl_fp8rl.weight_update import rank_server
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.trainer_bridge.test_far_engine import far_engine
+from tests.trainer_bridge.test_far_engine import remote_engine
 from tests.trainer_bridge.test_transaction import serves
 from tests.trainer_bridge.test_update import engine_of
 from trainer_bridge import keep_alive, participant
@@ -48,7 +48,7 @@ class Slow(FakeEngine):
 def engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[FakeEngine]:
     """One that begins at once, also on another host, and one that does not; both at version 0."""
     monkeypatch.setenv("FP8RL_KEY", "a key")
-    made = [engine_of(2) if request.param == "near" else far_engine(2), Slow(engine_of(1).ranks)]
+    made = [engine_of(2) if request.param == "near" else remote_engine(2), Slow(engine_of(1).ranks)]
     update(toy.checkpoint(), made, version=0)
     made[0].silence_s = SILENCE_S
     return made

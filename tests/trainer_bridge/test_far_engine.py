@@ -37,7 +37,7 @@ IMAGE_BYTES = 4 << 20
 GONE_S = 20.0
 
 
-def far_engine(
+def remote_engine(
     tp: int = 1,
     bucket_bytes: int = 1 << 20,
     image_bytes: int = 0,
@@ -100,7 +100,7 @@ def no_socket_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_an_update_over_tcp_leaves_the_oracles_bytes(
     tp: int, bucket_bytes: int, stream: bool, no_socket_of_a_rank: list[str]
 ) -> None:
-    engine = far_engine(tp, bucket_bytes)
+    engine = remote_engine(tp, bucket_bytes)
     for version in range(3):
         tensors = toy.checkpoint(version)
         update(iter(tensors.items()) if stream else tensors, engine, version=version)
@@ -112,19 +112,19 @@ def test_an_update_over_tcp_leaves_the_oracles_bytes(
 
 
 def test_codes_and_scales_travel() -> None:
-    """What the engine keeps in FP8, once it has said so; a near engine on a CPU is sent BF16."""
-    near, far = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)]), far_engine(2)
+    """What the engine keeps in FP8, once it has said so; a local engine on a CPU is sent BF16."""
+    local, remote = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)]), remote_engine(2)
     tensors = toy.checkpoint(0)
     fp8 = [tensors[name] for name in toy.FP8_NAMES]
     scales = sum(4 * math.prod(-(-size // 128) for size in weight.shape) for weight in fp8)
-    sent = [[update(tensors, e, version=v).bytes for v in range(2)] for e in (near, far)]
-    assert holds(near, tensors) and holds(far, tensors)
+    sent = [[update(tensors, e, version=v).bytes for v in range(2)] for e in (local, remote)]
+    assert holds(local, tensors) and holds(remote, tensors)
     bf16 = sum(2 * tensor.numel() for tensor in tensors.values())
     assert sent == [[bf16] * 2, [bf16 - sum(w.numel() for w in fp8) + scales] * 2]
 
 
 def test_masters_in_fp32_make_the_codes_of_bf16() -> None:
-    engine = far_engine()
+    engine = remote_engine()
     for version in range(2):
         tensors = toy.checkpoint(version)
         update({name: t.float() for name, t in tensors.items()}, engine, version=version)
@@ -133,7 +133,7 @@ def test_masters_in_fp32_make_the_codes_of_bf16() -> None:
 
 def test_a_large_weight_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "ENCODED_AT_ONCE", 128 * 128)
-    engine = far_engine()
+    engine = remote_engine()
     for version in range(2):
         update(toy.checkpoint(version), engine, version=version)
         assert holds(engine, toy.checkpoint(version))
@@ -141,7 +141,7 @@ def test_a_large_weight_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_trainer_may_be_silent_between_updates() -> None:
     """Its steps take longer than any pause within an update may; the bucket is not made anew."""
-    engine = far_engine()
+    engine = remote_engine()
     engine.silence_s = 2.0
     update(toy.checkpoint(0), engine, version=0)
     (bucket,) = engine.memories.by_name
@@ -151,18 +151,18 @@ def test_a_trainer_may_be_silent_between_updates() -> None:
     assert holds(engine, toy.checkpoint(1))
 
 
-def test_an_engine_here_and_one_far_away_commit_together() -> None:
-    near = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)])
-    far = far_engine(2)
+def test_a_local_and_a_remote_engine_commit_together() -> None:
+    local = FakeEngine([toy.engine(toy.toy(), toy.SHAPES)])
+    remote = remote_engine(2)
     for version in range(2):
         tensors = toy.checkpoint(version)
-        update(tensors, [near, far], version=version)
-        assert holds(near, tensors) and holds(far, tensors)
+        update(tensors, [local, remote], version=version)
+        assert holds(local, tensors) and holds(remote, tensors)
 
 
 def test_engines_of_several_hosts_share_what_is_sent() -> None:
     """Each sees other GPUs; weights are quantized, and kept, once for all."""
-    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     for number, engine in enumerate(engines):
         engine.visible_gpus = [f"GPU {number}"]
     for version in range(2):
@@ -176,7 +176,7 @@ def test_engines_of_several_hosts_share_what_is_sent() -> None:
 
 @pytest.mark.guarantee("quarantine", fault="NaN in an update of an engine on another host")
 def test_nan_quarantines_and_the_next_update_heals() -> None:
-    engine = far_engine(2)
+    engine = remote_engine(2)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     bad = {name: tensor.clone() for name, tensor in toy.checkpoint(1).items()}
@@ -215,7 +215,7 @@ def failing_in_chunk(number: int, how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", ["breaks", "stalls"])
 def test_a_connection_that_fails_in_a_chunk(how: str) -> None:
     """The trainer and the engine both learn of it, and no rank goes on with what it has."""
-    engine = far_engine(2, SMALL)
+    engine = remote_engine(2, SMALL)
     update(toy.checkpoint(0), engine, version=0)
     engine.silence_s = 3.0 if how == "stalls" else 30.0
     with failing_in_chunk(3, how), pytest.raises(EngineError, match=r"ended|gone|silent"):
@@ -227,7 +227,7 @@ def test_a_connection_that_fails_in_a_chunk(how: str) -> None:
 
 
 def test_a_peer_without_the_token_is_turned_away() -> None:
-    engine = far_engine()
+    engine = remote_engine()
     before = toy.contents(engine.ranks[0].model)
     begin = engine.control
 
@@ -258,7 +258,7 @@ def test_a_peer_without_the_token_is_turned_away() -> None:
     ],
 )
 def test_memory_that_is_not_there_ends_the_session(message: dict[str, object], why: str) -> None:
-    engine = far_engine(2)
+    engine = remote_engine(2)
     update(toy.checkpoint(0), engine, version=0)
     hang_up(engine)
     relayed = begin_by_hand(engine)
@@ -295,7 +295,7 @@ def forget(engine: FakeEngine) -> None:
 @pytest.mark.guarantee("all-or-none", fault="200 updates of what changed, with faults between")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
-    engine = far_engine(tp, SMALL, IMAGE_BYTES)
+    engine = remote_engine(tp, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     first = update(tensors, engine, version=0)
     assert first.network_bytes >= first.bytes
@@ -330,7 +330,7 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
     """All changes are on the engine's host before a rank writes the first of them."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES)
+    engine = remote_engine(2, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     engine.silence_s = 3.0 if how == "stalls" else 30.0
@@ -348,7 +348,7 @@ def test_a_change_that_is_torn_changes_nothing(how: str, chunk: int) -> None:
 @pytest.mark.guarantee("all-or-none", fault="the trainer is interrupted between two commits")
 def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine has committed, so the other one must not go back to the version before."""
-    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     tensors = toy.checkpoint(0)
     update(tensors, engines, version=0)
 
@@ -372,7 +372,7 @@ def test_changes_are_not_undone_after_the_decision(monkeypatch: pytest.MonkeyPat
 
 def test_several_engines_each_get_what_they_lack() -> None:
     """One was restarted; one keeps no image; the others are sent changes."""
-    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(3)] + [far_engine(2, SMALL)]
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(3)] + [remote_engine(2, SMALL)]
     tensors = toy.checkpoint(0)
     update(tensors, engines, version=0)
     forget(engines[1])
@@ -388,7 +388,7 @@ def test_several_engines_each_get_what_they_lack() -> None:
 
 def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
     """It has updated the engine meanwhile: what this one sends next is whole."""
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     connection = connection_to(engine)
@@ -403,7 +403,7 @@ def test_the_changes_of_another_trainer_are_not_taken_for_ours() -> None:
 
 
 def test_an_image_that_is_too_large_is_not_kept() -> None:
-    engine = far_engine(1, SMALL, 100_000)
+    engine = remote_engine(1, SMALL, 100_000)
     for version in range(3):
         result = update(toy.checkpoint(version), engine, version=version)
         assert result.network_bytes >= result.bytes
@@ -423,7 +423,7 @@ def test_an_image_that_is_too_large_is_not_kept() -> None:
     ],
 )
 def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str) -> None:
-    engine = far_engine(2, image_bytes=IMAGE_BYTES)
+    engine = remote_engine(2, image_bytes=IMAGE_BYTES)
     update(toy.checkpoint(0), engine, version=0)
     hang_up(engine)
     relayed = begin_by_hand(engine)
@@ -448,7 +448,7 @@ def test_changes_of_nothing_end_the_session(message: dict[str, object], why: str
 
 def test_a_torn_change_of_another_rank_is_missed_by_the_vote() -> None:
     """Half a change, and then nothing; the first rank, which nobody told, has engines vote."""
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     for version in range(2):
         update(step(toy.checkpoint(0), version), engine, version=version)
     hang_up(engine)
@@ -503,7 +503,7 @@ def slow_reads(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the engine's host only collects what changes."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES)
+    engine = remote_engine(2, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     engine.silence_s = 4.5
@@ -513,7 +513,7 @@ def test_ranks_hear_of_a_slow_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     change = Session.change
@@ -533,7 +533,7 @@ def test_each_chunk_may_take_the_time_of_a_step(monkeypatch: pytest.MonkeyPatch)
 def test_streams_go_on_after_an_engine_that_was_not_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(iter(tensors.items()), engine, version=0)
     with monkeypatch.context() as patch:
@@ -555,7 +555,7 @@ def test_streams_go_on_after_an_engine_that_was_not_reached(
 
 def test_a_commit_whose_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C: the engine holds an update that its trainer has no image of."""
-    engine = far_engine(2, SMALL, IMAGE_BYTES)
+    engine = remote_engine(2, SMALL, IMAGE_BYTES)
     before = toy.checkpoint(0)
     update(before, engine, version=0)
     ask = RelayClient.ask
@@ -577,7 +577,7 @@ def test_a_commit_whose_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_image_whose_change_is_interrupted_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C on the trainer; an engine that was not in this update still has the one before."""
-    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     tensors = toy.checkpoint(0)
     update(tensors, engines, version=0)
     left = [3]
@@ -605,7 +605,7 @@ def no_memory(*_: object) -> None:
 
 
 def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
 
@@ -621,7 +621,7 @@ def test_a_relay_that_fails_tells_the_trainer_at_once(monkeypatch: pytest.Monkey
 
 
 def test_a_trainer_keeps_no_image_that_no_engine_keeps() -> None:
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     update(toy.checkpoint(0), engine, version=0)
     assert connection_to(engine).image is not None
     engine.memories.most_image_bytes = 1000  # restarted with less

@@ -14,7 +14,7 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.sgl_fp8rl.weight_update.test_triton_writer import FakeDeviceMemory
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, holds, step
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from tests.trainer_bridge.test_packer import FakeStatus, compile_in_torch
 from trainer_bridge import transaction
 from trainer_bridge.connections import connection_to
@@ -61,7 +61,7 @@ def packers(engine: FakeEngine) -> list[type]:
 def test_what_is_quantized_on_the_gpu_is_what_engines_hold(
     tp: int, stream: bool, image_bytes: int
 ) -> None:
-    engine = far_engine(tp, SMALL, image_bytes)
+    engine = remote_engine(tp, SMALL, image_bytes)
     tensors = toy.checkpoint(0)
     for version in range(4):
         tensors = step(tensors, version)
@@ -79,7 +79,7 @@ def test_what_is_quantized_on_the_gpu_is_what_engines_hold(
 
 def test_an_update_that_does_not_commit_leaves_the_image() -> None:
     """NaN is found when all is sent, and before engines write the first byte."""
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
     for version in range(3):
         update(step(tensors, version), engine, version=version)
@@ -98,7 +98,7 @@ def test_an_update_that_does_not_commit_leaves_the_image() -> None:
 def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = far_engine(1, SMALL, IMAGE_BYTES)
+    engine = remote_engine(1, SMALL, IMAGE_BYTES)
     tensors = toy.checkpoint(0)
 
     def full(*_: object) -> None:
@@ -117,7 +117,7 @@ def test_an_image_that_the_gpu_has_no_room_for_fails_no_update(
 
 
 def test_several_engines_of_which_one_lacks_the_image() -> None:
-    engines = [far_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
+    engines = [remote_engine(1, SMALL, IMAGE_BYTES) for _ in range(2)]
     tensors = toy.checkpoint(0)
     for version in range(3):
         update(step(tensors, version), engines[:1], version=version)

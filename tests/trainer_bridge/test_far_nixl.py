@@ -9,7 +9,7 @@ from tests.fuzz.frames import arrived
 from tests.fuzz.relay import BUCKET, CHUNK, threadless
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, hang_up, holds
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, hang_up, holds, remote_engine
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update
 
@@ -27,7 +27,7 @@ def test_a_relay_that_exposes_nothing_takes_no_chunk_as_written(also: dict[str, 
 
 def nixl_engine(bucket_bytes: int, image_bytes: int = 0) -> FakeEngine:
     pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
-    engine = far_engine(2, bucket_bytes, image_bytes)
+    engine = remote_engine(2, bucket_bytes, image_bytes)
     engine.memories = RelayMemory(bucket_bytes, image_bytes, network="nixl")
     return engine
 

@@ -19,7 +19,7 @@ from tests.trainer_bridge.test_far_engine import (
     IMAGE_BYTES,
     SMALL,
     failing_in_chunk,
-    far_engine,
+    remote_engine,
     step,
 )
 from tests.trainer_bridge.test_fsdp import failure, gathered, toy_trainer
@@ -37,8 +37,8 @@ def failing(rank: int, how: str) -> AbstractContextManager[None]:
     return failing_in_chunk(3, how) if rank == 0 else nullcontext()
 
 
-def to_a_far_engine(rank: int) -> None:
-    engine = far_engine(2, SMALL) if rank == 0 else None
+def to_a_remote_engine(rank: int) -> None:
+    engine = remote_engine(2, SMALL) if rank == 0 else None
     for version in range(2):
         model = toy_trainer(toy.checkpoint(version))
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -59,9 +59,9 @@ def to_a_far_engine(rank: int) -> None:
         assert engine is None or left(engine) == f"{version}"
 
 
-def to_one_here_and_one_far_away(rank: int) -> None:
+def to_one_local_and_one_remote(rank: int) -> None:
     """The one here is sent BF16 of the same gathered tensors, and commits without the other."""
-    engines = [engine_of(1, SMALL), far_engine(2, SMALL)] if rank == 0 else None
+    engines = [engine_of(1, SMALL), remote_engine(2, SMALL)] if rank == 0 else None
     update(toy_trainer(toy.checkpoint(0)), engines, version=0)
     assert engines is None or [left(engine) for engine in engines] == ["0", "0"]
     model = toy_trainer(toy.checkpoint(1))
@@ -74,7 +74,7 @@ def to_one_here_and_one_far_away(rank: int) -> None:
 
 
 def only_what_changed(rank: int) -> None:
-    engine: FakeEngine | None = far_engine(1, SMALL, IMAGE_BYTES) if rank == 0 else None
+    engine: FakeEngine | None = remote_engine(1, SMALL, IMAGE_BYTES) if rank == 0 else None
     for version in range(3):
         tensors = step(toy.checkpoint(0), version) if version else toy.checkpoint(0)
         result = update(toy_trainer(tensors), engine, version=version)
@@ -84,8 +84,8 @@ def only_what_changed(rank: int) -> None:
 
 def each_way(rank: int, folder: Path) -> None:
     logging.disable(logging.CRITICAL)
-    to_a_far_engine(rank)
-    to_one_here_and_one_far_away(rank)
+    to_a_remote_engine(rank)
+    to_one_local_and_one_remote(rank)
     only_what_changed(rank)
 
 

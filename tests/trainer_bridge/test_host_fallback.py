@@ -113,7 +113,7 @@ def test_parameters_that_one_rank_cannot_open(driver: FakeDriver) -> None:
     connection = connection_to(engine)
     layout = connection.layout()
     gpus = {"gpus": sorted({*layout["gpus"]}), "visible_gpus": []}
-    sender = Sender({**comparable(layout, through_host=False, is_far=False), **gpus})
+    sender = Sender({**comparable(layout, through_host=False, is_remote=False), **gpus})
     sender._in_place._placement = placement_of(list(tensors.values()))
     connection.use(sender)
     opened = driver._cuIpcOpenMemHandle_v2

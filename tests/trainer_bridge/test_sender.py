@@ -48,7 +48,7 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "visible_gpus": list(gpus),
         "place": here(),
         "through_host": False,
-        "is_far": False,
+        "is_remote": False,
         **more,
     }
 

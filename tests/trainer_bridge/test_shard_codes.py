@@ -49,7 +49,7 @@ LAYOUT: dict[str, Any] = {
     "gpus": [OTHER],
     "visible_gpus": [fake_ipc.GPU, OTHER],
     "through_host": False,
-    "is_far": False,
+    "is_remote": False,
 }
 EXPERTS = "model.layers.0.mlp.experts."
 
@@ -214,7 +214,7 @@ def test_who_gains() -> None:
     assert wanted() and wanted(gpus=[fake_ipc.GPU, OTHER]) and wanted(gpus=own, engines=2)
     assert not wanted(gpus=own), "each GPU reads what it holds, once"
     assert not wanted(visible_gpus=[OTHER]) and not wanted(visible_gpus=[])
-    assert not wanted(is_far=True) and not wanted(through_host=True) and not wanted(fp32=None)
+    assert not wanted(is_remote=True) and not wanted(through_host=True) and not wanted(fp32=None)
     assert not wanted(formats={}) and not wanted(formats={QUANTIZED.name: ["v"]})
     codes: Named = [("w", lying.named[0][1].to(QUANTIZED.dtypes[0]))]
     assert codes_wanted(lying.plain, codes, None, [(lying.layout, 1)]) is None, "of fp8_forward"

@@ -30,7 +30,7 @@ from tests.trainer_bridge.test_far_engine import (
     IMAGE_BYTES,
     SMALL,
     failing_in_chunk,
-    far_engine,
+    remote_engine,
     step,
 )
 from tests.trainer_bridge.test_fsdp import gathered, toy_trainer
@@ -56,8 +56,8 @@ GIVE_UP_S = 5.0
 """In the place of 240 s that the first rank waits for what another one sent."""
 
 
-def far(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
-    return far_engine(tp, BUCKET, image_bytes, kind)
+def remote(tp: int, image_bytes: int = 0, kind: type[FakeEngine] = FakeEngine) -> FakeEngine:
+    return remote_engine(tp, BUCKET, image_bytes, kind)
 
 
 def sent_by(patch: pytest.MonkeyPatch) -> list[int]:
@@ -203,10 +203,10 @@ def each_way(rank: int, folder: Path, engines: list[str]) -> None:
 def test_ranks_send_chunks_in_turn(tmp_path: Path) -> None:
     """Were a chunk not sent, the vote would miss it; were the memory of one rank's chunk given to
     another's, the bytes would not be the oracle's."""
-    plain, changed = [far(1), far(2)], far(2, IMAGE_BYTES)
-    failing = [far(2, kind=Watched), far(1, kind=Watched)]
-    lost, alone, own = [far(1), far(2)], far(1), far(1)
-    sound = [far(1, IMAGE_BYTES), far(2, IMAGE_BYTES)]
+    plain, changed = [remote(1), remote(2)], remote(2, IMAGE_BYTES)
+    failing = [remote(2, kind=Watched), remote(1, kind=Watched)]
+    lost, alone, own = [remote(1), remote(2)], remote(1), remote(1)
+    sound = [remote(1, IMAGE_BYTES), remote(2, IMAGE_BYTES)]
     engines = [*plain, changed, *failing, *lost, alone, own, *sound]
     with served(engines) as addresses:
         work = partial(each_way, engines=addresses)
@@ -318,7 +318,7 @@ def killed(rank: int, folder: Path, engines: list[str]) -> None:
 @pytest.mark.guarantee("several-engines", fault="a rank that sends its part is killed")
 def test_a_rank_that_sends_is_killed(tmp_path: Path) -> None:
     """The first rank waits no longer than it would for a bucket, and ends the update."""
-    engines = [far(1, kind=Watched), far(2, kind=Watched)]
+    engines = [remote(1, kind=Watched), remote(2, kind=Watched)]
     with served(engines) as addresses:
         work = partial(killed, engines=addresses)
         ranks.run_and_lose(work, tmp_path, WORLD, COLLECTIVE_TIMEOUT_S, lost=2)

@@ -1,4 +1,4 @@
-"""A network that stalls on the way to an engine far away, while another one is near.
+"""A network that stalls on the way to a remote engine, while another one is local.
 
 Nothing is closed: what was sent is not delivered, and no packet says so. A proxy between trainer
 and relay forwards so many bytes, and no more.
@@ -19,7 +19,7 @@ from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.served import left
-from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, step
+from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, remote_engine, step
 from tests.trainer_bridge.test_transaction import states
 from tests.trainer_bridge.test_update import engine_of, holds
 from trainer_bridge import participant
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 STEP_S = 6.0
 """In the place of the 120 s that one engine of several may take over a step."""
 SILENCE_S = 3.0
-"""``--fp8rl-session-timeout-s`` of the engine that is far away."""
+"""``--fp8rl-session-timeout-s`` of the remote engine."""
 IN_A_CHUNK = SMALL // 2 + 4096
 """Bytes: in the second chunk, of which more is left than ``NARROW`` sockets hold."""
 IN_THE_CHANGES = 1500
@@ -126,13 +126,13 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
 
 
 def engines_on(network: Network, image_bytes: int = 0) -> tuple[FakeEngine, Behind]:
-    """One here and one far away, which serve version 0."""
-    far = Behind(far_engine(2, SMALL, image_bytes).ranks, SMALL, image_bytes)
-    far.place, far.network = far_engine().place, network
-    engines = engine_of(1, SMALL), far
+    """A local and a remote one, which serve version 0."""
+    remote = Behind(remote_engine(2, SMALL, image_bytes).ranks, SMALL, image_bytes)
+    remote.place, remote.network = remote_engine().place, network
+    engines = engine_of(1, SMALL), remote
     update(toy.checkpoint(0), engines, version=0)
     assert [left(engine) for engine in engines] == ["0", "0"]
-    far.silence_s = SILENCE_S
+    remote.silence_s = SILENCE_S
     return engines
 
 
@@ -152,8 +152,8 @@ def heal(engines: tuple[FakeEngine, Behind], version: int) -> UpdateResult:
 def test_it_stalls_in_a_chunk(
     require: int | None, blocks: bool, network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The near one does not wait longer than a step may take, and is dealt with as ``require``
-    says; the far one has heard nothing and is quarantined.
+    """The local one does not wait longer than a step may take, and is dealt with as ``require``
+    says; the remote one has heard nothing and is quarantined.
 
     Args:
         blocks: the trainer cannot send on either, since all buffers on the way are full.
@@ -171,8 +171,8 @@ def test_it_stalls_in_a_chunk(
             result = update(toy.checkpoint(1), engines, version=1, require=require)
             assert why in result.failed["engine 1"]
     engines[1].control({"op": "end"})
-    near = "quarantined" if require is None else "1"
-    assert [left(engine) for engine in engines] == [near, "quarantined"]
+    local = "quarantined" if require is None else "1"
+    assert [left(engine) for engine in engines] == [local, "quarantined"]
     heal(engines, 1)
 
 
@@ -205,7 +205,7 @@ def test_it_stalls_after_the_vote(
 @pytest.mark.guarantee("several-engines", fault="the network stalls in a change")
 @pytest.mark.parametrize("require", [None, 1])
 def test_it_stalls_in_a_change(require: int | None, network: Network) -> None:
-    """Nothing was written on the far engine, but it cannot know whether the other commits: it is
+    """Nothing was written on the remote engine, but it cannot know whether the other commits: it is
     quarantined, unlike one that is updated alone."""
     engines = engines_on(network, IMAGE_BYTES)
     tensors = step(toy.checkpoint(0), 1, part=0.01)

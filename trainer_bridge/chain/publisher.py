@@ -12,7 +12,7 @@ from torch import nn
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
-from trainer_bridge.agreement import Asked, agree, ask
+from trainer_bridge.agreement import PolicyRequest, agree, ask
 from trainer_bridge.chain import files
 from trainer_bridge.chain.disk import ChainError, delete_all_but, lock
 from trainer_bridge.chain.files import Tensors
@@ -104,8 +104,8 @@ class ChainPublisher:
 
         new: VersionWriter | None = None
         try:
-            asked = leader.collect(leader.each(ask, check, RUN, run, version))
-            new = leader.attempt(self._begin, ranks, asked, kv_scales)
+            requests = leader.collect(leader.each(ask, check, RUN, run, version))
+            new = leader.attempt(self._begin, ranks, requests, kv_scales)
             layout: Any = leader.share(new and new.layout)
             family = None
             if isinstance(model_or_named_tensors, nn.Module):
@@ -135,10 +135,10 @@ class ChainPublisher:
     def _begin(
         self,
         ranks: tuple[int, ...],
-        asked: list[Asked | str],
+        requests: list[PolicyRequest | str],
         kv_scales: torch.Tensor | None,
     ) -> VersionWriter:
-        policy = agree(ranks, asked)
+        policy = agree(ranks, requests)
         if self._lock is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self._folder)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from trainer_bridge.transport.cuda_ipc import DeviceBucket, FarBucket
+from trainer_bridge.transport.cuda_ipc import DeviceBucket, StagingBucket
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import Ranks
 
@@ -37,12 +37,12 @@ class Bucket(Protocol):
         """
 
 
-def bucket_on(device: torch.device | None, nbytes: int, is_far: bool = False) -> Bucket:
+def bucket_on(device: torch.device | None, nbytes: int, is_remote: bool = False) -> Bucket:
     """A new one.
 
     Args:
         device: the GPU of this process, or None for host memory.
-        is_far: its content is sent to ranks on other hosts.
+        is_remote: it is for remote engines, which are sent its content.
 
     Raises:
         EngineError: there is not enough memory.
@@ -50,4 +50,4 @@ def bucket_on(device: torch.device | None, nbytes: int, is_far: bool = False) ->
     """
     if device is None:
         return HostBucket(nbytes)
-    return FarBucket(nbytes, device) if is_far else DeviceBucket(nbytes, device)
+    return StagingBucket(nbytes, device) if is_remote else DeviceBucket(nbytes, device)

@@ -27,7 +27,7 @@ from trainer_bridge.engine_client import EngineError
 from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 
-class FarBucket:
+class StagingBucket:
     """Device memory of ``nbytes`` on the trainer's GPU, whose content is sent to other hosts.
 
     Raises:
@@ -55,7 +55,7 @@ class FarBucket:
             ranks.ask({"op": "bucket", "name": self.name, "bytes": self.content.numel()})
 
 
-class DeviceBucket(FarBucket):
+class DeviceBucket(StagingBucket):
     """The same, which ranks on this host open by its handle.
 
     Raises:

@@ -10,9 +10,11 @@ from fastapi import HTTPException
 from verl.workers.rollout.sglang_rollout import async_sglang_server as stock
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import control, control_route
+from sgl_fp8rl.engine import control_route
+from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.guards import VERSION_KEY
 from sgl_fp8rl.engine.plugin import parse_engine_kwargs
+from sgl_fp8rl.engine.scheduler_rpc import ControlError
 from sgl_fp8rl.integrations.verl.rollout_config import check, hand_over
 from sgl_fp8rl.kv_cache.backends import check_dtype
 from trainer_bridge.engine_client import EngineError
@@ -34,7 +36,7 @@ class Server(stock.SGLangHttpServer):  # type: ignore[misc]
         super().__init__(*args, **keywords)
         check(self.config)
         hand_over(self.config)
-        self._control: control.Control | None = None
+        self._control: Control | None = None
         self._steps: dict[int, int | None] = {}
 
     async def launch_server(self, *args: Any, **keywords: Any) -> None:
@@ -59,7 +61,7 @@ class Server(stock.SGLangHttpServer):  # type: ignore[misc]
         try:
             # shielded: a trainer that dies must not leave a reply of the schedulers unread
             return await asyncio.shield(self._control.handle(message))
-        except control.ControlError as error:
+        except ControlError as error:
             raise EngineError(str(error), error.status) from None
 
     async def fp8rl_note_step(self, version: int, step: int | None) -> None:

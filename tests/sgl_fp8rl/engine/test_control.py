@@ -21,8 +21,10 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import control as control_module
-from sgl_fp8rl.engine.control import Control, ControlError
+from sgl_fp8rl.engine import control_in_process, scheduler_rpc
+from sgl_fp8rl.engine.control import Control
 from sgl_fp8rl.engine.memory_release import release_when_idle, resume_in_turn
+from sgl_fp8rl.engine.scheduler_rpc import ControlError, SchedulerRpc
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,8 +53,8 @@ class Engine:
         arguments = SimpleNamespace(host=host)
         self.control = Control(self.manager, rpc, arguments)
         self._answers = list(answers)
-        patch.setattr(self.control, "_ask", self._ask)
-        patch.setattr(self.control, "_receive", self._receive)
+        patch.setattr(self.control._schedulers, "ask", self._ask)
+        patch.setattr(self.control._schedulers, "receive", self._receive)
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.manager.is_pause
@@ -109,7 +111,7 @@ class Scheduler:
     def __init__(self, patch: pytest.MonkeyPatch, refusals: int, status: int = 409) -> None:
         self.control = Engine(patch, {}).control
         self.refusals, self.status, self.asked = refusals, status, 0
-        patch.setattr(self.control, "_ask", self._ask)
+        patch.setattr(self.control._schedulers, "ask", self._ask)
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
@@ -241,7 +243,7 @@ def test_a_session_that_begins_is_announced_at_once(
     monkeypatch.setattr(control_module.asyncio, "sleep", counted)
     engine = Engine(monkeypatch, BUSY, BUSY, BEGUN)
     engine.begin(in_flight=in_flight)
-    between = control_module.POLL_S if in_flight == "abort" else control_module.WAIT_POLL_S
+    between = scheduler_rpc.POLL_S if in_flight == "abort" else control_module.WAIT_POLL_S
     assert waits == [between]  # after the first answer it tries again without one
 
 
@@ -275,7 +277,7 @@ def test_a_users_pause_meanwhile_is_kept(
         return engine._answers[0]
 
     calls: list[asyncio.Task[None]] = []
-    monkeypatch.setattr(engine.control, "_ask", ask)
+    monkeypatch.setattr(engine.control._schedulers, "ask", ask)
 
     async def session() -> None:
         await engine.control.handle({"op": "begin", "version": 0})
@@ -309,7 +311,7 @@ def test_health_sees_schedulers_that_hang(
 ) -> None:
     """It fails where nothing was received for 20 s: what hangs longer than it may is not hidden."""
     limit_s = -1.0 if hangs else 60.0
-    monkeypatch.setattr(control_module, "ANSWER_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(scheduler_rpc, "ANSWER_TIMEOUT_S", limit_s)
     monkeypatch.setattr(
         control_module,
         "current_options",
@@ -324,7 +326,7 @@ def test_health_sees_schedulers_that_hang(
 
     async def session() -> None:
         if op == "layout":
-            assert await control._ask({"op": "layout"}) == {}
+            assert await control._schedulers.ask({"op": "layout"}) == {}
             return
         await manager.is_pause_cond.acquire()
         await control._watch(False)
@@ -371,7 +373,7 @@ def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever
     arguments = SimpleNamespace(quantization="fp8rl")
     engine = SimpleNamespace(loop=loop, tokenizer_manager=manager, server_args=arguments)
     with pytest.raises(ControlError, match="no answer") as raised:
-        control_module.control_engine(engine, {"op": "end"}, 0.05)
+        control_in_process.control_engine(engine, {"op": "end"}, 0.05)
     assert raised.value.status == 504
     for task in asyncio.all_tasks(loop):
         task.cancel()
@@ -425,7 +427,7 @@ class Release:
             await asyncio.sleep(0)
             return {"idle": len(self.looks) > busy, "paused": self.paused}
 
-        patch.setattr(self.engine.control, "_ask", ask)
+        patch.setattr(self.engine.control._schedulers, "ask", ask)
 
     async def stock(self, manager: Any, *args: Any) -> str:
         assert self.manager.is_pause_cond.locked()
@@ -477,11 +479,11 @@ def test_a_release_before_the_first_control_message(
     async def stock(manager: Any) -> None:
         released.append(None)
 
-    async def ask(control: Control, message: dict[str, Any]) -> dict[str, Any]:
+    async def ask(schedulers: SchedulerRpc, message: dict[str, Any]) -> dict[str, Any]:
         assert message == {"op": "idle"}
         return {"idle": False, "paused": True}
 
-    monkeypatch.setattr(Control, "_ask", ask)
+    monkeypatch.setattr(SchedulerRpc, "ask", ask)
     loop = asyncio.new_event_loop()
     engine = SimpleNamespace(
         server_args=SimpleNamespace(quantization=quantization),
@@ -494,10 +496,10 @@ def test_a_release_before_the_first_control_message(
 
     if quantization == "fp8rl":
         with pytest.raises(ControlError, match="generation is paused"):
-            control_module.release_of_engine(release, engine)
+            control_in_process.release_of_engine(release, engine)
         assert not released
     else:  # SGLang's own, which ends itself
-        control_module.release_of_engine(release, engine)
+        control_in_process.release_of_engine(release, engine)
         assert released
     loop.close()
 

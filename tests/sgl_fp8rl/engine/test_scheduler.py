@@ -117,8 +117,8 @@ class Engine:
         message = {"op": "begin", "token": TOKEN, **message}
 
         def begin(rank: int) -> Any:
-            asked = self.module.Asked(self.schedulers[rank], self.ranks[rank], message)
-            return self.module._answer(self.module._begin(asked))
+            request = self.module.ControlRequest(self.schedulers[rank], self.ranks[rank], message)
+            return self.module._answer(self.module._begin(request))
 
         return self.on_ranks(begin)
 

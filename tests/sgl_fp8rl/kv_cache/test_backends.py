@@ -10,8 +10,9 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from torch import nn
 
 from server_args import Fp8RLServerArgs
-from sgl_fp8rl import compat, doctor
+from sgl_fp8rl import compat
 from sgl_fp8rl.compat import attention_backends
+from sgl_fp8rl.doctor import device
 from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
@@ -198,7 +199,7 @@ def test_the_doctor_tells(
     capability: Capability, decode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "capability", lambda: capability)
-    (check,) = doctor.check_kv_cache()
+    (check,) = device.check_kv_cache()
     assert check.status == "ok"
     assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
 

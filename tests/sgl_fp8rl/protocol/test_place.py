@@ -13,7 +13,7 @@ def test_this_process_reaches_itself() -> None:
     assert is_place(here()) and is_reachable(here())
 
 
-def test_another_kernel_or_another_folder_is_far(
+def test_another_kernel_or_another_folder_is_remote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = here()

@@ -1,4 +1,4 @@
-"""A weight whose FP8 codes are known exactly, and the codes that we compute, for ``doctor``.
+"""A weight whose FP8 codes are known exactly, and the codes that we compute.
 
 The expected values follow from the definition of E4M3 (OCP 8-bit floating point, revision 1.0,
 section 5: 4 exponent bits with bias 7, 3 mantissa bits, largest 448) in float64, without the code
