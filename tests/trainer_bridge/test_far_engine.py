@@ -311,6 +311,7 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
         if version % 20 == 10:
             with failing_in_chunk(2, "breaks"), pytest.raises(EngineError):
                 update(tensors, engine, version=version)
+            assert holds(engine, before), version
         if version % 20 == 15:
             forget(engine)
         if version % 20 == 0:
