@@ -67,10 +67,11 @@ def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
         return None
     assert found.dtype == torch.uint8 and torch.equal(found, wanted)
     assert found.device.type == "cpu"
-    replaced = delta_triton.apply(mine[0], found.to(device))
+    there = found.to(device)
+    replaced = delta_triton.apply(mine[0], there)
     assert torch.equal(mine[0].cpu(), new)
     assert torch.equal(replaced.cpu(), delta.apply(old.clone(), found))
-    delta_triton.apply(mine[0], delta.undoing(found, replaced).to(device))
+    delta_triton.apply(mine[0], delta.undoing(there, replaced).to(device))
     assert torch.equal(mine[0].cpu(), old)
     return found
 
