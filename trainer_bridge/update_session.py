@@ -14,6 +14,7 @@ from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.filler import Filler
 from trainer_bridge.image_changes import ImageChanges, sent_as
 from trainer_bridge.lookahead import Lookahead
@@ -70,6 +71,9 @@ class UpdateSession:
         self._changes: ImageChanges | None = None
         """Where engines on other hosts keep what they were sent."""
         self._keeping: list[EngineConnection] = []
+        self._way = FasterWay()
+        self._began = 0.0
+        """When all was ready to be sent."""
         self._came: dict[int, None] = {}
         """What a stream has brought, in its order."""
         self._order: list[str] = []
@@ -95,6 +99,7 @@ class UpdateSession:
             member.connection.use(self.sender)
         if packer is not None:
             packer.begin()
+        self._began = time.monotonic()
 
     @property
     def known(self) -> set[str]:
@@ -248,7 +253,7 @@ class UpdateSession:
         update as changes of this one where engines have kept it."""
         if self._changes is not None:
             changes, self._changes = self._changes, None
-            kept = None
+            kept, is_whole = None, not changes.before
             try:
                 kept = self.plan.manifest.fingerprint, changes.commit()
             except (RuntimeError, MemoryError):  # the engines have committed all the same
@@ -256,8 +261,9 @@ class UpdateSession:
                     "what was sent is not kept, so the next update is sent whole; leave memory for "
                     "it on the trainer's side, or start the engines without --fp8rl-image-bytes"
                 )
+            self._way.note(is_whole, time.monotonic() - self._began)
             for connection in self._keeping:
-                connection.image = kept
+                connection.image, connection.way = kept, self._way
                 connection.image_failed = False
         came = list(self._came)
         if came and (self.plan.streamed or came != sorted(came)):
@@ -327,6 +333,10 @@ class UpdateSession:
         if not self._keeping:
             return
         self._changes = ImageChanges(kept, held)
+        if self._changes.before:
+            self._way = self._keeping[0].way
+            if self._way.goes_whole():
+                self._changes = ImageChanges([], held)
         for member in self._open_members():
             assert member.ranks is not None
             member.ranks.next_image = self._changes.name

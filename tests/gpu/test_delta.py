@@ -19,6 +19,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, far_engine, holds, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.update import update
 
 Tensor = torch.Tensor
@@ -224,8 +225,11 @@ class FarEngine(FakeEngine):
 @pytest.mark.skipif(INTERPRETED, reason="a trainer on a GPU")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("writes_on", ["cpu", "cuda"])
-def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> None:
+def test_a_trainer_on_a_gpu_sends_what_changed(
+    writes_on: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = far_engine(2, SMALL, IMAGE_BYTES, FarEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
@@ -245,8 +249,9 @@ def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> N
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
-def test_what_an_engine_on_a_gpu_wrote_is_undone() -> None:
+def test_what_an_engine_on_a_gpu_wrote_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trainer is on a CPU, which finds no NaN before it sends."""
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = far_engine(2, SMALL, IMAGE_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
