@@ -1,10 +1,12 @@
 """What engines on other hosts keep of one update, so that the next one sends only what changed."""
 
 import logging
+import time
 from collections.abc import Iterable
 
 from sgl_fp8rl.protocol.image import Steps
 from trainer_bridge.engine_connection import EngineConnection
+from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.image_changes import ImageChanges, sent_as
 from trainer_bridge.session_engines import SessionEngines
 from trainer_bridge.transfer_plan import TransferPlan
@@ -21,6 +23,9 @@ class SessionImages:
         self._changes: ImageChanges | None = None
         """None where no engine keeps what it is sent."""
         self._keeping: list[EngineConnection] = []
+        self._way = FasterWay()
+        self._began: float | None = None
+        """When the first chunk was to be sent."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -28,7 +33,8 @@ class SessionImages:
         return ("", "") if self._changes is None else (self._changes.before, self._changes.name)
 
     def begin(self, engines: SessionEngines) -> None:
-        """Send only what changed to the engines that hold the last update."""
+        """Send only what changed to the engines that hold the last update, unless whole updates
+        take less time."""
         kept, held = [], []
         for member, ranks in engines.open:
             connection = member.connection
@@ -43,6 +49,10 @@ class SessionImages:
         if not self._keeping:
             return
         self._changes = ImageChanges(kept, held)
+        if self._changes.before:
+            self._way = self._keeping[0].way
+            if self._way.goes_whole():
+                self._changes = ImageChanges([], held)
         for _, ranks in engines.open:
             ranks.next_image = self._changes.name
         if not self._changes.before:
@@ -51,6 +61,8 @@ class SessionImages:
 
     def sent_as(self, chunk: int, content: Content, held: Iterable[str | None]) -> Steps[Content]:
         """See ``image_changes.sent_as``."""
+        if self._began is None:
+            self._began = time.monotonic()
         return sent_as(self._changes, chunk, content, held)
 
     def commit(self) -> None:
@@ -58,7 +70,7 @@ class SessionImages:
         if self._changes is None:
             return
         changes, self._changes = self._changes, None
-        kept = None
+        kept, is_whole = None, not changes.before
         try:
             kept = self._plan.manifest.fingerprint, changes.commit()
         except (RuntimeError, MemoryError):  # the engines have committed all the same
@@ -66,8 +78,10 @@ class SessionImages:
                 "what was sent is not kept, so the next update is sent whole; leave memory for "
                 "it on the trainer's side, or start the engines without --fp8rl-image-bytes"
             )
+        if self._began is not None:
+            self._way.note(is_whole, time.monotonic() - self._began)
         for connection in self._keeping:
-            connection.image = kept
+            connection.image, connection.way = kept, self._way
             connection.image_failed = False
 
     def close(self) -> None:

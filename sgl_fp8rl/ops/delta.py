@@ -91,10 +91,10 @@ def undoing(delta: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
     """The delta that goes back, in host memory.
 
     Args:
-        delta: in host memory.
-        replaced: what ``apply`` returned for it.
+        delta: on any device; where that is a GPU, the CPU has nothing to compute.
+        replaced: what ``apply`` returned for it, on the same one.
     """
-    return torch.cat([delta[: 2 * replaced.numel()], replaced.cpu()])
+    return torch.cat([delta[: 2 * replaced.numel()], replaced]).cpu()
 
 
 def records_of(delta: torch.Tensor, content: torch.Tensor) -> int:

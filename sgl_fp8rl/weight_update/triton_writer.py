@@ -93,7 +93,7 @@ class TritonWriter(WeightWriter):
             launch.run(bases, self._status, slot.content.data_ptr() - slot.start)
 
     def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-        return delta_triton.apply(content, change.to(self._device))
+        return delta_triton.apply(content, change)
 
     def finish(self) -> float:
         bad, tiles = self._status.read()

@@ -130,7 +130,7 @@ class WeightWriter:
             change: a delta, in host memory.
 
         Returns:
-            the chunk, until the next one is made, and the delta that goes back.
+            the chunk, until the next one is made, and the delta that goes back, in host memory.
 
         Raises:
             DeltaError: the delta does not fit a chunk.
@@ -141,6 +141,7 @@ class WeightWriter:
             name = chunk_slice.name
             kept = rows_of(self.kept[name], chunk_slice)
             slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(kept)
+        change = change.to(slot.content.device)
         return slot, delta.undoing(change, self._apply(slot.content, change))
 
     def stage(self, index: int) -> Slot:

@@ -279,6 +279,24 @@ def perturbed(name: str, tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return (mean + moved).bfloat16()
 
 
+def step(path_in: Path | str, path_out: Path | str, seed: int, part: float = 0.002) -> Path:
+    """Copy a checkpoint with a part of each tensor's elements changed, as a step of RL changes it.
+
+    They become smaller by a quarter, which no code and no BF16 number survives; and the largest
+    of each matrix of attention becomes larger, which moves a scale and all codes under it.
+    """
+    path_out = Path(path_out)
+    shutil.copytree(path_in, path_out, dirs_exist_ok=True)
+    tensors = dict(named_tensors(path_in))
+    for name, tensor in tensors.items():
+        moves = torch.rand(tensor.shape, generator=_generator(name, seed)) < part
+        tensors[name] = torch.where(moves, 0.75 * tensor, tensor)
+        if name.endswith("o_proj.weight"):
+            tensors[name].view(-1)[tensor.abs().argmax()] *= 1.5
+    _save(path_out, tensors)
+    return path_out
+
+
 OUTLIER_CHANNELS = [5, 69]
 """Of each head of 128: RoPE turns them into each other, so both are given the same outliers."""
 OUTLIER = 1000.0

@@ -19,7 +19,7 @@ from trainer_bridge import participant
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.transport.host_memory import HostBucket
 from trainer_bridge.transport.rank_client import RankClients
-from trainer_bridge.update import RUN
+from trainer_bridge.update import RUN, UpdateResult
 
 PROMPT = list(range(1, 17))
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
@@ -57,20 +57,25 @@ def assert_alive(server: Server) -> None:
     assert "state" in server.control({"op": "layout"})
 
 
-def assert_serves(server: Server, checkpoint: Path, version: int) -> None:
+def assert_serves(server: Server, checkpoint: Path, version: int, tp_size: int = 1) -> None:
     """It holds this checkpoint's bytes and samples with them as this version."""
     layout = server.control({"op": "layout"})
     assert (layout["state"], layout["version"]) == ("serving", version)
-    assert_holds(server, checkpoint)
+    assert_holds(server, checkpoint, tp_size)
     (reply,) = server.generate(ASK)
     assert reply["meta_info"]["policy_version"] == [version] * len(reply["output_ids"])
     assert len(reply["output_ids"]) == GREEDY["max_new_tokens"]
 
 
-def assert_holds(server: Server, checkpoint: Path) -> None:
-    (wanted,) = expected.digests(checkpoint, 1)
-    (held,) = server.control({"op": "digest"})["ranks"]
-    assert {name: held[name]["sha256"] for name in wanted} == wanted
+def assert_holds(server: Server, checkpoint: Path, tp_size: int = 1) -> None:
+    ranks = server.control({"op": "digest"})["ranks"]
+    for wanted, held in zip(expected.digests(checkpoint, tp_size), ranks, strict=True):
+        assert {name: held[name]["sha256"] for name in wanted} == wanted
+
+
+def assert_few_bytes(result: UpdateResult) -> None:
+    """Changes of ``models.step`` have travelled, and nothing else."""
+    assert 0.002 * result.bytes < result.network_bytes < 0.1 * result.bytes, result
 
 
 def assert_quarantined(server: Server, reason: str) -> None:

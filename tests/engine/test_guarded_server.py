@@ -14,6 +14,7 @@ from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import SGLANG_SERVE, Server
 from tests.engine.serving import (
+    assert_few_bytes,
     assert_quarantined,
     assert_serves,
     begin_message,
@@ -23,6 +24,7 @@ from tests.engine.serving import (
     version_of,
 )
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.faster_way import FasterWay
 
 pytestmark = pytest.mark.engine
 
@@ -76,6 +78,7 @@ def test_trainer_on_another_host(
 ) -> None:
     """It knows no socket and no memory of the engine's host: it takes itself for another one."""
     leave_the_host(monkeypatch, tmp_path)
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     trainer_bridge.close(guarded)
     for policy in policies("qwen3")[1:3]:
         assert_serves(guarded, policy, update(guarded, policy))
@@ -84,12 +87,17 @@ def test_trainer_on_another_host(
     again = trainer_bridge.update(tensors, guarded, version=version)
     assert again.network_bytes < again.bytes // 1000  # nothing has changed
     assert_serves(guarded, policies("qwen3")[2], version)
+    stepped = models.step(policies("qwen3")[2], tmp_path / "stepped", seed=1)
+    version += 1
+    result = trainer_bridge.update(models.named_tensors(stepped), guarded, version=version)
+    assert_few_bytes(result)
+    assert_serves(guarded, stepped, version)
     bad = {name: tensor.clone() for name, tensor in models.named_tensors(policies("qwen3")[0])}
     bad["model.layers.1.mlp.down_proj.weight"][-1, -1] = torch.nan
     with pytest.raises(EngineError, match="down_proj"):
         trainer_bridge.update(bad, guarded, version=version + 1)
     # the trainer, which quantizes, found it before the engine's ranks were given anything
-    assert_serves(guarded, policies("qwen3")[2], version)
+    assert_serves(guarded, stepped, version)
     policy = policies("qwen3")[3]
     assert_serves(guarded, policy, update(guarded, policy))
     trainer_bridge.close(guarded)

@@ -17,10 +17,10 @@ import torch
 
 import trainer_bridge
 from sgl_fp8rl.protocol.states import State
-from tests.engine import expected, models
+from tests.engine import models
 from tests.engine.conftest import Policies
 from tests.engine.harness import BUCKET_BYTES, FORKED, Server
-from tests.engine.serving import ASK
+from tests.engine.serving import assert_serves
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.trainer_bridge.test_fsdp import plain_engine
 from tests.trainer_bridge.test_transaction import states
@@ -62,14 +62,6 @@ def holds(engine: FakeEngine, checkpoint: Path) -> bool:
     )
 
 
-def assert_serves(server: Server, checkpoint: Path, version: int) -> None:
-    ranks = server.control({"op": "digest"})["ranks"]
-    for wanted, held in zip(expected.digests(checkpoint, TP), ranks, strict=True):
-        assert {name: held[name]["sha256"] for name in wanted} == wanted
-    (reply,) = server.generate(ASK)
-    assert reply["meta_info"]["policy_version"] == [version] * len(reply["output_ids"])
-
-
 def assert_ended(server: Server) -> None:
     """It serves nothing: SGLang has ended it."""
     server.process.wait(END_S)
@@ -90,7 +82,7 @@ def test_a_scheduler_is_killed(
     commit = Participant.commit
     with server_of(tmp_path / "first.log", checkpoints[0]) as server:
         trainer_bridge.update(tensors[1], [server, survivor], version=1)
-        assert_serves(server, checkpoints[1], 1)
+        assert_serves(server, checkpoints[1], 1, TP)
 
         # after the vote: what was decided stays so, and the next server is brought to it
         def kill_first(self: Participant, policy: Any) -> None:
@@ -108,7 +100,7 @@ def test_a_scheduler_is_killed(
         before = len(survivor.ops)
         result = trainer_bridge.update(tensors[2], [server, survivor], version=2)
         assert result.failed == {} and survivor.ops[before:] == ["begin"]  # it has all of it
-        assert_serves(server, checkpoints[2], 2)
+        assert_serves(server, checkpoints[2], 2, TP)
 
         # while it is written
         send_chunk, left = RankClients.send_chunk, [2]

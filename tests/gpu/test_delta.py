@@ -19,6 +19,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.update import update
 
 Tensor = torch.Tensor
@@ -67,10 +68,11 @@ def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
         return None
     assert found.dtype == torch.uint8 and torch.equal(found, wanted)
     assert found.device.type == "cpu"
-    replaced = delta_triton.apply(mine[0], found.to(device))
+    there = found.to(device)
+    replaced = delta_triton.apply(mine[0], there)
     assert torch.equal(mine[0].cpu(), new)
     assert torch.equal(replaced.cpu(), delta.apply(old.clone(), found))
-    delta_triton.apply(mine[0], delta.undoing(found, replaced).to(device))
+    delta_triton.apply(mine[0], delta.undoing(there, replaced).to(device))
     assert torch.equal(mine[0].cpu(), old)
     return found
 
@@ -223,8 +225,11 @@ class RemoteEngine(FakeEngine):
 @pytest.mark.skipif(INTERPRETED, reason="a trainer on a GPU")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("writes_on", ["cpu", "cuda"])
-def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> None:
+def test_a_trainer_on_a_gpu_sends_what_changed(
+    writes_on: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through real sessions and TCP, with NaN in an update between if it ``fails``."""
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = remote_engine(2, SMALL, IMAGE_BYTES, RemoteEngine, writes_on)
     tensors = toy.checkpoint(0)
     for version in range(0, 12, 2):
@@ -244,8 +249,9 @@ def test_a_trainer_on_a_gpu_sends_what_changed(writes_on: str, fails: bool) -> N
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
-def test_what_an_engine_on_a_gpu_wrote_is_undone() -> None:
+def test_what_an_engine_on_a_gpu_wrote_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trainer is on a CPU, which finds no NaN before it sends."""
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = remote_engine(2, SMALL, IMAGE_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)

@@ -23,6 +23,7 @@ from tests.sgl_fp8rl.weight_update import toy
 from trainer_bridge import packer, participant, transaction
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.sources import Source
 from trainer_bridge.transport import rank_client
 from trainer_bridge.transport.relay_client import RelayClient
@@ -80,6 +81,12 @@ def begin_by_hand(engine: FakeEngine, which: int = 0) -> dict[str, Any]:
     begin = {"op": "begin", "run": "r", "version": 7, "transaction": "t", "retry": False}
     begin |= {"engines": 1, "relay": True, "in_flight": "abort", "fingerprint": fingerprint}
     return engine.control(begin)
+
+
+@pytest.fixture(autouse=True)
+def changes_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though this network is fast; ``test_faster_way.py`` has the choice."""
+    monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
 
 
 @pytest.fixture(autouse=True)
@@ -311,6 +318,7 @@ def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
         if version % 20 == 10:
             with failing_in_chunk(2, "breaks"), pytest.raises(EngineError):
                 update(tensors, engine, version=version)
+            assert holds(engine, before), version
         if version % 20 == 15:
             forget(engine)
         if version % 20 == 0:
