@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.formats import BLOCK_FP8
-
 BF16_BYTES, FP8_BYTES = 2, 1
-SCALE_BYTES = sum(spec.nbytes for spec in BLOCK_FP8.companions(BLOCK_FP8.block).values())
-"""Of the scale that a block of FP8 weights shares."""
+BLOCK, SCALE_BYTES = 128, 4
+"""Side of a block of FP8 weights, and bytes of the scale that it shares: those of the format in
+``formats``, which loads torch."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
 
@@ -62,7 +61,7 @@ class Shape:
         keys = max(self.kv_heads // tp, 1)
         heads = (each * self.head_dim for each in (self.heads // tp, keys))
         sides = {self.hidden, self.intermediate // tp, *heads}
-        return sorted(side for side in sides if side % BLOCK_FP8.block[0])
+        return sorted(side for side in sides if side % BLOCK)
 
     @property
     def head_weights(self) -> int:
@@ -103,7 +102,7 @@ class Shape:
 
 def element_bytes(fp8: bool) -> float:
     """Bytes of a weight, with its share of a scale."""
-    return FP8_BYTES + SCALE_BYTES / math.prod(BLOCK_FP8.block) if fp8 else BF16_BYTES
+    return FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES
 
 
 def read(model: str) -> Shape:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import models, traffic
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.plan import shape
 from sgl_fp8rl.plan.shape import UnknownModelError
 
@@ -27,6 +28,11 @@ NORMS = 2e-4
 ROUTERS = 0.01
 """The same of routers, which a step's formula leaves out."""
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def test_blocks_are_those_of_the_format() -> None:
+    (scale,) = BLOCK_FP8.companions(BLOCK_FP8.block).values()
+    assert BLOCK_FP8.block == (shape.BLOCK, shape.BLOCK) and scale.nbytes == shape.SCALE_BYTES
 
 
 @pytest.mark.parametrize("tied", [False, True])
