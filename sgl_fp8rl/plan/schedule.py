@@ -77,6 +77,8 @@ class _Simulation:
         self.engine = engine
         self.waiting = deque(_Sample(each.prompt, each.response, each.limit) for each in requests)
         self.running: list[_Sample] = []
+        self.used = 0
+        """Tokens that they hold."""
         self.is_full = False
         self.ratio = FIRST_RATIO
         self.prefill_ms = self.decode_ms = self.run_steps = 0.0
@@ -84,10 +86,6 @@ class _Simulation:
         self.peak_tokens = 0
         self.timeline: list[tuple[int, float]] = []
         """Running requests, and for how many ms."""
-
-    @property
-    def used(self) -> int:
-        return sum(sample.held for sample in self.running)
 
     def admit(self) -> None:
         """Prefill what waits and fits, a batch at a time."""
@@ -101,13 +99,15 @@ class _Simulation:
             self.prefill_ms += took
             self.timeline.append((len(self.running), took))
             self.running += batch
+            self.used += sum(tokens) + len(batch)
             for sample in batch:
                 sample.done += 1
             self._finish()
 
     def _next_batch(self) -> list[_Sample]:
         free = self.engine.kv_tokens - self.used
-        free -= int(self.ratio * sum(self._may_need(sample) for sample in self.running))
+        may_need = sum([self._may_need(sample) for sample in self.running])
+        free -= int(self.ratio * may_need)
         batch: list[_Sample] = []
         taken = 0
         while self.waiting and taken < self.engine.chunk:
@@ -126,20 +126,20 @@ class _Simulation:
         return batch
 
     def _may_need(self, sample: _Sample) -> int:
-        return min(max(sample.limit - sample.done, 0), CLIP)
+        left = sample.limit - sample.done
+        return CLIP if left > CLIP else max(left, 0)
 
     def decode(self) -> None:
         """Decode steps until a request ends, or memory does."""
         if self.used + len(self.running) > self.engine.kv_tokens:
             self._retract()
-        batch, used = len(self.running), self.used
-        steps = min(sample.response - sample.done for sample in self.running)
-        steps = min(steps, (self.engine.kv_tokens - used) // batch)
+        batch = len(self.running)
+        steps = min([sample.response - sample.done for sample in self.running])
+        steps = min(steps, (self.engine.kv_tokens - self.used) // batch)
         if self.waiting and not self.is_full:  # behind a retraction, what waits is tried again
             steps = 1
-        first = self._step_ms(batch, used + batch)
-        last = self._step_ms(batch, used + steps * batch)
-        took = steps * (first + last) / 2  # linear in the tokens that are read
+        # linear in the tokens that are read, so that the step in the middle is the mean
+        took = steps * self._step_ms(batch, self.used + (steps + 1) / 2 * batch)
         self.decode_ms += took
         self.timeline.append((batch, took))
         self.steps += steps
@@ -147,14 +147,16 @@ class _Simulation:
         self.ratio = max(self.ratio - steps * (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS, LAST_RATIO)
         for sample in self.running:
             sample.done += steps
+        self.used += steps * batch
         self.peak = max(self.peak, batch)
-        self.peak_tokens = max(self.peak_tokens, used + steps * batch)
+        self.peak_tokens = max(self.peak_tokens, self.used)
         self._finish()
 
     def _finish(self) -> None:
         left = [sample for sample in self.running if sample.done < sample.response]
         if len(left) < len(self.running):
             self.is_full = False
+            self.used -= sum([each.held for each in self.running if each.done >= each.response])
         self.running = left
 
     def _retract(self) -> None:
@@ -162,6 +164,7 @@ class _Simulation:
         self.running.sort(key=lambda sample: (-sample.done, sample.prompt))
         while self.used + len(self.running) > self.engine.kv_tokens:
             sample = self.running.pop()
+            self.used -= sample.held
             if not self.running:
                 raise DoesNotFitError(
                     f"a request of {sample.prompt + sample.response} tokens does not fit into a KV "
@@ -175,7 +178,7 @@ class _Simulation:
         limits = sum(sample.limit for sample in self.running)
         self.ratio = min((decoded + room) / (limits + 1), 1.0)
 
-    def _step_ms(self, batch: int, tokens: int) -> float:
+    def _step_ms(self, batch: int, tokens: float) -> float:
         engine = self.engine
         return engine.speed.decode_ms(engine.arm, engine.shape, batch, tokens, engine.tp)
 
