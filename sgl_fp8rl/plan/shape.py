@@ -4,7 +4,6 @@ Suffixes of names: none; all sizes are of the whole model unless a tensor parall
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,11 @@ class Shape:
         Of everything else, experts under expert parallelism included, both keep the same rows."""
         down = 0 if self.experts else self.hidden * self.intermediate
         return self.layers * (self.hidden * self.heads * self.head_dim + down)
+
+    def is_divisible(self, tp: int) -> bool:
+        """Whether SGLang can give each of ``tp`` ranks as much; ranks may share a KV head."""
+        few, many = sorted((self.kv_heads, tp))
+        return not (self.heads % tp or many % few or self.intermediate % tp)
 
     def ragged_sizes(self, tp: int) -> list[int]:
         """Sides of a layer's matrices on a rank that are not multiples of a block's."""
@@ -115,12 +119,12 @@ def read(model: str) -> Shape:
     try:
         config = json.loads(path.read_text())
         return of(config)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UnknownModelError):
-            raise
         raise UnknownModelError(
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
-            f"folder that has one"
+            f"folder that has one, or download it: hf download {model} config.json"
         ) from None
 
 
@@ -145,21 +149,32 @@ def of(config: Any) -> Shape:
         raise UnknownModelError(f"plan has no formula for {what}; it knows {', '.join(FAMILIES)}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UnknownModelError("plan has no formula for layers with and without experts")
-    heads = config["num_attention_heads"]
-    experts = config.get("num_experts") or config.get("num_local_experts", 0)
-    shape = Shape(
-        hidden=config["hidden_size"],
-        intermediate=config["moe_intermediate_size" if experts else "intermediate_size"],
-        layers=config["num_hidden_layers"],
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    experts = _size(config, "num_experts", "num_local_experts", least=0, default=0)
+    each = _size(config, "num_experts_per_tok") if experts else 0
+    if each > experts:
+        raise UnknownModelError(f"num_experts_per_tok is {each} of {experts} experts; check it")
+    return Shape(
+        hidden=hidden,
+        intermediate=_size(config, "moe_intermediate_size" if experts else "intermediate_size"),
+        layers=_size(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
+        kv_heads=_size(config, "num_key_value_heads", default=heads),
+        head_dim=_size(config, "head_dim", default=hidden // heads),
+        vocab=_size(config, "vocab_size"),
         experts=experts,
-        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+        experts_per_token=each,
         tied=bool(config.get("tie_word_embeddings", False)),
     )
-    sizes = (shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.vocab)
-    if any(type(size) is not int or not 0 < size < math.inf for size in sizes):
-        raise UnknownModelError(f"the model's sizes are {sizes}; all must be positive integers")
-    return shape
+
+
+def _size(config: dict[str, Any], *names: str, least: int = 1, default: int | None = None) -> int:
+    """The first of these names that the config has, or the default."""
+    given = [(name, config[name]) for name in names if config.get(name) is not None]
+    name, size = given[0] if given else (names[0], default)
+    if size is None:
+        raise KeyError(name)
+    if type(size) is not int or size < least:
+        raise UnknownModelError(f"{name} is {size!r}; it must be an integer of at least {least}")
+    return size
