@@ -22,6 +22,7 @@ from benchmarks.environment import environment
 from benchmarks.plan.fit import (
     ARMS,
     CHUNK,
+    FITTED,
     RESULTS,
     Row,
     error,
@@ -36,6 +37,7 @@ from benchmarks.plan.fit import (
 from benchmarks.rollout import LOADS
 from benchmarks.tables.plan import accuracy
 from sgl_fp8rl.plan import aiconfigurator, schedule, shape, speed, update_time
+from sgl_fp8rl.plan.measured import ON_TWO_GPUS, ROLLOUTS
 from sgl_fp8rl.plan.workload import Request
 
 AICONFIGURATOR = RESULTS / "aiconfigurator.json"
@@ -150,6 +152,7 @@ def derive() -> dict[str, Any]:
     prefill = [row for row in measured if row.metric == "prefill_s"]
     coefficients = fit(decode) | fit(prefill)
     errors = {}
+    on_two: dict[str, list[tuple[Row, float]]] = {}
     for what, those in (("decode", decode), ("prefill", prefill)):
         for left, key in (("a load", _load), ("an arm", _arm)):
             errors[f"{what}, {left} left out"] = _summary(left_out(those, key))
@@ -158,12 +161,15 @@ def derive() -> dict[str, Any]:
     errors["decode, the MoE from the dense model"] = _summary(
         [(row, predict(dense, row)) for row in moe]
     )
+    for row in rows(["rollout_two_gpus"], tp=2):
+        what = ON_TWO_GPUS.replace("decode", row.metric.partition("_")[0])
+        on_two.setdefault(what, []).append((row, predict(coefficients, row)))
+    errors |= {what: _summary(predicted) for what, predicted in on_two.items()}
     tail = rollouts(coefficients)
     times = [each for each in tail if each["metric"] == "rollout_s"]
-    errors["rollouts"] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
+    errors[ROLLOUTS] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
     environments = [
-        json.loads((RESULTS / f"{name}.json").read_text())["environment"]
-        for name in ("rollout", "rollout_moe")
+        json.loads((RESULTS / f"{name}.json").read_text())["environment"] for name in FITTED
     ]
     return {
         "source": f"{environments[0]['device']}, SGLang {environments[0]['sglang']}, "

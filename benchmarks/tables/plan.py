@@ -51,8 +51,7 @@ def accuracy(figures: dict[str, Any]) -> str:
     errors = []
     for name, of in figures["errors"].items():
         ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
-        ranked = "loads" in of and not name.startswith("prefill")
-        first = f"{of['best arm first']} of {of['loads']}" if ranked else "-"
+        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
         errors.append(
             [name, str(of["rows"]), f"{of['mean']:.1%}", f"{of['worst']:.1%}", ours, first]
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_fp8rl.plan import prediction, update_time
-from sgl_fp8rl.plan.measured import figures
+from sgl_fp8rl.plan.measured import ROLLOUTS, figures
 from sgl_fp8rl.plan.prediction import Cluster, Prediction
 from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.workload import Workload, WorkloadError
@@ -161,5 +161,5 @@ def _error() -> str:
         f"Error where it was tried: a decode step that was left out of the fit is "
         f"{errors['decode, a load left out']['mean']:.0%} off in the mean and "
         f"{errors['decode, a load left out']['worst']:.0%} at worst; whole rollouts "
-        f"{errors['rollouts']['worst']:.0%} at worst."
+        f"{errors[ROLLOUTS]['worst']:.0%} at worst."
     )
