@@ -5,7 +5,7 @@ import math
 import sys
 from pathlib import Path
 
-from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, workload
+from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, schedule, shape, workload
 
 MOST_TOKENS = 20000
 MOST_SIGMA = 10.0
@@ -17,7 +17,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("model", help="folder of the model, or its config.json")
     plan.add_argument("--gpu", choices=["h200", "h100"], default="h200", help="default h200")
     plan.add_argument("--gpus", type=int, default=1, help="GPUs that serve (default 1)")
-    plan.add_argument("--tp", type=int, help="GPUs of an engine (default: as few as hold it)")
+    plan.add_argument("--tp", type=int, help="GPUs of an engine (default: the fastest of 1 to 8)")
     plan.add_argument("--samples", type=int, default=512, help="of a rollout (default 512)")
     plan.add_argument("--prompt-tokens", type=int, default=1024, help="default 1024")
     plan.add_argument(
@@ -106,8 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.chunked_prefill_size,
         )
         found = prediction.predictions(model, asked, cluster)
-        if not found:
-            sys.exit("sgl-fp8rl plan: the model does not fit into these GPUs; give it more --gpus")
         if arguments.check:
             print(report.check(arguments.check, found))
         elif arguments.json:
@@ -116,12 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.render(model, asked, cluster, found, arguments.train_s))
         if arguments.source == aiconfigurator.COMMAND:
             config = shape.config_of(arguments.model)
-            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, found)
+            ranked = prediction.best_of_arms(found)
+            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, ranked)
             print(f"\n{beside}")
     except (
         shape.UnknownModelError,
         workload.WorkloadError,
         aiconfigurator.NoEstimateError,
+        schedule.DoesNotFitError,
     ) as error:
         sys.exit(f"sgl-fp8rl plan: {error}")
     return 0

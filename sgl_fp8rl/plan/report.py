@@ -6,10 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.plan import prediction, update_time
+from sgl_fp8rl.plan import gains, update_time
 from sgl_fp8rl.plan.measured import ROLLOUTS, figures
-from sgl_fp8rl.plan.prediction import Cluster, Prediction
+from sgl_fp8rl.plan.prediction import Cluster, Prediction, best_of_arms
 from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.unmeasured import unmeasured
 from sgl_fp8rl.plan.workload import Workload, WorkloadError
 from sgl_fp8rl.tables import align
 
@@ -44,21 +45,21 @@ def render(
     """The table, the flags of the best way, and what is not known.
 
     Args:
-        found: at least one.
+        found: all ways to serve.
     """
-    best = found[0]
-    rows = [HEADER, *(_row(each) for each in found)]
+    best, *others = best_of_arms(found)
+    rows = [HEADER, *(_row(each) for each in (best, *others))]
     lines = [align(rows), "", _flags(best, cluster), ""]
-    lines += _reasons(found)
+    lines += gains.lines(shape, workload, cluster, found, best.tp)
     lines += [_step(shape, best, cluster, train_s), ""]
     lines += [f"Figures: {cluster.gpu.source}.", _error()]
-    lines += [f"Not measured: {what}." for what in prediction.unmeasured(shape, workload, best)]
+    lines += [f"Not measured: {what}." for what in unmeasured(shape, workload, best)]
     return "\n".join(lines)
 
 
 def as_json(found: Sequence[Prediction]) -> str:
-    """All of it."""
-    return json.dumps([asdict(each) for each in found], indent=1)
+    """All figures of the best size of each arm."""
+    return json.dumps([asdict(each) for each in best_of_arms(found)], indent=1)
 
 
 def check(path: Path, found: Sequence[Prediction]) -> str:
@@ -70,7 +71,7 @@ def check(path: Path, found: Sequence[Prediction]) -> str:
     Raises:
         WorkloadError: it has none that could be compared.
     """
-    by_arm = {each.arm.name: each for each in found}
+    by_arm = {each.arm.name: each for each in best_of_arms(found)}
     rows: list[tuple[str, ...]] = [("way", "figure", "predicted", "measured", "off by")]
     for row in _measured_rows(path):
         each, metric = by_arm.get(row.get("arm", "")), row.get("metric")
@@ -119,22 +120,9 @@ def _flags(best: Prediction, cluster: Cluster) -> str:
         f"--cuda-graph-max-bs-decode {running}",
     ]
     engines = f"{best.engines} engines, each" if best.engines > 1 else "one engine"
-    return f"{best.arm.name}: {engines} with\n  {' '.join(flag for flag in flags if flag)}"
-
-
-def _reasons(found: Sequence[Prediction]) -> list[str]:
-    """What FP8 weights and an FP8 KV cache give for this rollout."""
-    seconds = {each.arm.name: each.outcome.seconds for each in found}
-    reasons = []
-    for what, without, having in (
-        ("FP8 weights and our kernels", "stock-bf16", "fp8rl"),
-        ("An FP8 KV cache", "fp8rl", "fp8rl-kv8"),
-        ("Ours", "stock-block-fp8-kv8-xqa", "fp8rl-kv8"),
-    ):
-        if without in seconds and having in seconds:
-            ratio = seconds[without] / seconds[having]
-            reasons.append(f"{what}: {ratio:.2f} times as fast as {without}.")
-    return reasons
+    idle = cluster.gpus - best.engines * best.tp
+    rest = f" ({idle} of {cluster.gpus} GPUs idle)" if idle else ""
+    return f"{best.arm.name}: {engines} with{rest}\n  {' '.join(flag for flag in flags if flag)}"
 
 
 def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | None) -> str:
@@ -156,10 +144,9 @@ def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | Non
 
 
 def _error() -> str:
-    errors = figures()["errors"]
+    decode, rollouts = (figures()["errors"][what] for what in ("decode, a load left out", ROLLOUTS))
     return (
-        f"Error where it was tried: a decode step that was left out of the fit is "
-        f"{errors['decode, a load left out']['mean']:.0%} off in the mean and "
-        f"{errors['decode, a load left out']['worst']:.0%} at worst; whole rollouts "
-        f"{errors[ROLLOUTS]['worst']:.0%} at worst."
+        f"Error on one H200: decode steps of Qwen3-8B and Qwen3-30B-A3B that were left out of the "
+        f"fit are {decode['mean']:.0%} off in the mean and {decode['worst']:.0%} at worst; "
+        f"{rollouts['rows']} {ROLLOUTS} {rollouts['worst']:.0%} at worst."
     )
