@@ -43,6 +43,7 @@ from sgl_fp8rl.plan.workload import Request
 AICONFIGURATOR = RESULTS / "aiconfigurator.json"
 WITH_FA3 = ("stock-bf16", "stock-block-fp8")
 """Arms whose kernels it models."""
+SHARDED = ("sharded", "sharded_four", "sharded_others", "sharded_each")
 FIGURES = Path(speed.__file__).with_name("nvidia-h200.json")
 
 
@@ -85,7 +86,19 @@ def update_figures() -> dict[str, dict[str, float]]:
         floors, walls = zip(*points, strict=True)
         share, fixed = np.polyfit(floors, walls, 1)
         found[way] = {"fixed_ms": float(fixed), "share": float(share)}
-    return found
+    return found | {"host": host_figures()}
+
+
+def host_figures() -> dict[str, float]:
+    """What an update from shards on GPUs of the host takes besides the engine's kernels."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for file in SHARDED:
+        for row in measured_rows([file]):
+            if row["arm"] == "fp8rl":
+                place = file, row["model"], row["case"]
+                found.setdefault(place, {})[row["metric"]] = row["median"]
+    besides = [each["update_wall_ms"] - each["update_gpu_ms"] for each in found.values()]
+    return {"least_ms": min(besides), "most_ms": max(besides)}
 
 
 def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:

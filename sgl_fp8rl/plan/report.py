@@ -14,6 +14,8 @@ from sgl_fp8rl.plan.unmeasured import unmeasured
 from sgl_fp8rl.plan.workload import Workload, WorkloadError
 from sgl_fp8rl.tables import align
 
+ONE_HOST = 8
+"""GPUs."""
 HEADER = (
     "way",
     "GPUs",
@@ -127,20 +129,34 @@ def _flags(best: Prediction, cluster: Cluster) -> str:
 
 def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | None) -> str:
     """The update, where one like it was measured, and a step of the training with it."""
-    is_known = cluster.gpus == 1 and cluster.gpu.scale == 1.0 and best.arm.stack == "ours"
-    updates = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
-    ways = " or ".join(f"{ms:.0f} ms {way}" for way, ms in updates.items())
-    update = (
-        f"An update on the same GPU: {ways}"
-        if is_known
-        else "How long an update takes is not known here"
+    is_known = best.arm.stack == "ours" and cluster.gpu.scale == 1.0 and cluster.gpus <= ONE_HOST
+    update, most_ms = (
+        _update(shape, best) if is_known else ("How long an update takes is not known here", 0.0)
     )
     if train_s is None:
         return f"{update}."
-    step = best.outcome.seconds + train_s + (updates["bucket"] / 1e3 if is_known else 0.0)
+    step = best.outcome.seconds + train_s + most_ms / 1e3
     share = best.outcome.seconds / step
     what = "An RL step" if is_known else "An RL step without it"
     return f"{update}. {what}: {step:.0f} s, of which the rollout {share:.0%}."
+
+
+def _update(shape: Shape, best: Prediction) -> tuple[str, float]:
+    """What it takes, and the most of it in ms."""
+    gpus = best.engines * best.tp
+    if gpus == 1:
+        ms = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
+        ways = " or ".join(f"{each:.0f} ms {way}" for way, each in ms.items())
+        said = f"An update on the same GPU: {ways}, by a line through Qwen3-8B and Qwen3-30B-A3B"
+        return said, max(ms.values())
+    kernels = update_time.kernels_ms(shape, best.engines, best.tp)
+    least, most = (figures()["update"]["host"][each] for each in ("least_ms", "most_ms"))
+    return (
+        f"An update from FSDP2 on the same {gpus} GPUs: at least {kernels + least:.0f} ms, "
+        f"{kernels:.0f} for what memory and links carry and {least:.0f} to {most:.0f} of the host, "
+        f"as measured with 2 and 4 GPUs",
+        kernels + most,
+    )
 
 
 def _error() -> str:
