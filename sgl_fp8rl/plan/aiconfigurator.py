@@ -32,6 +32,16 @@ class NoEstimateError(ValueError):
     """It is not installed, or has no answer."""
 
 
+def check_installed() -> None:
+    """Look for its command.
+
+    Raises:
+        NoEstimateError: there is none.
+    """
+    if shutil.which(COMMAND) is None:
+        raise NoEstimateError(f"{COMMAND} is not installed; run pip install {COMMAND}==0.12.0")
+
+
 def compare(
     config: Path,
     gpu: str,
@@ -44,12 +54,7 @@ def compare(
 
     Args:
         config: the model's ``config.json``.
-
-    Raises:
-        NoEstimateError: it is not installed.
     """
-    if shutil.which(COMMAND) is None:
-        raise NoEstimateError(f"{COMMAND} is not installed; run pip install {COMMAND}==0.12.0")
     context = workload.mean_context
     points = [(each, max(1, round(each.outcome.mean_running))) for each in found]
 

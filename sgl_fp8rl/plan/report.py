@@ -1,6 +1,7 @@
 """A prediction as the console prints it, and beside a run."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +77,7 @@ def check(path: Path, found: Sequence[Prediction]) -> str:
     by_arm = {each.arm.name: each for each in best_of_arms(found)}
     rows: list[tuple[str, ...]] = [("way", "figure", "predicted", "measured", "off by")]
     for row in _measured_rows(path):
-        each, metric = by_arm.get(row.get("arm", "")), row.get("metric")
+        each, metric = by_arm.get(str(row.get("arm"))), str(row.get("metric"))
         if each is None or metric not in CHECKED:
             continue
         predicted, seen = CHECKED[metric](each), float(row["median"])
@@ -90,8 +91,9 @@ def check(path: Path, found: Sequence[Prediction]) -> str:
 def _measured_rows(path: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(path.read_text())["rows"]
-        return [row for row in rows if isinstance(row["median"], (int, float))]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        numbers = [row for row in rows if isinstance(row["median"], (int, float))]
+        return [row for row in numbers if math.isfinite(row["median"])]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise WorkloadError(
             f"{path} is not a result file ({type(error).__name__}); see docs/plan.md"
         ) from None

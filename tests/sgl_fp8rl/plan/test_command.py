@@ -223,7 +223,10 @@ def test_a_run_beside_its_prediction(
     plan(model, "--samples", "64", "--check", str(run))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[1].endswith("-50.0%") and lines[2].endswith("-")
-    for bad in ("{", "{}", '{"rows": []}', '{"rows": [{"median": "x"}]}'):
+    one = {"arm": "fp8rl-kv8", "metric": "rollout_s", "median": 1.0}
+    changes = {"arm": ["x"]}, {"metric": ["a"]}, {"median": float("nan")}, {"median": 10**400}
+    odd = [json.dumps({"rows": [one | change]}) for change in changes]
+    for bad in ("{", "{}", '{"rows": []}', '{"rows": [{"median": "x"}]}', *odd):
         run.write_text(bad)
         with pytest.raises(SystemExit, match=r"sgl-fp8rl plan: .*(not a result|no figure)"):
             plan(model, "--samples", "64", "--check", str(run))
@@ -244,6 +247,8 @@ def test_a_run_beside_its_prediction(
         (["--reserved-gib", "139"], "the model does not fit"),
         (["--tp", "4"], "--tp 4 needs more than --gpus 1; give it --gpus 4"),
         (["--tp", "3", "--gpus", "4"], "--tp 3 does not divide the model's 32 heads"),
+        (["--response-tokens", "30000"], "--max-response-tokens more than 20000"),
+        (["--lengths", "run.jsonl", "--sigma", "1"], "drop --sigma"),
     ],
 )
 def test_bad_arguments(model: str, arguments: list[str], why: str) -> None:
