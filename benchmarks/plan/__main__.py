@@ -25,6 +25,7 @@ from benchmarks.plan.fit import (
     FITTED,
     RESULTS,
     Row,
+    by_load,
     error,
     fit,
     kernels,
@@ -130,23 +131,20 @@ def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def by_aiconfigurator() -> dict[str, Any]:
-    """Measured decode steps of stock arms, those that were predicted without their load, and
-    AIConfigurator's."""
-    decode = [row for row in rows() if row.metric == "decode_step_ms"]
+    """AIConfigurator's decode steps of the loads and stock arms that were measured."""
     found = []
-    for row, ms in left_out(decode, _load):
-        if row.arm not in WITH_FA3:
+    for row in rows():
+        if row.metric != "decode_step_ms" or row.arm not in WITH_FA3:
             continue
         load = next(each for each in LOADS[row.model] if each.name == row.case)
         with TemporaryDirectory() as folder:
             save_config(MODELS[row.model], Path(folder))
             of = shape.of(config(MODELS[row.model]))
             place = load.batch, round(load.mean_length)
-            theirs = aiconfigurator.step_ms(Path(folder), "h200", ARMS[row.arm], of, *place)
-        values = {"measured_ms": row.ms, "plan_ms": ms, "aiconfigurator_ms": theirs}
-        print(row.model, row.case, row.arm, values, flush=True)
+            ms = aiconfigurator.step_ms(Path(folder), "h200", ARMS[row.arm], of, *place)
+        print(row.model, row.case, row.arm, ms, flush=True)
         one = {"arm": row.arm, "model": row.model, "case": row.case}
-        found.append(one | {"values": {name: [value] for name, value in values.items()}})
+        found.append(one | {"values": {"aiconfigurator_ms": [ms]}})
     facts = environment("python -m benchmarks.plan --aiconfigurator")
     asked = subprocess.run([aiconfigurator.COMMAND, "version"], capture_output=True, text=True)
     version = asked.stdout.split()[-1]
@@ -167,7 +165,7 @@ def derive() -> dict[str, Any]:
     errors = {}
     on_two: dict[str, list[tuple[Row, float]]] = {}
     for what, those in (("decode", decode), ("prefill", prefill)):
-        for left, key in (("a load", _load), ("an arm", _arm)):
+        for left, key in (("a load", by_load), ("an arm", _arm)):
             errors[f"{what}, {left} left out"] = _summary(left_out(those, key))
     moe = [row for row in decode if row.model.endswith("a3b")]
     dense = fit(row for row in decode if row not in moe)
@@ -195,10 +193,6 @@ def derive() -> dict[str, Any]:
         "errors": errors,
         "rollouts": tail,
     }
-
-
-def _load(row: Row) -> tuple[str, str]:
-    return row.model, row.case
 
 
 def _arm(row: Row) -> str:

@@ -200,6 +200,10 @@ def left_out(all_rows: list[Row], key: Callable[[Row], Any]) -> list[tuple[Row, 
     return found
 
 
+def by_load(row: Row) -> tuple[str, str]:
+    return row.model, row.case
+
+
 def error(row: Row, predicted: float) -> float:
     """Share of the measured time."""
     return predicted / row.ms - 1.0
