@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import log2
 
 from sgl_fp8rl.plan import memory, schedule, speed
 from sgl_fp8rl.plan.measured import ON_TWO_GPUS, figures
@@ -91,31 +92,34 @@ def sizes(shape: Shape, cluster: Cluster) -> list[int]:
     """
     if cluster.tp is None:
         return [tp for tp in TP_SIZES if tp <= cluster.gpus and shape.is_divisible(tp)]
-    if cluster.tp > cluster.gpus:
-        raise WorkloadError(
-            f"--tp {cluster.tp} needs more than --gpus {cluster.gpus}; give it --gpus {cluster.tp}"
-        )
     if not shape.is_divisible(cluster.tp):
         raise WorkloadError(
             f"--tp {cluster.tp} does not divide the model's {shape.heads} heads, {shape.kv_heads} "
             f"KV heads and MLP of {shape.intermediate}; give one that does"
         )
+    if cluster.tp > cluster.gpus:
+        raise WorkloadError(
+            f"--tp {cluster.tp} needs more than --gpus {cluster.gpus}; give it --gpus {cluster.tp}"
+        )
     return [cluster.tp]
 
 
 def best_of_arms(found: Sequence[Prediction]) -> list[Prediction]:
-    """The best size of each arm, the fastest arm first.
+    """The best size of each arm, the best arm first.
 
-    Times leave out communication, which larger engines have more of. So a larger one is better only
-    where it saves more than steps on two GPUs were measured to take besides.
+    Times leave out communication, which larger engines have more of. So each doubling of an engine
+    counts as what steps on two GPUs were measured to take besides, at most.
     """
-    missed = figures()["errors"][ON_TWO_GPUS]["worst"]
+    missed: float = figures()["errors"][ON_TWO_GPUS]["worst"]
+
+    def seconds(each: Prediction) -> float:
+        part: float = (1 - missed) ** log2(each.tp)
+        return each.outcome.seconds / part
+
     best: dict[str, Prediction] = {}
-    for each in sorted(found, key=lambda each: each.tp):
-        smaller = best.get(each.arm.name)
-        if not smaller or each.outcome.seconds < (1 - missed) * smaller.outcome.seconds:
-            best[each.arm.name] = each
-    return sorted(best.values(), key=lambda each: each.outcome.seconds)
+    for each in sorted(found, key=seconds):
+        best.setdefault(each.arm.name, each)
+    return list(best.values())
 
 
 def busiest(workload: Workload, engines: int) -> list[Request]:

@@ -100,13 +100,16 @@ def test_engines_have_the_fastest_size() -> None:
 
 
 def test_a_larger_engine_must_save_more_than_communication_takes() -> None:
-    arm = speed.ARMS[0]
-    for faster, tp in ((0.81, 1), (0.79, 2)):
-        found = [
-            prediction.Prediction(arm, size, 1, 1, schedule.Outcome(s, 0, 0, 0, 1, 1, 0, 1), 1)
-            for size, s in ((1, 1.0), (2, faster))
-        ]
-        assert [each.tp for each in prediction.best_of_arms(found)] == [tp]
+    def told(arm: speed.Arm, tp: int, seconds: float) -> prediction.Prediction:
+        outcome = schedule.Outcome(seconds, 0, 0, 0, 1, 1, 0, 1)
+        return prediction.Prediction(arm, tp, 1, 1, outcome, 1)
+
+    stock, *_, ours = speed.ARMS
+    for tp, seconds, is_better in ((2, 0.81, False), (2, 0.79, True), (8, 0.52, False)):
+        small, large = told(ours, 1, 1.0), told(ours, tp, seconds)
+        assert prediction.best_of_arms([small, large]) == [large if is_better else small]
+        other = told(stock, tp, seconds)
+        assert (prediction.best_of_arms([small, other])[0] is other) == is_better
 
 
 def test_ratios_are_of_engines_of_one_size() -> None:
@@ -246,7 +249,7 @@ def test_a_run_beside_its_prediction(
         (["--json", "--source", "aiconfigurator"], "--json prints predictions alone"),
         (["--reserved-gib", "139"], "the model does not fit"),
         (["--tp", "4"], "--tp 4 needs more than --gpus 1; give it --gpus 4"),
-        (["--tp", "3", "--gpus", "4"], "--tp 3 does not divide the model's 32 heads"),
+        (["--tp", "3"], "--tp 3 does not divide the model's 32 heads"),
         (["--response-tokens", "30000"], "--max-response-tokens more than 20000"),
         (["--lengths", "run.jsonl", "--sigma", "1"], "drop --sigma"),
     ],
