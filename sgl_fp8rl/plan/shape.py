@@ -122,9 +122,10 @@ def read(model: str) -> Shape:
     except UnknownModelError as error:
         raise UnknownModelError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        other = "" if path.exists() else f", or download it: hf download {model} config.json"
         raise UnknownModelError(
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
-            f"folder that has one, or download it: hf download {model} config.json"
+            f"folder that has one{other}"
         ) from None
 
 
