@@ -277,6 +277,12 @@ def test_precision_loads_no_sglang() -> None:
     assert not {name for name in loaded if name.startswith("sglang") or name == "sgl_kernel"}
 
 
+def test_plan_loads_no_torch() -> None:
+    """Which takes longer than all that it computes."""
+    loaded = loaded_by("import sgl_fp8rl.cli, sgl_fp8rl.plan.command")
+    assert not loaded & {"torch", "numpy", "sglang"}
+
+
 def test_sgl_fp8rl_loads_neither_torch_nor_sglang() -> None:
     loaded = loaded_by("import sgl_fp8rl; assert sgl_fp8rl.__version__")
     assert "sgl_fp8rl" in loaded

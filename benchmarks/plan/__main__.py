@@ -22,8 +22,10 @@ from benchmarks.environment import environment
 from benchmarks.plan.fit import (
     ARMS,
     CHUNK,
+    FITTED,
     RESULTS,
     Row,
+    by_load,
     error,
     fit,
     kernels,
@@ -36,11 +38,13 @@ from benchmarks.plan.fit import (
 from benchmarks.rollout import LOADS
 from benchmarks.tables.plan import accuracy
 from sgl_fp8rl.plan import aiconfigurator, schedule, shape, speed, update_time
+from sgl_fp8rl.plan.measured import ON_TWO_GPUS, ROLLOUTS
 from sgl_fp8rl.plan.workload import Request
 
 AICONFIGURATOR = RESULTS / "aiconfigurator.json"
 WITH_FA3 = ("stock-bf16", "stock-block-fp8")
 """Arms whose kernels it models."""
+SHARDED = ("sharded", "sharded_four", "sharded_others", "sharded_each")
 FIGURES = Path(speed.__file__).with_name("nvidia-h200.json")
 
 
@@ -83,7 +87,19 @@ def update_figures() -> dict[str, dict[str, float]]:
         floors, walls = zip(*points, strict=True)
         share, fixed = np.polyfit(floors, walls, 1)
         found[way] = {"fixed_ms": float(fixed), "share": float(share)}
-    return found
+    return found | {"host": host_figures()}
+
+
+def host_figures() -> dict[str, float]:
+    """What an update from shards on GPUs of the host takes besides the engine's kernels."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for file in SHARDED:
+        for row in measured_rows([file]):
+            if row["arm"] == "fp8rl":
+                place = file, row["model"], row["case"]
+                found.setdefault(place, {})[row["metric"]] = row["median"]
+    besides = [each["update_wall_ms"] - each["update_gpu_ms"] for each in found.values()]
+    return {"least_ms": min(besides), "most_ms": max(besides)}
 
 
 def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
@@ -115,23 +131,20 @@ def rollouts(coefficients: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def by_aiconfigurator() -> dict[str, Any]:
-    """Measured decode steps of stock arms, those that were predicted without their load, and
-    AIConfigurator's."""
-    decode = [row for row in rows() if row.metric == "decode_step_ms"]
+    """AIConfigurator's decode steps of the loads and stock arms that were measured."""
     found = []
-    for row, ms in left_out(decode, _load):
-        if row.arm not in WITH_FA3:
+    for row in rows():
+        if row.metric != "decode_step_ms" or row.arm not in WITH_FA3:
             continue
         load = next(each for each in LOADS[row.model] if each.name == row.case)
         with TemporaryDirectory() as folder:
             save_config(MODELS[row.model], Path(folder))
             of = shape.of(config(MODELS[row.model]))
             place = load.batch, round(load.mean_length)
-            theirs = aiconfigurator.step_ms(Path(folder), "h200", ARMS[row.arm], of, *place)
-        values = {"measured_ms": row.ms, "plan_ms": ms, "aiconfigurator_ms": theirs}
-        print(row.model, row.case, row.arm, values, flush=True)
+            ms = aiconfigurator.step_ms(Path(folder), "h200", ARMS[row.arm], of, *place)
+        print(row.model, row.case, row.arm, ms, flush=True)
         one = {"arm": row.arm, "model": row.model, "case": row.case}
-        found.append(one | {"values": {name: [value] for name, value in values.items()}})
+        found.append(one | {"values": {"aiconfigurator_ms": [ms]}})
     facts = environment("python -m benchmarks.plan --aiconfigurator")
     asked = subprocess.run([aiconfigurator.COMMAND, "version"], capture_output=True, text=True)
     version = asked.stdout.split()[-1]
@@ -150,20 +163,24 @@ def derive() -> dict[str, Any]:
     prefill = [row for row in measured if row.metric == "prefill_s"]
     coefficients = fit(decode) | fit(prefill)
     errors = {}
+    on_two: dict[str, list[tuple[Row, float]]] = {}
     for what, those in (("decode", decode), ("prefill", prefill)):
-        for left, key in (("a load", _load), ("an arm", _arm)):
+        for left, key in (("a load", by_load), ("an arm", _arm)):
             errors[f"{what}, {left} left out"] = _summary(left_out(those, key))
     moe = [row for row in decode if row.model.endswith("a3b")]
     dense = fit(row for row in decode if row not in moe)
     errors["decode, the MoE from the dense model"] = _summary(
         [(row, predict(dense, row)) for row in moe]
     )
+    for row in rows(["rollout_two_gpus"], tp=2):
+        what = ON_TWO_GPUS.replace("decode", row.metric.partition("_")[0])
+        on_two.setdefault(what, []).append((row, predict(coefficients, row)))
+    errors |= {what: _summary(predicted) for what, predicted in on_two.items()}
     tail = rollouts(coefficients)
     times = [each for each in tail if each["metric"] == "rollout_s"]
-    errors["rollouts"] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
+    errors[ROLLOUTS] = _of([abs(each["predicted"] / each["measured"] - 1.0) for each in times])
     environments = [
-        json.loads((RESULTS / f"{name}.json").read_text())["environment"]
-        for name in ("rollout", "rollout_moe")
+        json.loads((RESULTS / f"{name}.json").read_text())["environment"] for name in FITTED
     ]
     return {
         "source": f"{environments[0]['device']}, SGLang {environments[0]['sglang']}, "
@@ -176,10 +193,6 @@ def derive() -> dict[str, Any]:
         "errors": errors,
         "rollouts": tail,
     }
-
-
-def _load(row: Row) -> tuple[str, str]:
-    return row.model, row.case
 
 
 def _arm(row: Row) -> str:

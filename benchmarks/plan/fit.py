@@ -1,7 +1,7 @@
 """Fit the costs of a step and of a prefill to measured rows, and predict those left out."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
-from benchmarks.engines.models import MODELS, config
+from benchmarks.engines.models import MODELS, SHAPES, config
 from benchmarks.rollout import LOADS
 from sgl_fp8rl.plan import gemms, shape, speed, xqa
 
 RESULTS = Path(__file__).parents[1] / "results"
+FITTED = ("rollout", "rollout_moe")
+"""Result files whose rows are fitted to."""
 CHUNK = 16384
 """Tokens of a prefill batch in the benchmarks."""
 PROMPT_BATCHES = 4
@@ -55,31 +57,32 @@ class Row:
     quantities: dict[str, float]
 
 
-def measured_rows() -> list[dict[str, Any]]:
-    """Rows of both models."""
-    files = (RESULTS / "rollout.json", RESULTS / "rollout_moe.json")
-    return [row for file in files for row in json.loads(file.read_text())["rows"]]
+def measured_rows(files: Sequence[str] = FITTED) -> list[dict[str, Any]]:
+    """Rows of result files."""
+    return [
+        row for name in files for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    ]
 
 
-def rows() -> list[Row]:
+def rows(files: Sequence[str] = FITTED, tp: int = 1) -> list[Row]:
     """Decode steps and prefills of every arm that ``plan`` knows."""
     found = []
-    for row in measured_rows():
+    for row in measured_rows(files):
         arm = ARMS.get(row["arm"])
         if arm is None or row["metric"] not in ("decode_step_ms", "prefill_s"):
             continue
-        model = shape.of(config(MODELS[row["model"]]))
+        model = shape.of(config(SHAPES[row["model"]]))
         load = next(load for load in LOADS[row["model"]] if load.name == row["case"])
         if row["metric"] == "decode_step_ms":
             tokens = load.batch * load.mean_length
             ms = row["median"]
-            parts = speed.decode_quantities(arm, model, load.batch, tokens, kernels())
+            parts = speed.decode_quantities(arm, model, load.batch, tokens, kernels(), tp)
         else:
             part = load.batch // PROMPT_BATCHES * load.length
             batches = PROMPT_BATCHES * -(-part // CHUNK)
             lengths = [load.length] * load.batch
             ms = 1e3 * row["median"]
-            parts = speed.prefill_quantities(arm, model, lengths, batches, kernels())
+            parts = speed.prefill_quantities(arm, model, lengths, batches, kernels(), tp)
         found.append(Row(row["arm"], row["model"], row["case"], row["metric"], ms, parts))
     return found
 
@@ -195,6 +198,10 @@ def left_out(all_rows: list[Row], key: Callable[[Row], Any]) -> list[tuple[Row, 
                 except KeyError:
                     continue
     return found
+
+
+def by_load(row: Row) -> tuple[str, str]:
+    return row.model, row.case
 
 
 def error(row: Row, predicted: float) -> float:

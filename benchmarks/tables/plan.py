@@ -10,6 +10,7 @@ from textwrap import indent
 from typing import Any
 
 from benchmarks.engines.models import MODELS, save_config
+from benchmarks.plan import fit
 from benchmarks.tables.markdown import grid, joined
 from sgl_fp8rl.plan import command
 
@@ -28,21 +29,24 @@ def example(_: Any) -> str:
 
 def beside_aiconfigurator(results: dict[str, Any]) -> str:
     """Measured steps of stock arms, and two predictions of each."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in results["rows"]:
-        place = row["model"], row["case"], row["arm"]
-        found.setdefault(place, {})[row["metric"]] = row["median"]
+    theirs = {(row["model"], row["case"], row["arm"]): row["median"] for row in results["rows"]}
+    decode = [row for row in fit.rows() if row.metric == "decode_step_ms"]
     lines = []
-    errors: dict[str, list[float]] = {"plan_ms": [], "aiconfigurator_ms": []}
-    for place, ms in found.items():
-        cells = [", ".join(place), f"{ms['measured_ms']:.1f} ms"]
-        for name, off in errors.items():
-            off.append(ms[name] / ms["measured_ms"] - 1.0)
-            cells.append(f"{ms[name]:.1f} ms, {off[-1]:+.0%}")
-        lines.append(cells)
-    mean = [f"{fmean(map(abs, off)):.1%}" for off in errors.values()]
-    version = results["environment"]["aiconfigurator"]
-    head = ["decode step", "measured", "plan, without this load", f"AIConfigurator {version}"]
+    off: list[tuple[float, float]] = []
+    for row, ms in fit.left_out(decode, fit.by_load):
+        place = row.model, row.case, row.arm
+        if place not in theirs:
+            continue
+        both = ms, theirs[place]
+        off.append((fit.error(row, ms), fit.error(row, theirs[place])))
+        cells = [
+            f"{each:.1f} ms, {missed:+.0%}" for each, missed in zip(both, off[-1], strict=True)
+        ]
+        lines.append([", ".join(place), f"{row.ms:.1f} ms", *cells])
+    mean = [f"{fmean(map(abs, each)):.1%}" for each in zip(*off, strict=True)]
+    facts = results["environment"]
+    theirs_of = f"AIConfigurator {facts['aiconfigurator']}, {facts['date']}"
+    head = ["decode step", "measured", "plan, without this load", theirs_of]
     return grid(head, [*lines, ["mean error", "", *mean]])
 
 
@@ -51,8 +55,7 @@ def accuracy(figures: dict[str, Any]) -> str:
     errors = []
     for name, of in figures["errors"].items():
         ours = f"{of['worst of ours']:.1%}" if "worst of ours" in of else "-"
-        ranked = "loads" in of and not name.startswith("prefill")
-        first = f"{of['best arm first']} of {of['loads']}" if ranked else "-"
+        first = f"{of['best arm first']} of {of['loads']}" if "loads" in of else "-"
         errors.append(
             [name, str(of["rows"]), f"{of['mean']:.1%}", f"{of['worst']:.1%}", ours, first]
         )

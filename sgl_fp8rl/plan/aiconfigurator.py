@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean
 
 from sgl_fp8rl.plan.prediction import Cluster, Prediction
 from sgl_fp8rl.plan.shape import Shape
@@ -33,6 +32,16 @@ class NoEstimateError(ValueError):
     """It is not installed, or has no answer."""
 
 
+def check_installed() -> None:
+    """Look for its command.
+
+    Raises:
+        NoEstimateError: there is none.
+    """
+    if shutil.which(COMMAND) is None:
+        raise NoEstimateError(f"{COMMAND} is not installed; run pip install {COMMAND}==0.12.0")
+
+
 def compare(
     config: Path,
     gpu: str,
@@ -45,13 +54,8 @@ def compare(
 
     Args:
         config: the model's ``config.json``.
-
-    Raises:
-        NoEstimateError: it is not installed.
     """
-    if shutil.which(COMMAND) is None:
-        raise NoEstimateError(f"{COMMAND} is not installed; run pip install {COMMAND}==0.12.0")
-    context = round(fmean(each.prompt + each.response / 2 for each in workload.requests))
+    context = workload.mean_context
     points = [(each, max(1, round(each.outcome.mean_running))) for each in found]
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:

@@ -4,9 +4,17 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
-from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, shape, workload
+from sgl_fp8rl.plan import aiconfigurator, memory, prediction, report, schedule, shape, workload
 
+DRAWN: dict[str, Any] = {
+    "samples": 512,
+    "prompt_tokens": 1024,
+    "response_tokens": 4000,
+    "sigma": 0.8,
+}
+"""What lengths are drawn by, where no file has them."""
 MOST_TOKENS = 20000
 MOST_SIGMA = 10.0
 """A larger spread would draw answers longer than any model generates."""
@@ -17,15 +25,11 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("model", help="folder of the model, or its config.json")
     plan.add_argument("--gpu", choices=["h200", "h100"], default="h200", help="default h200")
     plan.add_argument("--gpus", type=int, default=1, help="GPUs that serve (default 1)")
-    plan.add_argument("--tp", type=int, help="GPUs of an engine (default: as few as hold it)")
-    plan.add_argument("--samples", type=int, default=512, help="of a rollout (default 512)")
-    plan.add_argument("--prompt-tokens", type=int, default=1024, help="default 1024")
-    plan.add_argument(
-        "--response-tokens", type=int, default=4000, help="median of the answers (default 4000)"
-    )
-    plan.add_argument(
-        "--sigma", type=float, default=0.8, help="of their lognormal lengths (default 0.8)"
-    )
+    plan.add_argument("--tp", type=int, help="GPUs of an engine (default: the fastest of 1 to 8)")
+    plan.add_argument("--samples", type=int, help="of a rollout (default 512)")
+    plan.add_argument("--prompt-tokens", type=int, help="default 1024")
+    plan.add_argument("--response-tokens", type=int, help="median of the answers (default 4000)")
+    plan.add_argument("--sigma", type=float, help="of their lognormal lengths (default 0.8)")
     plan.add_argument(
         "--max-response-tokens",
         type=int,
@@ -41,10 +45,16 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         "--reserved-gib", type=float, default=0.0, help="what a trainer keeps on each GPU"
     )
     plan.add_argument(
-        "--mem-fraction-static", type=float, default=0.88, help="of SGLang (default 0.88)"
+        "--mem-fraction-static",
+        type=float,
+        default=0.88,
+        help="that engines are given (default 0.88, which is not SGLang's own)",
     )
     plan.add_argument(
-        "--chunked-prefill-size", type=int, default=8192, help="of SGLang (default 8192)"
+        "--chunked-prefill-size",
+        type=int,
+        default=8192,
+        help="that engines are given (default 8192)",
     )
     plan.add_argument("--train-s", type=float, help="seconds of a training step, if known")
     plan.add_argument(
@@ -60,11 +70,17 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check numbers, and what cannot be printed together.
+    """Fill in what lengths are drawn by; check numbers, and what does not go together.
 
     Raises:
         WorkloadError: one makes no sense.
+        NoEstimateError: AIConfigurator is asked for, and not installed.
     """
+    given = [name for name in DRAWN if getattr(arguments, name) is not None]
+    if arguments.lengths and given:
+        option = given[0].replace("_", "-")
+        raise workload.WorkloadError(f"--lengths has the samples of a run; drop --{option}")
+    vars(arguments).update({name: DRAWN[name] for name in DRAWN if name not in given})
     positive = ("gpus", "samples", "prompt_tokens", "response_tokens", "chunked_prefill_size")
     for name in (*positive, "tp", "max_response_tokens"):
         value = getattr(arguments, name)
@@ -79,6 +95,17 @@ def check(arguments: argparse.Namespace) -> None:
         raise workload.WorkloadError("--mem-fraction-static is between 0 and 1")
     if arguments.json and (arguments.check or arguments.source == aiconfigurator.COMMAND):
         raise workload.WorkloadError("--json prints predictions alone; drop --check and --source")
+    if not arguments.lengths and arguments.response_tokens > _limit(arguments):
+        raise workload.WorkloadError(
+            f"half of the answers would be cut: --response-tokens is {arguments.response_tokens}; "
+            f"give --max-response-tokens more than {_limit(arguments)}"
+        )
+    if arguments.source == aiconfigurator.COMMAND:
+        aiconfigurator.check_installed()
+
+
+def _limit(arguments: argparse.Namespace) -> int:
+    return arguments.max_response_tokens or MOST_TOKENS
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.prompt_tokens,
                 arguments.response_tokens,
                 arguments.sigma,
-                arguments.max_response_tokens or MOST_TOKENS,
+                _limit(arguments),
             )
         )
         cluster = prediction.Cluster(
@@ -106,8 +133,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.chunked_prefill_size,
         )
         found = prediction.predictions(model, asked, cluster)
-        if not found:
-            sys.exit("sgl-fp8rl plan: the model does not fit into these GPUs; give it more --gpus")
         if arguments.check:
             print(report.check(arguments.check, found))
         elif arguments.json:
@@ -116,12 +141,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.render(model, asked, cluster, found, arguments.train_s))
         if arguments.source == aiconfigurator.COMMAND:
             config = shape.config_of(arguments.model)
-            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, found)
+            ranked = prediction.best_of_arms(found)
+            beside = aiconfigurator.compare(config, arguments.gpu, model, asked, cluster, ranked)
             print(f"\n{beside}")
     except (
         shape.UnknownModelError,
         workload.WorkloadError,
         aiconfigurator.NoEstimateError,
+        schedule.DoesNotFitError,
     ) as error:
         sys.exit(f"sgl-fp8rl plan: {error}")
     return 0

@@ -5,6 +5,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+ON_TWO_GPUS = "decode, Qwen3-32B on two GPUs"
+"""Among the errors: steps whose prediction leaves communication out."""
+ROLLOUTS = "rollouts of Qwen3-8B"
+
 
 @cache
 def figures() -> dict[str, Any]:

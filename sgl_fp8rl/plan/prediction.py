@@ -1,14 +1,17 @@
 """What each way to serve would take for one rollout, the fastest first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import log2
 
-from sgl_fp8rl.plan import gemms, memory, schedule, speed
+from sgl_fp8rl.plan import memory, schedule, speed
+from sgl_fp8rl.plan.measured import ON_TWO_GPUS, figures
 from sgl_fp8rl.plan.shape import Shape
-from sgl_fp8rl.plan.workload import Request, Workload
+from sgl_fp8rl.plan.workload import Request, Workload, WorkloadError
 
-MOST_TP = 8
-LONGEST, LARGEST = 30000, 1024
-"""Tokens of a sequence, and running requests, up to which times were measured."""
+TP_SIZES = (1, 2, 4, 8)
+"""Of engines, where none is asked for: they stay on one host."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class Cluster:
 
     Args:
         gpus: all of them; each engine takes ``tp``.
-        tp: None for the smallest that holds the weights and one request.
+        tp: None for any of ``TP_SIZES``.
         reserved_bytes: what a trainer keeps on each GPU while the engines run.
         fraction: ``mem_fraction_static``.
         chunk: ``chunked_prefill_size``.
@@ -33,7 +36,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one arm."""
+    """Of one arm, by engines of one size."""
 
     arm: speed.Arm
     tp: int
@@ -44,72 +47,82 @@ class Prediction:
 
 
 def predictions(shape: Shape, workload: Workload, cluster: Cluster) -> list[Prediction]:
-    """Every arm that the model fits into, the fastest first."""
+    """Every arm, by engines of every size that holds the model and the longest request.
+
+    Raises:
+        DoesNotFitError: there is none.
+    """
     found = []
-    for arm in speed.ARMS:
-        tp = cluster.tp or smallest_tp(shape, arm, workload, cluster)
-        if tp is None or tp > cluster.gpus or shape.heads % tp:
-            continue
+    longest = max(request.prompt + request.limit for request in workload.requests)
+    largest_cache = 0
+    for arm, tp in product(speed.ARMS, sizes(shape, cluster)):
         tokens = memory.kv_tokens(
             cluster.gpu, shape, arm, tp, cluster.reserved_bytes, cluster.fraction
         )
+        largest_cache = max(largest_cache, tokens)
+        if tokens <= longest:
+            continue
         engines = cluster.gpus // tp
         engine = schedule.Engine(
             arm, shape, speed.speed_of(cluster.gpu.scale), tokens, cluster.chunk, tp=tp
         )
-        try:
-            outcome = schedule.simulate(engine, busiest(workload, engines))
-        except schedule.DoesNotFitError:
-            continue
+        outcome = schedule.simulate(engine, busiest(workload, engines))
         tokens_s = workload.response_tokens / outcome.seconds
         found.append(Prediction(arm, tp, engines, tokens, outcome, tokens_s))
-    return sorted(found, key=lambda each: each.outcome.seconds)
-
-
-def smallest_tp(shape: Shape, arm: speed.Arm, workload: Workload, cluster: Cluster) -> int | None:
-    """GPUs of an engine whose KV cache holds the longest request; None where none does."""
-    longest = max(request.prompt + request.limit for request in workload.requests)
-    tp = 1
-    while tp <= min(cluster.gpus, MOST_TP):
-        tokens = memory.kv_tokens(
-            cluster.gpu, shape, arm, tp, cluster.reserved_bytes, cluster.fraction
+    if not found:
+        what = (
+            f"a request of up to {longest} tokens does not fit: the largest KV cache would hold "
+            f"{largest_cache}"
+            if largest_cache
+            else f"the model does not fit: its weights take "
+            f"{shape.weight_bytes(fp8=True) / memory.GIB:.0f} GiB in FP8"
         )
-        if tokens > longest and shape.heads % tp == 0:
-            return tp
-        tp *= 2
-    return None
+        raise schedule.DoesNotFitError(
+            f"{what}; give an engine more GPUs (--gpus, --tp) or memory (--mem-fraction-static, "
+            f"--reserved-gib)"
+        )
+    return found
+
+
+def sizes(shape: Shape, cluster: Cluster) -> list[int]:
+    """GPUs that an engine may have.
+
+    Raises:
+        WorkloadError: an engine cannot have as many as were asked for.
+    """
+    if cluster.tp is None:
+        return [tp for tp in TP_SIZES if tp <= cluster.gpus and shape.is_divisible(tp)]
+    if not shape.is_divisible(cluster.tp):
+        raise WorkloadError(
+            f"--tp {cluster.tp} does not divide the model's {shape.heads} heads, {shape.kv_heads} "
+            f"KV heads and MLP of {shape.intermediate}; give one that does"
+        )
+    if cluster.tp > cluster.gpus:
+        raise WorkloadError(
+            f"--tp {cluster.tp} needs more than --gpus {cluster.gpus}; give it --gpus {cluster.tp}"
+        )
+    return [cluster.tp]
+
+
+def best_of_arms(found: Sequence[Prediction]) -> list[Prediction]:
+    """The best size of each arm, the best arm first.
+
+    Times leave out communication, which larger engines have more of. So each doubling of an engine
+    counts as what steps on two GPUs were measured to take besides, at most.
+    """
+    missed: float = figures()["errors"][ON_TWO_GPUS]["worst"]
+
+    def seconds(each: Prediction) -> float:
+        part: float = (1 - missed) ** log2(each.tp)
+        return each.outcome.seconds / part
+
+    best: dict[str, Prediction] = {}
+    for each in sorted(found, key=seconds):
+        best.setdefault(each.arm.name, each)
+    return list(best.values())
 
 
 def busiest(workload: Workload, engines: int) -> list[Request]:
     """The requests of the engine that has most to generate, where each is given one in turn."""
     shares = [list(workload.requests[first::engines]) for first in range(engines)]
     return max(shares, key=lambda share: sum(request.response for request in share))
-
-
-def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
-    """What of a prediction lies outside of what was measured."""
-    found = []
-    longest = max(request.prompt + request.response for request in workload.requests)
-    if longest > LONGEST:
-        found.append(f"sequences of more than {LONGEST} tokens (the longest has {longest})")
-    if best.outcome.peak_running > LARGEST:
-        found.append(
-            f"more than {LARGEST} running requests (at most {best.outcome.peak_running} run)"
-        )
-    others = [
-        f"{n} x {k}"
-        for n, k in gemms.shapes_of(shape, best.tp)
-        if best.arm.fp8 and (n, k) not in gemms.table(best.arm.stack)
-    ]
-    if others:
-        found.append(
-            f"FP8 GEMMs of {', '.join(others)}, taken from a line through those of other shapes"
-        )
-    if best.arm.fp8 and (ragged := shape.ragged_sizes(best.tp)):
-        found.append(
-            f"layers of {', '.join(map(str, ragged))} channels on a GPU, which are no multiples of "
-            f"128: ours pads them, stock SGLang has no block FP8 for them"
-        )
-    if best.tp > 1:
-        found.append("communication between GPUs, which is left out: times are lower bounds")
-    return found

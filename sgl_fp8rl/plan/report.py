@@ -1,18 +1,22 @@
 """A prediction as the console prints it, and beside a run."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.plan import prediction, update_time
-from sgl_fp8rl.plan.measured import figures
-from sgl_fp8rl.plan.prediction import Cluster, Prediction
+from sgl_fp8rl.plan import gains, update_time
+from sgl_fp8rl.plan.measured import ROLLOUTS, figures
+from sgl_fp8rl.plan.prediction import Cluster, Prediction, best_of_arms
 from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.unmeasured import unmeasured
 from sgl_fp8rl.plan.workload import Workload, WorkloadError
 from sgl_fp8rl.tables import align
 
+ONE_HOST = 8
+"""GPUs."""
 HEADER = (
     "way",
     "GPUs",
@@ -44,21 +48,21 @@ def render(
     """The table, the flags of the best way, and what is not known.
 
     Args:
-        found: at least one.
+        found: all ways to serve.
     """
-    best = found[0]
-    rows = [HEADER, *(_row(each) for each in found)]
+    best, *others = best_of_arms(found)
+    rows = [HEADER, *(_row(each) for each in (best, *others))]
     lines = [align(rows), "", _flags(best, cluster), ""]
-    lines += _reasons(found)
+    lines += gains.lines(shape, workload, cluster, found, best.tp)
     lines += [_step(shape, best, cluster, train_s), ""]
     lines += [f"Figures: {cluster.gpu.source}.", _error()]
-    lines += [f"Not measured: {what}." for what in prediction.unmeasured(shape, workload, best)]
+    lines += [f"Not measured: {what}." for what in unmeasured(shape, workload, best)]
     return "\n".join(lines)
 
 
 def as_json(found: Sequence[Prediction]) -> str:
-    """All of it."""
-    return json.dumps([asdict(each) for each in found], indent=1)
+    """All figures of the best size of each arm."""
+    return json.dumps([asdict(each) for each in best_of_arms(found)], indent=1)
 
 
 def check(path: Path, found: Sequence[Prediction]) -> str:
@@ -70,10 +74,10 @@ def check(path: Path, found: Sequence[Prediction]) -> str:
     Raises:
         WorkloadError: it has none that could be compared.
     """
-    by_arm = {each.arm.name: each for each in found}
+    by_arm = {each.arm.name: each for each in best_of_arms(found)}
     rows: list[tuple[str, ...]] = [("way", "figure", "predicted", "measured", "off by")]
     for row in _measured_rows(path):
-        each, metric = by_arm.get(row.get("arm", "")), row.get("metric")
+        each, metric = by_arm.get(str(row.get("arm"))), str(row.get("metric"))
         if each is None or metric not in CHECKED:
             continue
         predicted, seen = CHECKED[metric](each), float(row["median"])
@@ -87,8 +91,9 @@ def check(path: Path, found: Sequence[Prediction]) -> str:
 def _measured_rows(path: Path) -> list[dict[str, Any]]:
     try:
         rows = json.loads(path.read_text())["rows"]
-        return [row for row in rows if isinstance(row["median"], (int, float))]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        numbers = [row for row in rows if isinstance(row["median"], (int, float))]
+        return [row for row in numbers if math.isfinite(row["median"])]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise WorkloadError(
             f"{path} is not a result file ({type(error).__name__}); see docs/plan.md"
         ) from None
@@ -119,47 +124,47 @@ def _flags(best: Prediction, cluster: Cluster) -> str:
         f"--cuda-graph-max-bs-decode {running}",
     ]
     engines = f"{best.engines} engines, each" if best.engines > 1 else "one engine"
-    return f"{best.arm.name}: {engines} with\n  {' '.join(flag for flag in flags if flag)}"
-
-
-def _reasons(found: Sequence[Prediction]) -> list[str]:
-    """What FP8 weights and an FP8 KV cache give for this rollout."""
-    seconds = {each.arm.name: each.outcome.seconds for each in found}
-    reasons = []
-    for what, without, having in (
-        ("FP8 weights and our kernels", "stock-bf16", "fp8rl"),
-        ("An FP8 KV cache", "fp8rl", "fp8rl-kv8"),
-        ("Ours", "stock-block-fp8-kv8-xqa", "fp8rl-kv8"),
-    ):
-        if without in seconds and having in seconds:
-            ratio = seconds[without] / seconds[having]
-            reasons.append(f"{what}: {ratio:.2f} times as fast as {without}.")
-    return reasons
+    idle = cluster.gpus - best.engines * best.tp
+    rest = f" ({idle} of {cluster.gpus} GPUs idle)" if idle else ""
+    return f"{best.arm.name}: {engines} with{rest}\n  {' '.join(flag for flag in flags if flag)}"
 
 
 def _step(shape: Shape, best: Prediction, cluster: Cluster, train_s: float | None) -> str:
     """The update, where one like it was measured, and a step of the training with it."""
-    is_known = cluster.gpus == 1 and cluster.gpu.scale == 1.0 and best.arm.stack == "ours"
-    updates = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
-    ways = " or ".join(f"{ms:.0f} ms {way}" for way, ms in updates.items())
-    update = (
-        f"An update on the same GPU: {ways}"
-        if is_known
-        else "How long an update takes is not known here"
+    is_known = best.arm.stack == "ours" and cluster.gpu.scale == 1.0 and cluster.gpus <= ONE_HOST
+    update, most_ms = (
+        _update(shape, best) if is_known else ("How long an update takes is not known here", 0.0)
     )
     if train_s is None:
         return f"{update}."
-    step = best.outcome.seconds + train_s + (updates["bucket"] / 1e3 if is_known else 0.0)
+    step = best.outcome.seconds + train_s + most_ms / 1e3
     share = best.outcome.seconds / step
     what = "An RL step" if is_known else "An RL step without it"
     return f"{update}. {what}: {step:.0f} s, of which the rollout {share:.0%}."
 
 
-def _error() -> str:
-    errors = figures()["errors"]
+def _update(shape: Shape, best: Prediction) -> tuple[str, float]:
+    """What it takes, and the most of it in ms."""
+    gpus = best.engines * best.tp
+    if gpus == 1:
+        ms = {way: update_time.update_ms(shape, way) for way in update_time.WAYS}
+        ways = " or ".join(f"{each:.0f} ms {way}" for way, each in ms.items())
+        said = f"An update on the same GPU: {ways}, by a line through Qwen3-8B and Qwen3-30B-A3B"
+        return said, max(ms.values())
+    kernels = update_time.kernels_ms(shape, best.engines, best.tp)
+    least, most = (figures()["update"]["host"][each] for each in ("least_ms", "most_ms"))
     return (
-        f"Error where it was tried: a decode step that was left out of the fit is "
-        f"{errors['decode, a load left out']['mean']:.0%} off in the mean and "
-        f"{errors['decode, a load left out']['worst']:.0%} at worst; whole rollouts "
-        f"{errors['rollouts']['worst']:.0%} at worst."
+        f"An update from FSDP2 on the same {gpus} GPUs: at least {kernels + least:.0f} ms, "
+        f"{kernels:.0f} for what memory and links carry and {least:.0f} to {most:.0f} of the host, "
+        f"as measured with 2 and 4 GPUs",
+        kernels + most,
+    )
+
+
+def _error() -> str:
+    decode, rollouts = (figures()["errors"][what] for what in ("decode, a load left out", ROLLOUTS))
+    return (
+        f"Error on one H200: decode steps of Qwen3-8B and Qwen3-30B-A3B that were left out of the "
+        f"fit are {decode['mean']:.0%} off in the mean and {decode['worst']:.0%} at worst; "
+        f"{rollouts['rows']} {ROLLOUTS} {rollouts['worst']:.0%} at worst."
     )

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from sgl_fp8rl.plan.running import Running, Sample
 from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.speed import Arm, Speed
 from sgl_fp8rl.plan.workload import Request
 
-CLIP = 4096
-"""New tokens of a request that SGLang reserves memory for, at most."""
 FIRST_RATIO, LAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 """Share of the reserved tokens of running requests that counts: it decays, step by step."""
 RETRACT_STEPS = 20
@@ -60,23 +59,11 @@ class Outcome:
     """Mean of the decode steps."""
 
 
-@dataclass
-class _Sample:
-    prompt: int
-    response: int
-    limit: int
-    done: int = 0
-
-    @property
-    def held(self) -> int:
-        return self.prompt + self.done
-
-
 class _Simulation:
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self.engine = engine
-        self.waiting = deque(_Sample(each.prompt, each.response, each.limit) for each in requests)
-        self.running: list[_Sample] = []
+        self.waiting = deque(Sample(each.prompt, each.response, each.limit) for each in requests)
+        self.running = Running()
         self.is_full = False
         self.ratio = FIRST_RATIO
         self.prefill_ms = self.decode_ms = self.run_steps = 0.0
@@ -84,10 +71,6 @@ class _Simulation:
         self.peak_tokens = 0
         self.timeline: list[tuple[int, float]] = []
         """Running requests, and for how many ms."""
-
-    @property
-    def used(self) -> int:
-        return sum(sample.held for sample in self.running)
 
     def admit(self) -> None:
         """Prefill what waits and fits, a batch at a time."""
@@ -99,25 +82,25 @@ class _Simulation:
             batches = ceil(sum(tokens) / self.engine.chunk)
             took = self._prefill_ms(tokens, batches)
             self.prefill_ms += took
-            self.timeline.append((len(self.running), took))
-            self.running += batch
+            self.timeline.append((self.running.size, took))
             for sample in batch:
                 sample.done += 1
+                self.running.add(sample)
             self._finish()
 
-    def _next_batch(self) -> list[_Sample]:
-        free = self.engine.kv_tokens - self.used
-        free -= int(self.ratio * sum(self._may_need(sample) for sample in self.running))
-        batch: list[_Sample] = []
+    def _next_batch(self) -> list[Sample]:
+        free = self.engine.kv_tokens - self.running.tokens
+        free -= int(self.ratio * self.running.may_need)
+        batch: list[Sample] = []
         taken = 0
         while self.waiting and taken < self.engine.chunk:
-            if len(self.running) + len(batch) >= self.engine.most_running:
+            if self.running.size + len(batch) >= self.engine.most_running:
                 self.is_full = True
                 break
             sample = self.waiting[0]
-            needs = sample.held + self._may_need(sample)
+            needs = sample.held + sample.may_need
             # SGLang starts nothing where one alone may not fit; here it would wait for ever
-            if needs >= free and (self.running or batch or sample.held >= free):
+            if needs >= free and (self.running.size or batch or sample.held >= free):
                 self.is_full = True
                 break
             free -= needs
@@ -125,44 +108,38 @@ class _Simulation:
             batch.append(self.waiting.popleft())
         return batch
 
-    def _may_need(self, sample: _Sample) -> int:
-        return min(max(sample.limit - sample.done, 0), CLIP)
-
     def decode(self) -> None:
         """Decode steps until a request ends, or memory does."""
-        if self.used + len(self.running) > self.engine.kv_tokens:
+        running = self.running
+        if running.tokens + running.size > self.engine.kv_tokens:
             self._retract()
-        batch, used = len(self.running), self.used
-        steps = min(sample.response - sample.done for sample in self.running)
-        steps = min(steps, (self.engine.kv_tokens - used) // batch)
+        batch = running.size
+        steps = min(running.steps(), (self.engine.kv_tokens - running.tokens) // batch)
         if self.waiting and not self.is_full:  # behind a retraction, what waits is tried again
             steps = 1
-        first = self._step_ms(batch, used + batch)
-        last = self._step_ms(batch, used + steps * batch)
-        took = steps * (first + last) / 2  # linear in the tokens that are read
+        # linear in the tokens that are read, so that the step in the middle is the mean
+        took = steps * self._step_ms(batch, running.tokens + (steps + 1) / 2 * batch)
         self.decode_ms += took
         self.timeline.append((batch, took))
         self.steps += steps
         self.run_steps += steps * batch
         self.ratio = max(self.ratio - steps * (FIRST_RATIO - LAST_RATIO) / DECAY_STEPS, LAST_RATIO)
-        for sample in self.running:
-            sample.done += steps
+        running.advance(steps)
         self.peak = max(self.peak, batch)
-        self.peak_tokens = max(self.peak_tokens, used + steps * batch)
+        self.peak_tokens = max(self.peak_tokens, running.tokens)
         self._finish()
 
     def _finish(self) -> None:
-        left = [sample for sample in self.running if sample.done < sample.response]
-        if len(left) < len(self.running):
+        if self.running.finish():
             self.is_full = False
-        self.running = left
 
     def _retract(self) -> None:
         """Make room for one more token of each request that stays."""
-        self.running.sort(key=lambda sample: (-sample.done, sample.prompt))
-        while self.used + len(self.running) > self.engine.kv_tokens:
-            sample = self.running.pop()
-            if not self.running:
+        running = self.running
+        while running.tokens + running.size > self.engine.kv_tokens:
+            sample = running.shortest()
+            running.remove(sample)
+            if not running.size:
                 raise DoesNotFitError(
                     f"a request of {sample.prompt + sample.response} tokens does not fit into a KV "
                     f"cache of {self.engine.kv_tokens} tokens; give the engine more memory"
@@ -170,12 +147,11 @@ class _Simulation:
             self.waiting.append(sample)
             self.retractions += 1
         self.is_full = False
-        decoded = sum(sample.done for sample in self.running)
-        room = RETRACT_STEPS * len(self.running)
-        limits = sum(sample.limit for sample in self.running)
-        self.ratio = min((decoded + room) / (limits + 1), 1.0)
+        decoded = running.tokens - running.prompts
+        room = RETRACT_STEPS * running.size
+        self.ratio = min((decoded + room) / (running.limits + 1), 1.0)
 
-    def _step_ms(self, batch: int, tokens: int) -> float:
+    def _step_ms(self, batch: int, tokens: float) -> float:
         engine = self.engine
         return engine.speed.decode_ms(engine.arm, engine.shape, batch, tokens, engine.tp)
 
@@ -209,9 +185,9 @@ def simulate(engine: Engine, requests: Sequence[Request]) -> Outcome:
         DoesNotFitError: the KV cache is too small for one of them.
     """
     simulation = _Simulation(engine, requests)
-    while simulation.waiting or simulation.running:
+    while simulation.waiting or simulation.running.size:
         simulation.admit()
-        if simulation.running:
+        if simulation.running.size:
             simulation.decode()
         elif simulation.waiting:
             sample = simulation.waiting[0]

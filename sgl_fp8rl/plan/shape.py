@@ -4,16 +4,14 @@ Suffixes of names: none; all sizes are of the whole model unless a tensor parall
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_fp8rl.formats import BLOCK_FP8
-
 BF16_BYTES, FP8_BYTES = 2, 1
-SCALE_BYTES = sum(spec.nbytes for spec in BLOCK_FP8.companions(BLOCK_FP8.block).values())
-"""Of the scale that a block of FP8 weights shares."""
+BLOCK, SCALE_BYTES = 128, 4
+"""Side of a block of FP8 weights, and bytes of the scale that it shares: those of the format in
+``formats``, which loads torch."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of decoders whose layers all are attention and one MLP, or one set of experts."""
 
@@ -57,12 +55,17 @@ class Shape:
         down = 0 if self.experts else self.hidden * self.intermediate
         return self.layers * (self.hidden * self.heads * self.head_dim + down)
 
+    def is_divisible(self, tp: int) -> bool:
+        """Whether SGLang can give each of ``tp`` ranks as much; ranks may share a KV head."""
+        few, many = sorted((self.kv_heads, tp))
+        return not (self.heads % tp or many % few or self.intermediate % tp)
+
     def ragged_sizes(self, tp: int) -> list[int]:
         """Sides of a layer's matrices on a rank that are not multiples of a block's."""
         keys = max(self.kv_heads // tp, 1)
         heads = (each * self.head_dim for each in (self.heads // tp, keys))
         sides = {self.hidden, self.intermediate // tp, *heads}
-        return sorted(side for side in sides if side % BLOCK_FP8.block[0])
+        return sorted(side for side in sides if side % BLOCK)
 
     @property
     def head_weights(self) -> int:
@@ -103,7 +106,7 @@ class Shape:
 
 def element_bytes(fp8: bool) -> float:
     """Bytes of a weight, with its share of a scale."""
-    return FP8_BYTES + SCALE_BYTES / math.prod(BLOCK_FP8.block) if fp8 else BF16_BYTES
+    return FP8_BYTES + SCALE_BYTES / BLOCK**2 if fp8 else BF16_BYTES
 
 
 def read(model: str) -> Shape:
@@ -116,12 +119,13 @@ def read(model: str) -> Shape:
     try:
         config = json.loads(path.read_text())
         return of(config)
+    except UnknownModelError as error:
+        raise UnknownModelError(f"{path}: {error}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UnknownModelError):
-            raise
+        other = "" if path.exists() else f", or download it: hf download {model} config.json"
         raise UnknownModelError(
             f"{path} is not the config.json of a model ({type(error).__name__}: {error}); name a "
-            f"folder that has one"
+            f"folder that has one{other}"
         ) from None
 
 
@@ -146,21 +150,32 @@ def of(config: Any) -> Shape:
         raise UnknownModelError(f"plan has no formula for {what}; it knows {', '.join(FAMILIES)}")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UnknownModelError("plan has no formula for layers with and without experts")
-    heads = config["num_attention_heads"]
-    experts = config.get("num_experts") or config.get("num_local_experts", 0)
-    shape = Shape(
-        hidden=config["hidden_size"],
-        intermediate=config["moe_intermediate_size" if experts else "intermediate_size"],
-        layers=config["num_hidden_layers"],
+    heads = _size(config, "num_attention_heads")
+    hidden = _size(config, "hidden_size")
+    experts = _size(config, "num_experts", "num_local_experts", least=0, default=0)
+    each = _size(config, "num_experts_per_tok") if experts else 0
+    if each > experts:
+        raise UnknownModelError(f"num_experts_per_tok is {each} of {experts} experts; check it")
+    return Shape(
+        hidden=hidden,
+        intermediate=_size(config, "moe_intermediate_size" if experts else "intermediate_size"),
+        layers=_size(config, "num_hidden_layers"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
+        kv_heads=_size(config, "num_key_value_heads", default=heads),
+        head_dim=_size(config, "head_dim", default=hidden // heads),
+        vocab=_size(config, "vocab_size"),
         experts=experts,
-        experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+        experts_per_token=each,
         tied=bool(config.get("tie_word_embeddings", False)),
     )
-    sizes = (shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.vocab)
-    if any(type(size) is not int or not 0 < size < math.inf for size in sizes):
-        raise UnknownModelError(f"the model's sizes are {sizes}; all must be positive integers")
-    return shape
+
+
+def _size(config: dict[str, Any], *names: str, least: int = 1, default: int | None = None) -> int:
+    """The first of these names that the config has, or the default."""
+    given = [(name, config[name]) for name in names if config.get(name) is not None]
+    name, size = given[0] if given else (names[0], default)
+    if size is None:
+        raise KeyError(name)
+    if type(size) is not int or size < least:
+        raise UnknownModelError(f"{name} is {size!r}; it must be an integer of at least {least}")
+    return size

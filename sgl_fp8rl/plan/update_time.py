@@ -47,6 +47,14 @@ def codes_over_nvlink_ms(shape: Shape, ranks: int, own: float) -> float:
     return shape.weight_bytes(fp8=True) / ranks * (1 - own) / NVLINK_BYTES_MS
 
 
+def kernels_ms(shape: Shape, engines: int, tp: int) -> float:
+    """The engines' kernels, where FSDP2 has all of their GPUs: at least, since links are shared."""
+    gpus = engines * tp
+    if engines == 1:
+        return sharded_kernels_ms(shape, gpus)
+    return codes_over_nvlink_ms(shape, tp, 1 / gpus)
+
+
 def remote_s(shape: Shape, engines: int, gigabits: float, senders: int) -> float:
     """The outgoing links of trainer hosts: each sends its part of FP8 to the engines, which are on
     other hosts, and of BF16 to the other trainer hosts, which gather all."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 SEED = 0
@@ -34,6 +35,11 @@ class Workload:
     @property
     def response_tokens(self) -> int:
         return sum(request.response for request in self.requests)
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens that a sequence has in the middle of its answer."""
+        return round(fmean(each.prompt + each.response / 2 for each in self.requests))
 
 
 def lognormal(count: int, prompt: int, median: int, sigma: float, limit: int) -> Workload:

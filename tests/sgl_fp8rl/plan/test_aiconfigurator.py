@@ -52,12 +52,13 @@ def test_what_it_cannot_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_without_it_the_command_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models.save_config(models.MODELS["qwen3-8b"], tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit, match=r"pip install aiconfigurator==0\.12\.0"):
         cli.main(["plan", str(tmp_path), "--samples", "4", "--source", "aiconfigurator"])
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(shutil.which(aiconfigurator.COMMAND) is None, reason="it is not installed")

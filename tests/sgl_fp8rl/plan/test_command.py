@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines import models
+from benchmarks.tables import sharded
 from sgl_fp8rl import cli
-from sgl_fp8rl.plan import memory, prediction, shape, speed
+from sgl_fp8rl.plan import gains, memory, prediction, schedule, shape, speed
+from sgl_fp8rl.plan.unmeasured import EXPERTS, unmeasured
 from sgl_fp8rl.plan.workload import Request, Workload, lognormal
 
 QWEN = shape.of(models.config(models.MODELS["qwen3-8b"]))
 MOE = shape.of(models.config(models.MODELS["qwen3-30b-a3b"]))
+LARGE = sharded.QWEN3_235B
 H200 = memory.gpus()["h200"]
 
 
@@ -42,9 +45,31 @@ def test_the_fastest_way_comes_first(model: str, capsys: pytest.CaptureFixture[s
     for said in ("--quantization fp8rl --kv-cache-dtype fp8_e4m3", "An RL step", "NVIDIA H200"):
         assert said in printed
     assert "2 engines" in printed and "Not measured" not in printed
-    assert "How long an update takes is not known here. An RL step without it: " in printed
     plan(model, "--samples", "64", "--train-s", "30")
-    assert "ms bucket. An RL step" in capsys.readouterr().out
+    assert "ms bucket, by a line through Qwen3-8B and Qwen3-30B-A3B. An RL step" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        # 6 ms of kernels (docs/scale.md), and at least 11 of the host
+        (["--gpus", "2", "--tp", "2"], "same 2 GPUs: at least 17 ms, 6 for what memory and links"),
+        (["--gpus", "2"], "same 2 GPUs: at least 23 ms, 12 for"),
+        (["--gpus", "5", "--tp", "2"], "2 engines, each with (1 of 5 GPUs idle)"),
+        (["--gpus", "16"], "How long an update takes is not known here. An RL step without it"),
+        (["--gpu", "h100"], "How long an update takes is not known here"),
+        (["--gpu", "h100"], "prefill, which is bound by arithmetic, takes less"),
+        (["--gpu", "h100"], "Error on one H200"),
+        (["--tp", "2", "--gpus", "2"], "are lower bounds, for decode steps of Qwen3-32B on two"),
+    ],
+)
+def test_what_is_said_of_more_gpus_and_others(
+    model: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(model, "--samples", "64", "--train-s", "30", *arguments)
+    assert said in capsys.readouterr().out
 
 
 def test_flags_are_those_of_sglang() -> None:
@@ -60,18 +85,64 @@ def test_flags_are_those_of_sglang() -> None:
     assert {flag for flag in flags if flag.startswith("--")} <= known
 
 
-def test_a_model_is_spread_over_as_few_gpus_as_hold_it() -> None:
+def test_engines_have_the_fastest_size() -> None:
+    """And the smallest that holds the model only where that is no slower."""
+    asked = lognormal(64, 1024, 2000, 0.8, 8000)
+    cluster = prediction.Cluster(H200, gpus=8)
+    best, *_ = prediction.best_of_arms(prediction.predictions(LARGE, asked, cluster))
+    seconds = {}
+    for tp in (2, 4, 8):
+        each = prediction.predictions(LARGE, asked, replace(cluster, tp=tp))
+        seconds[tp] = prediction.best_of_arms(each)[0].outcome.seconds
+    assert seconds[4] < 0.8 * seconds[2] and best.tp > 2
+    assert best.outcome.seconds == seconds[best.tp] < 1.25 * min(seconds.values())
+    assert seconds[8] < seconds[4] or best.tp == 4
+
+
+def test_a_larger_engine_must_save_more_than_communication_takes() -> None:
+    def told(arm: speed.Arm, tp: int, seconds: float) -> prediction.Prediction:
+        outcome = schedule.Outcome(seconds, 0, 0, 0, 1, 1, 0, 1)
+        return prediction.Prediction(arm, tp, 1, 1, outcome, 1)
+
+    stock, *_, ours = speed.ARMS
+    for tp, seconds, is_better in ((2, 0.81, False), (2, 0.79, True), (8, 0.52, False)):
+        small, large = told(ours, 1, 1.0), told(ours, tp, seconds)
+        assert prediction.best_of_arms([small, large]) == [large if is_better else small]
+        other = told(stock, tp, seconds)
+        assert (prediction.best_of_arms([small, other])[0] is other) == is_better
+
+
+def test_ratios_are_of_engines_of_one_size() -> None:
+    """BF16 does not fit on two GPUs."""
+    asked = lognormal(64, 1024, 2000, 0.8, 8000)
+    cluster = prediction.Cluster(H200, gpus=8)
+    found = prediction.predictions(LARGE, asked, cluster)
+    said = [gains.lines(LARGE, asked, cluster, found, tp) for tp in (2, 4)]
+    assert [len(each) for each in said] == [2, 3]
+    seconds = {(each.arm.name, each.tp): each.outcome.seconds for each in found}
+    ratio = seconds["stock-bf16", 4] / seconds["fp8rl", 4]
+    assert f"{ratio:.2f} times as fast as stock-bf16 at TP 4" in said[1][0]
+
+
+def test_batches_that_gain_too_little_are_told() -> None:
+    """Reading weights counts in small batches, and reading the KV cache in large ones."""
+    asked = Workload([Request(4000, 1, 1)])
+    cluster = prediction.Cluster(H200)
+    found = prediction.predictions(QWEN, asked, cluster)
+    weights, cache, _ = gains.lines(QWEN, asked, cluster, found, 1)
+    assert "with 1 to 512 sequences of 4000 tokens" in weights
+    assert "with 8 to 1024 sequences of 4000 tokens" in cache
+
+
+def test_what_does_not_fit_is_said() -> None:
     small = memory.Gpu("half", H200.idle_bytes / 2, H200.engine_bytes, 1.0, "a test")
     asked = Workload([Request(1000, 1000, 1000)] * 8)
-    found = prediction.predictions(
-        MOE, asked, prediction.Cluster(small, gpus=4, reserved_bytes=5e9)
-    )
-    sizes = {each.arm.name: (each.engines, each.tp) for each in found}
-    assert sizes["fp8rl-kv8"] == (4, 1) and sizes["stock-bf16"] == (2, 2)
-    assert any("lower bounds" in what for what in prediction.unmeasured(QWEN, asked, found[-1]))
-    assert prediction.predictions(MOE, asked, prediction.Cluster(small, gpus=1)) != []
-    nothing = prediction.Cluster(small, gpus=1, reserved_bytes=60e9)
-    assert prediction.predictions(MOE, asked, nothing) == []
+    full = prediction.Cluster(small, reserved_bytes=60e9)
+    with pytest.raises(schedule.DoesNotFitError, match="the model does not fit: its weights take"):
+        prediction.predictions(MOE, asked, full)
+    long = Workload([Request(1000, 1000, 10**7)])
+    with pytest.raises(schedule.DoesNotFitError, match="a request of up to 10001000 tokens does"):
+        prediction.predictions(MOE, long, prediction.Cluster(small))
 
 
 def test_a_limit_holds_requests_back() -> None:
@@ -80,7 +151,7 @@ def test_a_limit_holds_requests_back() -> None:
     seconds = []
     for limit in (1000, 4000):
         asked = Workload([Request(1000, 1000, limit)] * 400)
-        (best, *_) = prediction.predictions(QWEN, asked, arm)
+        (best, *_) = prediction.best_of_arms(prediction.predictions(QWEN, asked, arm))
         seconds.append(best.outcome.mean_running)
     assert seconds[1] < 0.9 * seconds[0]
 
@@ -99,17 +170,31 @@ def test_a_trainer_beside_the_engine_takes_from_the_kv_cache() -> None:
 
 def test_what_lies_outside_of_the_measurements_is_said() -> None:
     asked = Workload([Request(30000, 8000, 8000)] * 2)
-    (best, *_) = prediction.predictions(QWEN, asked, prediction.Cluster(H200))
-    assert any("30000" in what for what in prediction.unmeasured(QWEN, asked, best))
+    cluster = prediction.Cluster(H200)
+    (best, *_) = prediction.best_of_arms(prediction.predictions(QWEN, asked, cluster))
+    assert any("30000" in what for what in unmeasured(QWEN, asked, best))
     many = lognormal(2000, 100, 200, 0.5, 1000)
-    (best, *_) = prediction.predictions(QWEN, many, prediction.Cluster(H200))
-    assert any("1024" in what for what in prediction.unmeasured(QWEN, many, best))
+    (best, *_) = prediction.best_of_arms(prediction.predictions(QWEN, many, cluster))
+    assert any("1024" in what for what in unmeasured(QWEN, many, best))
     cut = replace(QWEN, intermediate=12160)
     padded = [
-        any("pads" in what for what in prediction.unmeasured(each, asked, replace(best, tp=tp)))
+        any("pads" in what for what in unmeasured(each, asked, replace(best, tp=tp)))
         for each, tp in ((QWEN, 1), (QWEN, 2), (cut, 1), (cut, 2))
     ]
     assert best.arm.fp8 and padded == [False, False, False, True]  # 95 blocks, by two
+
+
+def test_experts_other_than_the_measured_ones_are_named() -> None:
+    assert (MOE.experts, MOE.hidden, MOE.intermediate, MOE.experts_per_token) == EXPERTS
+    asked = Workload([Request(1000, 1000, 1000)] * 8)
+    found = prediction.predictions(MOE, asked, prediction.Cluster(H200, gpus=2))
+    said = [
+        next(what for what in unmeasured(of, asked, replace(found[-1], tp=tp)) if "expert" in what)
+        for of, tp in ((MOE, 1), (MOE, 2), (LARGE, 1))
+    ]
+    assert said[0].startswith("experts in batches other than 64 sequences of 4096 tokens")
+    assert "of 128 x 2048 x 384, 8 a token" in said[1]
+    assert "of 128 x 4096 x 1536, 8 a token" in said[2]
 
 
 def test_lengths_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +226,10 @@ def test_a_run_beside_its_prediction(
     plan(model, "--samples", "64", "--check", str(run))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[1].endswith("-50.0%") and lines[2].endswith("-")
-    for bad in ("{", "{}", '{"rows": []}', '{"rows": [{"median": "x"}]}'):
+    one = {"arm": "fp8rl-kv8", "metric": "rollout_s", "median": 1.0}
+    changes = {"arm": ["x"]}, {"metric": ["a"]}, {"median": float("nan")}, {"median": 10**400}
+    odd = [json.dumps({"rows": [one | change]}) for change in changes]
+    for bad in ("{", "{}", '{"rows": []}', '{"rows": [{"median": "x"}]}', *odd):
         run.write_text(bad)
         with pytest.raises(SystemExit, match=r"sgl-fp8rl plan: .*(not a result|no figure)"):
             plan(model, "--samples", "64", "--check", str(run))
@@ -159,8 +247,11 @@ def test_a_run_beside_its_prediction(
         (["--train-s", "inf"], "--train-s must be at least 0"),
         (["--tp", "-1"], "--tp must be at least 1"),
         (["--json", "--source", "aiconfigurator"], "--json prints predictions alone"),
-        (["--reserved-gib", "139"], "does not fit"),
-        (["--tp", "4"], "does not fit"),
+        (["--reserved-gib", "139"], "the model does not fit"),
+        (["--tp", "4"], "--tp 4 needs more than --gpus 1; give it --gpus 4"),
+        (["--tp", "3"], "--tp 3 does not divide the model's 32 heads"),
+        (["--response-tokens", "30000"], "--max-response-tokens more than 20000"),
+        (["--lengths", "run.jsonl", "--sigma", "1"], "drop --sigma"),
     ],
 )
 def test_bad_arguments(model: str, arguments: list[str], why: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engines import models, traffic
+from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.plan import shape
 from sgl_fp8rl.plan.shape import UnknownModelError
 
@@ -27,6 +28,11 @@ NORMS = 2e-4
 ROUTERS = 0.01
 """The same of routers, which a step's formula leaves out."""
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def test_blocks_are_those_of_the_format() -> None:
+    (scale,) = BLOCK_FP8.companions(BLOCK_FP8.block).values()
+    assert BLOCK_FP8.block == (shape.BLOCK, shape.BLOCK) and scale.nbytes == shape.SCALE_BYTES
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -67,9 +73,15 @@ def test_bytes_are_those_of_the_benchmarks(name: str, tokens: int) -> None:
         ({"model_type": None}, "no formula for model_type None"),
         ({"quantization_config": {"quant_method": "fp8"}}, "a quantized checkpoint"),
         ({"mlp_only_layers": [1]}, "with and without experts"),
-        ({"num_hidden_layers": 0}, "must be positive integers"),
-        ({"hidden_size": "256"}, "must be positive integers"),
-        ({"num_attention_heads": None}, "TypeError|positive"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be an integer of at least 1"),
+        ({"hidden_size": "256"}, "hidden_size is '256'; it must be"),
+        ({"num_attention_heads": None}, "KeyError: 'num_attention_heads'"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'"),
+        ({"num_key_value_heads": -8}, "num_key_value_heads is -8"),
+        ({"head_dim": -64}, "head_dim is -64"),
+        (MOE | {"num_experts": "128"}, "num_experts is '128'"),
+        (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 8 experts"),
     ],
 )
 def test_other_models_are_refused(tmp_path: Path, change: dict[str, Any], why: str) -> None:
@@ -86,3 +98,5 @@ def test_what_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         shape.read(str(path))
     with pytest.raises(UnknownModelError, match=r"absent"):
         shape.read(str(tmp_path / "absent"))
+    with pytest.raises(UnknownModelError, match=r"hf download Qwen/Qwen3-8B config\.json"):
+        shape.read("Qwen/Qwen3-8B")

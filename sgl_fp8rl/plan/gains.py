@@ -1,0 +1,53 @@
+"""What FP8 weights and an FP8 KV cache give: in this rollout, and in decode steps of any batch."""
+
+from collections.abc import Sequence
+
+from sgl_fp8rl.plan import speed
+from sgl_fp8rl.plan.prediction import Cluster, Prediction
+from sgl_fp8rl.plan.shape import Shape
+from sgl_fp8rl.plan.unmeasured import LARGEST
+from sgl_fp8rl.plan.workload import Workload
+
+COMPARED = (
+    ("FP8 weights and our kernels", "stock-bf16", "fp8rl"),
+    ("An FP8 KV cache", "fp8rl", "fp8rl-kv8"),
+    ("Ours", "stock-block-fp8-kv8-xqa", "fp8rl-kv8"),
+)
+"""What is told of, an arm without it and one with it."""
+LEAST = 1.05
+"""Times as fast: with less, it does not pay."""
+BATCHES = tuple(1 << power for power in range(LARGEST.bit_length()))
+
+
+def lines(
+    shape: Shape, workload: Workload, cluster: Cluster, found: Sequence[Prediction], tp: int
+) -> list[str]:
+    """A line for each, between engines of the same size.
+
+    Args:
+        found: all ways to serve.
+    """
+    seconds = {each.arm.name: each.outcome.seconds for each in found if each.tp == tp}
+    engines = f" at TP {tp}" if tp > 1 else ""
+    return [
+        f"{what}: {seconds[without] / seconds[having]:.2f} times as fast as {without}{engines}; "
+        f"decode steps {LEAST} times or more with "
+        f"{_batches(shape, workload.mean_context, cluster, tp, without, having)}."
+        for what, without, having in COMPARED
+        if without in seconds and having in seconds
+    ]
+
+
+def _batches(
+    shape: Shape, context: int, cluster: Cluster, tp: int, without: str, having: str
+) -> str:
+    """Of which sizes a batch gains enough."""
+    times = speed.speed_of(cluster.gpu.scale)
+    arms = {arm.name: arm for arm in speed.ARMS}
+
+    def step_ms(name: str, batch: int) -> float:
+        return times.decode_ms(arms[name], shape, batch, float(batch * context), tp)
+
+    pays = [each for each in BATCHES if step_ms(without, each) >= LEAST * step_ms(having, each)]
+    found = f"{pays[0]} to {pays[-1]}" if pays else f"no number up to {BATCHES[-1]} of"
+    return f"{found} sequences of {context} tokens"
