@@ -17,7 +17,7 @@ API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config
 export OMP_NUM_THREADS ?= 1
 
 .PRECIOUS: .venv/%/.ready
-.PHONY: test test-full guarantees soak fast fuzz verl lint demo demo-pretrained api wheel clean
+.PHONY: test test-full guarantees soak fast fuzz verl oldest lint demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
@@ -48,6 +48,8 @@ fuzz: $(VENV)/.ready
 # The adapter of verl and the correction beside verl itself; a test that is skipped fails it.
 verl: .venv/verl/.ready
 	$(PYTHON) -m tests.run verl
+
+oldest: $(VENV)/.ready
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

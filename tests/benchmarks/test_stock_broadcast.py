@@ -13,7 +13,7 @@ from benchmarks.engines.keywords import ENGINE
 from benchmarks.engines.stock_broadcast import BroadcastGroup
 from tests.engine.ports import Port
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 SHAPE = models.Shape(256, 256, 2, 2, 2, vocab=2048)
 SMALL, WHOLE = 1 << 18, 1 << 30

@@ -14,6 +14,7 @@ UPDATES, SEED, FAULT_RATE = 30, 0, 0.7
 
 @pytest.mark.guarantee("soak", fault="every fault, with requests in flight all the time")
 @pytest.mark.engine
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_a_short_soak(tmp_path: Path) -> None:
     counts: dict[str, int] = {}
