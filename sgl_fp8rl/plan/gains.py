@@ -31,7 +31,7 @@ def lines(
     engines = f" at TP {tp}" if tp > 1 else ""
     return [
         f"{what}: {seconds[without] / seconds[having]:.2f} times as fast as {without}{engines}; "
-        f"decode steps {LEAST} times or more with "
+        f"decode steps at least {LEAST} times as fast with "
         f"{_batches(shape, workload.mean_context, cluster, tp, without, having)}."
         for what, without, having in COMPARED
         if without in seconds and having in seconds
