@@ -39,8 +39,8 @@ class EngineConnection:
         manifest. It outlasts a failure: the engine says what it holds."""
         self.image_failed = False
         """Whether the last update that changed it failed: after a second one the next is whole."""
-        self.way = FasterWay()
-        """By which that image becomes the next one."""
+        self.way: FasterWay | None = None
+        """What updates that it was sent took."""
         self._layout: dict[str, Any] | None = None
         self._ranks: EngineRanks | None = None
         self.is_remote = False

@@ -58,6 +58,7 @@ def sent_as(
     if changes is None:
         return Content(offset, data.cpu())
     before = changes.before
-    whole = data if all(image == before for image in held) else data.cpu()
+    is_whole_for_some = before and any(image != before for image in held)
+    whole = data.cpu() if is_whole_for_some else data
     change = yield from changes.of(chunk, data)
     return Content(offset, whole if change.is_delta else change.payload, before, change)

@@ -23,7 +23,9 @@ class SessionImages:
         self._changes: ImageChanges | None = None
         """None where no engine keeps what it is sent."""
         self._keeping: list[EngineConnection] = []
-        self._way = FasterWay()
+        self._way = FasterWay(plan.manifest.fingerprint)
+        self._is_mixed = False
+        """Whether some engines are sent changes, and others all."""
         self._began: float | None = None
         """When the first chunk was to be sent."""
 
@@ -49,15 +51,20 @@ class SessionImages:
         if not self._keeping:
             return
         self._changes = ImageChanges(kept, held)
-        if self._changes.before:
-            self._way = self._keeping[0].way
-            if self._way.goes_whole():
-                self._changes = ImageChanges([], held)
+        known = (each.way for each in self._keeping if each.way is not None)
+        of = self._way.fingerprint
+        self._way = next((way for way in known if way.fingerprint == of), self._way)
+        if self._changes.before and self._way.goes_whole():
+            self._changes = ImageChanges([], held)
+        sent = [ranks.image for _, ranks in engines.open]
+        self._is_mixed = any(name != self._changes.before for name in sent)
         for _, ranks in engines.open:
             ranks.next_image = self._changes.name
         if not self._changes.before:
+            for image in kept:
+                image.empty()  # its memory goes before that of the next one comes
             for connection in self._keeping:
-                connection.image = None  # its memory goes before that of the next one comes
+                connection.image = None
 
     def sent_as(self, chunk: int, content: Content, held: Iterable[str | None]) -> Steps[Content]:
         """See ``image_changes.sent_as``."""
@@ -78,7 +85,7 @@ class SessionImages:
                 "what was sent is not kept, so the next update is sent whole; leave memory for "
                 "it on the trainer's side, or start the engines without --fp8rl-image-bytes"
             )
-        if self._began is not None:
+        if self._began is not None and (is_whole or not self._is_mixed):
             self._way.note(is_whole, time.monotonic() - self._began)
         for connection in self._keeping:
             connection.image, connection.way = kept, self._way

@@ -82,7 +82,8 @@ class Image:
         Args:
             device: where its chunks lie.
         """
-        old, self._chunks, self.name = self._chunks, {}, ""
+        old = self._chunks
+        self.empty()
         chunks = {}
         for chunk, change in changes.items():
             kept = old.pop(chunk, None)
@@ -93,6 +94,10 @@ class Image:
                 _apply(kept, change.payload)
                 chunks[chunk] = kept
         return Image(name, chunks)
+
+    def empty(self) -> None:
+        """Give up its memory and its name, whoever still holds it."""
+        self._chunks, self.name = {}, ""
 
 
 def _apply(content: torch.Tensor, payload: torch.Tensor) -> None:
