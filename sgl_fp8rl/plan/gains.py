@@ -1,6 +1,7 @@
 """What FP8 weights and an FP8 KV cache give: in this rollout, and in decode steps of any batch."""
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from sgl_fp8rl.plan import speed
 from sgl_fp8rl.plan.prediction import Cluster, Prediction
@@ -48,6 +49,14 @@ def _batches(
     def step_ms(name: str, batch: int) -> float:
         return times.decode_ms(arms[name], shape, batch, float(batch * context), tp)
 
-    pays = [each for each in BATCHES if step_ms(without, each) >= LEAST * step_ms(having, each)]
-    found = f"{pays[0]} to {pays[-1]}" if pays else f"no number up to {BATCHES[-1]} of"
-    return f"{found} sequences of {context} tokens"
+    pays = [step_ms(without, each) >= LEAST * step_ms(having, each) for each in BATCHES]
+    return f"{ranges(pays) or f'no number up to {BATCHES[-1]} of'} sequences of {context} tokens"
+
+
+def ranges(pays: Sequence[bool]) -> str:
+    """The batches that do, next to each other from the first to the last."""
+    groups = groupby(zip(BATCHES, pays, strict=True), key=lambda each: each[1])
+    found = [[batch for batch, _ in group] for does, group in groups if does]
+    return " and ".join(
+        f"{some[0]} to {some[-1]}" if len(some) > 1 else f"{some[0]}" for some in found
+    )

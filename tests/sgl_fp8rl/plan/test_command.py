@@ -134,6 +134,19 @@ def test_batches_that_gain_too_little_are_told() -> None:
     assert "with 8 to 1024 sequences of 4000 tokens" in cache
 
 
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        ({1, 2, 4, 16, 512, 1024}, "1 to 4 and 16 and 512 to 1024"),
+        ({1024}, "1024"),
+        (set(gains.BATCHES), "1 to 1024"),
+        (set(), ""),
+    ],
+)
+def test_batches_between_that_gain_too_little_are_left_out(batches: set[int], said: str) -> None:
+    assert gains.ranges([each in batches for each in gains.BATCHES]) == said
+
+
 def test_what_does_not_fit_is_said() -> None:
     small = memory.Gpu("half", H200.idle_bytes / 2, H200.engine_bytes, 1.0, "a test")
     asked = Workload([Request(1000, 1000, 1000)] * 8)
