@@ -73,8 +73,9 @@ ON_OLDEST_ALONE = (
 # where the oldest could not, precision computes without SGLang, layers are listed by code that no
 # version changed, and trainers of TRL and Megatron, as the contract of adapters, do not see SGLang.
 # What the study of doses and torchrun's ranks need of SGLang, other tests need as well.
-# An export is read by SGLang's own loader, in `make test-full` by that of both versions. How layouts
-# are refused depends on no version, and neither does what a folder or NIXL brings to a server.
+# An export is read by SGLang's own loader, in `make test-full` by that of both versions. No version
+# matters to how layouts are refused, to what a folder or NIXL brings, and to how the ranks of
+# an fp8_forward trainer share weights.
 NOT_ON_NEWEST = (
     "--ignore=tests/engine/test_chain.py",
     "--ignore=tests/engine/test_export.py",

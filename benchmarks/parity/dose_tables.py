@@ -137,12 +137,17 @@ def _execution(rows: list[Row], environment: Row) -> str:
         for row in mine
         if row["kind"] == "unevaluated"
     ]
-    failed = [f"{row['job']} (status {row['status']})" for row in mine if row["kind"] == "failed"]
+    done = {f"{row['arm']}-{row['seed']}" for row in mine if row["kind"] == "run"}
+    failed = {row["job"]: row["status"] for row in mine if row["kind"] == "failed"}
+    jobs = [
+        f"{job} (status {status}{', then done' if job in done else ''})"
+        for job, status in failed.items()
+    ]
     return (
         f"{environment['date'][:16]}: {options['steps']} steps of {options['prompts']} problems of "
         f"levels {', '.join(map(str, options['levels']))} with {options['group']} responses each. "
         f"Starts: {', '.join(starts)}. Not evaluated: {', '.join(lost) or 'none'}. Failed jobs: "
-        f"{', '.join(failed) or 'none'}. {where(environment)}."
+        f"{', '.join(jobs) or 'none'}. {where(environment)}."
     )
 
 

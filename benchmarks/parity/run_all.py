@@ -137,8 +137,8 @@ def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> It
 
 
 def run_jobs(jobs: list[Job], slots: list[str], logs: Path, until: float) -> None:
-    """Run the jobs that are not done, until all have ended or the time is up; a job that fails goes
-    on once.
+    """Run the jobs that are not done, until all have ended or the time is up; a job that fails is
+    tried once more in each call.
 
     Args:
         slots: the GPU of each job that runs at the same time, as CUDA_VISIBLE_DEVICES names it.

@@ -164,10 +164,11 @@ def test_runs_without_an_evaluation_are_named() -> None:
     rows = a_study({arm: rewards[:1] for arm, rewards in ARMS.items()})
     stopped = a_run("5e-2-none", 1, 0.0) | {"kind": "unevaluated", "steps": 33}
     of_it = {"execution": "2026-01-01"}
-    rows += [stopped, {"kind": "failed", "job": "bf16-1", "status": -9, **of_it}]
+    failures = ("bf16-1", "bf16-1", "5e-2-none-0")
+    rows += [stopped, *({"kind": "failed", "job": j, "status": -9, **of_it} for j in failures)]
     note = dose_tables.response(rows)
     assert "Not evaluated: 5e-2-none-1 (33 of 40 steps)." in note
-    assert "Failed jobs: bf16-1 (status -9)." in note
+    assert "Failed jobs: bf16-1 (status -9), 5e-2-none-0 (status -9, then done)." in note
     assert "Failed jobs: none." in dose_tables.response(a_study(ARMS))
 
 
