@@ -299,7 +299,7 @@ def test_a_second_execution_of_a_study_fills_the_tables_of_its_page(
     summary.main([str(tmp_path / "doses"), "--output", str(tmp_path / recorded.name)])
     page = readme.BLOCK.sub(readme.filled, (readme.ROOT / "docs/dose_response.md").read_text())
     lines = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    seeds = {line[0]: line[1] for line in lines if len(line) == 12}  # of the table of arms
+    seeds = {line[0]: line[1] for line in lines if len(line) == 13}  # of the table of arms
     assert [seeds[f"| {name}"] for name in names] == ["4"] * len(names)
     assert seeds["| kv8-none"] == "2"
     assert [line[1] for line in lines if line[0][2:4] in ("3:", "4:")] == ["2"] * 4
