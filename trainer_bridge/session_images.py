@@ -37,7 +37,7 @@ class SessionImages:
     def begin(self, engines: SessionEngines) -> None:
         """Send only what changed to the engines that hold the last update, unless whole updates
         take less time."""
-        kept, held = [], []
+        fingerprint, kept, held = self._plan.manifest.fingerprint, [], []
         for member, ranks in engines.open:
             connection = member.connection
             if ranks.image is None or not self._fits(ranks.image_bytes):
@@ -45,15 +45,13 @@ class SessionImages:
                 continue
             held.append(ranks.image)
             self._keeping.append(connection)
-            fingerprint = self._plan.manifest.fingerprint
             if connection.image is not None and connection.image[0] == fingerprint:
                 kept.append(connection.image[1])
         if not self._keeping:
             return
         self._changes = ImageChanges(kept, held)
         known = (each.way for each in self._keeping if each.way is not None)
-        of = self._way.fingerprint
-        self._way = next((way for way in known if way.fingerprint == of), self._way)
+        self._way = next((way for way in known if way.fingerprint == fingerprint), self._way)
         if self._changes.before and self._way.goes_whole():
             self._changes = ImageChanges([], held)
         sent = [ranks.image for _, ranks in engines.open]

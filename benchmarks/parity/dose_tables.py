@@ -205,12 +205,12 @@ def alarms(rows: list[Row]) -> str:
         runs, theirs = runs_of(rows, arm.name), runs_of(rows, arm.reference or "")
         if not runs:
             continue
-        fired = [first_alarm(run) for run in runs.values()]
+        fired = {key: first_alarm(run) for key, run in runs.items()}
         verdict = found.get(arm.name)
-        compared = [key for key in runs if verdict and key in theirs]
         fell = {
-            key: falls_at(runs[key], theirs[key], verdict.margin) if verdict else None
-            for key in compared
+            key: falls_at(run, theirs[key], verdict.margin)
+            for key, run in runs.items()
+            if verdict and key in theirs
         }
         alarmed = sum(run["alarm_steps"] for run in runs.values())
         warned = sum(run["alarm_steps"] > 0 for run in runs.values())
@@ -220,14 +220,14 @@ def alarms(rows: list[Row]) -> str:
             agrees = "yes" if warned == len(runs) * arm.must_alarm else "no"
             agrees = OPEN if is_off_dose(rows, runs.values()) else agrees
         late = any(
-            down is not None and ((alarm := first_alarm(runs[key])) is None or alarm > down)
+            down is not None and ((alarm := fired[key]) is None or alarm > down)
             for key, down in fell.items()
         )
         lines.append(
             (
                 arm.name,
                 f"{alarmed} of {steps}",
-                ", ".join(map(_at, fired)),
+                ", ".join(map(_at, fired.values())),
                 ", ".join(_at(fell[key]) if key in fell else "-" for key in runs),
                 agrees,
                 "no" if late else "yes" if any(at is not None for at in fell.values()) else "",
@@ -238,10 +238,10 @@ def alarms(rows: list[Row]) -> str:
         "predicted | alarm no later than that"
     )
     note = (
-        f"Lower: from then on the means of {WINDOW} steps stay below the reference's by more than "
-        f"the margin, by the runs' own engines; the step is the first of them that is lower "
-        f"itself. -: there is no reference, or its start was not evaluated. Empty: nothing was "
-        f"predicted, or no reward is lower."
+        f"Reward (of the runs' own engines) is lower where its mean over {WINDOW} steps stays "
+        f"below the reference's by more than the margin until the end; the step given is the first "
+        f'one below in the first such window. "-" marks a run without a reference or without an '
+        f"evaluated start. A cell is empty where nothing was predicted or no reward fell."
     )
     return f"{table(head, lines)}\n\n{note}"
 
