@@ -35,8 +35,8 @@ def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
         )
     if best.arm.fp8 and (ragged := shape.ragged_sizes(best.tp)):
         found.append(
-            f"layers of {', '.join(map(str, ragged))} channels on a GPU, which are no multiples of "
-            f"128: ours pads them, stock SGLang has no block FP8 for them"
+            f"layers with {', '.join(map(str, ragged))} channels on a GPU, not multiples of 128: "
+            f"ours pads them, stock SGLang has no block FP8 for them"
         )
     if best.tp > 1:
         missed = figures()["errors"][ON_TWO_GPUS]

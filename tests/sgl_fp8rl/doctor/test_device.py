@@ -62,7 +62,7 @@ def test_numerics_pass_and_need_rounding() -> None:
     checks = list(device.check_numerics())
     assert [check.name for check in checks[:2]] == ["block FP8 on cpu", "update on cpu"]
     assert {check.status for check in checks} == {"ok"}
-    # Control: the known weight is no fixed point, so a quantizer that does nothing would fail.
+    # Control: quantization changes the known weight, so a quantizer that does nothing fails.
     unrounded = selftest.count_wrong(selftest.known_weight())
     assert unrounded > selftest.known_weight().size // 4
 

@@ -86,7 +86,7 @@ def test_flags_are_those_of_sglang() -> None:
 
 
 def test_engines_have_the_fastest_size() -> None:
-    """And the smallest that holds the model only where that is no slower."""
+    """The smallest engine that holds the model is chosen only where no larger one is faster."""
     asked = lognormal(64, 1024, 2000, 0.8, 8000)
     cluster = prediction.Cluster(H200, gpus=8)
     best, *_ = prediction.best_of_arms(prediction.predictions(LARGE, asked, cluster))
