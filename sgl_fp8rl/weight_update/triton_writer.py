@@ -41,6 +41,8 @@ class TritonWriter(WeightWriter):
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
         self._status = Status(device)
+        self._read_status = Status(device)
+        """Of what is read back, whose values are not judged: what is undone may hold NaN."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
@@ -54,6 +56,7 @@ class TritonWriter(WeightWriter):
     def begin(self) -> None:
         super().begin()
         self._status.reset()
+        self._read_status.reset()
         self._events.clear()
 
     def write(self, index: int, source: ChunkSource) -> None:
@@ -90,22 +93,27 @@ class TritonWriter(WeightWriter):
         # a table, for addresses that count from 0
         bases = torch.zeros(1, dtype=torch.int64, device=self._device)
         for launch in self._reads[index]:
-            launch.run(bases, self._status, slot.content.data_ptr() - slot.start)
+            launch.run(bases, self._read_status, slot.content.data_ptr() - slot.start)
 
     def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         return delta_triton.apply(content, change)
 
     def finish(self) -> float:
-        bad, tiles = self._status.read()
+        bad, written = self._status.read()
         if bad is not None:
             raise ValueError(
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        if tiles != self._status.started:
-            raise RuntimeError(
-                f"{tiles} of {self._status.started} blocks were written; report this with the model"
-            )
+        _, read = self._read_status.read()
+        for done, tiles, what in (
+            (written, self._status.started, "written"),
+            (read, self._read_status.started, "read back"),
+        ):
+            if done != tiles:
+                raise RuntimeError(
+                    f"{done} of {tiles} blocks were {what}; report this with the model"
+                )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
     def _run(self, index: int, slot: Slot) -> None:

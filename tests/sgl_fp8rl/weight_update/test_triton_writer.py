@@ -121,7 +121,8 @@ class FakeLaunch:
         bad = ~torch.isfinite(x.float()) | (x.float() <= 0 if descriptor.positive else False)
         if bool(bad.any()):
             status.words[0] = min(int(status.words[0]), descriptor.tag)
-            x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).to(x.dtype)
+            if quantize:  # else it is written as it is
+                x = torch.nan_to_num(x.float(), 0.0, 0.0, 0.0).to(x.dtype)
         size = descriptor.target_dtype.itemsize
         first, last = descriptor.kept or (0, descriptor.cols)
         target = box(
