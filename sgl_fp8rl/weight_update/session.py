@@ -105,6 +105,7 @@ class Session:
         if type(size) is not int or not 0 <= size <= slot.content.numel():
             raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
         changed, back = self.writer.changed(index, slot.content[:size])
+        self.writer.check_widened(index, changed)
         if not self._is_whole:
             self._goes_back.append((index, back))
         self._write(index, changed)

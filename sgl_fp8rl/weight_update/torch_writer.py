@@ -69,6 +69,12 @@ def read_tensor(
             _copy(view(tensor, src), view(table.parameters[route.parameter], dst))
 
 
+def has_nan(routes: list[Route], tensor: torch.Tensor, rows: RowRange) -> bool:
+    """Whether any value is NaN of ``tensor``, the given rows of a source, that has a route."""
+    clipped = (clip_route(route, rows) for route in routes)
+    return any(bool(view(tensor, each[0]).isnan().any()) for each in clipped if each is not None)
+
+
 def clip_route(route: Route, rows: RowRange) -> tuple[Region, Region] | None:
     """The route's boxes where its source box meets the rows; the source box relative to them."""
     if not route.src:

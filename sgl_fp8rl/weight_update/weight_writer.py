@@ -13,7 +13,7 @@ from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory, Slot
-from sgl_fp8rl.weight_update.torch_writer import read_tensor, write_tensor
+from sgl_fp8rl.weight_update.torch_writer import has_nan, read_tensor, write_tensor
 
 
 class WeightWriter:
@@ -143,6 +143,32 @@ class WeightWriter:
             slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(kept)
         change = change.to(slot.content.device)
         return slot, delta.undoing(change, self._apply(slot.content, change))
+
+    def check_widened(self, index: int, slot: Slot) -> None:
+        """Check a chunk that is to be written for what could not be undone: a NaN that is stored in
+        another dtype than it was sent in does not come back byte for byte.
+
+        Raises:
+            ValueError: NaN.
+        """
+        for chunk_slice in self.chunks[index]:
+            name = chunk_slice.name
+            if name in self._widened:
+                tensor = slot.tensor(chunk_slice, self.manifest.tensors[name])
+                routes = self.table.routes_for(name, self.manifest)
+                if has_nan(routes, tensor, chunk_slice.rows):
+                    raise ValueError(f"{name} holds NaN; check the trainer's weights")
+
+    @cached_property
+    def _widened(self) -> frozenset[str]:
+        """Tensors that are stored in another dtype than they are sent in."""
+        return frozenset(
+            name
+            for name, spec in self.manifest.tensors.items()
+            if not self.is_deferred(name)
+            for route in self.table.routes_for(name, self.manifest)
+            if self.table.parameters[route.parameter].dtype != spec.dtype
+        )
 
     def stage(self, index: int) -> Slot:
         """Memory for a chunk where weights are stored: one, until ``end``."""

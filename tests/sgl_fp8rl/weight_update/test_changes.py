@@ -24,10 +24,19 @@ KINDS = ("torch", "kernels")
 
 
 class Rank:
-    """One rank, whose writer is a CPU's, or a GPU's with an interpreter of its kernel."""
+    """One rank, whose writer is a CPU's, or a GPU's with an interpreter of its kernel.
 
-    def __init__(self, kind: str, rank: int, tp: int, request: pytest.FixtureRequest) -> None:
+    Args:
+        wide: what it keeps in FP32, whatever it is sent.
+    """
+
+    def __init__(
+        self, kind: str, rank: int, tp: int, request: pytest.FixtureRequest, wide: str = ""
+    ) -> None:
         model = toy.toy(rank, tp)
+        if wide:
+            parameter = model.get_parameter(wide)
+            parameter.data = parameter.data.float()
         self.rank, self.tp, self.gpu = rank, tp, None
         if kind == "kernels":
             interpreter: Interpreter = request.getfixturevalue("gpu")
@@ -143,6 +152,26 @@ def test_a_chunk_that_is_written_in_part_is_undone(
     assert session.can_undo
     session.undo()
     assert rank.holds(toy.checkpoint(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_that_would_not_be_read_back_is_never_written(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """As FP32 it is another NaN than it was as BF16: what is undone would have bytes of both."""
+    rank = Rank(kind, 0, 1, request, wide="norm.weight")
+    norm = rank.weights.model.data("norm.weight")
+    before, bad = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
+    before["norm.weight"].view(torch.int16)[3] = 0x3F81
+    bad["norm.weight"].view(torch.int16)[3] = 0x7F81  # NaN
+    commit(rank.weights, before)
+    held = norm.clone()
+    session = toy.begin(rank.weights, bad, 1, SMALL)
+    with pytest.raises(ValueError, match=r"norm\.weight holds NaN"):
+        change(session, before, bad)
+    assert session.can_undo
+    session.undo()
+    assert torch.equal(norm, held) and torch.equal(norm, before["norm.weight"].float())
 
 
 def test_what_moved_is_not_undone(rank: Rank) -> None:
