@@ -87,6 +87,16 @@ class TritonWriter(WeightWriter):
             self._memory.close()
             self._memory = None
 
+    def changed(self, index: int, change: torch.Tensor) -> tuple[Slot, torch.Tensor]:
+        made = super().changed(index, change)
+        _, read = self._read_status.read()
+        if read != self._read_status.started:  # before anything is made of it: it has no other copy
+            raise RuntimeError(
+                f"{read} of {self._read_status.started} blocks were read back; report this with "
+                f"the model"
+            )
+        return made
+
     def _read(self, index: int, slot: Slot) -> None:
         if index not in self._reads:
             self._reads[index] = self._compile_reads(index)
@@ -105,15 +115,11 @@ class TritonWriter(WeightWriter):
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        _, read = self._read_status.read()
-        for done, tiles, what in (
-            (written, self._status.started, "written"),
-            (read, self._read_status.started, "read back"),
-        ):
-            if done != tiles:
-                raise RuntimeError(
-                    f"{done} of {tiles} blocks were {what}; report this with the model"
-                )
+        if written != self._status.started:
+            raise RuntimeError(
+                f"{written} of {self._status.started} blocks were written; report this with the "
+                f"model"
+            )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
     def _run(self, index: int, slot: Slot) -> None:

@@ -16,6 +16,7 @@ from tests import delta_oracle
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from tests.sgl_fp8rl.weight_update.test_changes import nan_by_the_high_byte
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
@@ -249,15 +250,24 @@ def test_a_trainer_on_a_gpu_sends_what_changed(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
-def test_what_an_engine_on_a_gpu_wrote_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trainer is on a CPU, which finds no NaN before it sends."""
+@pytest.mark.parametrize("name", ["norm.weight", "mlp.router.weight", "attn.q.bias"])
+def test_what_an_engine_on_a_gpu_wrote_is_undone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer is on a CPU, which finds no NaN before it sends.
+
+    Both ranks keep the norm and, in FP32, the router; the second alone has NaN of the bias.
+    """
     monkeypatch.setattr(FasterWay, "goes_whole", lambda _: False)
     engine = remote_engine(2, SMALL, IMAGE_BYTES, device="cuda")
     tensors = toy.checkpoint(0)
     update(tensors, engine, version=0)
     for version in range(1, 8, 2):
         after = step(tensors, version)
-        bad = {**after, "norm.weight": torch.full((toy.HIDDEN,), torch.nan, dtype=torch.bfloat16)}
+        bad = {**after, name: nan_by_the_high_byte(after[name])}
+        if name == "attn.q.bias":
+            bad[name][: toy.HEADS // 2] = after[name][: toy.HEADS // 2]
+        assert bad[name].isnan().any()
         with pytest.raises(EngineError, match="NaN"):
             update(bad, engine, version=version)
         assert {weights.state for weights in engine.ranks} == {State.SERVING}
