@@ -229,7 +229,8 @@ def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     moe = jobs["moe-fp8-2"]
     assert moe.makes == (tmp_path / "moe-fp8-2" / "finished",)
     stops = float(moe.command[moe.command.index("--until") + 1])
-    assert stops + run_all.GRACE_S + run_all.EVALUATION_S == pytest.approx(args.until, abs=1)
+    evaluations_s = run_all.EVALUATION_S + 7 * run_all.EVALUATED_S  # of 7 dense arms
+    assert stops + run_all.GRACE_S + evaluations_s == pytest.approx(args.until, abs=1)
     assert (moe.needs, moe.after) == ((tmp_path / "start-moe",), ("start-moe",))
     assert set(words) | {"--arm", "moe-fp8", "--seed", "2", "--until"} <= set(moe.command)
     held_out = [jobs["held-out-dense-0"], jobs["held-out-dense-1"]]
