@@ -80,8 +80,8 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
 
     gpus = len(args.gpus.split(","))
     arms_of = Counter(arm.model for arm in study.arms.values())
-    share = -(-max(arms_of[model] for model in args.models or arms_of) // gpus)
-    spare_s = GRACE_S + (0.0 if args.timing else EVALUATION_S + share * EVALUATED_S)
+    largest = -(-max(arms_of[model] for model in args.models or arms_of) // gpus)
+    spare_s = GRACE_S + (0.0 if args.timing else EVALUATION_S + largest * EVALUATED_S)
     options = ("--until", f"{args.until - spare_s:.0f}", *(("--timing",) if args.timing else ()))
     begun: set[Path] = set()
     for seed in range(args.first_seed, args.first_seed + (1 if args.timing else args.seeds)):
