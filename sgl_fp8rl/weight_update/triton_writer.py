@@ -109,16 +109,15 @@ class TritonWriter(WeightWriter):
         return delta_triton.apply(content, change)
 
     def finish(self) -> float:
-        bad, written = self._status.read()
+        bad, tiles = self._status.read()
         if bad is not None:
             raise ValueError(
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        if written != self._status.started:
+        if tiles != self._status.started:
             raise RuntimeError(
-                f"{written} of {self._status.started} blocks were written; report this with the "
-                f"model"
+                f"{tiles} of {self._status.started} blocks were written; report this with the model"
             )
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 

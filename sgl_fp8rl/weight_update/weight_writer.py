@@ -151,24 +151,25 @@ class WeightWriter:
         Raises:
             ValueError: NaN.
         """
-        for chunk_slice in self.chunks[index]:
+        for chunk_slice in self._widened[index]:
             name = chunk_slice.name
-            if name in self._widened:
-                tensor = slot.tensor(chunk_slice, self.manifest.tensors[name])
-                routes = self.table.routes_for(name, self.manifest)
-                if has_nan(routes, tensor, chunk_slice.rows):
-                    raise ValueError(f"{name} holds NaN; check the trainer's weights")
+            tensor = slot.tensor(chunk_slice, self.manifest.tensors[name])
+            routes = self.table.routes_for(name, self.manifest)
+            if has_nan(routes, tensor, chunk_slice.rows):
+                raise ValueError(f"{name} holds NaN; check the trainer's weights")
 
     @cached_property
-    def _widened(self) -> frozenset[str]:
-        """Tensors that are stored in another dtype than they are sent in."""
-        return frozenset(
+    def _widened(self) -> list[list[ChunkSlice]]:
+        """Slices of each chunk that are stored in another dtype than they are sent in; looked for
+        once, as those that are deferred."""
+        names = {
             name
             for name, spec in self.manifest.tensors.items()
             if not self.is_deferred(name)
             for route in self.table.routes_for(name, self.manifest)
             if self.table.parameters[route.parameter].dtype != spec.dtype
-        )
+        }
+        return [[each for each in chunk if each.name in names] for chunk in self.chunks]
 
     def stage(self, index: int) -> Slot:
         """Memory for a chunk where weights are stored: one, until ``end``."""
