@@ -8,8 +8,8 @@ All is what an update of engines on other hosts does with a trainer on one GPU, 
   changes_ms     the same; each chunk is compared with the image, and the records copied to the host
   busy_ms        of the latter, the time in which the GPU works, by a profiler; the rest is waiting
   commit_ms      the records are applied to the image
-  engine_ms      an engine of one rank: the records are copied to its GPU, each chunk is read back
-                 from storage, changed and written, and what undoes it is copied to the host
+  engine_ms      an engine of one rank: the records are copied to its GPU and written where each
+                 byte is stored, their elements are checked, what undoes them is copied to the host
   changes_ms of the arm "cpu"    chunks are copied to the host and compared there, without the GPU
 
 The last is that of a few chunks, by bytes. Where a model's layers do not fit on the GPU beside
@@ -39,6 +39,7 @@ from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.weight_update.engine_weights import writer_for
 from sgl_fp8rl.weight_update.routes import Route, RouteTable, shapes_of
 from sgl_fp8rl.weight_update.shared_memory import Slot
+from sgl_fp8rl.weight_update.weight_writer import UndoLog
 from trainer_bridge import hf_names
 from trainer_bridge.image_changes import ImageChanges
 from trainer_bridge.layout import sources_for
@@ -88,12 +89,13 @@ class Engine:
 
     def change(self, payloads: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Write what changes, and return what undoes it."""
-        undoing = {}
+        log: UndoLog = []
+        self._writer.begin()
         for chunk, payload in payloads.items():
-            slot, undoing[chunk] = self._writer.changed(chunk, payload)
-            self._writer.write(chunk, slot)
+            self._writer.change(chunk, payload, log)
+        self._writer.finish()
         self._writer.end()
-        return undoing
+        return dict(log)
 
     def holds(self, chunk: int, content: torch.Tensor) -> bool:
         """Whether these bytes of a chunk are stored."""

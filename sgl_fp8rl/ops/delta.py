@@ -70,12 +70,13 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     Raises:
         DeltaError: it is none of so many bytes; nothing was written.
     """
-    records = records_of(delta, content)
+    size = content.numel()
+    records = records_of(delta, size)
     pairs, values = delta[: 2 * records].view(records, 2), delta[2 * records :]
     sums = [some.sum(dtype=torch.int64) for some in (pairs[:, 0], pairs[:, 1])]
     zeros = (pairs[:, 0] | pairs[:, 1]).eq(0).sum()
     low, high, same = torch.stack([*sums, zeros]).tolist()
-    check_distances(low + 256 * high, same, content)
+    check_distances(low + 256 * high, same, size)
     last = torch.full((1,), -1, device=content.device)
     replaced = []
     for some, new in zip(pairs.split(AT_ONCE), values.split(AT_ONCE), strict=True):
@@ -88,16 +89,15 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def undoing(delta: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
-    """The delta that goes back, in host memory.
+    """The delta that goes back.
 
     Args:
-        delta: on any device; where that is a GPU, the CPU has nothing to compute.
-        replaced: what ``apply`` returned for it, on the same one.
+        replaced: what ``apply`` returned for ``delta``, on the same device.
     """
-    return torch.cat([delta[: 2 * replaced.numel()], replaced]).cpu()
+    return torch.cat([delta[: 2 * replaced.numel()], replaced])
 
 
-def records_of(delta: torch.Tensor, content: torch.Tensor) -> int:
+def records_of(delta: torch.Tensor, size: int) -> int:
     """How many records a delta has.
 
     Raises:
@@ -105,20 +105,19 @@ def records_of(delta: torch.Tensor, content: torch.Tensor) -> int:
     """
     records, rest = divmod(delta.numel(), RECORD_BYTES)
     if rest:
-        raise DeltaError(_misfit(content))
+        raise DeltaError(_misfit(size))
     return records
 
 
-def check_distances(total: int, zeros: int, content: torch.Tensor) -> None:
-    """Check that records lie inside of ``content``, each behind the one before.
+def check_distances(total: int, zeros: int, size: int) -> None:
+    """Check that records lie inside of ``size`` bytes, each behind the one before.
 
     Raises:
         DeltaError: they do not.
     """
-    if zeros or total > content.numel():
-        raise DeltaError(_misfit(content))
+    if zeros or total > size:
+        raise DeltaError(_misfit(size))
 
 
-def _misfit(content: torch.Tensor) -> str:
-    size = content.numel()
+def _misfit(size: int) -> str:
     return f"a delta does not fit {size} bytes; install the same sgl-fp8rl on both sides"

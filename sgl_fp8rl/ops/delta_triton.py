@@ -28,8 +28,8 @@ _BYTES = ACCESS * _UNITS
 _BACK = 8
 _CHANGES = 128
 """Units that a program makes into records at a time."""
-_WARPS = 4
-_RECORDS = 2048
+WARPS = 4
+RECORDS = 2048
 """That a program applies; their distances sum up to less than 2**31."""
 assert MOST_DISTANCE // _BYTES + 1 <= _BACK and _BYTES < MOST_DISTANCE
 
@@ -58,7 +58,7 @@ class Comparison:
                     self._size,
                     blocks,
                     _UNITS,
-                    num_warps=_WARPS,
+                    num_warps=WARPS,
                 )
         self._totals = _HostCopy(self._found[:2].sum(1))
         self._delta: _HostCopy | None = None
@@ -82,7 +82,7 @@ class Comparison:
                     self._blocks,
                     _UNITS,
                     _CHANGES,
-                    num_warps=_WARPS,
+                    num_warps=WARPS,
                 )
         self._delta = _HostCopy(delta)
         del self._changes, self._found
@@ -95,6 +95,33 @@ class Comparison:
         return self._delta.wait()
 
 
+class Records:
+    """A delta on a GPU, checked on its current stream: ``RECORDS`` records for each program.
+
+    Args:
+        delta: uint8 ``[3 * R]``.
+        size: bytes of what it changes.
+
+    Raises:
+        DeltaError: it is none of so many bytes.
+    """
+
+    def __init__(self, delta: torch.Tensor, size: int) -> None:
+        self.count = count = records_of(delta, size)
+        """R."""
+        self.programs = programs = triton.cdiv(count, RECORDS)
+        self.distances = delta[: 2 * count].view(torch.int16)
+        self.values = delta[2 * count :]
+        sums = torch.zeros((2, programs), dtype=torch.int64, device=delta.device)
+        if count:
+            with torch.cuda.device_of(delta):  # a kernel starts on the current device
+                _sum[(programs,)](self.distances, sums, count, programs, RECORDS, num_warps=WARPS)
+            total, zeros = sums.sum(1).tolist()
+            check_distances(total, zeros, size)
+        self.ends = sums[0].cumsum(0)
+        """int64 ``[programs]``, the byte behind the last record of each program."""
+
+
 def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """``delta.apply``, on the current stream.
 
@@ -104,28 +131,20 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     Raises:
         DeltaError: as that one.
     """
-    records = records_of(delta, content)
-    values = delta[2 * records :]
-    replaced = torch.empty_like(values)
-    if not records:
-        return replaced
-    programs = triton.cdiv(records, _RECORDS)
-    distances = delta[: 2 * records].view(torch.int16)
-    sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
-    with torch.cuda.device_of(content):  # a kernel starts on the current device
-        _sum[(programs,)](distances, sums, records, programs, _RECORDS, num_warps=_WARPS)
-        total, zeros = sums.sum(1).tolist()
-        check_distances(total, zeros, content)
-        _apply[(programs,)](
-            content,
-            distances,
-            values,
-            replaced,
-            sums[0].cumsum(0),
-            records,
-            _RECORDS,
-            num_warps=_WARPS,
-        )
+    records = Records(delta, content.numel())
+    replaced = torch.empty_like(records.values)
+    if records.count:
+        with torch.cuda.device_of(content):  # a kernel starts on the current device
+            _apply[(records.programs,)](
+                content,
+                records.distances,
+                records.values,
+                replaced,
+                records.ends,
+                records.count,
+                RECORDS,
+                num_warps=WARPS,
+            )
     return replaced
 
 
@@ -285,6 +304,19 @@ def _sum(
     tl.store(sums + programs + program, zeros.to(tl.int64))
 
 
+@triton.jit
+def places(
+    distances: tl.tensor, ends: tl.tensor, records: tl.int64, RECORDS: tl.constexpr
+) -> tl.tuple:
+    """The records of this program: their numbers, which of them there are, and their bytes."""
+    program = tl.program_id(0).to(tl.int64)
+    record = program * RECORDS + tl.arange(0, RECORDS)
+    inside = record < records
+    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    before = tl.load(ends + program - 1, mask=program > 0, other=0)
+    return record, inside, before - 1 + tl.cumsum(distance, 0).to(tl.int64)
+
+
 @triton.jit(
     do_not_specialize=["records"],
     do_not_specialize_on_alignment=["values", "replaced"],
@@ -303,12 +335,7 @@ def _apply(
     Args:
         ends: of each program, the sum of its distances and those before.
     """
-    program = tl.program_id(0).to(tl.int64)
-    record = program * RECORDS + tl.arange(0, RECORDS)
-    inside = record < records
-    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    before = tl.load(ends + program - 1, mask=program > 0, other=0)
-    at = before - 1 + tl.cumsum(distance, 0).to(tl.int64)
+    record, inside, at = places(distances, ends, records, RECORDS)
     value = tl.load(values + record, mask=inside, other=0)
     tl.store(replaced + record, tl.load(content + at, mask=inside, other=0), mask=inside)
     tl.store(content + at, value, mask=inside)

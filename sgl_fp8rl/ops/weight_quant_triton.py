@@ -97,22 +97,19 @@ class Launch:
     """The kernel, once it was started: to look it up by its arguments takes longer than to start
     it, and a stream starts one for each tensor."""
 
-    def run(self, bases: Bases, status: Status, shift: int = 0) -> None:
+    def run(self, bases: Bases, status: Status) -> None:
         """Start the kernel on the current stream. Where a value is bad, what is written is too.
-
-        Args:
-            shift: bytes that targets lie behind the addresses of the table; a multiple of 16.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here.
         """
         with compiling():
-            self._start(bases, status, shift)
+            self._start(bases, status)
 
-    def _start(self, bases: Bases, status: Status, shift: int) -> None:
+    def _start(self, bases: Bases, status: Status) -> None:
         status.started += self.tiles
         base, several = (bases, self.table) if isinstance(bases, int) else (0, bases)
-        arguments = (self.tile_descriptor, self.table, several, base, shift, status.words)
+        arguments = (self.tile_descriptor, self.table, several, base, status.words)
         kind = (self.source_dtype, self.target_dtype, self.model_dtype, self.positive, self.full)
         with torch.cuda.device_of(status.words):  # a kernel starts on the current device
             if self._compiled:
@@ -304,14 +301,13 @@ def _copy_ragged(
     return top
 
 
-# Both are an i64 whatever their value, so that 0 and a multiple of 16 compile nothing anew.
-@triton.jit(do_not_specialize=["base", "shift"])
+# An i64 whatever its value, so that 0 and a multiple of 16 compile nothing anew.
+@triton.jit(do_not_specialize=["base"])
 def _copy_tiles(
     tile_descriptor: tl.tensor,
     table: tl.tensor,
     bases: tl.tensor,
     base: tl.int64,
-    shift: tl.int64,
     status: tl.tensor,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -331,7 +327,7 @@ def _copy_tiles(
     across = tl.load(descriptor + 1).to(tl.int32)
     source = tl.load(bases + tl.load(descriptor + 2), mask=base == 0, other=base)
     source += tl.load(descriptor + 3)
-    target = tl.load(descriptor + 4) + shift
+    target = tl.load(descriptor + 4)
     source_stride = tl.load(descriptor + 8)
     target_stride = tl.load(descriptor + 9)
     i = (tile // across).to(tl.int64)

@@ -205,9 +205,9 @@ class EngineWeights:
         if self.kv is not None:
             self.kv.after_update(self.session.kv_scales)
         policy, writer = self.session.policy, self.session.writer
-        has_name = bool(self.session.image) and writer.reads_back
+        has_name = bool(self.session.image) and writer.holds_bytes
+        writer.keep(changes_may_come=has_name)
         self._image = (writer, self.session.image) if has_name else None
-        writer.kept = self.session.deferred if has_name else {}
         if policy.run != self.policy.run and self.policy != CHECKPOINT:
             self._replaced.append(self.policy.run)
         self.policy, self.transaction = policy, transaction

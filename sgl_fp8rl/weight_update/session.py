@@ -12,7 +12,7 @@ from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch
-from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter, rows_of
+from sgl_fp8rl.weight_update.weight_writer import UndoLog, WeightWriter
 
 if TYPE_CHECKING:
     from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -37,10 +37,7 @@ class Session:
         """The update that is stored, of which changes may come; empty if of none."""
         self.image = ""
         """What its trainer calls this update, once it commits."""
-        self.deferred: dict[str, torch.Tensor] = {}
-        """What is not written chunk by chunk."""
-        self._goes_back: list[tuple[int, torch.Tensor]] = []
-        """Deltas of chunks, each back to what was there; the last one may not have been written."""
+        self._goes_back: UndoLog = []
         self._is_whole = False
         """Whether a chunk came that was no change."""
         self._written: set[int] = set()
@@ -89,7 +86,8 @@ class Session:
         self._check_awaited(index)
         self._is_whole = True
         self.forget_changes()
-        self._write(index, self.writer.chunk_source(index, self.weights.memory))
+        self.writer.write(index, self.writer.chunk_source(index, self.weights.memory))
+        self._written.add(index)
 
     def change(self, index: Any, size: Any) -> None:
         """Write what changes in chunk ``index``: a delta of ``size`` bytes, which lies in its slot.
@@ -104,24 +102,21 @@ class Session:
         slot = self.weights.memory.bucket_for(manifest).slot(index, manifest)
         if type(size) is not int or not 0 <= size <= slot.content.numel():
             raise SessionError(f"a change of {excerpt(size)} bytes is more than its chunk")
-        changed, back = self.writer.changed(index, slot.content[:size])
-        self.writer.check_widened(index, changed)
-        if not self._is_whole:
-            self._goes_back.append((index, back))
-        self._write(index, changed)
+        self.writer.change(index, slot.content[:size], None if self._is_whole else self._goes_back)
+        self._written.add(index)
 
     def undo(self) -> None:
         """Write back what changed: the version before is whole again.
 
         Raises:
             SessionError: a parameter moved.
-            RuntimeError, ValueError: it cannot be written.
+            RuntimeError, ValueError: it cannot be written, or what was there is not known.
         """
+        self.writer.check_complete()
         self.writer.begin()
         while self._goes_back:
             index, back = self._goes_back[-1]
-            before, _ = self.writer.changed(index, back)
-            self.writer.write(index, before)
+            self.writer.change(index, back, log=None)
             self._goes_back.pop()
         self.writer.table.fill_constants()
         self.weights.derived.refresh()
@@ -136,16 +131,6 @@ class Session:
         known = type(index) is int and 0 <= index < len(self.writer.chunks)
         if not known or index in self._written:
             raise SessionError(f"chunk {excerpt(index)} is not awaited; write each chunk once")
-
-    def _write(self, index: int, source: ChunkSource) -> None:
-        for chunk_slice in self.writer.deferred(index):
-            spec = self.writer.manifest.tensors[chunk_slice.name]
-            tensor = source.tensor(chunk_slice, spec)
-            if chunk_slice.name not in self.deferred:
-                self.deferred[chunk_slice.name] = tensor.new_empty(spec.shape)
-            rows_of(self.deferred[chunk_slice.name], chunk_slice).copy_(tensor)
-        self.writer.write(index, source)
-        self._written.add(index)
 
     def finish(self) -> float | None:
         """Check that every chunk came, and refresh what is derived from them.
@@ -169,8 +154,9 @@ class Session:
                 f"{self.writer.chunks[missing[0]][0].name} among them; send every chunk of the "
                 f"manifest before commit"
             )
-        kv_scales = {name: self.deferred[name] for name in self.writer.kv_scales}
-        if self.deferred.keys() - kv_scales:
+        deferred = self.writer.deferred
+        kv_scales = {name: deferred[name] for name in self.writer.kv_scales}
+        if deferred.keys() - kv_scales:
             self._load_deferred()
         self.writer.table.fill_constants()
         self.weights.derived.refresh()
@@ -187,7 +173,7 @@ class Session:
     def _load_deferred(self) -> None:
         """Give SGLang's own loader the tensors that have no routes."""
         table = self.writer.table
-        tensors = {n: t for n, t in self.deferred.items() if n not in self.writer.kv_scales}
+        tensors = {n: t for n, t in self.writer.deferred.items() if n not in self.writer.kv_scales}
         for name, tensor in tensors.items():
             _check_finite(name, tensor)
         self.writer.dirty = True

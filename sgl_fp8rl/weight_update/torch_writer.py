@@ -61,18 +61,12 @@ def read_tensor(
     as it is.
 
     Args:
-        tensor: of the dtype that was sent, which storage holds without loss.
+        tensor: of the dtype that was sent, whose bytes storage holds.
     """
     for route in routes:
         if (clipped := clip_route(route, rows)) is not None:
             src, dst = clipped
             _copy(view(tensor, src), view(table.parameters[route.parameter], dst))
-
-
-def has_nan(routes: list[Route], tensor: torch.Tensor, rows: RowRange) -> bool:
-    """Whether any value is NaN of ``tensor``, the given rows of a source, that has a route."""
-    clipped = (clip_route(route, rows) for route in routes)
-    return any(bool(view(tensor, each[0]).isnan().any()) for each in clipped if each is not None)
 
 
 def clip_route(route: Route, rows: RowRange) -> tuple[Region, Region] | None:

@@ -10,9 +10,10 @@ import torch
 from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
 from sgl_fp8rl.formats.weight_format import ROW, WEIGHT_DTYPES, TensorSpec, WeightFormat
-from sgl_fp8rl.ops import delta_triton
 from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
+from sgl_fp8rl.ops.delta_scatter_triton import Scatter
+from sgl_fp8rl.ops.delta_triton import Records
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
@@ -22,7 +23,7 @@ from sgl_fp8rl.weight_update.cut_blocks import CutBlock, at_blocks, in_turn
 from sgl_fp8rl.weight_update.routes import Route, RouteTable
 from sgl_fp8rl.weight_update.shared_memory import Segments, Slot
 from sgl_fp8rl.weight_update.torch_writer import clip_route
-from sgl_fp8rl.weight_update.weight_writer import ChunkSource, WeightWriter
+from sgl_fp8rl.weight_update.weight_writer import ChunkSource, UndoLog, WeightWriter, rows_of
 
 
 class TritonWriter(WeightWriter):
@@ -41,14 +42,12 @@ class TritonWriter(WeightWriter):
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
         self._status = Status(device)
-        self._read_status = Status(device)
-        """Of what is read back, whose values are not judged: what is undone may hold NaN."""
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         in_bucket = [i for i in range(len(self.chunks)) if not self.is_mapped(i)]
         self._launches = {i: self._compile_in_bucket(i) for i in in_bucket}
         self._memory: DeviceMemory | None = None
-        self._reads: dict[int, list[Launch]] = {}
-        """Copies back from storage, compiled when they are needed first."""
+        self._scatters: dict[int, Scatter] = {}
+        """Of each chunk, when it changes first."""
         self._mapped_places: dict[str, list[Piece]] | None = None
         self._joined: torch.Tensor | None = None
         """Where blocks are put together that several of the trainer's ranks hold."""
@@ -56,10 +55,10 @@ class TritonWriter(WeightWriter):
     def begin(self) -> None:
         super().begin()
         self._status.reset()
-        self._read_status.reset()
         self._events.clear()
 
     def write(self, index: int, source: ChunkSource) -> None:
+        self._defer(index, source)
         if isinstance(source, Segments):
             self._follow(index, source)
             joined = [] if self._joined is None else [self._joined.data_ptr()]
@@ -87,38 +86,36 @@ class TritonWriter(WeightWriter):
             self._memory.close()
             self._memory = None
 
-    def changed(self, index: int, change: torch.Tensor) -> tuple[Slot, torch.Tensor]:
-        made = super().changed(index, change)
-        _, read = self._read_status.read()
-        if read != self._read_status.started:  # before anything is made of it: it has no other copy
+    def change(self, index: int, delta: torch.Tensor, log: UndoLog | None) -> None:
+        if index not in self._scatters:
+            self._scatters[index] = self._compile_scatter(index)
+        scatter, there = self._scatters[index], delta.to(self._device, copy=True)
+        records = Records(there, self.manifest.chunk_bytes)
+        # before anything is written: there may be no memory
+        back = None if log is None else torch.empty_like(delta, pin_memory=there.is_cuda)
+        stop = self._timed()
+        self.dirty = True
+        scatter.exchange(records, self._status)
+        if log is not None and back is not None:
+            log.append((index, back.copy_(there, non_blocking=True)))
+        scatter.check(records, self._status)
+        stop.record()
+
+    def check_complete(self) -> None:
+        _, tiles = self._status.read()
+        if tiles != self._status.started:
             raise RuntimeError(
-                f"{read} of {self._read_status.started} blocks were read back; report this with "
-                f"the model"
+                f"{tiles} of {self._status.started} blocks were written; report this with the model"
             )
-        return made
-
-    def _read(self, index: int, slot: Slot) -> None:
-        if index not in self._reads:
-            self._reads[index] = self._compile_reads(index)
-        # a table, for addresses that count from 0
-        bases = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for launch in self._reads[index]:
-            launch.run(bases, self._read_status, slot.content.data_ptr() - slot.start)
-
-    def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-        return delta_triton.apply(content, change)
 
     def finish(self) -> float:
-        bad, tiles = self._status.read()
+        bad, _ = self._status.read()
         if bad is not None:
             raise ValueError(
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        if tiles != self._status.started:
-            raise RuntimeError(
-                f"{tiles} of {self._status.started} blocks were written; report this with the model"
-            )
+        self.check_complete()
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
     def _run(self, index: int, slot: Slot) -> None:
@@ -128,12 +125,17 @@ class TritonWriter(WeightWriter):
     def _launch(self, index: int, addresses: list[int]) -> torch.cuda.Event:
         """Start the kernels of a chunk; the event is recorded behind them."""
         bases = bases_at(addresses, self._device)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        stop = self._timed()
         self.dirty = True
         for launch in self._launches[index]:
             launch.run(bases, self._status)
         stop.record()
+        return stop
+
+    def _timed(self) -> torch.cuda.Event:
+        """Record an event, and return the one to record when what follows is queued."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         self._events.append((start, stop))
         return stop
 
@@ -154,25 +156,27 @@ class TritonWriter(WeightWriter):
             )
         )
 
-    def _compile_reads(self, index: int) -> list[Launch]:
-        descriptors = (
-            descriptor
-            for chunk_slice in self.chunks[index]
-            if not self.is_deferred(chunk_slice.name)
-            for descriptor in self._read_descriptors(chunk_slice)
+    def _compile_scatter(self, index: int) -> Scatter:
+        """Where the bytes of a chunk are stored; KV scales are kept, and take effect at the end."""
+        start = index % self.manifest.slots * self.manifest.chunk_bytes
+        return Scatter(
+            (
+                descriptor
+                for chunk_slice in self.chunks[index]
+                for descriptor in self._stored(chunk_slice, chunk_slice.offset - start)
+            ),
+            self._device,
         )
-        return compile_descriptors(descriptors, self._device, self.dtype)
 
-    def _read_descriptors(self, chunk_slice: ChunkSlice) -> Iterator[CopyDescriptor]:
-        name, (first, last), offset = chunk_slice
-        spec = self.manifest.tensors[name]
-        shape = (last - first, *spec.shape[1:]) if spec.shape else ()
-        target = Placed(offset, spec.dtype, strides_of(shape))
-        for route in self.table.routes_for(name, self.manifest):
-            if (clipped := clip_route(route, chunk_slice.rows)) is not None:
-                src, dst = clipped
-                parameter = _placed(self.table.parameters[route.parameter])
-                yield from describe_copy(parameter, dst, target, src, tag=self._tags[name])
+    def _stored(self, chunk_slice: ChunkSlice, offset: int) -> Iterator[CopyDescriptor]:
+        """The slice, ``offset`` bytes into its chunk, and where each byte is stored."""
+        name, rows, _ = chunk_slice
+        if name not in self.kv_scales:
+            yield from self._descriptors(name, 0, offset, rows)
+            return
+        kept = rows_of(self._deferred_tensor(name, self._device), chunk_slice)
+        box, source = whole(tuple(kept.shape)), Placed(offset, kept.dtype, kept.stride())
+        yield from describe_copy(source, box, _placed(kept), box, tag=self._tags[name])
 
     def _compile_mapped(self, index: int, segments: Segments) -> list[Launch | RowLaunch]:
         descriptors: list[CopyDescriptor] = []

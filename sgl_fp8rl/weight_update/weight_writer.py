@@ -1,19 +1,22 @@
 """Writers: how a manifest is written on one rank, planned once and replayed at each update."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from sgl_fp8rl.formats.weight_format import TensorSpec
-from sgl_fp8rl.ops import delta
+from sgl_fp8rl.ops.delta import apply, undoing
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
 from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory, Slot
-from sgl_fp8rl.weight_update.torch_writer import has_nan, read_tensor, write_tensor
+from sgl_fp8rl.weight_update.torch_writer import read_tensor, write_tensor
+
+UndoLog = list[tuple[int, torch.Tensor]]
+"""Chunks that change and, for each, the delta in host memory that goes back; in their order."""
 
 
 class WeightWriter:
@@ -37,23 +40,26 @@ class WeightWriter:
         self.manifest = manifest
         self.dtype = dtype
         self.kv_scales = frozenset(kv_scales)
+        self._device = torch.device("cpu")
         self._cutter = Cutter(manifest) if manifest.streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(manifest)
-        self._deferred: dict[int, list[ChunkSlice]] = {}
+        self._deferred_in: dict[int, list[ChunkSlice]] = {}
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
         self._stage: torch.Tensor | None = None
-        self.kept: Mapping[str, torch.Tensor] = {}
-        """What the update that committed last brought of what is deferred."""
+        self.deferred: dict[str, torch.Tensor] = {}
+        """What this update brought and is not written chunk by chunk."""
+        self._kept: dict[str, torch.Tensor] = {}
+        """The KV scales of the update that committed last."""
 
     @cached_property
-    def reads_back(self) -> bool:
-        """Whether storage tells what was sent, to the last byte: FP32 holds each BF16 or FP16
-        number, codes are not the weights that were quantized, and SGLang's loader is not known."""
-        if self.manifest.streamed or self.table.fallback:
+    def holds_bytes(self) -> bool:
+        """Whether storage has each byte that was sent: BF16 is the upper half of FP32, codes are
+        not the weights that were quantized, and SGLang's loader is not known."""
+        if self.manifest.streamed or self.manifest.mapped or self.table.fallback:
             return False
         return all(
-            self.table.parameters[route.parameter].dtype in (spec.dtype, _holder_of(spec.dtype))
+            _holds_bytes(self.table.parameters[route.parameter].dtype, spec.dtype)
             for name, spec in self.manifest.tensors.items()
             if name not in self.kv_scales
             for route in self.table.routes_for(name, self.manifest)
@@ -63,11 +69,11 @@ class WeightWriter:
         """Whether this tensor is not written chunk by chunk."""
         return name in self.table.fallback or name in self.kv_scales
 
-    def deferred(self, index: int) -> list[ChunkSlice]:
+    def _deferred_slices(self, index: int) -> list[ChunkSlice]:
         """Slices of a chunk that are kept until the end: for SGLang's loader, or KV scales."""
-        if index not in self._deferred:  # looked for once: a chunk can have 18,000 slices
-            self._deferred[index] = [p for p in self.chunks[index] if self.is_deferred(p.name)]
-        return self._deferred[index]
+        if index not in self._deferred_in:  # looked for once: a chunk can have 18,000 slices
+            self._deferred_in[index] = [p for p in self.chunks[index] if self.is_deferred(p.name)]
+        return self._deferred_in[index]
 
     @property
     def uses_bucket(self) -> bool:
@@ -107,6 +113,13 @@ class WeightWriter:
     def begin(self) -> None:
         """Get ready for another update."""
         self.dirty = False
+        for name, kept in self._kept.items():
+            self.deferred[name].copy_(kept)
+
+    def keep(self, changes_may_come: bool) -> None:
+        """Note that the update committed, and whether the next one may be changes of it."""
+        names = self.kv_scales if changes_may_come else ()
+        self._kept = {name: self.deferred[name].clone() for name in names}
 
     def write(self, index: int, source: "ChunkSource") -> None:
         """Write one chunk through its routes; a slot may be reused on return, and the trainer's own
@@ -115,6 +128,7 @@ class WeightWriter:
         Raises:
             ValueError: NaN or Inf, where it is known at once.
         """
+        self._defer(index, source)
         for chunk_slice in self.chunks[index]:
             if not self.is_deferred(chunk_slice.name):
                 tensor = source.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
@@ -122,54 +136,30 @@ class WeightWriter:
                 self.dirty = True
                 write_tensor(self.table, routes, tensor, chunk_slice.rows, self.dtype)
 
-    def changed(self, index: int, change: torch.Tensor) -> tuple[Slot, torch.Tensor]:
-        """Make a chunk of what is stored and of what changes in it. Bytes that this rank keeps
-        nothing of are any; nothing is written.
+    def change(self, index: int, delta: torch.Tensor, log: UndoLog | None) -> None:
+        """Change one chunk where it is stored, through its routes.
 
         Args:
-            change: a delta, in host memory.
-
-        Returns:
-            the chunk, until the next one is made, and the delta that goes back, in host memory.
+            delta: in host memory, which may be reused on return.
+            log: takes what undoes the change, even if it fails in between; None where nobody will.
 
         Raises:
-            DeltaError: the delta does not fit a chunk.
+            DeltaError: the delta does not fit a chunk; nothing was written.
+            ValueError: NaN or Inf, where it is known at once.
         """
         slot = self.stage(index)
-        self._read(index, slot)
-        for chunk_slice in self.deferred(index):
-            name = chunk_slice.name
-            kept = rows_of(self.kept[name], chunk_slice)
-            slot.tensor(chunk_slice, self.manifest.tensors[name]).copy_(kept)
-        change = change.to(slot.content.device)
-        return slot, delta.undoing(change, self._apply(slot.content, change))
-
-    def check_widened(self, index: int, slot: Slot) -> None:
-        """Check a chunk that is to be written for what could not be undone: a NaN that is stored in
-        another dtype than it was sent in does not come back byte for byte.
-
-        Raises:
-            ValueError: NaN.
-        """
-        for chunk_slice in self._widened[index]:
+        for chunk_slice in self.chunks[index]:
             name = chunk_slice.name
             tensor = slot.tensor(chunk_slice, self.manifest.tensors[name])
-            routes = self.table.routes_for(name, self.manifest)
-            if has_nan(routes, tensor, chunk_slice.rows):
-                raise ValueError(f"{name} holds NaN; check the trainer's weights")
-
-    @cached_property
-    def _widened(self) -> list[list[ChunkSlice]]:
-        """Slices of each chunk that are stored in another dtype than they are sent in; looked for
-        once, as those that are deferred."""
-        names = {
-            name
-            for name, spec in self.manifest.tensors.items()
-            if not self.is_deferred(name)
-            for route in self.table.routes_for(name, self.manifest)
-            if self.table.parameters[route.parameter].dtype != spec.dtype
-        }
-        return [[each for each in chunk if each.name in names] for chunk in self.chunks]
+            if self.is_deferred(name):
+                tensor.copy_(rows_of(self.deferred[name], chunk_slice))
+            else:
+                routes = self.table.routes_for(name, self.manifest)
+                read_tensor(self.table, routes, tensor, chunk_slice.rows)
+        replaced = apply(slot.content, delta)
+        if log is not None:
+            log.append((index, undoing(delta, replaced)))
+        self.write(index, slot)
 
     def stage(self, index: int) -> Slot:
         """Memory for a chunk where weights are stored: one, until ``end``."""
@@ -180,19 +170,32 @@ class WeightWriter:
     def end(self) -> None:
         """Free what an update needed."""
         self._stage = None
+        for name in self.deferred.keys() - self.kv_scales:
+            del self.deferred[name]
 
     def _new_stage(self) -> torch.Tensor:
         return torch.empty(self.manifest.chunk_bytes, dtype=torch.uint8)
 
-    def _read(self, index: int, slot: Slot) -> None:
-        for chunk_slice in self.chunks[index]:
-            if not self.is_deferred(chunk_slice.name):
-                tensor = slot.tensor(chunk_slice, self.manifest.tensors[chunk_slice.name])
-                routes = self.table.routes_for(chunk_slice.name, self.manifest)
-                read_tensor(self.table, routes, tensor, chunk_slice.rows)
+    def _defer(self, index: int, source: "ChunkSource") -> None:
+        for chunk_slice in self._deferred_slices(index):
+            name = chunk_slice.name
+            tensor = source.tensor(chunk_slice, self.manifest.tensors[name])
+            device = self._device if name in self.kv_scales else tensor.device
+            rows_of(self._deferred_tensor(name, device), chunk_slice).copy_(tensor)
 
-    def _apply(self, content: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-        return delta.apply(content, change)
+    def _deferred_tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        """Memory for what is deferred; that of KV scales stays where it is, on the GPU."""
+        if name not in self.deferred:
+            spec = self.manifest.tensors[name]
+            self.deferred[name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        return self.deferred[name]
+
+    def check_complete(self) -> None:
+        """Check that nothing that was started is missing; else what undoes it is not known.
+
+        Raises:
+            RuntimeError: something is.
+        """
 
     def finish(self) -> float | None:
         """Check all that was written.
@@ -211,9 +214,8 @@ def rows_of(whole: torch.Tensor, chunk_slice: ChunkSlice) -> torch.Tensor:
     return whole[slice(*chunk_slice.rows)] if whole.dim() else whole
 
 
-def _holder_of(sent: torch.dtype) -> torch.dtype:
-    """A dtype that holds each number of what was sent."""
-    return torch.float32 if sent in (torch.bfloat16, torch.float16) else sent
+def _holds_bytes(stored: torch.dtype, sent: torch.dtype) -> bool:
+    return stored == sent or (stored, sent) == (torch.float32, torch.bfloat16)
 
 
 class ChunkSource(Protocol):

@@ -33,7 +33,15 @@ TOGETHER = (
     ("expert_tiles", "experts"),
     ("kv_triton", "qk_rope"),
     ("flashinfer_plans", "kv_attention", "activation", "correction", "precision", "fp8_forward"),
-    ("delta", "expert_rows", "formats", "heads_triton", "sample_triton", "weight_quant_triton"),
+    (
+        "delta",
+        "delta_scatter",
+        "expert_rows",
+        "formats",
+        "heads_triton",
+        "sample_triton",
+        "weight_quant_triton",
+    ),
 )
 """Files of a part, the longest first."""
 ALONE = (

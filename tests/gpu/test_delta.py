@@ -11,12 +11,13 @@ from sgl_fp8rl.ops import delta, delta_triton
 from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.ops.delta_triton import Comparison
 from sgl_fp8rl.protocol.image import Image
+from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
 from tests import delta_oracle
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
-from tests.sgl_fp8rl.weight_update import toy
-from tests.sgl_fp8rl.weight_update.test_changes import nan_by_the_high_byte
+from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
+from tests.sgl_fp8rl.weight_update import test_changes, toy
 from tests.trainer_bridge.test_far_engine import IMAGE_BYTES, SMALL, holds, remote_engine, step
 from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
@@ -73,7 +74,7 @@ def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
     replaced = delta_triton.apply(mine[0], there)
     assert torch.equal(mine[0].cpu(), new)
     assert torch.equal(replaced.cpu(), delta.apply(old.clone(), found))
-    delta_triton.apply(mine[0], delta.undoing(there, replaced).to(device))
+    delta_triton.apply(mine[0], delta.undoing(there, replaced))
     assert torch.equal(mine[0].cpu(), old)
     return found
 
@@ -264,7 +265,7 @@ def test_what_an_engine_on_a_gpu_wrote_is_undone(
     update(tensors, engine, version=0)
     for version in range(1, 8, 2):
         after = step(tensors, version)
-        bad = {**after, name: nan_by_the_high_byte(after[name])}
+        bad = {**after, name: test_changes.nan_by_the_high_byte(after[name])}
         if name == "attn.q.bias":
             bad[name][: toy.HEADS // 2] = after[name][: toy.HEADS // 2]
         assert bad[name].isnan().any()
@@ -275,3 +276,28 @@ def test_what_an_engine_on_a_gpu_wrote_is_undone(
         result = update(after, engine, version=version + 1)
         assert holds(engine, after) and result.network_bytes < 0.1 * result.bytes
         tensors = after
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an engine on a GPU")
+def test_kv_scales_change_on_a_gpu() -> None:
+    """They come through the host's memory, and are kept as they came."""
+    weights = with_kv.engine("trainer", "cuda")
+    sent = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
+    test_changes.commit(weights, sent)
+    for version in (1, 2):
+        scales = with_kv.SCALES * (1 + version)
+        after = toy.quantized(test_changes.stepped(version)) | {KV_SCALES: scales}
+        for undone in (True, False):
+            session = toy.begin(weights, after, version, test_changes.SMALL)
+            test_changes.change(session, sent, after)
+            if undone:
+                session.undo()
+                weights.resume()
+                assert with_kv.kv_of(weights).scales.max() == sent[KV_SCALES].max()
+        session.image = test_changes.BASE
+        session.finish()
+        weights.commit()
+        sent = after
+        assert torch.equal(with_kv.kv_of(weights).scales.amax(-1).cpu(), scales.amax(-1))
+        wanted = toy.expected(test_changes.stepped(version))
+        assert toy.same(toy.contents(weights.model), wanted)

@@ -1,7 +1,6 @@
 """KV scales in an update: checked before the first write, in force with the commit or never."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,10 @@ LAYERS, HEADS = 2, 4
 SCALES = torch.arange(1.0, 1 + LAYERS * 3 * HEADS).view(LAYERS, 3, HEADS)
 
 
-def engine(scheme: str = "engine", **keywords: Any) -> EngineWeights:
+def engine(scheme: str = "engine", device: str = "cpu") -> EngineWeights:
     """A toy model with an FP8 KV cache, whose routes are recorded."""
-    weights = toy.engine(toy.toy(), toy.SHAPES)
-    scales = KVScales([1.0] * LAYERS, Heads(HEADS, 2, 2), scheme, torch.device("cpu"))
+    weights = toy.engine(toy.toy().to(device), toy.SHAPES)
+    scales = KVScales([1.0] * LAYERS, Heads(HEADS, 2, 2), scheme, torch.device(device))
     attach(scales, weights.model, [fakes.layer(i) for i in range(LAYERS)])
     weights.kv = scales
     return weights

@@ -17,6 +17,7 @@ from triton.runtime.errors import PTXASError
 from sgl_fp8rl.ops import (
     activation_triton,
     channel_triton,
+    delta_scatter_triton,
     delta_triton,
     expert_rows_triton,
     heads_triton,
@@ -43,7 +44,8 @@ ROOT = Path(__file__).parents[3]
         ("test_sample_triton.py", 70, 1),
         ("test_expert_rows.py", 12, 0),
         ("test_expert_tiles.py", 13, 3),
-        ("test_delta.py", 30, 9),
+        ("test_delta.py", 30, 10),
+        ("test_delta_scatter.py", 17, 1),
     ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
@@ -81,6 +83,7 @@ def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None
         activation_triton,
         sample_triton,
         expert_rows_triton,
+        delta_scatter_triton,
         delta_triton,
     ],
 )

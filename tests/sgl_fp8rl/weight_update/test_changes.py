@@ -1,7 +1,7 @@
 """Changes of what a rank stores: written, undone, and refused where it stores something else."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from sgl_fp8rl.ops import delta
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
-from sgl_fp8rl.weight_update import triton_writer
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.session import Session, SessionError
 from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
@@ -36,19 +35,12 @@ class Rank:
             interpreter: Interpreter = request.getfixturevalue("gpu")
             spans = [span_of(parameter) for parameter in model.parameters()]
             interpreter.writable += spans
-            interpreter.shared += spans  # storage is read, too
             self.gpu = interpreter
         self.weights = toy.engine(model, toy.SHAPES)
 
     def holds(self, tensors: toy.Tensors) -> bool:
         expected = toy.expected(tensors, self.rank, self.tp)
         return toy.same(toy.contents(self.weights.model), expected)
-
-
-@pytest.fixture(autouse=True)
-def applied_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``tests/gpu/test_delta.py`` has the kernel."""
-    monkeypatch.setattr(triton_writer.delta_triton, "apply", delta.apply)
 
 
 @pytest.fixture(params=[(kind, rank, tp) for kind in KINDS for rank, tp in ((0, 1), (1, 2))])
@@ -107,6 +99,7 @@ def change(
         slot.content.fill_(0xA5)
         slot.content[: payload.numel()].copy_(payload)
         session.change(index, payload.numel())
+        assert torch.equal(slot.content[: payload.numel()], payload), "it is the trainer's"
 
 
 def test_changes_leave_the_bytes_of_a_full_update(rank: Rank) -> None:
@@ -157,35 +150,36 @@ def test_a_chunk_that_is_written_in_part_is_undone(
     assert rank.holds(toy.checkpoint(0))
 
 
-def test_nan_that_would_not_be_read_back_is_never_written(rank: Rank) -> None:
-    """Stored as FP32 it is another NaN than as BF16: an undo would mix the bytes of both."""
+def test_nan_in_a_wider_dtype_is_undone(rank: Rank) -> None:
+    """Stored as FP32 it is another NaN than as BF16, if it is converted and not copied."""
     before, bad = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
     bad[ROUTER] = nan_by_the_high_byte(bad[ROUTER])
     session = toy.begin(rank.weights, bad, 1, SMALL)
     with pytest.raises(ValueError, match=f"{re.escape(ROUTER)} holds NaN"):
         change(session, before, bad)
-    written = [session.writer.chunks[index] for index, _ in session._goes_back]
-    assert written and ROUTER not in (each.name for chunk in written for each in chunk)
+        session.finish()
+    assert session.can_undo
     session.undo()
     assert rank.holds(toy.checkpoint(0))
 
 
-def test_nothing_is_written_of_a_chunk_that_was_not_read_back_whole(
+def test_a_change_that_was_not_written_is_not_undone(
     request: pytest.FixtureRequest,
 ) -> None:
+    """Its records were not exchanged for what was there."""
     rank = Rank("kernels", 0, 1, request)
     assert rank.gpu is not None
     commit(rank.weights, toy.quantized(toy.checkpoint(0)))
     before, sent = (toy.quantized(t) for t in (toy.checkpoint(0), stepped(1)))
     session = toy.begin(rank.weights, sent, 1, SMALL)
-    change(session, before, sent, 2)
+    change(session, before, sent, 1)
     rank.gpu.lost_tiles = 1
-    with pytest.raises(RuntimeError, match="read back"):
-        change(session, before, sent, first=2)
+    change(session, before, sent, 2, first=1)
     rank.gpu.lost_tiles = 0
-    assert len(session._goes_back) == 2
-    session.undo()
-    assert rank.holds(toy.checkpoint(0))
+    change(session, before, sent, first=2)
+    for action in (session.finish, session.undo):
+        with pytest.raises(RuntimeError, match="were written"):
+            action()
 
 
 def test_what_moved_is_not_undone(rank: Rank) -> None:
@@ -197,7 +191,6 @@ def test_what_moved_is_not_undone(rank: Rank) -> None:
     parameter.data = parameter.data.clone()
     if rank.gpu is not None:
         rank.gpu.writable.append(span_of(parameter))
-        rank.gpu.shared.append(span_of(parameter))
     for action in (session.finish, session.undo):
         with pytest.raises(SessionError, match="moved in memory"):
             action()
@@ -260,11 +253,32 @@ def test_only_what_is_stored_can_change(rank: Rank) -> None:
         session.change(0, 3)
 
 
-def test_scales_of_a_kv_cache_change_too() -> None:
+@pytest.fixture(params=KINDS)
+def has_kv(request: pytest.FixtureRequest) -> Callable[[toy.Tensors], EngineWeights]:
+    """Makes an engine with an FP8 KV cache, which committed some tensors."""
+
+    def make(sent: toy.Tensors) -> EngineWeights:
+        kernels: Interpreter | None = None
+        if request.param == "kernels":
+            kernels = request.getfixturevalue("gpu")
+        weights = with_kv.engine("trainer")
+        if kernels is not None:
+            kernels.writable += [span_of(parameter) for parameter in weights.model.parameters()]
+        commit(weights, sent)
+        if kernels is not None:
+            (writer,) = weights._writers.values()
+            kernels.writable += [span_of(scales) for scales in writer.deferred.values()]
+        return weights
+
+    return make
+
+
+def test_scales_of_a_kv_cache_change_too(
+    has_kv: Callable[[toy.Tensors], EngineWeights],
+) -> None:
     """They are not stored as they come, so they are kept."""
-    weights = with_kv.engine("trainer")
     before = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
-    commit(weights, before)
+    weights = has_kv(before)
     for version in (1, 2):
         scales = with_kv.SCALES.clone()
         scales[1, 1, version] *= 3
@@ -279,15 +293,26 @@ def test_scales_of_a_kv_cache_change_too() -> None:
         assert toy.same(toy.contents(weights.model), toy.expected(stepped(version)))
 
 
-def test_single_scales_of_a_kv_cache_change_too() -> None:
-    """They are scalars, which have no rows."""
+def test_scales_of_a_kv_cache_are_kept_on_the_gpu() -> None:
+    """The kernel changes them there, though they come through the host's memory."""
     weights = with_kv.engine("trainer")
+    sent = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
+    session = toy.begin(weights, sent, 0, SMALL)
+    session.writer._device = torch.device("meta")  # in the place of a GPU
+    toy.write(session, sent)
+    assert session.writer.deferred[KV_SCALES].is_meta
+
+
+def test_single_scales_of_a_kv_cache_change_too(
+    has_kv: Callable[[toy.Tensors], EngineWeights],
+) -> None:
+    """They are scalars, which have no rows."""
 
     def sent(version: int) -> toy.Tensors:
         names = (f"model.layers.{n}.self_attn.attn.{x}_scale" for n in (0, 1) for x in "kv")
         return toy.quantized(stepped(version)) | {n: torch.tensor(2.0 + version) for n in names}
 
-    commit(weights, sent(0))
+    weights = has_kv(sent(0))
     for version in (1, 2):
         session = toy.begin(weights, sent(version), version, SMALL)
         change(session, sent(version - 1), sent(version))

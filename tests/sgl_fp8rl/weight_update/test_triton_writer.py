@@ -5,7 +5,8 @@ asserts that each lies in the chunk's memory or in the model's. All else is the 
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.block_fp8 import SCALES
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
+from sgl_fp8rl.ops import delta
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Bases, Status
@@ -97,7 +99,7 @@ class FakeLaunch:
         self.interpreter, self.descriptors, self.dtype = interpreter, descriptors, dtype
         self.tiles = sum(-(-m.rows // 128) * -(-m.cols // 128) for m in descriptors)
 
-    def run(self, bases: Bases, status: Status, shift: int = 0) -> None:
+    def run(self, bases: Bases, status: Status) -> None:
         several = [bases] if isinstance(bases, int) else bases.tolist()
         status.started += self.tiles
         for descriptor in self.descriptors:
@@ -109,7 +111,7 @@ class FakeLaunch:
                 spans, start, descriptor.rows, descriptor.cols, descriptor.source_stride, size
             )
             x = torch.from_numpy(source.copy()).view(descriptor.source_dtype)
-            self._write(descriptor._replace(target=descriptor.target + shift), x, status)
+            self._write(descriptor, x, status)
         status.words[1] += self.tiles - self.interpreter.lost_tiles
 
     def _write(self, descriptor: CopyDescriptor, x: torch.Tensor, status: Status) -> None:
@@ -144,6 +146,65 @@ class FakeLaunch:
         target[:] = codes.view(np.uint8)[:, first:last]
         scales = box(writable, descriptor.scales, *scale.shape, descriptor.scale_stride, 4)
         scales[:] = np.ascontiguousarray(scale).view(np.uint8)
+
+
+class FakeRecords:
+    """A delta, and which bytes it changes."""
+
+    def __init__(self, content: torch.Tensor, size: int) -> None:
+        self.count = delta.records_of(content, size)
+        pairs = content[: 2 * self.count].numpy().reshape(-1, 2).astype(np.int64)
+        distances = pairs[:, 0] + 256 * pairs[:, 1]
+        delta.check_distances(int(distances.sum()), int((distances == 0).sum()), size)
+        self.at = np.cumsum(distances) - 1
+        self.values = content[2 * self.count :].numpy()
+
+
+class FakeScatter:
+    """Where bytes are stored, one by one."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        descriptors: Iterable[CopyDescriptor],
+        device: torch.device,
+    ) -> None:
+        self.interpreter = interpreter
+        self.descriptors = interpreter.damage(list(descriptors))
+
+    def exchange(self, records: FakeRecords, status: Status) -> None:
+        status.started += 1
+        if self.interpreter.lost_tiles:
+            return
+        for box_, record, target in self._bytes(records):
+            upper = box_.target_dtype.itemsize - box_.source_dtype.itemsize
+            assert upper == 0 or (box_.source_dtype, box_.target_dtype) == (BF16, torch.float32)
+            memory = target[upper:]
+            byte = int(records.at[record] - box_.source) % box_.source_dtype.itemsize
+            value, old = int(records.values[record]), int(memory[byte])
+            records.values[record], memory[byte] = old, value
+        status.words[1] += 1
+
+    def check(self, records: FakeRecords, status: Status) -> None:
+        for box_, _, target in self._bytes(records):
+            value = torch.from_numpy(target.copy()).view(box_.target_dtype).float()
+            if not bool(torch.isfinite(value)) or (box_.positive and not bool(value > 0)):
+                status.words[0] = min(int(status.words[0]), box_.tag)
+
+    def _bytes(
+        self, records: FakeRecords
+    ) -> Iterator[tuple[CopyDescriptor, int, NDArray[np.uint8]]]:
+        """Each record that is stored in a box, and the bytes of its element there."""
+        for box_ in self.descriptors:
+            sent, stored = box_.source_dtype.itemsize, box_.target_dtype.itemsize
+            for row in range(box_.rows):
+                start = box_.source + row * box_.source_stride * sent
+                low, high = np.searchsorted(records.at, [start, start + box_.cols * sent])
+                for record in range(low, high):
+                    column = int(records.at[record] - start) // sent
+                    address = box_.target + (row * box_.target_stride + column) * stored
+                    spans = self.interpreter.writable
+                    yield box_, record, box(spans, address, 1, 1, 1, stored)[0]
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -212,6 +273,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
 
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
+    monkeypatch.setattr(triton_writer, "Scatter", partial(FakeScatter, interpreter))
+    monkeypatch.setattr(triton_writer, "Records", FakeRecords)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
     monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[1])
     monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)
