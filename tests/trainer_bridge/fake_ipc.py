@@ -20,7 +20,7 @@ from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, Handle
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.weight_update import engine_weights, shared_memory, triton_writer
 from sgl_fp8rl.weight_update.triton_writer import TritonWriter
-from tests.sgl_fp8rl.weight_update.test_triton_writer import (
+from tests.sgl_fp8rl.weight_update.fake_gpu import (
     FakeDeviceMemory,
     FakeEvent,
     Interpreter,

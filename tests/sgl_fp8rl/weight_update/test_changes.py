@@ -13,10 +13,10 @@ from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.session import Session, SessionError
 from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
-from tests.sgl_fp8rl.weight_update import test_triton_writer, toy
-from tests.sgl_fp8rl.weight_update.test_triton_writer import Interpreter, span_of
+from tests.sgl_fp8rl.weight_update import fake_gpu, toy
+from tests.sgl_fp8rl.weight_update.fake_gpu import Interpreter, span_of
 
-gpu = test_triton_writer.gpu
+gpu = fake_gpu.gpu
 SMALL = 1 << 17
 """Bytes of a chunk, of which an update has many."""
 BASE = "the update before"

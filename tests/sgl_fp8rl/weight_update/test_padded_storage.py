@@ -20,10 +20,11 @@ from sgl_fp8rl.weight_update.route_tracer import record_routes
 from sgl_fp8rl.weight_update.routes import RouteError
 from sgl_fp8rl.weight_update.shared_memory import Bucket
 from tests import oracle
-from tests.sgl_fp8rl.weight_update import padded_toy, test_triton_writer, toy
-from tests.sgl_fp8rl.weight_update.test_triton_writer import Interpreter, in_place, write_all_parts
+from tests.sgl_fp8rl.weight_update import fake_gpu, padded_toy, toy
+from tests.sgl_fp8rl.weight_update.fake_gpu import Interpreter
+from tests.sgl_fp8rl.weight_update.test_triton_writer import in_place, write_all_parts
 
-gpu = test_triton_writer.gpu
+gpu = fake_gpu.gpu
 SMALL = 128 * 448 * 2 + 256
 """Bytes of a chunk that holds one row of blocks of the widest matrix."""
 RANKS = [(0, 1), (0, 2), (1, 2)]
@@ -34,7 +35,7 @@ def engine(rank: int, tp: int, gpu: Interpreter | None = None) -> EngineWeights:
     model = padded_toy.toy(rank, tp)
     if gpu is None:
         return toy.engine(model, padded_toy.SHAPES)
-    return test_triton_writer.engine(gpu, model, padded_toy.SHAPES)
+    return fake_gpu.engine(gpu, model, padded_toy.SHAPES)
 
 
 def check(weights: EngineWeights, tensors: toy.Tensors, rank: int, tp: int) -> None:
