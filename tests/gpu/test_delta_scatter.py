@@ -13,7 +13,11 @@ from sgl_fp8rl.ops.delta_scatter_triton import Scatter, _scatter
 from sgl_fp8rl.ops.delta_triton import Records
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.weight_update import triton_writer
 from tests.gpu.conftest import INTERPRETED
+from tests.sgl_fp8rl.weight_update import fake_gpu, test_changes, toy
+
+gpu = fake_gpu.gpu
 
 Tensor = torch.Tensor
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
@@ -228,6 +232,27 @@ def test_control_a_box_elsewhere_is_seen(storage: Storage) -> None:
     storage.scatter._table[0, 4] += CODES.sent.itemsize
     storage.write(difference(old, new))
     assert not storage.holds(new)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_delta.py has engines on a GPU")
+@pytest.mark.parametrize(("rank", "tp"), [(0, 1), (1, 2)])
+def test_what_a_rank_stores(rank: int, tp: int, request: pytest.FixtureRequest) -> None:
+    """Its own table of boxes, with whole updates by the stand-in for their kernel."""
+    made = test_changes.Rank("kernels", rank, tp, request)
+    patch = request.getfixturevalue("monkeypatch")
+    patch.setattr(triton_writer, "Scatter", Scatter)
+    patch.setattr(triton_writer, "Records", Records)
+    before, after = (toy.quantized(t) for t in (toy.checkpoint(0), test_changes.stepped(1)))
+    test_changes.commit(made.weights, before)
+    for is_undone in (True, False):
+        session = toy.begin(made.weights, after, 1, test_changes.SMALL)
+        test_changes.change(session, before, after)
+        if is_undone:
+            session.undo()
+            made.weights.resume()
+            assert made.holds(toy.checkpoint(0))
+    session.finish()
+    assert made.holds(test_changes.stepped(1))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
