@@ -8,6 +8,7 @@ is enough to find each byte; a byte of which nothing is stored has no box, one s
 # mypy: disable-error-code="untyped-decorator"
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,49 +36,74 @@ class Scatter:
 
     Args:
         descriptors: copies of what is sent, in any order; of BF16 also into FP32.
+        size: bytes of the chunk.
     """
 
-    def __init__(self, descriptors: Iterable[CopyDescriptor], device: torch.device | str) -> None:
+    def __init__(
+        self, descriptors: Iterable[CopyDescriptor], size: int, device: torch.device | str
+    ) -> None:
         rows = sorted(map(_row, descriptors))
         table = np.array(rows, np.int64).reshape(-1, _COLUMNS)
         stops = table[:, 0] + (table[:, 1] - 1) * table[:, 2] + table[:, 3]
+        self._size = size
         self._table = torch.from_numpy(table).to(device)
         self._starts = self._table[:, 0].contiguous()
         self._reaches = torch.from_numpy(np.maximum.accumulate(stops)).to(device)
         """Where each box ends, or one before it, if that is farther."""
 
-    def exchange(self, records: Records, status: Status) -> None:
-        """Exchange the values of a delta for what is stored, on the current stream. It is the delta
+    def locate(self, delta: torch.Tensor) -> "ScatteredDelta":
+        """Look up where a delta is to be written; nothing is yet.
+
+        Args:
+            delta: uint8 ``[3 * R]``, on the device.
+
+        Raises:
+            DeltaError: it is none of a chunk.
+        """
+        records = Records(delta, self._size)
+        first = torch.searchsorted(self._reaches, records.starts, right=True)
+        stop = torch.searchsorted(self._starts, records.ends - 1, right=True)
+        return ScatteredDelta(self._table, records, first, stop)
+
+
+class ScatteredDelta(NamedTuple):
+    """A delta, and where its bytes are stored."""
+
+    table: torch.Tensor
+    records: Records
+    first: torch.Tensor
+    """Of each program, the first box that its bytes may lie in."""
+    stop: torch.Tensor
+
+    def exchange(self, status: Status) -> None:
+        """Exchange the values of the delta for what is stored, on the current stream. It is the one
         that goes back from then on.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here; nothing was written.
         """
-        self._start(records, status, checks=False)
+        self._start(status, checks=False)
 
-    def check(self, records: Records, status: Status) -> None:
-        """Look for NaN, Inf and scales that are not positive where a delta was written.
+    def check(self, status: Status) -> None:
+        """Look for NaN, Inf and scales that are not positive where the delta was written.
 
         Raises:
             RuntimeError: the kernel cannot be compiled here.
         """
-        self._start(records, status, checks=True)
+        self._start(status, checks=True)
 
-    def _start(self, records: Records, status: Status, *, checks: bool) -> None:
-        if not records.count or not len(self._table):
+    def _start(self, status: Status, *, checks: bool) -> None:
+        records = self.records
+        if not records.count or not len(self.table):
             return
-        # of each program, the boxes that its bytes may lie in
-        first_byte = torch.nn.functional.pad(records.ends[:-1], (1, 0))
-        first = torch.searchsorted(self._reaches, first_byte, right=True)
-        stop = torch.searchsorted(self._starts, records.ends - 1, right=True)
         with compiling(), torch.cuda.device_of(records.values):  # it starts on the current device
             _scatter[(records.programs,)](
-                self._table,
-                first,
-                stop,
+                self.table,
+                self.first,
+                self.stop,
                 records.distances,
                 records.values,
-                records.ends,
+                records.starts,
                 records.count,
                 status.words,
                 _COLUMNS,
@@ -104,17 +130,14 @@ def _row(box: CopyDescriptor) -> tuple[int, ...]:
     )
 
 
-@triton.jit(
-    do_not_specialize=["records"],
-    do_not_specialize_on_alignment=["values"],
-)
+@triton.jit(do_not_specialize=["records"], do_not_specialize_on_alignment=["values"])
 def _scatter(
     table: tl.tensor,
     first: tl.tensor,
     stop: tl.tensor,
     distances: tl.tensor,
     values: tl.tensor,
-    ends: tl.tensor,
+    starts: tl.tensor,
     records: tl.int64,
     status: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -123,7 +146,7 @@ def _scatter(
 ) -> None:
     """One program exchanges the bytes of ``RECORDS`` records, or checks the elements that have them
     (which is another launch: the bytes of one element may be those of two programs)."""
-    record, inside, at = places(distances, ends, records, RECORDS)
+    record, inside, at = places(distances, starts, records, RECORDS)
     program = tl.program_id(0)
     value = tl.load(values + record, mask=inside, other=0)
     for number in range(tl.load(first + program), tl.load(stop + program)):

@@ -112,7 +112,7 @@ class Records:
         self.programs = programs = triton.cdiv(count, RECORDS)
         self.distances = delta[: 2 * count].view(torch.int16)
         self.values = delta[2 * count :]
-        sums = torch.zeros((2, programs), dtype=torch.int64, device=delta.device)
+        sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
         if count:
             with torch.cuda.device_of(delta):  # a kernel starts on the current device
                 _sum[(programs,)](self.distances, sums, count, programs, RECORDS, num_warps=WARPS)
@@ -120,10 +120,12 @@ class Records:
             check_distances(total, zeros, size)
         self.ends = sums[0].cumsum(0)
         """int64 ``[programs]``, the byte behind the last record of each program."""
+        self.starts = self.ends - sums[0]
+        """The same of the program before: the first byte that a program may change."""
 
 
-def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """``delta.apply``, on the current stream.
+def apply(content: torch.Tensor, delta: torch.Tensor) -> None:
+    """``delta.apply``, on the current stream. ``delta`` is the one that goes back from then on.
 
     Args:
         content, delta: on one GPU.
@@ -132,20 +134,17 @@ def apply(content: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         DeltaError: as that one.
     """
     records = Records(delta, content.numel())
-    replaced = torch.empty_like(records.values)
     if records.count:
         with torch.cuda.device_of(content):  # a kernel starts on the current device
             _apply[(records.programs,)](
                 content,
                 records.distances,
                 records.values,
-                replaced,
-                records.ends,
+                records.starts,
                 records.count,
                 RECORDS,
                 num_warps=WARPS,
             )
-    return replaced
 
 
 class _HostCopy:
@@ -286,6 +285,16 @@ def _encode(
             place += is_here.to(tl.int64)
 
 
+@triton.jit
+def _distances_of(distances: tl.tensor, records: tl.int64, RECORDS: tl.constexpr) -> tl.tuple:
+    """This program, the numbers of its records, which of them there are, and their distances."""
+    program = tl.program_id(0).to(tl.int64)
+    record = program * RECORDS + tl.arange(0, RECORDS)
+    inside = record < records
+    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    return program, record, inside, distance
+
+
 @triton.jit(do_not_specialize=["records", "programs"])
 def _sum(
     distances: tl.tensor,
@@ -295,10 +304,7 @@ def _sum(
     RECORDS: tl.constexpr,
 ) -> None:
     """One program sums up the distances of ``RECORDS`` records, and counts those that are 0."""
-    program = tl.program_id(0).to(tl.int64)
-    record = program * RECORDS + tl.arange(0, RECORDS)
-    inside = record < records
-    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    program, _, inside, distance = _distances_of(distances, records, RECORDS)
     tl.store(sums + program, tl.sum(distance).to(tl.int64))
     zeros = tl.sum((inside & (distance == 0)).to(tl.int32))
     tl.store(sums + programs + program, zeros.to(tl.int64))
@@ -306,36 +312,24 @@ def _sum(
 
 @triton.jit
 def places(
-    distances: tl.tensor, ends: tl.tensor, records: tl.int64, RECORDS: tl.constexpr
+    distances: tl.tensor, starts: tl.tensor, records: tl.int64, RECORDS: tl.constexpr
 ) -> tl.tuple:
     """The records of this program: their numbers, which of them there are, and their bytes."""
-    program = tl.program_id(0).to(tl.int64)
-    record = program * RECORDS + tl.arange(0, RECORDS)
-    inside = record < records
-    distance = tl.load(distances + record, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    before = tl.load(ends + program - 1, mask=program > 0, other=0)
-    return record, inside, before - 1 + tl.cumsum(distance, 0).to(tl.int64)
+    program, record, inside, distance = _distances_of(distances, records, RECORDS)
+    return record, inside, tl.load(starts + program) - 1 + tl.cumsum(distance, 0).to(tl.int64)
 
 
-@triton.jit(
-    do_not_specialize=["records"],
-    do_not_specialize_on_alignment=["values", "replaced"],
-)
+@triton.jit(do_not_specialize=["records"], do_not_specialize_on_alignment=["values"])
 def _apply(
     content: tl.tensor,
     distances: tl.tensor,
     values: tl.tensor,
-    replaced: tl.tensor,
-    ends: tl.tensor,
+    starts: tl.tensor,
     records: tl.int64,
     RECORDS: tl.constexpr,
 ) -> None:
-    """One program exchanges the bytes of ``RECORDS`` records.
-
-    Args:
-        ends: of each program, the sum of its distances and those before.
-    """
-    record, inside, at = places(distances, ends, records, RECORDS)
+    """One program exchanges the bytes of ``RECORDS`` records."""
+    record, inside, at = places(distances, starts, records, RECORDS)
     value = tl.load(values + record, mask=inside, other=0)
-    tl.store(replaced + record, tl.load(content + at, mask=inside, other=0), mask=inside)
+    tl.store(values + record, tl.load(content + at, mask=inside, other=0), mask=inside)
     tl.store(content + at, value, mask=inside)

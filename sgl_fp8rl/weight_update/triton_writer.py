@@ -13,7 +13,6 @@ from sgl_fp8rl.formats.weight_format import ROW, WEIGHT_DTYPES, TensorSpec, Weig
 from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter
-from sgl_fp8rl.ops.delta_triton import Records
 from sgl_fp8rl.ops.regions import Region, strides_of, whole
 from sgl_fp8rl.ops.weight_quant_triton import Launch, Status, bases_at, compile_descriptors
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Piece, RowRange
@@ -37,8 +36,7 @@ class TritonWriter(WeightWriter):
         device: torch.device,
         kv_scales: Collection[str] = (),
     ) -> None:
-        super().__init__(table, manifest, dtype, kv_scales)
-        self._device = device
+        super().__init__(table, manifest, dtype, kv_scales, device)
         self._names = list(manifest.tensors)
         self._tags = {name: tag for tag, name in enumerate(self._names)}
         self._status = Status(device)
@@ -89,33 +87,35 @@ class TritonWriter(WeightWriter):
     def change(self, index: int, delta: torch.Tensor, log: UndoLog | None) -> None:
         if index not in self._scatters:
             self._scatters[index] = self._compile_scatter(index)
-        scatter, there = self._scatters[index], delta.to(self._device, copy=True)
-        records = Records(there, self.manifest.chunk_bytes)
+        there = delta.to(self._device, copy=True)
+        located = self._scatters[index].locate(there)
         # before anything is written: there may be no memory
         back = None if log is None else torch.empty_like(delta, pin_memory=there.is_cuda)
         stop = self._timed()
         self.dirty = True
-        scatter.exchange(records, self._status)
+        located.exchange(self._status)
         if log is not None and back is not None:
             log.append((index, back.copy_(there, non_blocking=True)))
-        scatter.check(records, self._status)
+        located.check(self._status)
         stop.record()
 
     def check_complete(self) -> None:
-        _, tiles = self._status.read()
+        self._check_written(self._status.read()[1])
+
+    def _check_written(self, tiles: int) -> None:
         if tiles != self._status.started:
             raise RuntimeError(
                 f"{tiles} of {self._status.started} blocks were written; report this with the model"
             )
 
     def finish(self) -> float:
-        bad, _ = self._status.read()
+        bad, tiles = self._status.read()
         if bad is not None:
             raise ValueError(
                 f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
                 f"trainer's weights before the update"
             )
-        self.check_complete()
+        self._check_written(tiles)
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 
     def _run(self, index: int, slot: Slot) -> None:
@@ -159,14 +159,12 @@ class TritonWriter(WeightWriter):
     def _compile_scatter(self, index: int) -> Scatter:
         """Where the bytes of a chunk are stored; KV scales are kept, and take effect at the end."""
         start = index % self.manifest.slots * self.manifest.chunk_bytes
-        return Scatter(
-            (
-                descriptor
-                for chunk_slice in self.chunks[index]
-                for descriptor in self._stored(chunk_slice, chunk_slice.offset - start)
-            ),
-            self._device,
+        descriptors = (
+            descriptor
+            for chunk_slice in self.chunks[index]
+            for descriptor in self._stored(chunk_slice, chunk_slice.offset - start)
         )
+        return Scatter(descriptors, self.manifest.chunk_bytes, self._device)
 
     def _stored(self, chunk_slice: ChunkSlice, offset: int) -> Iterator[CopyDescriptor]:
         """The slice, ``offset`` bytes into its chunk, and where each byte is stored."""
@@ -174,7 +172,7 @@ class TritonWriter(WeightWriter):
         if name not in self.kv_scales:
             yield from self._descriptors(name, 0, offset, rows)
             return
-        kept = rows_of(self._deferred_tensor(name, self._device), chunk_slice)
+        kept = rows_of(self.deferred[name], chunk_slice)
         box, source = whole(tuple(kept.shape)), Placed(offset, kept.dtype, kept.stride())
         yield from describe_copy(source, box, _placed(kept), box, tag=self._tags[name])
 

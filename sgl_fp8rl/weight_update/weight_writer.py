@@ -15,6 +15,7 @@ from sgl_fp8rl.weight_update.routes import RouteTable
 from sgl_fp8rl.weight_update.shared_memory import SharedMemory, Slot
 from sgl_fp8rl.weight_update.torch_writer import read_tensor, write_tensor
 
+CPU = torch.device("cpu")
 UndoLog = list[tuple[int, torch.Tensor]]
 """Chunks that change and, for each, the delta in host memory that goes back; in their order."""
 
@@ -24,6 +25,7 @@ class WeightWriter:
 
     Args:
         kv_scales: names that no route leads to, since they are KV scales.
+        device: where weights are stored.
 
     Raises:
         ManifestError: the manifest cannot be cut into chunks.
@@ -35,20 +37,21 @@ class WeightWriter:
         manifest: Manifest,
         dtype: torch.dtype,
         kv_scales: Collection[str] = (),
+        device: torch.device = CPU,
     ) -> None:
         self.table = table
         self.manifest = manifest
         self.dtype = dtype
         self.kv_scales = frozenset(kv_scales)
-        self._device = torch.device("cpu")
+        self._device = device
         self._cutter = Cutter(manifest) if manifest.streamed else None
         self.chunks = self._cutter.chunks if self._cutter else cut_into_chunks(manifest)
         self._deferred_in: dict[int, list[ChunkSlice]] = {}
         self.dirty = False
         """Whether this update wrote to engine storage; before that, the old version is whole."""
         self._stage: torch.Tensor | None = None
-        self.deferred: dict[str, torch.Tensor] = {}
-        """What this update brought and is not written chunk by chunk."""
+        self.deferred = {name: self._empty(name, device) for name in self.kv_scales}
+        """What this update brought and is not written chunk by chunk; KV scales stay in place."""
         self._kept: dict[str, torch.Tensor] = {}
         """The KV scales of the update that committed last."""
 
@@ -180,15 +183,13 @@ class WeightWriter:
         for chunk_slice in self._deferred_slices(index):
             name = chunk_slice.name
             tensor = source.tensor(chunk_slice, self.manifest.tensors[name])
-            device = self._device if name in self.kv_scales else tensor.device
-            rows_of(self._deferred_tensor(name, device), chunk_slice).copy_(tensor)
+            if name not in self.deferred:
+                self.deferred[name] = self._empty(name, tensor.device)
+            rows_of(self.deferred[name], chunk_slice).copy_(tensor)
 
-    def _deferred_tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        """Memory for what is deferred; that of KV scales stays where it is, on the GPU."""
-        if name not in self.deferred:
-            spec = self.manifest.tensors[name]
-            self.deferred[name] = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        return self.deferred[name]
+    def _empty(self, name: str, device: torch.device) -> torch.Tensor:
+        spec = self.manifest.tensors[name]
+        return torch.empty(spec.shape, dtype=spec.dtype, device=device)
 
     def check_complete(self) -> None:
         """Check that nothing that was started is missing; else what undoes it is not known.

@@ -70,11 +70,11 @@ def check(old: Tensor, new: Tensor, device: str) -> Tensor | None:
         return None
     assert found.dtype == torch.uint8 and torch.equal(found, wanted)
     assert found.device.type == "cpu"
-    there = found.to(device)
-    replaced = delta_triton.apply(mine[0], there)
+    there = found.to(device, copy=True)
+    delta_triton.apply(mine[0], there)
     assert torch.equal(mine[0].cpu(), new)
-    assert torch.equal(replaced.cpu(), delta.apply(old.clone(), found))
-    delta_triton.apply(mine[0], delta.undoing(there, replaced))
+    assert torch.equal(there.cpu(), delta.undoing(found, delta.apply(old.clone(), found)))
+    delta_triton.apply(mine[0], there)
     assert torch.equal(mine[0].cpu(), old)
     return found
 

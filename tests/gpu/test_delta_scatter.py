@@ -1,6 +1,7 @@
 """Deltas written where tensors are stored: what is there then is what a copy of the whole chunk
 would have left, and what it takes to go back is right to the byte."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
@@ -10,9 +11,9 @@ from sgl_fp8rl.formats.copies import Placed, describe_copy
 from sgl_fp8rl.ops import delta
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter, _scatter
-from sgl_fp8rl.ops.delta_triton import Records
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
+from sgl_fp8rl.protocol.chunks import ALIGNMENT
 from sgl_fp8rl.weight_update import triton_writer
 from tests.gpu.conftest import INTERPRETED
 from tests.sgl_fp8rl.weight_update import fake_gpu, test_changes, toy
@@ -21,7 +22,6 @@ gpu = fake_gpu.gpu
 
 Tensor = torch.Tensor
 FP8, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
-ALIGNMENT = 64
 
 
 class Part(NamedTuple):
@@ -49,6 +49,9 @@ PARTS = (
     Part((3, 32, 100), FP8, (((1, 3), (0, 32), (50, 100)), ((0, 3), (0, 32), (0, 50)))),
     Part((5, 7), torch.float16, (((0, 5), (0, 7)),)),
 )
+CONTENT = [torch.Size(part.shape).numel() * part.sent.itemsize for part in PARTS]
+"""Bytes of each."""
+*OFFSETS, SIZE = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in CONTENT), initial=0)
 PLANTED = [
     (0, torch.nan, False),
     (1, torch.nan, False),
@@ -69,16 +72,9 @@ class Storage:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.offsets: list[int] = []
-        size = 0
-        for part in PARTS:
-            self.offsets.append(size)
-            nbytes = torch.Size(part.shape).numel() * part.sent.itemsize
-            size += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.size = size
         self.memory: list[Tensor] = []
         descriptors: list[CopyDescriptor] = []
-        for number, (part, offset) in enumerate(zip(PARTS, self.offsets, strict=True)):
+        for number, (part, offset) in enumerate(zip(PARTS, OFFSETS, strict=True)):
             for box in part.boxes:
                 target = self._new(part, box)
                 placed = Placed(target.data_ptr(), target.dtype, target.stride())
@@ -87,7 +83,7 @@ class Storage:
                 descriptors += describe_copy(
                     source, box, placed, shape, positive=part.positive, tag=number
                 )
-        self.scatter = Scatter(descriptors[::-1], device)
+        self.scatter = Scatter(descriptors[::-1], SIZE, device)
 
     def _new(self, part: Part, box: Region) -> Tensor:
         shape = [stop - start for start, stop in box]
@@ -103,8 +99,8 @@ class Storage:
     def expected(self, chunk: Tensor) -> list[Tensor]:
         """The memory that a copy of a chunk would leave."""
         found = []
-        for part, offset in zip(PARTS, self.offsets, strict=True):
-            sent = tensor_of(chunk, part, offset)
+        for number, part in enumerate(PARTS):
+            sent = tensor_of(chunk, number)
             for box in part.boxes:
                 values = view(sent, box).to(part.stored or part.sent)
                 content = (values.T if part.transposed else values).contiguous()
@@ -123,41 +119,37 @@ class Storage:
     def write(self, changes: Tensor, *, checks: bool = True) -> tuple[int | None, Tensor]:
         """Write a delta; returns the part that has a bad value, and the delta that goes back."""
         status, there = Status(self.device), changes.to(self.device, copy=True)
-        records = Records(there, self.size)
-        self.scatter.exchange(records, status)
+        located = self.scatter.locate(there)
+        located.exchange(status)
         if checks:
-            self.scatter.check(records, status)
+            located.check(status)
         bad, done = status.read()
-        assert done == status.started == (1 + checks) * records.programs
+        assert done == status.started == (1 + checks) * located.records.programs
         return bad, there.cpu()
 
 
-def tensor_of(chunk: Tensor, part: Part, offset: int) -> Tensor:
-    nbytes = torch.Size(part.shape).numel() * part.sent.itemsize
-    return chunk[offset : offset + nbytes].view(part.sent).view(part.shape)
+def tensor_of(chunk: Tensor, number: int) -> Tensor:
+    part, offset = PARTS[number], OFFSETS[number]
+    return chunk[offset : offset + CONTENT[number]].view(part.sent).view(part.shape)
 
 
 def a_chunk(seed: int) -> Tensor:
     """Positive values; between the tensors are bytes of nobody."""
     generator = torch.Generator().manual_seed(seed)
-    parts = []
-    for part in PARTS:
-        values = (torch.rand(part.shape, generator=generator) + 0.01).to(part.sent)
-        content = values.contiguous().view(-1).view(torch.uint8)
-        parts += [content, torch.zeros(-content.numel() % ALIGNMENT, dtype=torch.uint8)]
-    return torch.cat(parts)
+    chunk = torch.zeros(SIZE, dtype=torch.uint8)
+    for number, part in enumerate(PARTS):
+        tensor_of(chunk, number).copy_(torch.rand(part.shape, generator=generator) + 0.01)
+    return chunk
 
 
 def mixed(old: Tensor, seed: int, share: float) -> Tensor:
     """A chunk that has some elements of another one."""
     new, other = old.clone(), a_chunk(seed)
     generator = torch.Generator().manual_seed(seed)
-    offset = 0
-    for part in PARTS:
-        mine, theirs = (tensor_of(chunk, part, offset) for chunk in (new, other))
+    for number, part in enumerate(PARTS):
+        mine, theirs = (tensor_of(chunk, number) for chunk in (new, other))
         drawn = torch.rand(part.shape, generator=generator) < share
         mine.copy_(torch.where(drawn, theirs.float(), mine.float()).to(part.sent))
-        offset += -(-mine.numel() * part.sent.itemsize // ALIGNMENT) * ALIGNMENT
     return new
 
 
@@ -189,8 +181,8 @@ def test_each_byte_by_itself(storage: Storage) -> None:
     """The first of each tensor, and the one before."""
     old = a_chunk(0)
     storage.set(old)
-    for offset in [*storage.offsets, storage.size]:
-        for byte in {max(offset - 1, 0), min(offset, storage.size - 1)}:
+    for offset in [*OFFSETS, SIZE]:
+        for byte in {max(offset - 1, 0), min(offset, SIZE - 1)}:
             new = old.clone()
             new[byte] ^= 1
             _, back = storage.write(difference(old, new), checks=False)
@@ -206,7 +198,7 @@ def test_bad_values_are_found_and_undone(
     old = a_chunk(0)
     new = mixed(old, 1, 0.05)
     part = PARTS[number]
-    tensor = tensor_of(new, part, storage.offsets[number])
+    tensor = tensor_of(new, number)
     place = tuple(start for start, _ in part.boxes[0]) if part.boxes else (3,)
     tensor[place] = value
     storage.set(old)
@@ -220,7 +212,7 @@ def test_bad_values_are_found_and_undone(
 def test_a_bad_value_beside_the_box_is_not_this_ranks(storage: Storage) -> None:
     old = a_chunk(0)
     new = old.clone()
-    tensor_of(new, CODES, 0)[3, 127] = torch.nan
+    tensor_of(new, 0)[3, 127] = torch.nan
     storage.set(old)
     assert storage.write(difference(old, new))[0] is None
     assert storage.holds(old)
@@ -241,7 +233,6 @@ def test_what_a_rank_stores(rank: int, tp: int, request: pytest.FixtureRequest) 
     made = test_changes.Rank("kernels", rank, tp, request)
     patch = request.getfixturevalue("monkeypatch")
     patch.setattr(triton_writer, "Scatter", Scatter)
-    patch.setattr(triton_writer, "Records", Records)
     before, after = (toy.quantized(t) for t in (toy.checkpoint(0), test_changes.stepped(1)))
     test_changes.commit(made.weights, before)
     for is_undone in (True, False):

@@ -132,18 +132,6 @@ class FakeLaunch:
         scales[:] = np.ascontiguousarray(scale).view(np.uint8)
 
 
-class FakeRecords:
-    """A delta, and which bytes it changes."""
-
-    def __init__(self, content: torch.Tensor, size: int) -> None:
-        self.count = delta.records_of(content, size)
-        pairs = content[: 2 * self.count].numpy().reshape(-1, 2).astype(np.int64)
-        distances = pairs[:, 0] + 256 * pairs[:, 1]
-        delta.check_distances(int(distances.sum()), int((distances == 0).sum()), size)
-        self.at = np.cumsum(distances) - 1
-        self.values = content[2 * self.count :].numpy()
-
-
 class FakeScatter:
     """Where bytes are stored, one by one."""
 
@@ -151,41 +139,62 @@ class FakeScatter:
         self,
         interpreter: Interpreter,
         descriptors: Iterable[CopyDescriptor],
+        size: int,
         device: torch.device,
     ) -> None:
-        self.interpreter = interpreter
+        self.interpreter, self.size = interpreter, size
         self.descriptors = interpreter.damage(list(descriptors))
 
-    def exchange(self, records: FakeRecords, status: Status) -> None:
+    def locate(self, changes: torch.Tensor) -> "FakeScatteredDelta":
+        return FakeScatteredDelta(self.interpreter, self.descriptors, changes, self.size)
+
+
+class FakeScatteredDelta:
+    """A delta, and which bytes it changes."""
+
+    def __init__(
+        self,
+        interpreter: Interpreter,
+        descriptors: list[CopyDescriptor],
+        changes: torch.Tensor,
+        size: int,
+    ) -> None:
+        self.interpreter, self.descriptors = interpreter, descriptors
+        count = delta.records_of(changes, size)
+        pairs = changes[: 2 * count].numpy().reshape(-1, 2).astype(np.int64)
+        distances = pairs[:, 0] + 256 * pairs[:, 1]
+        delta.check_distances(int(distances.sum()), int((distances == 0).sum()), size)
+        self.at = np.cumsum(distances) - 1
+        self.values = changes[2 * count :].numpy()
+
+    def exchange(self, status: Status) -> None:
         status.started += 1
         if self.interpreter.lost_tiles:
             return
-        for box_, record, target in self._bytes(records):
+        for box_, record, target in self._bytes():
             upper = box_.target_dtype.itemsize - box_.source_dtype.itemsize
             assert upper == 0 or (box_.source_dtype, box_.target_dtype) == (BF16, torch.float32)
             memory = target[upper:]
-            byte = int(records.at[record] - box_.source) % box_.source_dtype.itemsize
-            value, old = int(records.values[record]), int(memory[byte])
-            records.values[record], memory[byte] = old, value
+            byte = int(self.at[record] - box_.source) % box_.source_dtype.itemsize
+            value, old = int(self.values[record]), int(memory[byte])
+            self.values[record], memory[byte] = old, value
         status.words[1] += 1
 
-    def check(self, records: FakeRecords, status: Status) -> None:
-        for box_, _, target in self._bytes(records):
+    def check(self, status: Status) -> None:
+        for box_, _, target in self._bytes():
             value = torch.from_numpy(target.copy()).view(box_.target_dtype).float()
             if not bool(torch.isfinite(value)) or (box_.positive and not bool(value > 0)):
                 status.words[0] = min(int(status.words[0]), box_.tag)
 
-    def _bytes(
-        self, records: FakeRecords
-    ) -> Iterator[tuple[CopyDescriptor, int, NDArray[np.uint8]]]:
+    def _bytes(self) -> Iterator[tuple[CopyDescriptor, int, NDArray[np.uint8]]]:
         """Each record that is stored in a box, and the bytes of its element there."""
         for box_ in self.descriptors:
             sent, stored = box_.source_dtype.itemsize, box_.target_dtype.itemsize
             for row in range(box_.rows):
                 start = box_.source + row * box_.source_stride * sent
-                low, high = np.searchsorted(records.at, [start, start + box_.cols * sent])
+                low, high = np.searchsorted(self.at, [start, start + box_.cols * sent])
                 for record in range(low, high):
-                    column = int(records.at[record] - start) // sent
+                    column = int(self.at[record] - start) // sent
                     address = box_.target + (row * box_.target_stride + column) * stored
                     spans = self.interpreter.writable
                     yield box_, record, box(spans, address, 1, 1, 1, stored)[0]
@@ -258,7 +267,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
     monkeypatch.setattr(triton_writer, "compile_descriptors", interpreter.compile_descriptors)
     monkeypatch.setattr(triton_writer, "compile_rows", interpreter.compile_rows)
     monkeypatch.setattr(triton_writer, "Scatter", partial(FakeScatter, interpreter))
-    monkeypatch.setattr(triton_writer, "Records", FakeRecords)
     monkeypatch.setattr(triton_writer, "DeviceMemory", stage)
     monkeypatch.setattr(triton_writer, "gpu_uuid", lambda device: GPUS[1])
     monkeypatch.setattr(triton_writer, "joined_memory", interpreter.joined_memory)

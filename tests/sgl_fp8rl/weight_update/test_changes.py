@@ -12,6 +12,7 @@ from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
 from sgl_fp8rl.weight_update.session import Session, SessionError
+from sgl_fp8rl.weight_update.weight_writer import WeightWriter
 from tests.sgl_fp8rl.kv_cache import test_updates as with_kv
 from tests.sgl_fp8rl.weight_update import fake_gpu, toy
 from tests.sgl_fp8rl.weight_update.fake_gpu import Interpreter, span_of
@@ -298,7 +299,10 @@ def test_scales_of_a_kv_cache_are_kept_on_the_gpu() -> None:
     weights = with_kv.engine("trainer")
     sent = toy.quantized(toy.checkpoint(0)) | {KV_SCALES: with_kv.SCALES}
     session = toy.begin(weights, sent, 0, SMALL)
-    session.writer._device = torch.device("meta")  # in the place of a GPU
+    writer, on_gpu = session.writer, torch.device("meta")
+    session.writer = WeightWriter(
+        writer.table, writer.manifest, writer.dtype, writer.kv_scales, on_gpu
+    )
     toy.write(session, sent)
     assert session.writer.deferred[KV_SCALES].is_meta
 
