@@ -61,6 +61,7 @@ class Scatter:
             DeltaError: it is none of a chunk.
         """
         records = Records(delta, self._size)
+        records.check()
         first = torch.searchsorted(self._reaches, records.starts, right=True)
         stop = torch.searchsorted(self._starts, records.ends - 1, right=True)
         return ScatteredDelta(self._table, records, first, stop)

@@ -96,14 +96,14 @@ class Comparison:
 
 
 class Records:
-    """A delta on a GPU, checked on its current stream: ``RECORDS`` records for each program.
+    """A delta on a GPU, read on its current stream: ``RECORDS`` records for each program.
 
     Args:
         delta: uint8 ``[3 * R]``.
         size: bytes of what it changes.
 
     Raises:
-        DeltaError: it is none of so many bytes.
+        DeltaError: its last record is not whole.
     """
 
     def __init__(self, delta: torch.Tensor, size: int) -> None:
@@ -112,26 +112,34 @@ class Records:
         self.programs = programs = triton.cdiv(count, RECORDS)
         self.distances = delta[: 2 * count].view(torch.int16)
         self.values = delta[2 * count :]
-        sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
+        self._size = size
+        self._sums = sums = torch.empty((2, programs), dtype=torch.int64, device=delta.device)
         if count:
             with torch.cuda.device_of(delta):  # a kernel starts on the current device
                 _sum[(programs,)](self.distances, sums, count, programs, RECORDS, num_warps=WARPS)
-            total, zeros = sums.sum(1).tolist()
-            check_distances(total, zeros, size)
         self.ends = sums[0].cumsum(0)
         """int64 ``[programs]``, the byte behind the last record of each program."""
         self.starts = self.ends - sums[0]
         """The same of the program before: the first byte that a program may change."""
 
+    def check(self) -> None:
+        """Check that records lie inside of what they change; synchronises.
+
+        Raises:
+            DeltaError: they do not.
+        """
+        if self.count:
+            total, zeros = self._sums.sum(1).tolist()
+            check_distances(total, zeros, self._size)
+
 
 def apply(content: torch.Tensor, delta: torch.Tensor) -> None:
-    """``delta.apply``, on the current stream. ``delta`` is the one that goes back from then on.
+    """``delta.apply``, queued on the current stream. ``delta`` is the one that goes back from then
+    on.
 
     Args:
-        content, delta: on one GPU.
-
-    Raises:
-        DeltaError: as that one.
+        content: on one GPU.
+        delta: on the same one; of a ``Comparison``, since it is not checked.
     """
     records = Records(delta, content.numel())
     if records.count:

@@ -9,7 +9,7 @@ from hypothesis import example, given
 
 from sgl_fp8rl.ops import delta, delta_triton
 from sgl_fp8rl.ops.delta import DeltaError
-from sgl_fp8rl.ops.delta_triton import Comparison
+from sgl_fp8rl.ops.delta_triton import Comparison, Records
 from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
 from sgl_fp8rl.protocol.states import State
@@ -161,7 +161,7 @@ def test_control_a_byte_that_is_missed_is_seen(device: str) -> None:
 @given(st.binary(max_size=40), st.integers(0, 70_000))
 @example(b"\x05\x00\x00\x00\x01\x02", 64)
 @example(b"\x05\x00\x07", 5)
-def test_malformed_deltas_write_nothing(device: str, data: bytes, size: int) -> None:
+def test_malformed_deltas_are_found(device: str, data: bytes, size: int) -> None:
     malformed = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
     malformed = malformed.to(torch.uint8)
     content = torch.zeros(size, dtype=torch.uint8)
@@ -170,8 +170,9 @@ def test_malformed_deltas_write_nothing(device: str, data: bytes, size: int) -> 
         delta.apply(content, malformed)
     except DeltaError:
         with pytest.raises(DeltaError, match="does not fit"):
-            delta_triton.apply(there, malformed.to(device))
+            Records(malformed.to(device), size).check()
     else:
+        Records(malformed.to(device), size).check()
         delta_triton.apply(there, malformed.to(device))
     assert torch.equal(there.cpu(), content)
 

@@ -10,6 +10,7 @@ import torch
 from sgl_fp8rl.formats.copies import Placed, describe_copy
 from sgl_fp8rl.ops import delta
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.delta import DeltaError
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter, _scatter
 from sgl_fp8rl.ops.regions import Region, strides_of, view, whole
 from sgl_fp8rl.ops.weight_quant_triton import Status
@@ -215,6 +216,15 @@ def test_a_bad_value_beside_the_box_is_not_this_ranks(storage: Storage) -> None:
     tensor_of(new, 0)[3, 127] = torch.nan
     storage.set(old)
     assert storage.write(difference(old, new))[0] is None
+    assert storage.holds(old)
+
+
+def test_a_delta_of_other_bytes_writes_nothing(storage: Storage) -> None:
+    old = a_chunk(0)
+    storage.set(old)
+    longer = torch.cat([mixed(old, 1, 0.1), torch.ones(1, dtype=torch.uint8)])
+    with pytest.raises(DeltaError, match="does not fit"):
+        storage.write(difference(torch.cat([old, torch.zeros(1, dtype=torch.uint8)]), longer))
     assert storage.holds(old)
 
 

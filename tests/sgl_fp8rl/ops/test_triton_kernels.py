@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[3]
         ("test_expert_rows.py", 12, 0),
         ("test_expert_tiles.py", 13, 3),
         ("test_delta.py", 30, 10),
-        ("test_delta_scatter.py", 19, 1),
+        ("test_delta_scatter.py", 20, 1),
     ],
 )
 def test_kernels_in_the_interpreter(file: str, least: int, skipped: int) -> None:
