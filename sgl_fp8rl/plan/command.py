@@ -47,8 +47,8 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--mem-fraction-static",
         type=float,
-        default=0.88,
-        help="that engines are given (default 0.88, which is not SGLang's own)",
+        help="that engines are given (default: all but what SGLang estimates for activations and "
+        "CUDA graphs, of the memory that is free)",
     )
     plan.add_argument(
         "--chunked-prefill-size",
@@ -91,7 +91,8 @@ def check(arguments: argparse.Namespace) -> None:
         if value is not None and not (0 <= value <= most and math.isfinite(value)):
             at_most = "" if most == math.inf else f" and at most {most:g}"
             raise workload.WorkloadError(f"--{name.replace('_', '-')} must be at least 0{at_most}")
-    if not 0 < arguments.mem_fraction_static < 1:
+    fraction = arguments.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
         raise workload.WorkloadError("--mem-fraction-static is between 0 and 1")
     if arguments.json and (arguments.check or arguments.source == aiconfigurator.COMMAND):
         raise workload.WorkloadError("--json prints predictions alone; drop --check and --source")

@@ -1,12 +1,14 @@
 """How many tokens an engine's KV cache holds."""
 
+import math
 from dataclasses import dataclass
 
 from sgl_fp8rl.plan.measured import figures
 from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.speed import Arm
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+MOST_GRAPHS = 1024
 H100_BYTES = 79.18 * GIB
 """What CUDA 13 reports of an H100 80GB HBM3, driver 580."""
 
@@ -35,6 +37,25 @@ def gpus() -> dict[str, Gpu]:
         "which is bound by arithmetic, takes less"
     )
     return {"h200": h200, "h100": Gpu("h100", H100_BYTES, own, 4.8 / 3.35, by_sheet)}
+
+
+def mem_fraction_static(
+    gpu: Gpu, tp: int, reserved_bytes: float, chunk: int, requests: int
+) -> float:
+    """What leaves an engine room for activations and CUDA graphs, as SGLang estimates them
+    (``ServerArgs._handle_gpu_memory_settings``, 0.5.17), of the memory that is free when it starts.
+    SGLang's own choice takes the whole GPU for free.
+
+    Args:
+        tp: GPUs of the engine.
+        reserved_bytes: what others hold on each GPU.
+        chunk: ``chunked_prefill_size``.
+        requests: that the engine is given, of which up to ``MOST_GRAPHS`` are a graph's batch.
+    """
+    graphs = 2 * min(requests, MOST_GRAPHS)
+    needed = 512 + 1.5 * max(chunk, 2048) + 128 * tp + graphs
+    free = max(gpu.idle_bytes - reserved_bytes, 1.0) / MIB
+    return max(math.floor(1e3 * (1 - max(needed, 10 * 1024) / free)) / 1e3, 0.0)
 
 
 def kv_tokens(

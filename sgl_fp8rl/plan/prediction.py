@@ -22,7 +22,7 @@ class Cluster:
         gpus: all of them; each engine takes ``tp``.
         tp: None for any of ``TP_SIZES``.
         reserved_bytes: what a trainer keeps on each GPU while the engines run.
-        fraction: ``mem_fraction_static``.
+        fraction: ``mem_fraction_static``; None for what SGLang's estimate leaves.
         chunk: ``chunked_prefill_size``.
     """
 
@@ -30,7 +30,7 @@ class Cluster:
     gpus: int = 1
     tp: int | None = None
     reserved_bytes: float = 0.0
-    fraction: float = 0.88
+    fraction: float | None = None
     chunk: int = 8192
 
 
@@ -40,7 +40,9 @@ class Prediction:
 
     arm: speed.Arm
     tp: int
+    ep: int
     engines: int
+    fraction: float
     kv_tokens: int
     outcome: schedule.Outcome
     tokens_s: float
@@ -56,19 +58,23 @@ def predictions(shape: Shape, workload: Workload, cluster: Cluster) -> list[Pred
     longest = max(request.prompt + request.limit for request in workload.requests)
     largest_cache = 0
     for arm, tp in product(speed.ARMS, sizes(shape, cluster)):
-        tokens = memory.kv_tokens(
-            cluster.gpu, shape, arm, tp, cluster.reserved_bytes, cluster.fraction
+        engines = cluster.gpus // tp
+        share = busiest(workload, engines)
+        gpu, reserved = cluster.gpu, cluster.reserved_bytes
+        fraction = cluster.fraction or memory.mem_fraction_static(
+            gpu, tp, reserved, cluster.chunk, len(share)
         )
+        tokens = memory.kv_tokens(gpu, shape, arm, tp, reserved, fraction)
         largest_cache = max(largest_cache, tokens)
         if tokens <= longest:
             continue
-        engines = cluster.gpus // tp
         engine = schedule.Engine(
-            arm, shape, speed.speed_of(cluster.gpu.scale), tokens, cluster.chunk, tp=tp
+            arm, shape, speed.speed_of(gpu.scale), tokens, cluster.chunk, tp=tp
         )
-        outcome = schedule.simulate(engine, busiest(workload, engines))
+        outcome = schedule.simulate(engine, share)
         tokens_s = workload.response_tokens / outcome.seconds
-        found.append(Prediction(arm, tp, engines, tokens, outcome, tokens_s))
+        ep = shape.ep(tp, arm.fp8)
+        found.append(Prediction(arm, tp, ep, engines, fraction, tokens, outcome, tokens_s))
     if not found:
         what = (
             f"a request of up to {longest} tokens does not fit: the largest KV cache would hold "

@@ -119,7 +119,8 @@ def _flags(best: Prediction, cluster: Cluster) -> str:
     flags = [
         best.arm.flags,
         f"--tp-size {best.tp}" if best.tp > 1 else "",
-        f"--mem-fraction-static {cluster.fraction}",
+        f"--ep-size {best.ep}" if best.ep > 1 else "",
+        f"--mem-fraction-static {best.fraction}",
         f"--chunked-prefill-size {cluster.chunk}",
         f"--cuda-graph-max-bs-decode {running}",
     ]

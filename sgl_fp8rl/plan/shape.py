@@ -58,13 +58,23 @@ class Shape:
     def is_divisible(self, tp: int) -> bool:
         """Whether SGLang can give each of ``tp`` ranks as much; ranks may share a KV head."""
         few, many = sorted((self.kv_heads, tp))
-        return not (self.heads % tp or many % few or self.intermediate % tp)
+        return not (self.heads % tp or many % few or self.intermediate * self.ep(tp, False) % tp)
+
+    def ep(self, tp: int, fp8: bool) -> int:
+        """Over how many of ``tp`` ranks experts are spread whole: 1 where the columns of each can
+        be cut, in FP8 between blocks."""
+        cuts = self.intermediate % tp or (fp8 and self.intermediate // tp % BLOCK)
+        return tp if self.experts and not self.experts % tp and cuts else 1
+
+    def intermediate_of(self, tp: int, fp8: bool) -> int:
+        """Columns of the dense MLP, or of one expert, on each of ``tp`` ranks."""
+        return self.intermediate * self.ep(tp, fp8) // tp
 
     def ragged_sizes(self, tp: int) -> list[int]:
-        """Sides of a layer's matrices on a rank that are not multiples of a block's."""
+        """Sides of a layer's FP8 matrices on a rank that are not multiples of a block's."""
         keys = max(self.kv_heads // tp, 1)
         heads = (each * self.head_dim for each in (self.heads // tp, keys))
-        sides = {self.hidden, self.intermediate // tp, *heads}
+        sides = {self.hidden, self.intermediate_of(tp, True), *heads}
         return sorted(side for side in sides if side % BLOCK)
 
     @property

@@ -23,7 +23,7 @@ def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
             f"more than {LARGEST} running requests (at most {best.outcome.peak_running} run)"
         )
     if shape.experts:
-        found.append(_experts(shape, best.tp))
+        found.append(_experts(shape, best))
     others = [
         f"{n} x {k}"
         for n, k in gemms.shapes_of(shape, best.tp)
@@ -38,6 +38,11 @@ def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
             f"layers with {', '.join(map(str, ragged))} channels on a GPU, not multiples of 128: "
             f"ours pads them, stock SGLang has no block FP8 for them"
         )
+    if best.ep > 1:
+        found.append(
+            "expert parallelism: each GPU is taken to have as many tokens for its experts; steps "
+            "wait for the one that has most"
+        )
     if best.tp > 1:
         missed = figures()["errors"][ON_TWO_GPUS]
         found.append(
@@ -48,8 +53,9 @@ def unmeasured(shape: Shape, workload: Workload, best: Prediction) -> list[str]:
     return found
 
 
-def _experts(shape: Shape, tp: int) -> str:
-    sizes = shape.experts, shape.hidden, shape.intermediate // tp, shape.experts_per_token
+def _experts(shape: Shape, best: Prediction) -> str:
+    inner = shape.intermediate_of(best.tp, best.arm.fp8)
+    sizes = shape.experts, shape.hidden, inner, shape.experts_per_token
     others = "" if sizes == EXPERTS else " of {} x {} x {}, {} a token, nor any".format(*sizes)
     return (
         f"experts{others} in batches other than 64 sequences of 4096 tokens: the costs are those "

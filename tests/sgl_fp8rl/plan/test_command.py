@@ -80,8 +80,8 @@ def test_flags_are_those_of_sglang() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     known = {name for action in parser._actions for name in action.option_strings}
-    ours = "--mem-fraction-static --chunked-prefill-size --cuda-graph-max-bs-decode --tp-size"
-    flags = " ".join([ours, *(arm.flags for arm in speed.ARMS)]).split()
+    ours = "--mem-fraction-static --chunked-prefill-size --cuda-graph-max-bs-decode"
+    flags = " ".join([ours, "--tp-size --ep-size", *(arm.flags for arm in speed.ARMS)]).split()
     assert {flag for flag in flags if flag.startswith("--")} <= known
 
 
@@ -102,7 +102,7 @@ def test_engines_have_the_fastest_size() -> None:
 def test_a_larger_engine_must_save_more_than_communication_takes() -> None:
     def told(arm: speed.Arm, tp: int, seconds: float) -> prediction.Prediction:
         outcome = schedule.Outcome(seconds, 0, 0, 0, 1, 1, 0, 1)
-        return prediction.Prediction(arm, tp, 1, 1, outcome, 1)
+        return prediction.Prediction(arm, tp, 1, 1, 0.9, 1, outcome, 1)
 
     stock, *_, ours = speed.ARMS
     for tp, seconds, is_better in ((2, 0.81, False), (2, 0.79, True), (8, 0.52, False)):
@@ -167,6 +167,50 @@ def test_a_limit_holds_requests_back() -> None:
         (best, *_) = prediction.best_of_arms(prediction.predictions(QWEN, asked, arm))
         seconds.append(best.outcome.mean_running)
     assert seconds[1] < 0.9 * seconds[0]
+
+
+def test_experts_stay_whole_where_blocks_of_them_would_be_cut() -> None:
+    asked = lognormal(64, 1024, 2000, 0.8, 8000)
+    found = prediction.predictions(MOE, asked, prediction.Cluster(H200, gpus=8))
+    ways = {(each.arm.fp8, each.tp): each.ep for each in found}
+    assert {tp: ways[True, tp] for tp in (1, 2, 4, 8)} == {1: 1, 2: 1, 4: 4, 8: 8}
+    assert {ways[False, tp] for tp in (1, 2, 4, 8)} == {1}
+    cut = next(each for each in found if each.ep == 4)
+    assert any(what.startswith("expert parallelism") for what in unmeasured(MOE, asked, cut))
+    assert not MOE.ragged_sizes(4) and not any("pads" in w for w in unmeasured(MOE, asked, cut))
+    assert replace(MOE, experts=126).ragged_sizes(4) == [192]  # which four ranks cannot share
+
+
+def test_experts_that_no_columns_divide_may_stay_whole() -> None:
+    odd = replace(MOE, intermediate=130)
+    assert odd.is_divisible(4) and odd.ep(4, fp8=False) == 4
+    assert not replace(odd, experts=126).is_divisible(4)
+    assert not replace(QWEN, intermediate=130).is_divisible(4)
+
+
+def test_flags_have_expert_parallelism(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.save_config(models.MODELS["qwen3-30b-a3b"], tmp_path)
+    for tp, is_there in (("2", False), ("4", True)):
+        plan(str(tmp_path), "--samples", "64", "--gpus", "4", "--tp", tp)
+        assert ("--ep-size 4" in capsys.readouterr().out) == is_there
+
+
+def test_a_trainer_beside_the_engine_leaves_room_for_activations() -> None:
+    """As much room as without it, so less of what is free; a longer chunk takes more."""
+
+    def room(reserved: float, chunk: int = 8192, requests: int = 512) -> float:
+        fraction = memory.mem_fraction_static(H200, 1, reserved, chunk, requests)
+        return (1 - fraction) * (H200.idle_bytes - reserved) / memory.MIB
+
+    # SGLang's default on a whole H200 is 0.903 (0.5.17), with graphs of 256
+    assert memory.mem_fraction_static(H200, 1, 0.0, 8192, 256) == pytest.approx(0.903, abs=0.005)
+    step = 1e-3 * H200.idle_bytes / memory.MIB  # that it is rounded by
+    assert room(60e9) == pytest.approx(room(0.0), abs=step)
+    assert room(60e9) == pytest.approx(512 + 1.5 * 8192 + 128 + 2 * 512, abs=step)
+    assert room(0.0, chunk=16384) - room(0.0) == pytest.approx(1.5 * 8192, abs=step)
+    assert room(0.0, chunk=2048) == pytest.approx(10 * 1024, abs=step)
+    assert room(0.0, requests=10**6) == room(0.0, requests=memory.MOST_GRAPHS)
+    assert memory.mem_fraction_static(H200, 1, H200.idle_bytes, 8192, 512) == 0.0
 
 
 def test_a_head_that_ranks_share_is_read_by_each() -> None:
