@@ -8,7 +8,8 @@ from sgl_fp8rl.plan.shape import Shape
 from sgl_fp8rl.plan.speed import Arm
 
 MIB, GIB = 1 << 20, 1 << 30
-MOST_GRAPHS = 1024
+MOST_IN_GRAPH = 1024
+"""Sequences of the largest CUDA graph for which room is left."""
 H100_BYTES = 79.18 * GIB
 """What CUDA 13 reports of an H100 80GB HBM3, driver 580."""
 
@@ -50,12 +51,11 @@ def mem_fraction_static(
         tp: GPUs of the engine.
         reserved_bytes: what others hold on each GPU.
         chunk: ``chunked_prefill_size``.
-        requests: that the engine is given, of which up to ``MOST_GRAPHS`` are a graph's batch.
+        requests: that the engine is given.
     """
-    graphs = 2 * min(requests, MOST_GRAPHS)
-    needed = 512 + 1.5 * max(chunk, 2048) + 128 * tp + graphs
-    free = max(gpu.idle_bytes - reserved_bytes, 1.0) / MIB
-    return max(math.floor(1e3 * (1 - max(needed, 10 * 1024) / free)) / 1e3, 0.0)
+    mib = 512 + 1.5 * max(chunk, 2048) + 128 * tp + 2 * min(requests, MOST_IN_GRAPH)
+    room = max(mib, 10 * 1024) * MIB / max(gpu.idle_bytes - reserved_bytes, 1.0)
+    return max(math.floor(1e3 * (1 - room)) / 1e3, 0.0)
 
 
 def kv_tokens(

@@ -209,7 +209,7 @@ def test_a_trainer_beside_the_engine_leaves_room_for_activations() -> None:
     assert room(60e9) == pytest.approx(512 + 1.5 * 8192 + 128 + 2 * 512, abs=step)
     assert room(0.0, chunk=16384) - room(0.0) == pytest.approx(1.5 * 8192, abs=step)
     assert room(0.0, chunk=2048) == pytest.approx(10 * 1024, abs=step)
-    assert room(0.0, requests=10**6) == room(0.0, requests=memory.MOST_GRAPHS)
+    assert room(0.0, requests=10**6) == room(0.0, requests=memory.MOST_IN_GRAPH)
     assert memory.mem_fraction_static(H200, 1, H200.idle_bytes, 8192, 512) == 0.0
 
 
