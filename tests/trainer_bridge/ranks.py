@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
@@ -21,7 +22,15 @@ JOIN_S = 150.0
 THREADS_S = 10.0
 """Seconds that threads of engines may take to notice that their trainer is gone."""
 POLL_S = 0.02
-_forkserver = multiprocessing.get_context("forkserver")
+IMPORTED = [__name__, "torch.distributed.fsdp", "transformers"]
+
+
+def forkserver() -> ForkServerContext:
+    """Forks processes from one that has imported torch and more, which takes each of them seconds.
+    The first process of this pytest decides what that is, and which variables all have."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
 
 
 def run(
@@ -36,12 +45,13 @@ def run(
     Args:
         collective_timeout_s: a rank that is left waiting in a collective fails after this.
     """
+    forkserver()
     context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         _main,
         (worker, str(folder), world, collective_timeout_s),
         nprocs=world,
         join=False,
-        start_method="spawn",
+        start_method="forkserver",
     )
     deadline = time.monotonic() + join_s
     try:
@@ -62,11 +72,9 @@ def run_and_lose(
 ) -> None:
     """As ``run``, of a worker in which rank ``lost`` is killed; fail unless it is, and the others
     end well."""
-    # forked from a process that has imported torch: a job takes a second, and there are several
-    _forkserver.set_forkserver_preload([__name__])
     arguments = worker, str(folder), world, collective_timeout_s, False
     processes = [
-        _forkserver.Process(target=_main, args=(rank, *arguments), name=f"rank {rank}")
+        forkserver().Process(target=_main, args=(rank, *arguments), name=f"rank {rank}")
         for rank in range(world)
     ]
     deadline = time.monotonic() + JOIN_S

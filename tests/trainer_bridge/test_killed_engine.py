@@ -3,7 +3,6 @@
 It has two ranks, and no SGLang; tests/engine/test_killed_scheduler.py kills one of SGLang's.
 """
 
-import multiprocessing
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.sgl_fp8rl.weight_update import toy
+from tests.trainer_bridge import ranks
 from tests.trainer_bridge.served import left, served
 from tests.trainer_bridge.test_update import SMALL, engine_of
 from trainer_bridge import update
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.timeout(120)
 
 TP = 2
 START_S = 60.0
-_forkserver = multiprocessing.get_context("forkserver")
 
 
 def serve(connection: Connection) -> None:
@@ -37,10 +36,9 @@ class EngineInAProcess:
     """An engine that can be killed."""
 
     def __enter__(self) -> "EngineInAProcess":
-        # forked from a process that has imported torch
-        _forkserver.set_forkserver_preload([__name__])
-        self._connection, other = _forkserver.Pipe()
-        self._process = _forkserver.Process(target=serve, args=(other,), daemon=True)
+        context = ranks.forkserver()
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other,), daemon=True)
         self._process.start()
         other.close()
         assert self._connection.poll(START_S), "the engine does not start"
