@@ -70,8 +70,8 @@ ON_OLDEST_ALONE = (
 )
 # `make test` loads one family of each kind on the oldest version, and on the newest one whose
 # loading it changed. What else the newest leaves to `make test-full`: retraction resets the cache
-# where the oldest could not, precision computes without SGLang, layers are listed by code that no
-# version changed, and trainers of TRL and Megatron, as the contract of adapters, do not see SGLang.
+# where the oldest could not, precision computes without SGLang, and trainers of TRL and Megatron, as
+# the contract of adapters, do not see SGLang.
 # What the study of doses and torchrun's ranks need of SGLang, other tests need as well.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions. No version
 # matters to how layouts are refused, to what a folder or NIXL brings, and to how the ranks of
@@ -89,7 +89,6 @@ NOT_ON_NEWEST = (
     "--ignore=tests/integrations/slime/test_engine.py",
     "--ignore=tests/integrations/trl/test_engine.py",
     "--ignore=tests/benchmarks/test_parity_doses_engine.py",
-    "--deselect=tests/sgl_fp8rl/test_cli.py::test_layers_of_a_real_engine",
     "--deselect=tests/engine/test_framework.py::test_what_updates_cannot_reach_does_not_start",
     *("-k", "not retracted and not torchrun and not sharded_trainer"),
 )
@@ -101,12 +100,13 @@ VERL = (
 )
 
 
-def _fast(sglang: str) -> tuple[Suite, Suite]:
-    """All fast tests, in halves that take about as long as each other."""
-    folder = "tests/trainer_bridge"
+def _fast(sglang: str) -> tuple[Suite, ...]:
+    """All fast tests, in parts that take about as long as each other."""
+    folders = "tests/sgl_fp8rl", "tests/trainer_bridge"
+    rest = [f"--ignore={folder}" for folder in folders]
     return (
-        Suite("fast, all else", sglang, (*FAST, f"--ignore={folder}")),
-        Suite("fast, trainer_bridge", sglang, (*FAST, folder)),
+        *(Suite(f"fast, {Path(folder).name}", sglang, (*FAST, folder)) for folder in folders),
+        Suite("fast, all else", sglang, (*FAST, *rest)),
     )
 
 

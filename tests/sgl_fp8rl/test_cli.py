@@ -230,6 +230,7 @@ that listed the layers has published its arguments."""
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_layers_of_a_real_engine(tmp_path: Path) -> None:
     model = make_checkpoint("qwen3_ragged", tmp_path / "model")
     (model / "model.safetensors").unlink()  # only shapes are needed
