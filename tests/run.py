@@ -70,8 +70,8 @@ ON_OLDEST_ALONE = (
 )
 # `make test` loads one family of each kind on the oldest version, and on the newest one whose
 # loading it changed. What else the newest leaves to `make test-full`: retraction resets the cache
-# where the oldest could not, precision computes without SGLang, and trainers of TRL and Megatron, as
-# the contract of adapters, do not see SGLang.
+# where the oldest could not, precision computes without SGLang, and trainers of TRL and Megatron,
+# as the contract of adapters, do not see SGLang.
 # What the study of doses and torchrun's ranks need of SGLang, other tests need as well.
 # An export is read by SGLang's own loader, in `make test-full` by that of both versions. No version
 # matters to how layouts are refused, to what a folder or NIXL brings, and to how the ranks of
