@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import log2
 
 from sgl_fp8rl.plan import memory, schedule, speed
@@ -57,24 +56,24 @@ def predictions(shape: Shape, workload: Workload, cluster: Cluster) -> list[Pred
     found = []
     longest = max(request.prompt + request.limit for request in workload.requests)
     largest_cache = 0
-    for arm, tp in product(speed.ARMS, sizes(shape, cluster)):
+    gpu, reserved = cluster.gpu, cluster.reserved_bytes
+    times = speed.speed_of(gpu.scale)
+    for tp in sizes(shape, cluster):
         engines = cluster.gpus // tp
         share = busiest(workload, engines)
-        gpu, reserved = cluster.gpu, cluster.reserved_bytes
         fraction = cluster.fraction or memory.mem_fraction_static(
             gpu, tp, reserved, cluster.chunk, len(share)
         )
-        tokens = memory.kv_tokens(gpu, shape, arm, tp, reserved, fraction)
-        largest_cache = max(largest_cache, tokens)
-        if tokens <= longest:
-            continue
-        engine = schedule.Engine(
-            arm, shape, speed.speed_of(gpu.scale), tokens, cluster.chunk, tp=tp
-        )
-        outcome = schedule.simulate(engine, share)
-        tokens_s = workload.response_tokens / outcome.seconds
-        ep = shape.ep(tp, arm.fp8)
-        found.append(Prediction(arm, tp, ep, engines, fraction, tokens, outcome, tokens_s))
+        for arm in speed.ARMS:
+            tokens = memory.kv_tokens(gpu, shape, arm, tp, reserved, fraction)
+            largest_cache = max(largest_cache, tokens)
+            if tokens <= longest:
+                continue
+            engine = schedule.Engine(arm, shape, times, tokens, cluster.chunk, tp=tp)
+            outcome = schedule.simulate(engine, share)
+            tokens_s = workload.response_tokens / outcome.seconds
+            ep = shape.ep(tp, arm.fp8)
+            found.append(Prediction(arm, tp, ep, engines, fraction, tokens, outcome, tokens_s))
     if not found:
         what = (
             f"a request of up to {longest} tokens does not fit: the largest KV cache would hold "
