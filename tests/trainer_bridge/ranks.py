@@ -45,7 +45,7 @@ def run(
     Args:
         collective_timeout_s: a rank that is left waiting in a collective fails after this.
     """
-    forkserver()
+    forkserver()  # says what it imports, before torch starts it
     context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         _main,
         (worker, str(folder), world, collective_timeout_s),
