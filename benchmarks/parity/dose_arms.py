@@ -85,7 +85,7 @@ def _experts(model: str) -> Iterator[Arm]:
 
 DOSE_ARMS = {arm.name: arm for arm in (*_dense(), *_experts("moe"), *_experts("moe32"))}
 LONG_ARMS = ("bf16", "kv8-none", "kv8-tis", "kv8-fp8-forward")
-"""Of the study of long responses: a GPU each."""
+"""Of the study of long responses: two on a GPU."""
 STUDIES = {
     "parity": ARMS,
     "doses": DOSE_ARMS,

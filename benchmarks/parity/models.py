@@ -24,7 +24,7 @@ are active."""
 PRETRAINED = "smollm2"
 """Begins with a published checkpoint (``benchmarks.pretrained``); also the name of its size."""
 LARGE = "large"
-"""Size of a dense model: the largest shape of Qwen3 that a GPU of 80 GB can train and serve."""
+"""Size of a dense model: what a start and four runs of half an hour on two H200s allow."""
 CONTEXT, LARGE_CONTEXT = 512, 1024
 """Positions; the longest prompt with its response takes 350, and of long responses 785."""
 EXPERTS: dict[str, dict[str, Any]] = {
@@ -55,12 +55,12 @@ MORE_EXPERTS: dict[str, dict[str, Any]] = {
 DENSE = {
     "tiny": tiny_model.SIZES["tiny"],
     "full": {**tiny_model.SIZES["small"], "num_key_value_heads": 4},
-    LARGE: {  # all layers of Qwen3-1.7B
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
+    LARGE: {  # as deep as Qwen3-0.6B and Qwen3-1.7B, and between them in width
+        "hidden_size": 1536,
+        "intermediate_size": 4608,
         "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 3,
         "head_dim": 128,
     },
 }

@@ -38,6 +38,8 @@ class Settings:
     """GRPO steps."""
     demonstrations: int = 3000
     """Steps of training on demonstrations, before GRPO, at most."""
+    demonstrations_every: int = 200
+    """Steps of it between evaluations, which take as long as dozens of them."""
     start_reward: float = 0.3
     """Of held-out problems; demonstrations end when it is reached."""
     least_start_reward: float = 0.0
@@ -88,8 +90,8 @@ SIZES = {
     ),
     # At 5e-5 a step moved this policy by some 0.03 nats a token.
     models.PRETRAINED: Settings(steps=100, rate=2e-5),
-    # A checkpoint has 16 GB, so there is none but at the deadline. The rate is that of the other
-    # deep model: a policy moves with width and depth. A run has a GPU to itself.
+    # A checkpoint has 9 GB, so there is none but at the deadline. The rate is that of the other
+    # deep model: a policy moves with width and depth.
     models.LARGE: Settings(
         rate=2e-5,
         kv_tokens=1 << 17,
@@ -112,12 +114,14 @@ OF_STUDY: dict[str, dict[str, Any]] = {
     },
     # fixed without a pilot, which would take a machine as long as the run: docs/long_responses.md
     "long": {
-        "steps": 100,
+        "steps": 80,
         "start_reward": 0.2,
-        "least_start_reward": 0.08,
+        "least_start_reward": 0.05,
         "levels": [3, LONG],
-        "demonstrations": 800,
-        "evaluate_every": 50,
+        "demonstrations": 1000,
+        "demonstrations_every": 500,
+        "evaluate_every": 40,
+        "held_out_problems": 2048,
     },
 }
 """Settings of a study that differ from those of its size."""

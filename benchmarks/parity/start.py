@@ -6,7 +6,7 @@ its engines are run as well.
 
 A large model is trained by all GPUs before, which is all that ``torchrun`` does here:
 
-    torchrun --nproc-per-node 4 -m benchmarks.parity.start \\
+    torchrun --nproc-per-node 2 -m benchmarks.parity.start \\
         --study long --size large --model dense --state runs/long
 """
 
@@ -30,7 +30,6 @@ from examples.grpo import arithmetic, tiny_model
 from trainer_bridge import connect, response_logprobs
 
 LINE_EVERY = 25  # steps
-EVALUATE_EVERY = 200
 PADDING = 0  # no character of the tasks
 AUX_LOSS = 0.01
 """Weight of the loss that keeps a router's experts in use."""
@@ -108,7 +107,7 @@ def train(
         if step % LINE_EVERY == 0:
             _add_up(total)
             print(f"demonstrations  step {step}  loss {total.item():.3f} nats a token", flush=True)
-        if step % EVALUATE_EVERY == 0:
+        if step % settings.demonstrations_every == 0:
             made.config.output_router_logits = False  # which sampling cannot make
             reward = reward_of(made, settings.evaluation_problems, settings.levels)
             made.config.output_router_logits = models.has_experts(model)

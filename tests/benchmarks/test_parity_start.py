@@ -86,7 +86,7 @@ def test_dimensions_suit_block_fp8(model: str, size: str) -> None:
     for name, weight in made.named_parameters():
         if "_proj" in name:
             assert all(n % 128 == 0 for n in weight.shape[-2:]), name
-    least, most = {"tiny": (1e5, 1e7), "full": (1e8, 2e8), "large": (1e9, 2e9)}[size]
+    least, most = {"tiny": (1e5, 1e7), "full": (1e8, 2e8), "large": (5e8, 1e9)}[size]
     assert least < made.num_parameters() < most
 
 
@@ -145,7 +145,6 @@ def test_ranks_train_together_what_one_trains(tmp_path: Path) -> None:
 def test_the_start_ends_at_the_reward_that_was_asked_for(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "EVALUATE_EVERY", 2)
     monkeypatch.setattr(tasks, "LONGEST", dict.fromkeys(tasks.LEVELS, 40))
     found: list[float] = []
     true_reward = start.reward_of
@@ -157,15 +156,16 @@ def test_the_start_ends_at_the_reward_that_was_asked_for(
         return found[-1]
 
     monkeypatch.setattr(start, "reward_of", reward_of)
-    start.train(model, "tiny", replace(SMALL, demonstrations=9, start_reward=0.2), CPU)
+    small = replace(SMALL, demonstrations_every=2)
+    start.train(model, "tiny", replace(small, demonstrations=9, start_reward=0.2), CPU)
     assert found == [0.1, 0.2]
     found.clear()
     least = {"demonstrations": 5, "start_reward": 2.0, "least_start_reward": 0.2}
-    start.train(model, "tiny", replace(SMALL, **least), CPU)
+    start.train(model, "tiny", replace(small, **least), CPU)
     assert found == [0.1, 0.2]  # demonstrations were at an end
     found.clear()
     with pytest.raises(ValueError, match=r"solves 0\.200 .* has to solve 0\.21"):
-        start.train(model, "tiny", replace(SMALL, **least | {"least_start_reward": 0.21}), CPU)
+        start.train(model, "tiny", replace(small, **least | {"least_start_reward": 0.21}), CPU)
 
 
 @pytest.mark.parametrize("model", models.MODELS)
