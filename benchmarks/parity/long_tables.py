@@ -1,16 +1,21 @@
-"""The table of docs/long_responses.md, from the rows of results/long_responses.jsonl."""
+"""The tables of docs/long_responses.md, from the rows of results/long_responses.jsonl."""
 
 from collections.abc import Iterator
 from statistics import fmean, median
 
 from benchmarks.parity.dose_arms import STUDIES
 from benchmarks.parity.dose_verdict import SHARE, lost, runs_of
+from benchmarks.parity.positions import PARTS, STARTS
 from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import LAST_STEPS
 from benchmarks.parity.tables import percent, table, where
 from benchmarks.parity.tasks import LONG
 
 FIRST_STEPS = 10
+RANGES = [
+    f"{first} to {after - 1}" if after else f"from {first}"
+    for first, after in zip(STARTS, [*STARTS[1:], None], strict=True)
+]
 KINDS = "run", "unevaluated"
 """Of rows. A run that the deadline stopped has no held-out reward."""
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
@@ -20,8 +25,8 @@ LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
 def responses(rows: list[Row]) -> str:
     """Each arm beside the reference of its execution."""
     head = (
-        f"arm | steps | held-out reward | of level {LONG} | lost, of the gain | found | own "
-        f"engine, last {LAST_STEPS} steps | less bf16, the last {LAST_STEPS} that both have "
+        f"execution | arm | steps | held-out reward | of level {LONG} | lost, of the gain | found "
+        f"| own engine, last {LAST_STEPS} steps | less bf16, the last {LAST_STEPS} that both have "
         f"| tokens a response | k3, first {FIRST_STEPS} steps | k3, all steps "
         f"| k3 from token 256 on, over tokens 16 to 63 | steps with an alarm"
     )
@@ -39,6 +44,7 @@ def _lines(rows: list[Row]) -> Iterator[tuple[object, ...]]:
             # there is none where responses of some step were all shorter
             far, near = (series.get(f"position_{n}/mismatch_kl_k3") for n in (256, 16))
             yield (
+                key[0][:16],
                 arm,
                 run["steps"],
                 *_judged(run, reference, _start_of(rows, key[0])),
@@ -99,5 +105,43 @@ def _note(rows: list[Row], e: Row) -> str:
     )
 
 
-BLOCKS = {"long_responses": ("long_responses.jsonl", responses)}
-"""The file that the block is made from, and how."""
+def by_position(rows: list[Row]) -> str:
+    """k3 of the start's tokens by position, for each engine and kind of problem."""
+    head = " | ".join(
+        [
+            "execution | engine | problems",
+            *(f"k3 of tokens {name}" for name in RANGES),
+            "last over first",
+            "entropy, first and last",
+        ]
+    )
+    lines = [*_positions(rows)]
+    if not lines:
+        return "Not measured yet."
+    return table(head, lines) + (
+        f"\n\nk3: mean of {PARTS} parts of the responses to problems of level {LONG}, least and "
+        f"largest of them; entropy: nats a token."
+    )
+
+
+def _positions(rows: list[Row]) -> Iterator[tuple[object, ...]]:
+    for row in rows:
+        if row["kind"] != "positions":
+            continue
+        k3 = [row["k3"][f"{first}"] for first in STARTS]
+        entropy = [fmean(row["entropy"][f"{first}"]) for first in (STARTS[0], STARTS[-1])]
+        yield (
+            row["execution"][:16],
+            row["engine"],
+            row["task"],
+            *(f"{fmean(each):.1e} ({min(each):.1e} to {max(each):.1e})" for each in k3),
+            f"{fmean(k3[-1]) / fmean(k3[0]):.1f}",
+            " and ".join(f"{value:.2f}" for value in entropy),
+        )
+
+
+BLOCKS = {
+    "long_responses": ("long_responses.jsonl", responses),
+    "long_positions": ("long_responses.jsonl", by_position),
+}
+"""The file that each block is made from, and how."""

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.parity.dose_arms import ALL_ARMS
+from benchmarks.parity.positions import POSITIONS
 from benchmarks.parity.run_log import FAILED, FINISHED, HELD_OUT, LOG, Row, rows_of
 from benchmarks.parity.scan import SCAN
 from benchmarks.parity.settings import ENVIRONMENT, LAST_STEPS
@@ -39,7 +40,7 @@ WARM_UP = 5
 
 
 def summarize(state: Path) -> list[Row]:
-    """Rows of kind environment, start, scan, run, unevaluated, timing and failed.
+    """Rows of kind environment, start, scan, positions, run, unevaluated, timing and failed.
 
     A run is finished and evaluated. What is not still has the rewards and the mismatch of its
     steps, which is all that is left of it where the machine is gone.
@@ -64,9 +65,15 @@ def summarize(state: Path) -> list[Row]:
         if (folder / HELD_OUT).exists()
     ]
     scans = [
-        {"kind": "scan", **_start(folder), **{name: _brief(value) for name, value in row.items()}}
+        {"kind": "scan", **_start(folder), **_brief(row)}
         for folder in folders
         for row in rows_of(folder / SCAN)
+    ]
+    by_position = [
+        {"kind": "positions", **_start(folder), **_brief(row)}
+        for folder in folders
+        for path in sorted(folder.glob(f"{POSITIONS}*"))
+        for row in rows_of(path)
     ]
     environment = json.loads((state / ENVIRONMENT).read_text())
     rows = [
@@ -75,6 +82,7 @@ def summarize(state: Path) -> list[Row]:
         *timings,
         *starts,
         *scans,
+        *by_position,
         *({"kind": "failed", **row} for row in rows_of(state / FAILED)),
     ]
     return [row | {"execution": environment["date"]} for row in rows]
@@ -166,6 +174,11 @@ def _short(value: float) -> float:
 
 
 def _brief(value: Any) -> Any:
+    """With its numbers cut to what is worth keeping."""
+    if isinstance(value, dict):
+        return {name: _brief(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_brief(each) for each in value]
     return _short(value) if isinstance(value, float) else value
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.parity import jobs as parity_jobs
 from benchmarks.parity import models, run_all, summary
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.dose_arms import DOSE_ARMS
 from benchmarks.parity.held_out import weights_of
+from benchmarks.parity.jobs import Job
 from benchmarks.parity.run import STOPPED
-from benchmarks.parity.run_all import Job, run_jobs
+from benchmarks.parity.run_all import run_jobs
 from benchmarks.parity.run_log import FAILED, rows_of
 from benchmarks.parity.settings import ENVIRONMENT, SIZES, Study
 from benchmarks.parity.start import fp8_engines_of
@@ -200,7 +202,7 @@ def test_what_fails_costs_its_own_row(tmp_path: Path, statuses: dict[str, int]) 
     args = run_all.arguments([*words, "--models", "dense", "--gpus", "0,1"])
     jobs = [
         replace(job, command=(sys.executable, "-c", STANDS_IN, job.name, json.dumps(statuses)))
-        for job in run_all.jobs_of(study, args)
+        for job in parity_jobs.jobs_of(study, args)
     ]
     jobs = [replace(job, command=(*job.command, *map(str, job.makes))) for job in jobs]
     run_jobs(jobs, ["0", "1"] * 3, tmp_path / "logs", time.time() + 400)
@@ -212,7 +214,7 @@ def test_what_fails_costs_its_own_row(tmp_path: Path, statuses: dict[str, int]) 
 
 
 def jobs_of(study: Study, args: Namespace) -> dict[str, Job]:
-    return {job.name: job for job in run_all.jobs_of(study, args)}
+    return {job.name: job for job in parity_jobs.jobs_of(study, args)}
 
 
 def test_the_jobs_of_the_study(tmp_path: Path) -> None:
@@ -229,8 +231,8 @@ def test_the_jobs_of_the_study(tmp_path: Path) -> None:
     moe = jobs["moe-fp8-2"]
     assert moe.makes == (tmp_path / "moe-fp8-2" / "finished",)
     stops = float(moe.command[moe.command.index("--until") + 1])
-    evaluations_s = run_all.EVALUATION_S + 7 * run_all.EVALUATED_S  # of 7 dense arms
-    assert stops + run_all.GRACE_S + evaluations_s == pytest.approx(args.until, abs=1)
+    evaluations_s = parity_jobs.EVALUATION_S + 7 * parity_jobs.EVALUATED_S  # of 7 dense arms
+    assert stops + parity_jobs.GRACE_S + evaluations_s == pytest.approx(args.until, abs=1)
     assert (moe.needs, moe.after) == ((tmp_path / "start-moe",), ("start-moe",))
     assert set(words) | {"--arm", "moe-fp8", "--seed", "2", "--until"} <= set(moe.command)
     held_out = [jobs["held-out-dense-0"], jobs["held-out-dense-1"]]
