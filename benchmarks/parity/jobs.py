@@ -21,6 +21,8 @@ GRACE_S = 45.0
 EVALUATION_S, EVALUATED_S = 90.0, 10.0
 """What is left for evaluations after that: for an engine, and for each run of a GPU's share. With
 90 s alone, for shares of 9, 10 runs of 33 were not evaluated."""
+POSITIONS_S = 90.0
+"""More than ``run_all.LEAST_S`` that is left where mismatch by position is measured."""
 
 
 @dataclass(frozen=True)
@@ -96,31 +98,39 @@ def jobs_of(study: Study, args: argparse.Namespace) -> Iterator[Job]:
         for model, start in () if args.timing else starts.items():
             names = [arm.name for arm in arms if arm.model == model]
             # as many engines as GPUs: one would take minutes; runs that begin together share one
-            size = -(-len(names) // gpus)
-            for first in range(0, len(names), size):
-                mine = names[first : first + size]
-                share = f"-{first // size + 1}" if gpus > 1 else ""
+            for share, mine in _shares(names, gpus):
                 after = [f"held-out-{start.name}", *(f"{name}-{seed}" for name in mine)]
                 name = f"held-out-{model}-{seed}{share}"
                 yield held_out(name, model, seed, mine, after=tuple(after))
             if study.settings.position_problems and seed == args.first_seed:
-                # beside the evaluations: runs are to have all of the time before
-                runs = tuple(f"{name}-{seed}" for name in names)
-                yield from _positions(study, job, model, which, gpus, needs=(start,), after=runs)
+                after = [f"{name}-{seed}" for name in names]  # runs need the GPUs more
+                yield from _positions(study, job, model, which, gpus, tuple(after))
 
 
 def _positions(
-    study: Study, job: Callable[..., Job], model: str, which: int, gpus: int, **waits: Any
+    study: Study,
+    job: Callable[..., Job],
+    model: str,
+    which: int,
+    gpus: int,
+    after: tuple[str, ...],
 ) -> Iterator[Job]:
-    """The mismatch by position, the engines in as many jobs as there are GPUs."""
-    names = [*positions.ENGINES]
-    size = -(-len(names) // gpus)
-    for first in range(0, len(names), size):
-        mine = names[first : first + size]
+    """The mismatch by position, the engines in as many jobs as there are GPUs; beside the last
+    evaluations only where there is time for both."""
+    start = study.start_folder(model, which)
+    waits = {"needs": (start,), "after": after, "spare_s": POSITIONS_S}
+    for share, mine in _shares([*positions.ENGINES], gpus):
         makes = [positions.path_of(study, model, which, name) for name in mine]
         words = ("--model", model, "--start", str(which), "--engines", *mine)
-        name = f"positions-{model}{f'-{which}' if which else ''}-{first // size + 1}"
-        yield job(name, "positions", makes, *words, **waits)
+        suffix = f"-{which}" if which else ""
+        yield job(f"positions-{model}{suffix}{share}", "positions", makes, *words, **waits)
+
+
+def _shares(names: list[str], gpus: int) -> Iterator[tuple[str, list[str]]]:
+    """Names in as many parts as there are GPUs, each with a suffix for its job."""
+    size = -(-len(names) // gpus)
+    for first in range(0, len(names), size):
+        yield f"-{first // size + 1}" if gpus > 1 else "", names[first : first + size]
 
 
 def _starts(study: Study, job: Callable[..., Job], model: str, which: int) -> Iterator[Job]:

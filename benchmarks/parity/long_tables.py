@@ -1,6 +1,8 @@
 """The tables of docs/long_responses.md, from the rows of results/long_responses.jsonl."""
 
 from collections.abc import Iterator
+from math import nan
+from operator import mul
 from statistics import fmean, median
 
 from benchmarks.parity.dose_arms import STUDIES
@@ -16,8 +18,8 @@ RANGES = [
     f"{first} to {after - 1}" if after else f"from {first}"
     for first, after in zip(STARTS, [*STARTS[1:], None], strict=True)
 ]
-KINDS = "run", "unevaluated"
-"""Of rows. A run that the deadline stopped has no held-out reward."""
+ROWS = "run", "unevaluated"
+"""Kinds of rows. A run that the deadline stopped has no held-out reward."""
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25
 """Of the reference's held-out reward; outside of them the run is inconclusive."""
 
@@ -35,9 +37,9 @@ def responses(rows: list[Row]) -> str:
 
 
 def _lines(rows: list[Row]) -> Iterator[tuple[object, ...]]:
-    references = runs_of(rows, "bf16", *KINDS)
+    references = runs_of(rows, "bf16", *ROWS)
     for arm in STUDIES["long"]:
-        for key, run in runs_of(rows, arm, *KINDS).items():
+        for key, run in runs_of(rows, arm, *ROWS).items():
             reference = references.get(key) if arm != "bf16" else None
             series = run["series"]
             k3 = series["mismatch_kl_k3"]
@@ -107,20 +109,22 @@ def _note(rows: list[Row], e: Row) -> str:
 
 def by_position(rows: list[Row]) -> str:
     """k3 of the start's tokens by position, for each engine and kind of problem."""
+    lines = [*_positions(rows)]
+    if not lines:
+        return "Not measured yet."
+    first, last = RANGES[0], RANGES[-1]
     head = " | ".join(
         [
             "execution | engine | problems",
             *(f"k3 of tokens {name}" for name in RANGES),
-            "last over first",
-            "entropy, first and last",
+            f"k3, {last} over {first}",
+            f"mean difference of logprobs, {first} and {last}",
+            f"entropy, {first} and {last}",
         ]
     )
-    lines = [*_positions(rows)]
-    if not lines:
-        return "Not measured yet."
     return table(head, lines) + (
-        f"\n\nk3: mean of {PARTS} parts of the responses to problems of level {LONG}, least and "
-        f"largest of them; entropy: nats a token."
+        f"\n\nk3: mean over tokens of the responses to problems of level {LONG}, least and largest "
+        f"of {PARTS} parts of them. The difference is without its sign; entropy: nats a token."
     )
 
 
@@ -128,15 +132,27 @@ def _positions(rows: list[Row]) -> Iterator[tuple[object, ...]]:
     for row in rows:
         if row["kind"] != "positions":
             continue
-        k3 = [row["k3"][f"{first}"] for first in STARTS]
-        entropy = [fmean(row["entropy"][f"{first}"]) for first in (STARTS[0], STARTS[-1])]
+
+        def pooled(metric: str, first: int, row: Row = row) -> float:
+            values, weights = row[metric][f"{first}"], row["tokens"][f"{first}"]
+            return sum(map(mul, values, weights)) / (sum(weights) or nan)
+
+        k3 = {first: pooled("mismatch_kl_k3", first) for first in STARTS}
+        parts = [row["mismatch_kl_k3"][f"{first}"] for first in STARTS]
+        pairs = [
+            [pooled(metric, first) for first in (STARTS[0], STARTS[-1])]
+            for metric in ("logprob_abs_diff_mean", "rollout_nll")
+        ]
         yield (
             row["execution"][:16],
             row["engine"],
-            row["task"],
-            *(f"{fmean(each):.1e} ({min(each):.1e} to {max(each):.1e})" for each in k3),
-            f"{fmean(k3[-1]) / fmean(k3[0]):.1f}",
-            " and ".join(f"{value:.2f}" for value in entropy),
+            row["problems"],
+            *(
+                f"{mean:.1e} ({min(each):.1e} to {max(each):.1e})"
+                for mean, each in zip(k3.values(), parts, strict=True)
+            ),
+            f"{k3[STARTS[-1]] / k3[STARTS[0]]:.1f}",
+            *(" and ".join(f"{value:.2g}" for value in pair) for pair in pairs),
         )
 
 

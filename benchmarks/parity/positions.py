@@ -1,4 +1,4 @@
-"""Where in a response the mismatch is, by what the engine keeps in FP8, and by kind of problem.
+"""Where in a response the mismatch is, by what the engine keeps in FP8 and by kind of problem.
 
     python -m benchmarks.parity.positions --study long --model dense --state runs/long
 
@@ -23,16 +23,17 @@ from trainer_bridge import correct
 ENGINES = {
     arm.name: arm
     for arm in (
-        ARMS["bf16"],
         Arm("bf16-kv8", None, ignored_layers=ALL_BF16, engine=KV8),
+        ARMS["bf16"],
         ARMS["fp8"],
         ARMS["fp8-kv8"],
     )
 }
-"""Weights and KV cache in BF16 or FP8."""
+"""Weights and KV cache in BF16 or FP8; on two GPUs those go first that tell the two apart."""
 POSITIONS = "positions-"
 STARTS = (16, 64, 256)
 """First tokens of the ranges of positions, of those that ``trainer_bridge.correct`` reports."""
+METRICS = "mismatch_kl_k3", "logprob_abs_diff_mean", "rollout_nll", "tokens"
 PARTS = 4
 """Of the responses to a kind, to see how far k3 spreads: it is made by few tokens."""
 
@@ -43,34 +44,50 @@ def path_of(study: Study, model: str, start: int, engine: str) -> Path:
 
 
 def measure(study: Study, model: str, start: int, name: str) -> list[Row]:
-    """A row for each kind of problem of the study's highest level: by first token of a range, k3
-    and the entropy of each part, nats a token."""
+    """A row for each kind of problem of the study's highest level: of each of ``METRICS`` and each
+    range of positions, by its first token, a value for each part of the responses.
+
+    Raises:
+        ValueError: the study measures no problems by position.
+    """
     arm, checkpoint, settings = ENGINES[name], study.start_folder(model, start), study.settings
     task = sampling.task_of(model, checkpoint, settings.levels)
-    problems = [each for kind in KINDS for each in problems_of(task, kind, settings)]
+    by_kind = problems_of(task, settings)
     trained = models.load(checkpoint, study.device)
     keywords = study.engine(arm.engine)
     with engines.running(arm, checkpoint, arm.ignored_layers, 0, keywords) as engine:
         engine.update(trained, 0)
-        batch = sampling.respond(engine, task, problems, 0)
-    rows: list[Row] = [{"engine": name, "task": kind, "k3": {}, "entropy": {}} for kind in KINDS]
-    for index, part in enumerate(mini_batches_of(batch, len(rows) * PARTS)):
-        logprobs_BT = trainer_logprobs(trained, part)
-        found = correct(part, logprobs_BT, "disabled").metrics
-        row = rows[index // PARTS]
-        for first in STARTS:
-            for metric, into in (("mismatch_kl_k3", "k3"), ("rollout_nll", "entropy")):
-                if (value := found.get(f"position_{first}/{metric}")) is not None:
-                    row[into].setdefault(str(first), []).append(value)
-    return rows
+        batch = sampling.respond(engine, task, [p for mine in by_kind.values() for p in mine], 0)
+    found = [
+        correct(part, trainer_logprobs(trained, part), "disabled").metrics
+        for part in mini_batches_of(batch, len(by_kind) * PARTS)
+    ]
+    # a range without a token is not reported: it has 0 tokens then
+    return [
+        {"engine": name, "problems": kind}
+        | {
+            metric: {
+                f"{first}": [
+                    part.get(f"position_{first}/{metric}", 0.0) for part in found[at : at + PARTS]
+                ]
+                for first in STARTS
+            }
+            for metric in METRICS
+        }
+        for at, kind in zip(range(0, len(found), PARTS), by_kind, strict=True)
+    ]
 
 
-def problems_of(task: Task, kind: str, settings: Settings) -> list[Problem]:
-    """As many of one kind, and of the highest level, as the study measures."""
+def problems_of(task: Task, settings: Settings) -> dict[str, list[Problem]]:
+    """By kind, as many of the highest level as the study measures."""
     count, level = settings.position_problems * PARTS, max(settings.levels)
-    many = task.draw(count * 2 * len(KINDS) * len(settings.levels), "positions")
-    found = [each for each in many if (each.kind, each.level) == (kind, level)][:count]
-    assert len(found) == count, f"{len(found)} of {count} problems were drawn"
+    if not count:
+        raise ValueError("this study measures nothing by position; give it position_problems")
+    found: dict[str, list[Problem]] = {kind: [] for kind in KINDS}
+    for problem in task.draw(count * 2 * len(KINDS) * len(settings.levels), "positions"):
+        if problem.level == level and len(found[problem.kind]) < count:
+            found[problem.kind].append(problem)
+    assert {len(mine) for mine in found.values()} == {count}, "too few problems were drawn"
     return found
 
 

@@ -113,7 +113,7 @@ OF_STUDY: dict[str, dict[str, Any]] = {
         "seeds_a_start": 2,
         "exponents": list(range(12, 23)),
     },
-    # of the second run; the first spent its time on 1000 demonstrations: docs/long_responses.md
+    # of the second run: docs/long_responses.md
     "long": {
         "steps": 80,
         "start_reward": 0.2,

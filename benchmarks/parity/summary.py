@@ -32,6 +32,7 @@ SERIES = (
     "entropy",
     "response_tokens",
     "position_16/mismatch_kl_k3",
+    "position_64/mismatch_kl_k3",
     "position_256/mismatch_kl_k3",
 )
 """What is kept of each step, where each has it."""

@@ -70,27 +70,32 @@ def test_late_tokens_have_their_own_mismatch(study: Study, monkeypatch: pytest.M
 
     monkeypatch.setattr(engines, "running", running)
     rows = positions.measure(study, "dense", 0, "bf16-kv8")
-    assert [row["task"] for row in rows] == list(KINDS)
+    assert [row["problems"] for row in rows] == list(KINDS)
     per_kind = SETTINGS.position_problems * positions.PARTS
     assert [prompt[0] for prompt in engine.asked] == [k for k in "TSP" for _ in range(per_kind)]
     for row in rows:
         for first, off in (("16", EARLY), ("64", EARLY), ("256", LATE)):
             expected = [math.exp(off) - 1 - off] * positions.PARTS
-            assert row["k3"][first] == pytest.approx(expected, rel=NOISE)
+            assert row["mismatch_kl_k3"][first] == pytest.approx(expected, rel=NOISE)
+            assert row["logprob_abs_diff_mean"][first] == pytest.approx([off] * 4, rel=NOISE)
 
     path = positions.path_of(study, "dense", 0, "bf16-kv8")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (study.state / "environment.json").write_text('{"date": "2026-01-01T00:00:00"}')
     table = long_tables.by_position(summarize(study.state))
     (line,) = [line for line in table.splitlines() if "| bf16-kv8 | sort |" in line]
-    assert "| 5.0e-02 (5.0e-02 to 5.0e-02) | 9.6 |" in line
+    assert "| 5.0e-02 (5.0e-02 to 5.0e-02) | 9.6 | 0.1 and 0.3 |" in line
 
 
-def test_problems_are_of_one_kind_and_the_highest_level(study: Study) -> None:
+def test_problems_are_of_the_highest_level(study: Study) -> None:
     task = sampling.task_of("dense", study.start_folder("dense"), SETTINGS.levels)
-    found = positions.problems_of(task, "sort", SETTINGS)
-    assert {(problem.kind, problem.level) for problem in found} == {("sort", LONG)}
-    assert len({problem.prompt for problem in found}) == 3 * positions.PARTS
+    found = positions.problems_of(task, SETTINGS)
+    assert list(found) == list(KINDS)
+    for kind, problems in found.items():
+        assert {(problem.kind, problem.level) for problem in problems} == {(kind, LONG)}
+        assert len({problem.prompt for problem in problems}) == 3 * positions.PARTS
+    with pytest.raises(ValueError, match="position_problems"):
+        positions.problems_of(task, replace(SETTINGS, position_problems=0))
 
 
 def test_jobs_share_the_engines_after_the_runs(study: Study) -> None:
@@ -127,7 +132,7 @@ def test_fp8_has_more_mismatch_on_real_engines(
     k3 = {}
     for name in positions.ENGINES:
         rows = rows_of(tmp_path / "start-dense" / f"{positions.POSITIONS}{name}.jsonl")
-        assert [row["task"] for row in rows] == list(KINDS)
-        k3[name] = sum(sum(row["k3"]["16"]) for row in rows)
+        assert [row["problems"] for row in rows] == list(KINDS)
+        k3[name] = sum(sum(row["mismatch_kl_k3"]["16"]) for row in rows)
     assert 0 < k3["bf16"] < min(k3["bf16-kv8"], k3["fp8"])
     assert k3["fp8-kv8"] > k3["bf16"]
