@@ -132,15 +132,10 @@ def _positions(rows: list[Row]) -> Iterator[tuple[object, ...]]:
     for row in rows:
         if row["kind"] != "positions":
             continue
-
-        def pooled(metric: str, first: int, row: Row = row) -> float:
-            values, weights = row[metric][f"{first}"], row["tokens"][f"{first}"]
-            return sum(map(mul, values, weights)) / (sum(weights) or nan)
-
-        k3 = {first: pooled("mismatch_kl_k3", first) for first in STARTS}
+        k3 = [_pooled(row, "mismatch_kl_k3", first) for first in STARTS]
         parts = [row["mismatch_kl_k3"][f"{first}"] for first in STARTS]
-        pairs = [
-            [pooled(metric, first) for first in (STARTS[0], STARTS[-1])]
+        ends = [
+            " and ".join(f"{_pooled(row, metric, first):.2g}" for first in (STARTS[0], STARTS[-1]))
             for metric in ("logprob_abs_diff_mean", "rollout_nll")
         ]
         yield (
@@ -149,11 +144,17 @@ def _positions(rows: list[Row]) -> Iterator[tuple[object, ...]]:
             row["problems"],
             *(
                 f"{mean:.1e} ({min(each):.1e} to {max(each):.1e})"
-                for mean, each in zip(k3.values(), parts, strict=True)
+                for mean, each in zip(k3, parts, strict=True)
             ),
-            f"{k3[STARTS[-1]] / k3[STARTS[0]]:.1f}",
-            *(" and ".join(f"{value:.2g}" for value in pair) for pair in pairs),
+            f"{k3[-1] / k3[0]:.1f}",
+            *ends,
         )
+
+
+def _pooled(row: Row, metric: str, first: int) -> float:
+    """Mean over the tokens of all parts, in the range that begins with ``first``; NaN of none."""
+    values, tokens = row[metric][f"{first}"], row["tokens"][f"{first}"]
+    return float(sum(map(mul, values, tokens)) / (sum(tokens) or nan))
 
 
 BLOCKS = {
