@@ -22,7 +22,7 @@ EVALUATION_S, EVALUATED_S = 90.0, 10.0
 """What is left for evaluations after that: for an engine, and for each run of a GPU's share. With
 90 s alone, for shares of 9, 10 runs of 33 were not evaluated."""
 POSITIONS_S = 90.0
-"""More than ``run_all.LEAST_S`` that is left where mismatch by position is measured."""
+"""Mismatch by position is measured only where this is left beside ``run_all.LEAST_S``."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def _positions(
     for share, mine in _shares([*positions.ENGINES], gpus):
         makes = [positions.path_of(study, model, which, name) for name in mine]
         words = ("--model", model, "--start", str(which), "--engines", *mine)
-        suffix = f"-{which}" if which else ""
-        yield job(f"positions-{model}{suffix}{share}", "positions", makes, *words, **waits)
+        yield job(f"positions-{model}{share}", "positions", makes, *words, **waits)
 
 
 def _shares(names: list[str], gpus: int) -> Iterator[tuple[str, list[str]]]:

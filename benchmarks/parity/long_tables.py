@@ -18,6 +18,7 @@ RANGES = [
     f"{first} to {after - 1}" if after else f"from {first}"
     for first, after in zip(STARTS, [*STARTS[1:], None], strict=True)
 ]
+"""Of positions, as tables name them."""
 ROWS = "run", "unevaluated"
 """Kinds of rows. A run that the deadline stopped has no held-out reward."""
 LEAST_END, MOST_END, LEAST_GAIN = 0.3, 0.95, 0.25

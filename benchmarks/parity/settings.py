@@ -116,7 +116,6 @@ OF_STUDY: dict[str, dict[str, Any]] = {
     # of the second run: docs/long_responses.md
     "long": {
         "steps": 80,
-        "start_reward": 0.2,
         "least_start_reward": 0.05,
         "levels": [3, LONG],
         "demonstrations": 700,

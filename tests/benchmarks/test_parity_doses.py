@@ -339,6 +339,12 @@ def test_a_mitigation_is_compared_with_the_same_dose_uncorrected() -> None:
     assert "| stale-1e-2-tis | 1 | -0.100 | +0.000 |" in table
 
 
+def cells_of(table: str) -> dict[str, list[str]]:
+    """By arm, from its name on."""
+    lines = [line.split(" | ")[1:] for line in table.splitlines()]
+    return {line[0]: line for line in lines if line}
+
+
 def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
     def found(bf16: float, kv8: float) -> tuple[list[str], str]:
         rows = a_study({"bf16": [bf16], "kv8-none": [kv8]})
@@ -349,8 +355,7 @@ def test_long_responses_are_judged_by_the_rule_of_their_page() -> None:
                 row["series"] |= k3 | {"response_tokens": [300.0]}
             row.get("options", {})["held_out_problems"] = 64
         table = long_tables.responses(rows)
-        (line,) = [line for line in table.splitlines() if "| kv8-none |" in line]
-        return [cell.strip() for cell in line.split("|")][4:8], table
+        return cells_of(table)["kv8-none"][2:6], table
 
     assert found(0.6, 0.5)[0] == ["0.500", "0.300", "25%", "lost"]
     assert found(0.6, 0.55)[0][2:] == ["12%", "not lost"]
@@ -369,15 +374,8 @@ def test_a_collapse_to_short_responses_has_its_row() -> None:
             row["series"]["response_tokens"] = [9.0]
         row.get("options", {})["held_out_problems"] = 64
     table = long_tables.responses(rows)
-    (line,) = [line for line in table.splitlines() if "| kv8-none |" in line]
-    assert [cell.strip() for cell in line.split("|")][4:8] == ["0.100", "0.100", "", ""]
+    assert cells_of(table)["kv8-none"][2:6] == ["0.100", "0.100", "", ""]
     assert "The start was not evaluated" in table and "above: no reference" in table
-
-
-def cells_of(table: str) -> dict[str, list[str]]:
-    """By arm, from its name on."""
-    lines = [line.split(" | ")[1:] for line in table.splitlines()]
-    return {line[0]: line for line in lines if line}
 
 
 def test_a_run_that_was_stopped_is_compared_at_the_steps_that_it_did() -> None:
