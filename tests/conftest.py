@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.options import current_options
+from trainer_bridge import connections
 
 # A pytest that is ended from outside still ends the servers that it started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -51,3 +52,16 @@ def _lazy_symbols() -> Iterator[None]:
 def _fresh_options() -> None:
     """Let each test read the ``FP8RL_*`` variables that it sets."""
     current_options.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _connections_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the engines at addresses: the kernel gives the port of one that ended to a later test.
+
+    Those of ``engine`` tests serve several tests, and are forgotten when they are stopped.
+    """
+    yield
+    if request.node.get_closest_marker("engine") is None:
+        while connections._connections:
+            _, connection = connections._connections.popitem()
+            connection.close(timeout_s=0.0)

@@ -301,6 +301,7 @@ class Server(HTTPEngine):
         """End the server and all of its processes."""
         end_group(self.process.pid)
         self.process.wait()
+        trainer_bridge.close(self.address)
         for port in self._ports:
             port.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import trainer_bridge
+from sgl_fp8rl.protocol.policy import Policy
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge.fake_rank import TOKEN, Rank, hang_up
@@ -121,7 +122,6 @@ def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "_connections", {})
     kept = connection_to("http://a:1")
     for key in ("first", "second"):
         monkeypatch.setenv("FP8RL_KEY", key)
@@ -131,10 +131,16 @@ def test_closed_connections_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("engine", ["http://nobody:1", None, object()])
-def test_what_was_never_updated_can_be_closed(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module, "_connections", {})
+def test_what_was_never_updated_can_be_closed(engine: Any) -> None:
     trainer_bridge.close(engine)
     assert connection_module._connections == {}
+
+
+@pytest.mark.parametrize("run", ["of one test", "of the next test"])
+def test_tests_share_no_engine(run: str) -> None:
+    """By such a one, a rollout of another test was refused, whose engine had got its port."""
+    assert connection_module._connections == {}
+    connection_to("http://127.0.0.1:1").policy = Policy(run, 0)
 
 
 def test_at_exit_every_engine_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,6 @@ def test_a_failure_frees_the_memory_that_no_other_engine_has_open() -> None:
 
 
 def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_connections", {})
     monkeypatch.delenv("FP8RL_KEY", raising=False)
     first = connection_to("http://a:1")
     assert connection_to("http://a:1") is first
@@ -111,11 +110,8 @@ def test_an_address_has_one_link_for_each_key(monkeypatch: pytest.MonkeyPatch) -
         ("https://host/Path", ["https://HOST:443/Path/"]),
     ],
 )
-def test_an_address_is_the_same_in_every_spelling(
-    address: str, others: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_is_the_same_in_every_spelling(address: str, others: list[str]) -> None:
     """Each link would have a bucket of memory of its own."""
-    monkeypatch.setattr(connections, "_connections", {})
     connection = connection_to(address)
     assert [connection_to(other) for other in others] == [connection] * len(others)
     # the controls: another path, port, scheme or name of the same host
@@ -176,8 +172,7 @@ def test_an_engine_lives_as_long_as_its_update() -> None:
 @pytest.mark.parametrize(
     ("engine", "name"), [(None, "NoneType"), (object(), "object"), ("host:1", "host:1"), (3, "int")]
 )
-def test_what_is_no_engine(engine: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_connections", {})
+def test_what_is_no_engine(engine: Any, name: str) -> None:
     with pytest.raises(EngineError, match=f"{name}.*http://"):
         connection_to(engine)
     assert connections._connections == {}
