@@ -1,12 +1,11 @@
 """``sglang.launch_server`` that a test controls by files in the folder named by ``CONTROL``.
 
-Started with ``python -m``, so that the processes which SGLang spawns import this file too. Without
-files nothing is changed.
+Run as the main module, so that processes which SGLang spawns import this file too. Without files
+nothing is changed.
 """
 
 import os
 import runpy
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ EMBEDDING = "embedding"
 """The next step keeps the embedding of an image, as a model with a vision tower does."""
 EMBEDDINGS = "embeddings"
 """How many embeddings the last step found."""
-COMMAND = [sys.executable, "-m", "tests.engine.controlled_server"]
+MODULE = "tests.engine.controlled_server"
 _retract = update_steps.retract
 _forget_embeddings = update_steps.forget_embeddings
 

@@ -73,11 +73,11 @@ def pipe() -> tuple[Connection, Connection]:
     return CONTEXT.Pipe()
 
 
-def serve(arguments: list[str]) -> None:
-    """``python -m sglang.launch_server``, in this process."""
-    sys.argv = ["sglang.launch_server", *arguments]
+def run_module(module: str, arguments: list[str]) -> None:
+    """``python -m``, in this process."""
+    sys.argv = [module, *arguments]
     # as the main module, where SGLang's hooks find the names that it imported
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _become(

@@ -201,7 +201,7 @@ class Server(HTTPEngine):
 
     Args:
         log: file for all that it prints.
-        command: what starts a server, without arguments; ``FORKED`` has it forked.
+        command: what starts a server, without arguments; or the module that a forked process runs.
         arguments: more arguments.
         environment: more environment variables.
         key: the control route's shared secret.
@@ -213,7 +213,7 @@ class Server(HTTPEngine):
     def __init__(
         self,
         log: Path,
-        command: list[str],
+        command: list[str] | str,
         checkpoint: Path,
         *arguments: str,
         environment: dict[str, str] | None = None,
@@ -235,9 +235,9 @@ class Server(HTTPEngine):
         self.log = log
         variables = os.environ | (environment or {})
         self.process = (
-            spawned(log, [*command, *flags], variables)
-            if command
-            else forked.Forked(log, variables, forked.serve, flags)
+            forked.Forked(log, variables, forked.run_module, command, flags)
+            if isinstance(command, str)
+            else spawned(log, [*command, *flags], variables)
         )
         try:
             self._await_start()
@@ -312,8 +312,8 @@ class Server(HTTPEngine):
         self.stop()
 
 
-FORKED: list[str] = []
-LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
+FORKED = "sglang.launch_server"
+LAUNCH_SERVER = [sys.executable, "-m", FORKED]
 SGLANG_SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import SGLANG_SERVE, Server
+from tests.engine.harness import FORKED, Server
 from tests.engine.serving import assert_serves
 from tests.engine.test_kv_cache import KV_HEADS, LAYERS
 from trainer_bridge.chain import ChainPublisher
@@ -25,7 +25,7 @@ FOLLOW_S = 120.0
 def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(
         tmp_path_factory.mktemp("chain") / "server.log",
-        SGLANG_SERVE,
+        FORKED,
         policies("qwen3")[0],
         *("--kv-cache-dtype", "fp8_e4m3"),
     ) as started:

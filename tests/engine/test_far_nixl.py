@@ -15,7 +15,7 @@ from sgl_fp8rl.protocol import nixl_memory
 from sgl_fp8rl.protocol.nixl_memory import Writer
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import SGLANG_SERVE, Server
+from tests.engine.harness import FORKED, Server
 from tests.engine.serving import (
     assert_quarantined,
     assert_serves,
@@ -36,7 +36,7 @@ Write = Callable[..., None]
 def server(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(
         tmp_path_factory.mktemp("nixl") / "server.log",
-        SGLANG_SERVE,
+        FORKED,
         policies("qwen3")[0],
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-listen", "any", "--fp8rl-network", "nixl"),
         environment={"FP8RL_KEY": KEY},

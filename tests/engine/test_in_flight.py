@@ -83,7 +83,7 @@ def controlled(folder: Path, checkpoint: Path, *arguments: str, **environment: s
     """A server that is controlled by files beside its log."""
     return Server(
         folder / "server.log",
-        controlled_server.COMMAND,
+        controlled_server.MODULE,
         checkpoint,
         *("--chunked-prefill-size", str(CHUNK)),
         *arguments,

@@ -77,7 +77,7 @@ def test_an_image_is_encoded_by_the_new_tower(family: str, tmp_path: Path) -> No
     keep_embeddings = tmp_path / controlled_server.KEEP_EMBEDDINGS
     with Server(
         tmp_path / "server.log",
-        controlled_server.COMMAND,
+        controlled_server.MODULE,
         start,
         f"--{SLOW.replace('_', '-')}",
         environment={controlled_server.CONTROL: str(tmp_path)},
