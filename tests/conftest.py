@@ -58,7 +58,7 @@ def _fresh_options() -> None:
 def _connections_end(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget the engines at addresses: the kernel gives the port of one that ended to a later test.
 
-    Those of ``engine`` tests serve several tests, and are forgotten when they are stopped.
+    Those of ``engine`` tests serve several tests; who stops them calls ``close``.
     """
     yield
     if request.node.get_closest_marker("engine") is None:

@@ -106,3 +106,5 @@ def test_what_a_version_leaves_out_is_there() -> None:
         path, _, test = each.partition("::")
         assert (run.ROOT / path).exists(), each
         assert not test or f"def {test}(" in (run.ROOT / path).read_text(), each
+    cases = (run.ROOT / "tests/engine/test_updates.py").read_text()
+    assert all(f'id="{layout}"' in cases for layout in run.LAYOUTS_OF_OLDEST)

@@ -31,6 +31,7 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
     finally:
         for each in started:
             each.shutdown()
+            trainer_bridge.close(each.address)
         port.close()
 
 

@@ -1,7 +1,7 @@
 """``sglang.launch_server`` that a test controls by files in the folder named by ``CONTROL``.
 
-Run as the main module, so that processes which SGLang spawns import this file too. Without files
-nothing is changed.
+Run as the main module: where SGLang's processes are spawned, as on a GPU, they import it too.
+Without files nothing is changed.
 """
 
 import os

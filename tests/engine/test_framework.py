@@ -39,8 +39,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("layout", "named"),
     [
-        ("dp_size=2", "dp-size 2"),
-        pytest.param("pp_size=2", "pp-size 2", marks=pytest.mark.full),
+        ("pp_size=2", "pp-size 2"),
+        pytest.param("dp_size=2", "dp-size 2", marks=pytest.mark.full),
         pytest.param(
             "tp_size=2, dp_size=2, enable_dp_attention=True",
             "(dp-size 2|enable-dp-attention True)",

@@ -12,6 +12,7 @@ STEPS = 3
 
 
 @pytest.mark.engine
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_stock_script_with_an_engine_attached(tmp_path: Path) -> None:
     checkpoint = tiny_model.save(tmp_path / "policy")
