@@ -212,12 +212,18 @@ def run(suite: Suite, extra: Sequence[str]) -> Result:
         return Result(suite, status, seconds, *read(xml), guarantees.outcomes(xml))
 
 
-def read(xml: Path) -> tuple[int, int, int, tuple[str, ...]]:
-    """Passed, failed, skipped and what failed with which error, from a JUnit file."""
+def read(xml: Path, module: str | None = None) -> tuple[int, int, int, tuple[str, ...]]:
+    """Passed, failed, skipped and what failed with which error, from a JUnit file.
+
+    Args:
+        module: count its tests alone.
+    """
     if not xml.exists():  # pytest was ended from outside
         return 0, 0, 0, ()
     failures, skipped, passed = [], 0, 0
     for case in ElementTree.parse(xml).iter("testcase"):
+        if module not in (None, case.get("classname")):
+            continue
         failure = next((f for f in case if f.tag in ("failure", "error")), None)
         if failure is not None:
             file = case.get("classname", "").replace(".", "/")

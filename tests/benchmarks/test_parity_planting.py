@@ -17,7 +17,7 @@ from tests.benchmarks.test_parity_run import a_batch
 from trainer_bridge import hf_names
 from trainer_bridge.fp8_forward import convert_layers
 
-STEPS = 2
+STEPS = 3
 PLANTED = Planting(exponent=16, every=1)
 
 

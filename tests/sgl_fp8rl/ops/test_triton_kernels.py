@@ -5,11 +5,9 @@ import inspect
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from sgl_fp8rl.ops import (
     weight_quant_triton,
 )
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from tests import run
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,12 +50,12 @@ INTERPRETED_S = 1200
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counter[tuple[str, str]], str]:
-    """How many tests of each file ended how, and what pytest printed."""
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The results of all files, and what pytest printed."""
     xml = tmp_path_factory.mktemp("interpreted") / "results.xml"
     files = [f"tests/gpu/{name}.py" for name in INTERPRETED]
     # In a process of its own: Triton decides at import whether it interprets.
-    run = subprocess.run(
+    ended = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -73,26 +72,21 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counter[tuple
         text=True,
         timeout=INTERPRETED_S,
     )
-    printed = run.stdout[-8000:] + run.stderr[-2000:]
-    assert run.returncode in (0, 1), printed  # 1: tests failed
-    ended: Counter[tuple[str, str]] = Counter()
-    for case in ElementTree.parse(xml).iter("testcase"):
-        outcomes = {child.tag for child in case} & {"failure", "error", "skipped"}
-        file = case.get("classname", "").removeprefix("tests.gpu.")
-        ended[file, outcomes.pop() if outcomes else "passed"] += 1
-    return ended, printed
+    printed = ended.stdout[-8000:] + ended.stderr[-2000:]
+    assert xml.exists(), printed
+    _, failed, _, _ = run.read(xml)
+    assert ended.returncode == (1 if failed else 0), printed
+    return xml, printed
 
 
 @pytest.mark.timeout(INTERPRETED_S + 60)
 @pytest.mark.parametrize("file", INTERPRETED)
-def test_kernels_in_the_interpreter(
-    file: str, interpreted: tuple[Counter[tuple[str, str]], str]
-) -> None:
-    ended, printed = interpreted
-    least, skipped = INTERPRETED[file]
-    assert ended[file, "failure"] + ended[file, "error"] == 0, printed
-    assert ended[file, "passed"] >= least, printed
-    assert ended[file, "skipped"] == skipped, "only graphs and what is exhaustive are left to a GPU"
+def test_kernels_in_the_interpreter(file: str, interpreted: tuple[Path, str]) -> None:
+    xml, printed = interpreted
+    least, left_out = INTERPRETED[file]
+    passed, failed, skipped, _ = run.read(xml, f"tests.gpu.{file}")
+    assert failed == 0 and passed >= least, printed
+    assert skipped == left_out, "only graphs and what is exhaustive are left to a GPU"
 
 
 @pytest.mark.parametrize(
