@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sgl_fp8rl.ports import Port
+
 
 @contextmanager
 def dummy_engine(model: str, tp_size: int, **options: Any) -> Iterator[Any]:
@@ -11,22 +13,25 @@ def dummy_engine(model: str, tp_size: int, **options: Any) -> Iterator[Any]:
 
     Raises:
         ImportError: SGLang is not installed.
+        OSError: the path has no model, or no port is free.
         ValueError: an option is refused.
     """
     import sglang
 
-    engine = sglang.Engine(
-        model_path=model,
-        quantization="fp8rl",
-        load_format="dummy",
-        tp_size=tp_size,
-        skip_tokenizer_init=True,
-        max_total_tokens=1024,  # nothing is generated: no large KV cache, no captured graphs
-        disable_cuda_graph=True,
-        log_level="error",
-        **options,
-    )
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    with Port() as port:
+        engine = sglang.Engine(
+            model_path=model,
+            quantization="fp8rl",
+            load_format="dummy",
+            tp_size=tp_size,
+            nccl_port=port.number,
+            skip_tokenizer_init=True,
+            max_total_tokens=1024,  # nothing is generated: no large KV cache, no captured graphs
+            disable_cuda_graph=True,
+            log_level="error",
+            **options,
+        )
+        try:
+            yield engine
+        finally:
+            engine.shutdown()

@@ -73,7 +73,7 @@ LAYERS = (
     "sgl_fp8rl.integrations.verl",
     # the tools
     "sgl_fp8rl.kv_cache.kv_report sgl_fp8rl.sensitivity sgl_fp8rl.doctor "
-    "sgl_fp8rl.dummy_engine sgl_fp8rl.layers sgl_fp8rl.export sgl_fp8rl.plan",
+    "sgl_fp8rl.ports sgl_fp8rl.dummy_engine sgl_fp8rl.layers sgl_fp8rl.export sgl_fp8rl.plan",
     "sgl_fp8rl.cli",
 )
 """Modules and packages, the lowest first: a file imports its own layer and those below. The longest

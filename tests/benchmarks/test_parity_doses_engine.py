@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.parity import summary
 from benchmarks.parity.run_log import LOG, rows_of
+from sgl_fp8rl.ports import Port
 from tests.benchmarks.test_parity_engine import ROOT, finish, start, steps_of
-from tests.engine.ports import Port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -56,7 +56,9 @@ def test_the_mismatch_grows_with_the_gain_and_stock_sglang_is_updated(
 
     # in a process of its own: SGLang starts others, and keeps what it has read of the environment
     command = [sys.executable, "-c", OF_STOCK, str(tmp_path / "start-dense"), f"{PORT.number}"]
-    found = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-6000:]
+    found = json.loads(child.stdout)
     assert max(found["same"]) < HEALTHY_BF16
     assert min(found["other"]) > 1e3 * HEALTHY_BF16
 

@@ -19,8 +19,8 @@ from benchmarks.parity.settings import OF_STUDY, SIZES, Study
 from benchmarks.parity.summary import summarize
 from benchmarks.parity.tasks import KINDS, LONG
 from examples.grpo import arithmetic
+from sgl_fp8rl.ports import Port
 from tests.benchmarks.test_parity_engine import finish, start
-from tests.engine.ports import Port
 from trainer_bridge import Rollout
 
 SETTINGS = replace(SIZES["tiny"], **OF_STUDY["long"] | {"position_problems": 3})

@@ -19,9 +19,9 @@ from typing import Any
 
 import trainer_bridge
 from sgl_fp8rl.ops.reference import quantize_weight
+from sgl_fp8rl.ports import Port
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from tests.engine import forked, models
-from tests.engine.ports import Port
 from trainer_bridge.engine_client import EngineError, HTTPEngine, connect
 from trainer_bridge.sources import NamedTensors
 

@@ -51,7 +51,8 @@ def logprobs_of(log: Path, checkpoint: Path, **options: Any) -> list[float]:
 def run_command(*arguments: Any) -> None:
     """The command in a process of its own: a scheduler that dies takes its parent with it."""
     command = [sys.executable, "-m", "sgl_fp8rl.cli", "export", *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=2 * START_TIMEOUT_S, capture_output=True)
+    child = subprocess.run(command, timeout=2 * START_TIMEOUT_S, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-6000:]
 
 
 def expected(checkpoint: Path) -> models.Tensors:

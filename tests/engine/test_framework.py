@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sgl_fp8rl.ports import Port
 from tests.engine.conftest import Policies
 from tests.engine.harness import ROOT, SMALL, START_TIMEOUT_S, end_group, tail
-from tests.engine.ports import Port
 
 pytestmark = pytest.mark.engine
 

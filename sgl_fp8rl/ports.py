@@ -1,8 +1,8 @@
-"""TCP ports for what a test starts, which no other test run takes at the same time.
+"""TCP ports for what listens later than it is told to.
 
 SGLang 0.5.17 picks the port of ``torch.distributed`` among those that the kernel also gives to
-connections, and listens on it half a minute later: two engines that start at once now and then
-have one port. These lie below, and each is held from the choice to the end of its owner.
+connections, and listens on it half a minute later: an engine now and then finds it taken, and kills
+itself. These lie below, and each is held from the choice to the end of its owner.
 """
 
 import random
@@ -13,7 +13,11 @@ FIRST, LAST = 20_000, 32_000
 
 
 class Port:
-    """A free port; its UDP namesake is held as a mark, which ends with the process."""
+    """A free port; its UDP namesake is held as a mark, which ends with the process.
+
+    Raises:
+        OSError: there is none.
+    """
 
     def __init__(self) -> None:
         for number in random.SystemRandom().sample(range(FIRST, LAST), LAST - FIRST):
@@ -27,8 +31,14 @@ class Port:
                 continue
             self.number, self._mark = number, mark
             return
-        raise RuntimeError(f"no free port was found from {FIRST} to {LAST}")
+        raise OSError(f"no port from {FIRST} to {LAST} is free; end what listens on them")
 
     def close(self) -> None:
         """Let others have it."""
         self._mark.close()
+
+    def __enter__(self) -> "Port":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,11 +1,11 @@
-"""A port is one test's alone until that test lets go of it."""
+"""A port is its owner's alone until it lets go of it."""
 
 import socket
 
 import pytest
 
-from tests.engine import ports
-from tests.engine.ports import Port
+from sgl_fp8rl import ports
+from sgl_fp8rl.ports import Port
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Port:
 
 
 def test_a_port_is_given_once(port: Port) -> None:
-    with pytest.raises(RuntimeError, match="no free port"):
+    with pytest.raises(OSError, match="is free"):
         Port()
     port.close()
     again = Port()
@@ -31,7 +31,7 @@ def test_a_port_that_another_program_listens_on_is_not_given(port: Port) -> None
     with socket.socket() as other:
         other.bind(("127.0.0.1", port.number))
         other.listen()
-        with pytest.raises(RuntimeError, match="no free port"):
+        with pytest.raises(OSError, match="is free"):
             Port()
 
 
