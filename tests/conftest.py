@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 
 # Set before torch is imported, and inherited by every process that a test starts: the machines
 # that run these tests have few cores.
@@ -33,6 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a failure what the engines printed meanwhile."""
+    report = yield
+    harness = sys.modules.get("tests.engine.harness")
+    if report.failed and harness is not None:
+        grown = (log for log in harness.logs if log.exists() and log.stat().st_mtime >= call.start)
+        report.sections += [(f"{log.parent.name}/{log.name}", harness.tail(log)) for log in grown]
+    return report
 
 
 @pytest.fixture(autouse=True)

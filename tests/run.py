@@ -144,6 +144,8 @@ LONGEST_ERROR = 600
 """Characters of one error in the summary."""
 LAST_LINES = 3
 """Of an error's message: a rank's ends with where it failed, and with what."""
+COMPARISON = ("assert ", "+  where ")
+"""How pytest begins the lines in which it shows what an ``assert`` compared."""
 running: set["subprocess.Popen[str]"] = set()
 
 
@@ -236,9 +238,13 @@ def read(xml: Path, module: str | None = None) -> tuple[int, int, int, tuple[str
 
 
 def _ends(failure: ElementTree.Element) -> str:
-    """The first line of an error's message and the last ones; CI may keep no more of the output
-    than the summary."""
-    lines = [line.strip() for line in failure.get("message", "").splitlines() if line.strip()]
+    """The first line of an error and the last ones; CI may keep no more of the output than the
+    summary. pytest marks its lines; the attribute ``message`` has only where a long one begins."""
+    marked = [line[1:] for line in (failure.text or "").splitlines() if line.startswith("E ")]
+    lines = [line.strip() for line in marked or failure.get("message", "").splitlines()]
+    lines = [line for line in lines if line]
+    while len(lines) > 1 and lines[-1].startswith(COMPARISON):
+        lines.pop()  # it says less than the message before it
     if len(lines) > 1 + LAST_LINES:
         lines = [lines[0], "...", *lines[-LAST_LINES:]]
     text = " / ".join(lines)

@@ -58,12 +58,14 @@ def test_every_suite_is_reported(
     assert guarantees.read(guarantees.CPU) == {}  # no test there is marked
 
 
+@pytest.mark.parametrize("failure", ["raise RuntimeError({})", "assert 1 == 2, {}"])
 def test_the_cause_is_reported_where_it_is_said_last(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failure: str
 ) -> None:
     monkeypatch.chdir(root)
-    text = "\n\n".join(["rank 1 ended", *["Traceback"] * 9, "in step", "ValueError: too late"])
-    (root / "test_rank.py").write_text(f"def test_rank(): raise RuntimeError({text!r})\n")
+    text = "\n\n".join(["rank 1 ended", *["Traceback"] * 999, "in step", "ValueError: too late"])
+    failure = failure.format(repr(text))
+    (root / "test_rank.py").write_text(f"def test_rank(): {failure}\n")
     assert of_plan(monkeypatch, run.Suite("ranks", "1.0", ("test_rank.py",))) == 1
     reported = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("- ["))
     assert reported.count("Traceback") == 1

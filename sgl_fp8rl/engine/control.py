@@ -240,11 +240,12 @@ class Control:
         """Ask what is refused while requests run, for a moment again and again: the overlapped
         scheduler is a step behind the last reply that it sent."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + SETTLE_S
+        deadline = None
         while True:
             try:
                 return await self._schedulers.ask(message)
             except ControlError as error:
+                deadline = deadline or loop.time() + SETTLE_S  # the first answer may be late
                 if error.status != BUSY_STATUS or loop.time() > deadline:
                     raise
             await asyncio.sleep(WAIT_POLL_S)

@@ -24,6 +24,8 @@ KEEP_CACHE = "keep_cache"
 SLOW = "slow"
 """Each step takes longer by ``STEP_S``, up to the next retraction: a request of many tokens runs
 when an update begins, however late the test's own process gets a core."""
+STAY_SLOW = "stay_slow"
+"""As ``SLOW``, through all retractions."""
 STEP_S = 0.02
 KEEP_EMBEDDINGS = "keep_embeddings"
 """A fault: an update forgets no embedding."""
@@ -42,7 +44,7 @@ def is_wanted(name: str) -> bool:
 
 def slow_step(original: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``Scheduler.run_batch``."""
-    if is_wanted(SLOW):
+    if is_wanted(SLOW) or is_wanted(STAY_SLOW):
         time.sleep(STEP_S)
     count_embeddings()
     return original(*args, **kwargs)

@@ -39,6 +39,13 @@ SMALL = {"max_total_tokens": 2048, "max_running_requests": 8, "random_seed": 0}
 IDLE = {"sleep_on_idle": True}
 """An engine without requests leaves its core to others; by default it polls without a pause."""
 
+OF_TESTS = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Variables of all engines. On a CPU the ranks share one memory, and the check finds it unbalanced
+where another test frees some meanwhile."""
+
+logs: set[Path] = set()
+"""Of every engine so far; ``tests/conftest.py`` shows with a failed test those that grew in it."""
+
 STREAMS: dict[str, Callable[[Path], NamedTensors]] = {
     "bf16": models.named_tensors,
     "fp8": lambda checkpoint: list(models.fp8_stream(checkpoint, quantize_weight)),
@@ -70,7 +77,7 @@ class EngineProcess:
         **options: Any,
     ) -> None:
         bucket = {"FP8RL_BUCKET_BYTES": str(_bucket_bytes(checkpoint))}
-        variables = os.environ | (environment or {}) | bucket
+        variables = os.environ | OF_TESTS | (environment or {}) | bucket
         if tp_size > 1:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
         options = (
@@ -88,6 +95,7 @@ class EngineProcess:
         self._port = Port()
         options["nccl_port"] = self._port.number
         self._log = log
+        logs.add(log)
         self._connection, other = forked.pipe()
         anew = environment is not None
         self._process = forked.Forked(log, variables, _run_engine, other, options, anew=anew)
@@ -233,7 +241,8 @@ class Server(HTTPEngine):
             *arguments,
         ]
         self.log = log
-        variables = os.environ | (environment or {})
+        logs.add(log)
+        variables = os.environ | OF_TESTS | (environment or {})
         self.process = (
             forked.Forked(log, variables, forked.run_module, command, flags)
             if isinstance(command, str)

@@ -274,6 +274,8 @@ def test_running_queued_and_half_prefilled_requests(server: Server, policies: Po
         for prompt, start in ((PROMPT, 0), (PROMPT, -1), (LONG_PROMPT, -1), (LONG_PROMPT, 0))
     ]
     token_came = Event()
+    slow = control_file(server, controlled_server.STAY_SLOW)
+    slow.touch()
 
     def events_of(ask: dict[str, Any]) -> list[Reply]:
         events = []
@@ -285,10 +287,10 @@ def test_running_queued_and_half_prefilled_requests(server: Server, policies: Po
     with ThreadPoolExecutor(len(asks)) as pool:
         answers = [pool.submit(events_of, ask) for ask in asks]
         for policy in policies("qwen3")[1:4]:
-            control_file(server, controlled_server.SLOW).touch()
             token_came.clear()
             assert token_came.wait(60)
             new = update_beside(server, policy, "retract")
+        slow.unlink()
         all_events = [answer.result(CALL_TIMEOUT_S) for answer in answers]
     for events in all_events:
         assert_grows(events)

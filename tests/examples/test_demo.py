@@ -1,8 +1,6 @@
 """The whole demo on real engines, made short: both ways to start it, then the quickstart."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.engine.harness import ROOT, end_group
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -21,7 +19,7 @@ STARTS = {"alone": [], "torchrun": ["-m", "torch.distributed.run", "--nproc-per-
 
 
 def run(*arguments: str) -> str:
-    """Python's standard output; at the limit its whole process group is ended."""
+    """Python's standard output; its whole process group is ended."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
@@ -31,9 +29,9 @@ def run(*arguments: str) -> str:
     )
     try:
         out, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
+    finally:
+        end_group(process.pid)
+        process.wait()
     assert process.returncode == 0, out
     return out
 

@@ -48,7 +48,7 @@ def run(
     forkserver()  # says what it imports, before torch starts it
     context = mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
         _main,
-        (worker, str(folder), world, collective_timeout_s),
+        (worker, str(folder), world, collective_timeout_s, join_s),
         nprocs=world,
         join=False,
         start_method="forkserver",
@@ -72,7 +72,7 @@ def run_and_lose(
 ) -> None:
     """As ``run``, of a worker in which rank ``lost`` is killed; fail unless it is, and the others
     end well."""
-    arguments = worker, str(folder), world, collective_timeout_s, False
+    arguments = worker, str(folder), world, collective_timeout_s, JOIN_S, False
     processes = [
         forkserver().Process(target=_main, args=(rank, *arguments), name=f"rank {rank}")
         for rank in range(world)
@@ -109,9 +109,11 @@ def _main(
     folder: str,
     world: int,
     collective_timeout_s: float,
+    join_s: float,
     meets: bool = True,
 ) -> None:
     faulthandler.enable()  # where a rank is aborted, its log says where each thread was
+    faulthandler.dump_traceback_later(0.9 * join_s)  # and where it hangs
     torch.set_num_threads(1)
     meet(rank, Path(folder), "imported", world)  # some take longer than the timeout below
     dist.init_process_group(
@@ -126,6 +128,7 @@ def _main(
         if meets:
             meet(rank, Path(folder), "ended", world)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
         _end_threads()
 

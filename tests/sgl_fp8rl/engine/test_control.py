@@ -108,13 +108,17 @@ def test_schedulers_are_told_whether_the_user_has_paused(
 class Scheduler:
     """Refuses what needs an idle engine so many times."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, refusals: int, status: int = 409) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, refusals: int, status: int = 409, first_s: float = 0.0
+    ) -> None:
         self.control = Engine(patch, {}).control
-        self.refusals, self.status, self.asked = refusals, status, 0
+        self.refusals, self.status, self.first_s, self.asked = refusals, status, first_s, 0
         patch.setattr(self.control._schedulers, "ask", self._ask)
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.asked += 1
+        if self.asked == 1:
+            await asyncio.sleep(self.first_s)
         if self.asked > self.refusals:
             return {"done": message["op"]}
         raise ControlError("requests are running", self.status)
@@ -128,6 +132,8 @@ def test_an_engine_may_be_a_step_behind_its_last_reply(
     scheduler = Scheduler(monkeypatch, refusals=3)
     assert asyncio.run(scheduler.control.handle({"op": op})) == {"done": op}
     monkeypatch.setattr(control_module, "SETTLE_S", 0.01)
+    late = Scheduler(monkeypatch, refusals=1, first_s=0.02)
+    assert asyncio.run(late.control.handle({"op": op})) == {"done": op}
     running = Scheduler(monkeypatch, refusals=10**9)
     with pytest.raises(ControlError, match="requests are running"):
         asyncio.run(running.control.handle({"op": op}))
