@@ -73,10 +73,12 @@ def test_nothing_is_lost_where_one_must_begin_and_does_not(engines: list[FakeEng
 
 @pytest.mark.parametrize("in_flight", [ABORT, FINISH])
 def test_engines_wait_for_one_whose_requests_end_late(
-    engines: list[FakeEngine], in_flight: str
+    engines: list[FakeEngine], in_flight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than they would wait for a silent trainer, and, to the end of requests, than a step
     may take."""
+    if in_flight == ABORT:  # what begins late then has its step to end in
+        monkeypatch.setattr(participant, "STEP_TIMEOUT_S", 2 * STEP_S)
     engines[1].takes_s = STEP_S + 2.0 if in_flight == FINISH else SILENCE_S + 1.0  # type: ignore[attr-defined]
     update(toy.checkpoint(1), engines, version=1, in_flight=in_flight)
     assert all(serves(each, 1, toy.checkpoint(1)) for each in engines)
@@ -87,6 +89,7 @@ def test_without_word_of_the_trainer_they_do_not_wait(
 ) -> None:
     """The control of the tests above."""
     monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 60.0)
+    engines[0].silence_s = 1.0
     engines[1].takes_s = SILENCE_S + 1.0  # type: ignore[attr-defined]
     with pytest.raises(EngineError, match="engine 0: "):
         update(toy.checkpoint(1), engines, version=1)

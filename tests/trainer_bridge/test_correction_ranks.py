@@ -2,79 +2,51 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.trainer_bridge import ranks
 from tests.trainer_bridge.correction_oracle import mask_of, pad
 from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 from trainer_bridge.rollout import PAD_VERSION
 
 REL = 1e-13  # float64 sums in another order; healthy below 1e-15
-WORKER_SECONDS = 120
+COLLECTIVE_TIMEOUT_S = 30.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "token": {"rollout_is_batch_normalize": True, "veto_threshold": 0.2},
     "sequence": {"rollout_is_batch_normalize": True, "rollout_rs": {"token_k1": 1.5}},
     "geometric": {"rollout_is_batch_normalize": True, "rollout_rs": {"seq_max_k2": 2.0}},
 }
 
-# One rank: reads its rows of each case, writes what it got or what was raised.
-WORKER = """
-import json, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-from tests.trainer_bridge.correction_oracle import mask_of, pad
-from trainer_bridge.correction import CorrectionConfig, correct_logprobs
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
-store = dist.FileStore(folder + "/store", 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-results = {}
-for name, ranks in json.load(open(folder + "/cases.json")).items():
-    case = ranks[rank]
-    rows = case["rollout"]
-    config = CorrectionConfig(case["level"], **case["options"])
-    try:
-        result = correct_logprobs(
-            pad(case["trainer"]), pad(rows), mask_of(rows), config,
-            versions_BT=pad(case["versions"], 77, torch.int64), group=dist.group.WORLD)
-        results[name] = [
-            result.metrics, result.weights_BT.tolist(), result.mask_BT.tolist(),
-            [[a.metric, a.value, a.threshold, a.message] for a in result.alarms],
-        ]
-    except ValueError as error:
-        results[name] = str(error)
-json.dump(results, open(f"{folder}/result{rank}.json", "w"))
-dist.destroy_process_group()
-"""
+def of_rank(rank: int, folder: Path) -> None:
+    """Read this rank's rows of each case, and write what it got or what was raised."""
+    results: dict[str, Any] = {}
+    for name, of_ranks in json.loads((folder / "cases.json").read_text()).items():
+        case = of_ranks[rank]
+        rows = case["rollout"]
+        versions = pad(case["versions"], PAD_VERSION, torch.int64)
+        given = pad(case["trainer"]), pad(rows), mask_of(rows)
+        config = CorrectionConfig(case["level"], **case["options"])
+        try:
+            found = correct_logprobs(
+                *given, config, versions_BT=versions, group=torch.distributed.group.WORLD
+            )
+        except ValueError as error:
+            results[name] = str(error)
+            continue
+        alarms = [[a.metric, a.value, a.threshold, a.message] for a in found.alarms]
+        weights, mask = found.weights_BT.tolist(), found.mask_BT.tolist()
+        results[name] = [found.metrics, weights, mask, alarms]
+    (folder / f"result{rank}.json").write_text(json.dumps(results))
 
 
 def run_on_two_ranks(folder: Path, cases: dict[str, Any]) -> list[dict[str, Any]]:
     (folder / "cases.json").write_text(json.dumps(cases))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(folder)],
-            env=environment,
-            cwd=Path(__file__).parents[2],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            _, errors = worker.communicate(timeout=WORKER_SECONDS)
-            assert worker.returncode == 0, errors
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    ranks.run(of_rank, folder, 2, COLLECTIVE_TIMEOUT_S)
     return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -89,7 +61,7 @@ def _long(spread: float, version: int) -> tuple[Any, Any, Any]:
     return [[-1.0] * 600], [(noise - 1.0).tolist()], [[version] * 600]
 
 
-@pytest.mark.timeout(WORKER_SECONDS + 30)
+@pytest.mark.timeout(ranks.JOIN_S + 30)
 def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     rollout = [(-3 * torch.rand(n, generator=generator)).tolist() for n in (40, 3, 0, 5)]

@@ -149,7 +149,7 @@ def test_a_large_weight_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_trainer_may_be_silent_between_updates() -> None:
     """Its steps take longer than any pause within an update may; the bucket is not made anew."""
     engine = remote_engine()
-    engine.silence_s = 2.0
+    engine.silence_s = 4.0
     update(toy.checkpoint(0), engine, version=0)
     (bucket,) = engine.memories.by_name
     time.sleep(1.5 * engine.silence_s)

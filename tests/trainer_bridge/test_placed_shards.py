@@ -372,28 +372,28 @@ def while_a_rank_leaves(rank: int, folder: Path) -> None:
     logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
         memories, interpreter = fake_ipc.install(patch)
-        # the package's ``update`` is the function
-        patch.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 3.0)
         trainer = Trainer(memories, rank, torch.bfloat16)
         engine = GpuEngine(interpreter.writable) if rank == 0 else None
         for version in range(2):
             update(trainer.become(toy.checkpoint(version)), engine, version=version)
-        if rank == 0:
-            with pytest.raises(TimeoutError, match="another rank did not call it"):
-                update(trainer.become(toy.checkpoint(2)), engine, version=2)
-            assert engine is not None
-            assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
-        else:
-            share = Leader.share
-            heard = iter(range(10))
+        share = Leader.share
+        heard = iter(range(10))
 
-            def alarmed(self: Leader, value: Any) -> Any:
-                if next(heard) == 1:  # the first one began the update
-                    raise InterruptedError
-                return share(self, value)
+        def alarmed(self: Leader, value: Any) -> Any:
+            if next(heard) == 1:  # the first one began the update
+                raise InterruptedError
+            return share(self, value)
 
-            with pytest.MonkeyPatch.context() as alarm:
-                alarm.setattr(Leader, "share", alarmed)
+        with pytest.MonkeyPatch.context() as now:
+            # the package's ``update`` is the function
+            now.setattr(import_module("trainer_bridge.update"), "PRESENCE_S", 3.0)
+            if rank == 0:
+                with pytest.raises(TimeoutError, match="another rank did not call it"):
+                    update(trainer.become(toy.checkpoint(2)), engine, version=2)
+                assert engine is not None
+                assert [weights.state for weights in engine.ranks] == [State.QUARANTINED] * TP
+            else:
+                now.setattr(Leader, "share", alarmed)
                 with pytest.raises(InterruptedError):
                     update(trainer.become(toy.checkpoint(2)), engine, version=2)
         for version in (3, 4):

@@ -1,6 +1,7 @@
 """The sockets between trainer and ranks: failures that end at once, and nobody left waiting."""
 
 import gc
+import select
 import socket
 import threading
 import time
@@ -173,6 +174,8 @@ def test_engines_that_hang_are_waited_for_together(ranks: list[Rank]) -> None:
     ranks[1].answer = lambda message: {"ok": hangs.wait(30)}
     for each in (ready, hanging):
         each.send({"op": "finish"})
+    answers = [connected.fileno() for connected in ready._sockets]
+    assert select.select(answers, [], [], 30)[0] == answers, "it has answered"
     began = time.monotonic()
     assert [reply["ok"] for reply in ready.wait(began - 60)] == [True]
     with pytest.raises(EngineError, match="longer than 30 s"):
@@ -207,8 +210,8 @@ def silent_relay(timeout_s: float) -> Iterator[RelayClient]:
 def test_a_stalled_connection_is_waited_for_once() -> None:
     """To another host: neither what is sent nor what is awaited comes through."""
     with silent_relay(timeout_s=2.0) as relay:
-        began = time.monotonic()
         content = Content(0, torch.zeros(64 << 20, dtype=torch.uint8))
+        began = time.monotonic()
         relay.send_chunk({"op": "chunk", "index": 0}, content)
         assert time.monotonic() - began < 1.0, "the trainer gathers on meanwhile"
         with pytest.raises(EngineError, match="longer than 2 s"):

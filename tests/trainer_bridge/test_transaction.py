@@ -247,15 +247,14 @@ def test_an_engine_that_is_too_slow_is_left_behind(monkeypatch: pytest.MonkeyPat
     opened = memory.open_bucket
 
     def hang(*args: Any) -> None:
-        awake.wait(30)
+        time.sleep(7.0)
+        awake.set()
         opened(*args)
 
     monkeypatch.setattr(memory, "open_bucket", hang)
     tensors = toy.checkpoint()
-    timer = threading.Timer(7.0, awake.set)
-    timer.start()
     result = update(tensors, [slow, engine], version=0, require=1)
-    timer.join()
+    assert awake.wait(30)
     assert "took longer" in result.failed["engine 0"]
     assert serves(engine, 0, tensors)
     assert states(slow) == [State.QUARANTINED]
