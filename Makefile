@@ -15,6 +15,8 @@ API := trainer_bridge trainer_bridge.correction trainer_bridge.correction.config
 
 # The test models are tiny: more threads only wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Without it each of some hundred processes would compile all that it imports of ours.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PRECIOUS: .venv/%/.ready
 .PHONY: test test-full guarantees soak fast fuzz verl oldest lint demo demo-pretrained api wheel clean

@@ -77,7 +77,10 @@ ON_OLDEST_ALONE = (
 # matters to how layouts are refused, to what a folder or NIXL brings, and to how the ranks of
 # an fp8_forward trainer share weights.
 # A pretrained model is read as tiny ones are, and experts and MLA are there in other layouts.
+# Each of the two commands starts a server once.
 LAYOUTS_OF_OLDEST = ("qwen3_moe-tp2", "deepseek_v2-tp1")
+COMMAND = "--deselect=tests/engine/test_commands.py::test_a_command_starts_what_is_updated"
+NOT_ON_OLDEST = (f"{COMMAND}[serve]",)
 NOT_ON_NEWEST = (
     "--ignore=tests/engine/test_chain.py",
     "--ignore=tests/engine/test_export.py",
@@ -93,6 +96,7 @@ NOT_ON_NEWEST = (
     "--ignore=tests/benchmarks/test_parity_doses_engine.py",
     "--deselect=tests/engine/test_framework.py::test_what_updates_cannot_reach_does_not_start",
     "--deselect=tests/engine/test_fp8_forward.py::test_a_sharded_trainer",
+    f"{COMMAND}[launch_server]",
     *("-k", " and ".join(f"not {layout}" for layout in LAYOUTS_OF_OLDEST)),
 )
 VERL = (
@@ -120,7 +124,7 @@ PLANS: dict[str, tuple[Suite, ...]] = {
         Suite(
             "engine",
             OLDEST,
-            ENGINE,
+            (*ENGINE, *NOT_ON_OLDEST),
             "qwen2,glm4,mixtral,qwen3_ragged,smollm2,deepseek_v3",
         ),
         Suite("engine", NEWEST, (*ENGINE, *NOT_ON_NEWEST), "gemma"),

@@ -1,6 +1,7 @@
 """The benchmark of sharded trainers without GPUs: two ranks over gloo, an engine of a few lines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import gathered_buckets, parameters
 from benchmarks.tables.sharded import kernels_ms, trainer_gpus
 from sgl_fp8rl.plan import shape, speed, update_time
+from tests.trainer_bridge.ranks import forkserver
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
 RANKS, UPDATES = 2, 2
@@ -85,11 +87,16 @@ def train(rank: int, folder: str, case: sharded.Case) -> None:
     torch.save(found, f"{folder}/{rank}")
 
 
+def start_ranks(rank: Callable[..., None], *arguments: Any) -> None:
+    forkserver()  # says what it imports, before torch starts it
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        rank, arguments, nprocs=RANKS, start_method="forkserver"
+    )
+
+
 def measured(case: sharded.Case, folder: Path) -> list[Any]:
     """What the first of two ranks found."""
-    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        train, (str(folder), case), nprocs=RANKS, start_method="spawn"
-    )
+    start_ranks(train, str(folder), case)
     found: list[Any] = torch.load(folder / "0", weights_only=True)
     return found
 
@@ -119,9 +126,7 @@ def gather(rank: int, folder: str) -> None:
 
 
 def test_torch_keeps_nothing_of_what_a_rank_gathered_and_did_not_send(tmp_path: Path) -> None:
-    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        gather, (str(tmp_path),), nprocs=RANKS, start_method="spawn"
-    )
+    start_ranks(gather, str(tmp_path))
     assert [(tmp_path / str(rank)).read_text() for rank in range(RANKS)] == ["0"] * RANKS
 
 

@@ -1,4 +1,4 @@
-"""``sglang serve`` with dummy weights and a key: nothing is served until the first update."""
+"""A server with dummy weights and a key: nothing is served until the first update."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.protocol.manifest import Manifest
 from tests.engine import models
 from tests.engine.conftest import Policies
-from tests.engine.harness import SGLANG_SERVE, Server
+from tests.engine.harness import FORKED, Server
 from tests.engine.serving import (
     assert_few_bytes,
     assert_quarantined,
@@ -33,10 +33,10 @@ KEY = "a-shared-secret"
 
 @pytest.fixture(scope="module")
 def guarded(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """``sglang serve`` with dummy weights, a key, and little patience for a silent trainer."""
+    """It starts with dummy weights, and has a key and little patience for a silent trainer."""
     with Server(
         tmp_path_factory.mktemp("guarded") / "server.log",
-        SGLANG_SERVE,
+        FORKED,
         policies("qwen3")[0],
         *("--load-format", "dummy"),
         *("--fp8rl-bucket-bytes", "1MiB", "--fp8rl-session-timeout-s", "8"),

@@ -35,7 +35,7 @@ from tests.engine.conftest import Policies
 from tests.engine.harness import (
     BUCKET_BYTES,
     CALL_TIMEOUT_S,
-    LAUNCH_SERVER,
+    FORKED,
     STREAMS,
     Server,
 )
@@ -72,7 +72,7 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 def started(policies: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
     environment = {"FP8RL_BUCKET_BYTES": str(BUCKET_BYTES)}
-    with Server(log, LAUNCH_SERVER, policies("qwen3")[0], environment=environment) as server:
+    with Server(log, FORKED, policies("qwen3")[0], environment=environment) as server:
         yield server
 
 

@@ -13,6 +13,7 @@ import sglang  # noqa: F401  (its platform must be resolved before our modules a
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import code_sums, control_route, export, ranks, update_steps
+from sgl_fp8rl.engine import control as control_module
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control
@@ -139,6 +140,7 @@ def decoders() -> Iterator[list[Decoder]]:
         patch.setitem(vars(compat), "RpcReqOutput", answer)
         patch.setitem(vars(compat), "sock_send", send)
         patch.setitem(vars(compat), "sock_recv", lambda rpc: rpc.replies.pop(0))
+        patch.setattr(control_module, "SETTLE_S", -1.0)  # what is refused as busy stays so
         for seed in SEEDS:  # SGLang's modules are imported now, not while memory is traced
             with suppress(ControlError):
                 decode(loop, weights, to_json(seed))

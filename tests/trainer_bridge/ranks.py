@@ -22,7 +22,13 @@ JOIN_S = 150.0
 THREADS_S = 10.0
 """Seconds that threads of engines may take to notice that their trainer is gone."""
 POLL_S = 0.02
-IMPORTED = [__name__, "torch.distributed.fsdp", "transformers"]
+IMPORTED = [
+    __name__,
+    "torch.distributed.fsdp",
+    "transformers",
+    "pytest",
+    "tests.trainer_bridge.served",
+]
 
 
 def forkserver() -> ForkServerContext:

@@ -1,6 +1,5 @@
 """Memory that is written by NIXL: real transfers over UCX, to another process of this host."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from sgl_fp8rl.protocol.nixl_memory import Exposed, NixlError, Writer, writer_to
+from tests.trainer_bridge.ranks import forkserver
 
 pytest.importorskip("nixl._api", reason="NIXL is not installed (extra nixl)")
 pytestmark = pytest.mark.timeout(240)
@@ -19,8 +19,9 @@ NBYTES, LARGE = 1 << 20, 1 << 29
 START_S, STEP_S = 120.0, 30.0
 
 
-def expose(nbytes: int, pipe: Connection) -> None:
+def expose(nbytes: int, pipe: Connection, variables: dict[str, str]) -> None:
     """Another process: exposes zeros, and answers each number of bytes with so many of them."""
+    os.environ.update(variables)
     content = torch.zeros(nbytes, dtype=torch.uint8)
     exposed = Exposed(content)
     pipe.send(exposed.told)
@@ -30,9 +31,10 @@ def expose(nbytes: int, pipe: Connection) -> None:
 
 class Engine:
     def __init__(self, nbytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forkserver()
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=expose, args=(nbytes, theirs), daemon=True)
+        arguments = nbytes, theirs, dict(os.environ)
+        self.process = context.Process(target=expose, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         assert self.pipe.poll(START_S)
