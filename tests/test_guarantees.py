@@ -27,7 +27,8 @@ def xml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tests")
     (folder / "test_a.py").write_text(SOURCE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=a.xml"]
-    assert subprocess.run(command, cwd=folder, capture_output=True).returncode == 1
+    child = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert child.returncode == 1, child.stdout + child.stderr
     return folder / "a.xml"
 
 

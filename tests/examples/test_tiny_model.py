@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3ForCausalLM
 
 from examples.grpo import arithmetic, tiny_model
+from tests.trainer_bridge import ranks
 
 STEPS = 6
+COLLECTIVE_TIMEOUT_S = 30.0
 
 
 @pytest.mark.parametrize("size", tiny_model.SIZES)
@@ -57,9 +57,8 @@ def test_pretraining_learns_and_repeats_by_seed(tmp_path: Path) -> None:
         assert torch.equal(weight, master.to(torch.bfloat16)), name
 
 
-def _two_ranks(rank: int, store: str) -> None:
+def _two_ranks(rank: int, folder: Path) -> None:
     """The gradient of unevenly shared tokens is that of their common mean."""
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.ones_(layer.weight)
     fully_shard(layer)
@@ -71,9 +70,8 @@ def _two_ranks(rank: int, store: str) -> None:
     assert isinstance(gradient, DTensor)
     # A mean of the ranks' means would be 6.
     assert gradient.full_tensor().item() == (1 + 2 + 3 + 10) / 4
-    dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(ranks.JOIN_S + 30)
 def test_global_mean_weighs_tokens_the_same_on_uneven_ranks(tmp_path: Path) -> None:
-    spawn(_two_ranks, args=(f"file://{tmp_path}/store",), nprocs=2)
+    ranks.run(_two_ranks, tmp_path, 2, COLLECTIVE_TIMEOUT_S)

@@ -88,8 +88,8 @@ def test_child_process_reads_what_the_parent_wrote() -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        check=True,
     )
+    assert child.returncode == 0, child.stderr
     assert child.stdout.strip() == repr(args)
 
 

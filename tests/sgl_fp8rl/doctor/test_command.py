@@ -84,6 +84,7 @@ def test_this_installation_is_well(tmp_path: Path) -> None:
     """The console command itself, with the real SGLang where there is one."""
     doctor_ = [sys.executable, "-m", "sgl_fp8rl.cli", "doctor", "--json"]
     child = subprocess.run(doctor_, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert child.stdout, child.stderr
     report = json.loads(child.stdout)["checks"]
     assert [check for check in report if check["status"] == "fail"] == []
     assert child.returncode == 0

@@ -208,8 +208,8 @@ def test_shadowed_in_a_real_process(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        check=True,
     )
+    assert child.returncode == 0, child.stderr
     assert child.stdout.split() == ["fail", "ok"]
 
 
