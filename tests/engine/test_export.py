@@ -5,9 +5,8 @@ weights; on a CPU only its arithmetic is replaced (``stock_fp8.py``).
 """
 
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trainer_bridge
-from sgl_fp8rl import export
+from sgl_fp8rl import cli, export
 from tests import oracle
-from tests.engine import models, stock_fp8
+from tests.engine import forked, models, stock_fp8
 from tests.engine.conftest import Policies
-from tests.engine.harness import FORKED, START_TIMEOUT_S, EngineProcess, Server
+from tests.engine.harness import (
+    FORKED,
+    OF_TESTS,
+    START_TIMEOUT_S,
+    EngineProcess,
+    Server,
+    end_group,
+    tail,
+)
 from tests.engine.serving import ASK
 from trainer_bridge.engine_client import EngineError
 
@@ -48,11 +55,15 @@ def logprobs_of(log: Path, checkpoint: Path, **options: Any) -> list[float]:
         return logprobs(engine)
 
 
-def run_command(*arguments: Any) -> None:
+def run_command(log: Path, *arguments: Any) -> None:
     """The command in a process of its own: a scheduler that dies takes its parent with it."""
-    command = [sys.executable, "-m", "sgl_fp8rl.cli", "export", *map(str, arguments)]
-    child = subprocess.run(command, timeout=2 * START_TIMEOUT_S, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr[-6000:]
+    line = ["export", *map(str, arguments)]
+    process = forked.Forked(log, os.environ | OF_TESTS, cli.main, line)
+    try:
+        assert process.wait(START_TIMEOUT_S) == 0, tail(log)
+    finally:
+        end_group(process.pid)
+        process.wait()
 
 
 def expected(checkpoint: Path) -> models.Tensors:
@@ -108,7 +119,7 @@ def test_stock_sglang_answers_as_the_engine(
         engine = logprobs(server)
         export.run(server.address, served)
         assert logprobs(server) == engine  # it is only read
-    run_command(policy, quantized)
+    run_command(tmp_path / "export.log", policy, quantized)
     for folder in (served, quantized):
         assert_equal(exported(folder), expected(policy))
         assert (folder / "generation_config.json").exists()
@@ -130,7 +141,7 @@ def test_layers_that_stay_bf16(stock: dict[str, Any], tmp_path: Path) -> None:
         "qwen3", tmp_path / "bf16", tie_word_embeddings=True, intermediate_size=320
     )
     ignored = "layers.1.self_attn"
-    run_command(bf16, tmp_path / "fp8", "--ignored-layers", ignored)
+    run_command(tmp_path / "export.log", bf16, tmp_path / "fp8", "--ignored-layers", ignored)
     found = exported(tmp_path / "fp8")
     fp8 = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
     assert fp8 == {f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}

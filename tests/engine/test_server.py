@@ -852,7 +852,7 @@ def test_a_release_waits_for_what_runs(server: Server, policy: Path) -> None:
 def test_a_release_that_would_wait_for_ever_is_refused(server: Server, policies: Policies) -> None:
     """A resume of what was not released does nothing; stock SGLang ends itself over both."""
     version = version_of(server)
-    stream = server.stream({**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 900}})
+    stream = server.stream({**ASK, "sampling_params": {**GREEDY, "max_new_tokens": 400}})
     next(stream)  # it generates now
     assert server.status_of("/pause_generation", b'{"mode": "in_place"}') == 200
     status, reply = server.ask("/release_memory_occupation", b"{}")
@@ -861,7 +861,7 @@ def test_a_release_that_would_wait_for_ever_is_refused(server: Server, policies:
     assert server.status_of("/resume_memory_occupation", b"{}") == 200
     assert server.status_of("/continue_generation", b"{}") == 200
     *_, last = stream
-    assert last["meta_info"]["policy_version"] == [version] * 900
+    assert last["meta_info"]["policy_version"] == [version] * 400
     assert_serves(server, policies("qwen3")[0], version)
 
 
