@@ -28,7 +28,7 @@ def of_rank(rank: int, folder: Path) -> None:
     for name, of_ranks in json.loads((folder / "cases.json").read_text()).items():
         case = of_ranks[rank]
         rows = case["rollout"]
-        versions = pad(case["versions"], PAD_VERSION, torch.int64)
+        versions = pad(case["versions"], 77, torch.int64)
         given = pad(case["trainer"]), pad(rows), mask_of(rows)
         config = CorrectionConfig(case["level"], **case["options"])
         try:
