@@ -1,14 +1,12 @@
 """The benchmark of sharded trainers without GPUs: two ranks over gloo, an engine of a few lines."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import _get_work_registry_size
 
@@ -18,10 +16,11 @@ from benchmarks.run import RESULTS
 from benchmarks.sharded_stock import gathered_buckets, parameters
 from benchmarks.tables.sharded import kernels_ms, trainer_gpus
 from sgl_fp8rl.plan import shape, speed, update_time
-from tests.trainer_bridge.ranks import forkserver
+from tests.trainer_bridge import ranks
 
 SHAPE = models.Shape(256, 128, 2, 2, 1, experts=4, experts_per_token=2, vocab=511)
 RANKS, UPDATES = 2, 2
+COLLECTIVE_TIMEOUT_S = 30.0
 WITHIN = 0.07
 """Of the measured time of the kernels; it is 2.1% to 5.3% off."""
 
@@ -87,16 +86,12 @@ def train(rank: int, folder: str, case: sharded.Case) -> None:
     torch.save(found, f"{folder}/{rank}")
 
 
-def start_ranks(rank: Callable[..., None], *arguments: Any) -> None:
-    forkserver()  # says what it imports, before torch starts it
-    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
-        rank, arguments, nprocs=RANKS, start_method="forkserver"
-    )
-
-
 def measured(case: sharded.Case, folder: Path) -> list[Any]:
     """What the first of two ranks found."""
-    start_ranks(train, str(folder), case)
+    ranks.forkserver()  # says what it imports, before torch starts it
+    mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+        train, (str(folder), case), nprocs=RANKS, start_method="forkserver"
+    )
     found: list[Any] = torch.load(folder / "0", weights_only=True)
     return found
 
@@ -114,19 +109,16 @@ def test_stock_is_sent_every_whole_tensor_on_each_rank(tmp_path: Path) -> None:
         }
 
 
-def gather(rank: int, folder: str) -> None:
+def gather(rank: int, folder: Path) -> None:
     """A rank that sends nothing of what it gathers."""
     sharded.DEVICE = "cpu"
-    options = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": RANKS}
-    dist.init_process_group("gloo", **options)
     for _ in gathered_buckets(sharded.sharded(SHAPE, torch.bfloat16, RANKS), 1 << 20):
         pass
-    Path(folder, str(rank)).write_text(str(_get_work_registry_size()))
-    dist.destroy_process_group()
+    (folder / str(rank)).write_text(str(_get_work_registry_size()))
 
 
 def test_torch_keeps_nothing_of_what_a_rank_gathered_and_did_not_send(tmp_path: Path) -> None:
-    start_ranks(gather, str(tmp_path))
+    ranks.run(gather, tmp_path, RANKS, COLLECTIVE_TIMEOUT_S)
     assert [(tmp_path / str(rank)).read_text() for rank in range(RANKS)] == ["0"] * RANKS
 
 

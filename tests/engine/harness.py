@@ -334,6 +334,21 @@ def spawned(log: Path, line: list[str], environment: Mapping[str, str]) -> subpr
         )
 
 
+def exit_status(log: Path, run: Callable[..., Any], *arguments: Any) -> int:
+    """How ``run`` ends in a forked process, whose whole group is ended with it.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than an engine's start.
+    """
+    logs.add(log)
+    process = forked.Forked(log, os.environ | OF_TESTS, run, *arguments)
+    try:
+        return process.wait(START_TIMEOUT_S)
+    finally:
+        end_group(process.pid)
+        process.wait()
+
+
 def _json_or_text(body: bytes) -> Any:
     try:
         return json.loads(body)

@@ -5,7 +5,6 @@ weights; on a CPU only its arithmetic is replaced (``stock_fp8.py``).
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,9 @@ from safetensors.torch import load_file, save_file
 import trainer_bridge
 from sgl_fp8rl import cli, export
 from tests import oracle
-from tests.engine import forked, models, stock_fp8
+from tests.engine import models, stock_fp8
 from tests.engine.conftest import Policies
-from tests.engine.harness import (
-    FORKED,
-    OF_TESTS,
-    START_TIMEOUT_S,
-    EngineProcess,
-    Server,
-    end_group,
-    tail,
-)
+from tests.engine.harness import FORKED, EngineProcess, Server, exit_status, tail
 from tests.engine.serving import ASK
 from trainer_bridge.engine_client import EngineError
 
@@ -57,13 +48,7 @@ def logprobs_of(log: Path, checkpoint: Path, **options: Any) -> list[float]:
 
 def run_command(log: Path, *arguments: Any) -> None:
     """The command in a process of its own: a scheduler that dies takes its parent with it."""
-    line = ["export", *map(str, arguments)]
-    process = forked.Forked(log, os.environ | OF_TESTS, cli.main, line)
-    try:
-        assert process.wait(START_TIMEOUT_S) == 0, tail(log)
-    finally:
-        end_group(process.pid)
-        process.wait()
+    assert exit_status(log, cli.main, ["export", *map(str, arguments)]) == 0, tail(log)
 
 
 def expected(checkpoint: Path) -> models.Tensors:

@@ -1,6 +1,5 @@
 """A framework that makes ``ServerArgs`` itself, as RL frameworks do: no parser of ours runs."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_fp8rl.ports import Port
-from tests.engine import forked
 from tests.engine.conftest import Policies
-from tests.engine.harness import OF_TESTS, SMALL, START_TIMEOUT_S, end_group, tail
+from tests.engine.harness import SMALL, exit_status, tail
 
 pytestmark = pytest.mark.engine
 STARTED = "the engine has started"
@@ -54,11 +52,6 @@ def test_what_updates_cannot_reach_does_not_start(
     log = tmp_path / "log"
     with Port() as port:
         arguments = policies("qwen3")[0], port.number, layout
-        process = forked.Forked(log, os.environ | OF_TESTS, framework, *arguments)
-        try:
-            assert process.wait(START_TIMEOUT_S) != 0, tail(log)
-        finally:
-            end_group(process.pid)
-            process.wait()
+        assert exit_status(log, framework, *arguments) != 0, tail(log)
     assert re.search(f"cannot update an engine with --{named}", log.read_text()), tail(log)
     assert STARTED not in log.read_text()
