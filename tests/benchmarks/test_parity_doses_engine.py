@@ -13,7 +13,7 @@ from benchmarks.parity.run_log import LOG, rows_of
 from sgl_fp8rl.ports import Port
 from tests.benchmarks.test_parity_engine import ROOT, finish, start, steps_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(2400)]
 
 STEPS = 3
 SMALL: dict[str, Any] = {
@@ -91,7 +91,6 @@ print(json.dumps(found))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2400)
 def test_each_arm_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8RL_COMMIT", "abc1234")
     kinds = ("none", "tis", "mis", "fp8-forward")

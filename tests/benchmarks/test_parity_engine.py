@@ -15,9 +15,10 @@ from benchmarks.parity.run_log import HELD_OUT, LOG, rows_of
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(2400)]
 
-LIMIT_S = 400
+LIMIT_S = 1000
+"""Of one process; longer is a hang. A start and three engines took 400 s beside other work."""
 STEPS, CHECKPOINT_EVERY = 4, 2
 KILL_AFTER = 3  # steps in the log: one more than the checkpoint has
 SETTINGS = {

@@ -5,6 +5,7 @@ that is then tested for a few seconds. The plugin is not loaded before the fork:
 an engine starts, as ever.
 """
 
+import atexit
 import multiprocessing
 import multiprocessing.context
 import os
@@ -97,4 +98,10 @@ def _become(
         # SGLang asks for "spawn", and its processes would import everything again
         contexts: dict[str, object] = vars(multiprocessing.context)["_concrete_contexts"]
         contexts["spawn"] = multiprocessing.get_context("fork")
-    run(*arguments)
+    # multiprocessing waits for children at its end, and calls nothing that is registered for the
+    # exit, by which SGLang ends its own
+    atexit._clear()  # what was registered before the fork
+    try:
+        run(*arguments)
+    finally:
+        atexit._run_exitfuncs()

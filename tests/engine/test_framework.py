@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 STARTED = "the engine has started"
 
 
-def framework(checkpoint: Path, nccl_port: int, layout: dict[str, Any]) -> None:
+def framework(checkpoint: Path, port: int, layout: dict[str, Any]) -> None:
     import sglang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -24,7 +24,8 @@ def framework(checkpoint: Path, nccl_port: int, layout: dict[str, Any]) -> None:
         model_path=str(checkpoint),
         quantization="fp8rl",
         skip_tokenizer_init=True,
-        nccl_port=nccl_port,
+        nccl_port=port,
+        port=port,  # attention of several schedulers takes others by it, whatever is there
         **SMALL,
         **layout,
     )
