@@ -5,8 +5,6 @@ The KV cache of every arm is cut in one proportion, on an H200 to about half, as
 shares the GPU: such that stock BF16 is asked to hold 1.8 times as much as it can.
 """
 
-import math
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +13,7 @@ from statistics import fmean
 from benchmarks import measuring, rollout
 from benchmarks.benchmark import LAYERS, Benchmark, Measurement, Option, Run
 from benchmarks.engines import models, serving, stock_push
+from sgl_fp8rl.plan import workload
 
 REQUESTS = 1024
 PROMPT = 256
@@ -22,7 +21,6 @@ MEDIAN, SIGMA, CAP = 1000, 0.8, 5000
 """Of the output lengths, which are lognormal."""
 DEMAND = 1.8
 """KV that all requests of a rollout would hold at once, over what the BF16 engine may hold."""
-SEED = 0
 USAGE = re.compile(r"Decode batch.*?#running-req: (\d+),.*? token usage: ([\d.]+)")
 INTERVAL = 40
 """Decode steps from one line of the scheduler's log to the next, SGLang's default."""
@@ -75,9 +73,8 @@ def measure(arm: rollout.Arm, run: Run) -> list[Measurement]:
 
 def output_lengths(requests: int) -> list[int]:
     """Tokens to generate for each prompt, the same in every process."""
-    rng = random.Random(SEED)
-    drawn = (round(rng.lognormvariate(math.log(MEDIAN), SIGMA)) for _ in range(requests))
-    return [min(CAP, max(1, length)) for length in drawn]
+    drawn = workload.lognormal(requests, PROMPT, MEDIAN, SIGMA, CAP)  # as `plan` expects them
+    return [request.response for request in drawn.requests]
 
 
 def peak_tokens(lengths: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from sgl_fp8rl.doctor import command as doctor
 from sgl_fp8rl.layers import read_layers, render_layers
 from sgl_fp8rl.options import current_options
 from sgl_fp8rl.plan import command as plan
+from sgl_fp8rl.protocol.states import ABORT, IN_FLIGHT
 from sgl_fp8rl.sensitivity import arguments as precision
 
 
@@ -90,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     follow.add_argument(
         "--in-flight",
-        choices=["abort", "finish", "retract"],
-        default="abort",
-        help="what happens to running requests (default abort)",
+        choices=IN_FLIGHT,
+        default=ABORT,
+        help=f"what happens to running requests (default {ABORT})",
     )
     follow.add_argument("--once", action="store_true", help="end when the engines are up to date")
 
@@ -130,7 +131,7 @@ def _kv_report(arguments: argparse.Namespace) -> int:
     from trainer_bridge.engine_client import EngineError
 
     if arguments.picture and find_spec("matplotlib") is None:
-        sys.exit("kv-report --picture needs matplotlib; run pip install matplotlib")
+        sys.exit("sgl-fp8rl kv-report --picture needs matplotlib; run pip install matplotlib")
     try:
         if arguments.observe:
             tokens = kv_report.observe(arguments.source)
@@ -155,7 +156,7 @@ def _tune(model: str, tp_size: int) -> int:
         sys.exit("sgl-fp8rl tune: no Hopper GPU found; run it on one, others need no tuning")
     from sgl_fp8rl.formats import BLOCK_FP8
 
-    layers = [la for la in read_layers(model, tp_size) if la["format"] == BLOCK_FP8.name]
+    layers = [la for la in read_layers(model, tp_size, "tune") if la["format"] == BLOCK_FP8.name]
 
     from sgl_fp8rl.engine.deep_gemm import compiling_only_what_runs
     from sgl_fp8rl.gemm import command
@@ -213,7 +214,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _print_layers(model: str, tp_size: int, as_json: bool) -> int:
-    layers = read_layers(model, tp_size)
+    layers = read_layers(model, tp_size, "layers")
     print(json.dumps({"layers": layers}, indent=2) if as_json else render_layers(layers))
     return 0
 

@@ -9,8 +9,11 @@ from sgl_fp8rl.dummy_engine import dummy_engine
 from sgl_fp8rl.tables import align
 
 
-def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
+def read_layers(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
     """Start an engine with dummy weights, since only SGLang knows a model's layers.
+
+    Args:
+        command: which of ``sgl-fp8rl`` asks; it ends with a sentence where there is no engine.
 
     Returns:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
@@ -19,9 +22,9 @@ def read_layers(model: str, tp_size: int) -> list[dict[str, Any]]:
         with dummy_engine(model, tp_size) as engine:
             layers: list[dict[str, Any]] = engine.fp8rl_control({"op": "layers"})["layers"]
     except ImportError as error:
-        sys.exit(f"sgl-fp8rl layers needs SGLang ({error}); run {compat.INSTALL}")
+        sys.exit(f"sgl-fp8rl {command} needs SGLang ({error}); run {compat.INSTALL}")
     except (OSError, ValueError) as error:  # transformers raises them where the path has no model
-        sys.exit(f"sgl-fp8rl layers {model}: {error}")
+        sys.exit(f"sgl-fp8rl {command} {model}: {error}")
     return layers
 
 

@@ -59,30 +59,35 @@ def export_flags(options: Fp8RLServerArgs) -> None:
     read_options()
 
 
-_exported: dict[str, tuple[str, str | None]] = {}
-"""Variables that the last engine's keywords set: our value, and the previous one."""
+_exported: dict[str, tuple[str | None, str | None]] = {}
+"""Variables that the last engine's keywords set: our value, and the previous one; None: none."""
 
 
 def export_keywords(keywords: Mapping[str, Any]) -> Fp8RLServerArgs:
     """Pass keywords to the processes that this engine spawns, but not to later engines.
 
     Args:
-        keywords: fields of ``Fp8RLServerArgs`` that override the environment.
+        keywords: fields of ``Fp8RLServerArgs`` that override the environment, None too.
 
     Returns:
         The options of this engine.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range; nothing of this engine is exported then.
     """
-    values = replace(read_options(), **keywords).to_env()
     for variable, (ours, before) in _exported.items():
         if os.environ.get(variable) == ours:
-            os.environ.pop(variable)
-            if before is not None:
-                os.environ[variable] = before
+            _set(variable, before)
     _exported.clear()
-    for variable in {env_name(name) for name in keywords} & values.keys():
-        _exported[variable] = (values[variable], os.environ.get(variable))
-        os.environ[variable] = values[variable]
+    values = replace(read_options(), **keywords).to_env()
+    for variable in map(env_name, keywords):
+        _exported[variable] = (values.get(variable), os.environ.get(variable))
+        _set(variable, values.get(variable))
     return read_options()
+
+
+def _set(variable: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = value

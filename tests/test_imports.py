@@ -26,7 +26,7 @@ LAYERS = (
     "trainer_bridge.fp8_layers "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
     "trainer_bridge.clock "
-    "trainer_bridge.decision trainer_bridge.agreement",
+    "trainer_bridge.commit_decision trainer_bridge.agreement",
     "trainer_bridge.transport trainer_bridge.sources trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "

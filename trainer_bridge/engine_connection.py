@@ -8,7 +8,7 @@ from sgl_fp8rl.protocol.image import Image
 from sgl_fp8rl.protocol.place import is_reachable
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import State
-from trainer_bridge.decision import CommitDecision
+from trainer_bridge.commit_decision import CommitDecision
 from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineClient, EngineError
 from trainer_bridge.faster_way import FasterWay
 from trainer_bridge.layout import check_layout

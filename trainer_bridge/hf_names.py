@@ -40,6 +40,12 @@ def model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
+def with_experts_of(name: str, family: str) -> str:
+    """A name with the family's word for the module of a layer's experts, as the checkpoint and the
+    engine have it."""
+    return name.replace(".mlp.", ".block_sparse_moe.") if family in _MIXTRAL_STYLE else name
+
+
 def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, Cut]]:
     """The HF tensors that one parameter holds.
 
@@ -59,10 +65,9 @@ def split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str,
 
 
 def _split(name: str, shape: tuple[int, ...], family: str) -> Iterator[tuple[str, Cut]]:
-    mixtral = family in _MIXTRAL_STYLE
-    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    if mixtral:
-        name = name.replace(".mlp.", ".block_sparse_moe.")
+    is_mixtral = family in _MIXTRAL_STYLE
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    name = with_experts_of(name, family)
     if family in _TOWER_BESIDE:
         name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
     if family in _FUSED:

@@ -45,7 +45,7 @@ def serving_engines(
 
     def asked(member: Participant) -> ServingEngine | ValueError:
         status = member.connection.client.control({"op": "status"}, member.timeout_s)
-        _check_status(status, member.name)
+        _check_for_rollout(status, member.name)
         if len(members) > 1 and status["state"] == State.QUARANTINED.value:
             why = sentence_of(status.get("reason"))
             raise EngineError(f"{member.name} is quarantined: {why}", 503)
@@ -75,21 +75,31 @@ def _last_commit(connections: Sequence[EngineConnection]) -> Policy | None:
     return max(policy for _, policy in known if policy.run == last.run)
 
 
-def _check_status(status: dict[str, Any], where: str) -> None:
-    """Check the fields of a status that a rollout reads.
+def check_status(whose: str, status: dict[str, Any], **more: bool) -> None:
+    """Check that a status says what is served.
+
+    Args:
+        more: whether other fields are sound.
 
     Raises:
-        EngineError: one is missing or of another type.
+        EngineError: a field is missing or of another type.
     """
-    run, logprobs = status.get("run"), status.get("logprobs")
+    run = status.get("run")
     sound = {
         "run": isinstance(run, str) and len(run) <= RUN_LENGTH,
         "version": are_whole([status.get("version")], CHECKPOINT.version),
         "state": status.get("state") in [state.value for state in State],
+    }
+    check_fields(whose, status, sound | more)
+
+
+def _check_for_rollout(status: dict[str, Any], where: str) -> None:
+    logprobs = status.get("logprobs")
+    more = {
         "logprobs": isinstance(logprobs, dict) and type(logprobs.get("raw")) is bool,
         "routed_experts": ExpertLayout.is_sound(status.get("routed_experts")),
     }
-    check_fields(f"rollout: {where}", status, sound)
+    check_status(f"rollout: {where}", status, **more)
 
 
 def sample_on(

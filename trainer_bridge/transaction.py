@@ -10,7 +10,7 @@ import torch
 
 from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.policy import Policy
-from trainer_bridge.decision import CommitDecision, decision_on
+from trainer_bridge.commit_decision import CommitDecision, decision_on
 from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.keep_alive import kept_alive
 from trainer_bridge.layout import comparable, gpu_of, read_by_all

@@ -87,9 +87,6 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
         # SGLang 0.5.23's embedding under TP looked up tokens outside the shard.
         return "eager"
 
-    def supports_fp8(self) -> bool:
-        return True
-
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         return False
 

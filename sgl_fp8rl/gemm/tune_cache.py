@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -98,13 +97,12 @@ class Files(Generic[S, E]):
         }
         content = {"format": FORMAT, **asdict(machine), "shapes": shapes}
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(content, file, indent=1)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink()
+            unfinished.write_text(json.dumps(content, indent=1))
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
             raise
 
     def read(self, path: Path) -> tuple[Machine, dict[S, list[E]]]:

@@ -16,6 +16,7 @@ from torch import nn
 from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
 from sgl_fp8rl.formats.padding import BF16_BYTES, Shard, fit, fit_experts
 from sgl_fp8rl.formats.weight_format import WeightFormat
+from trainer_bridge import hf_names
 from trainer_bridge.fp8_layers import is_experts
 
 _STACKED = {
@@ -78,7 +79,7 @@ def fp8_groups(
     found: dict[str, list[nn.Module]] = defaultdict(list)
     for name, module in model.named_modules():
         if re.search(r"\blayers\.\d+\.", name) and _is_weighty(module):
-            engine_name = _engine_name(name, _family(model))
+            engine_name = _engine_name(name, hf_names.model_type(model))
             if engine_name is not None:
                 found[engine_name].append(module)
     config: Any = model.config
@@ -101,10 +102,6 @@ def fp8_groups(
     return sorted(groups, key=lambda group: group.layer)
 
 
-def _family(model: nn.Module) -> str:
-    return str(getattr(model.config, "model_type", ""))
-
-
 def _is_weighty(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_experts(module)
 
@@ -117,8 +114,7 @@ def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _engine_name(name: str, family: str) -> str | None:
     """What the engine calls the layer that holds this module; None where it is never FP8."""
-    if family == "mixtral":
-        name = name.replace(".mlp.", ".block_sparse_moe.")
+    name = hf_names.with_experts_of(name, family)
     base, found, _ = name.partition(_EXPERTS)
     if found:
         return base + _EXPERTS

@@ -17,7 +17,7 @@ from sgl_fp8rl import cli, compat
 from sgl_fp8rl.gemm import command
 from sgl_fp8rl.gemm.expert_tiles import ExpertShape
 from sgl_fp8rl.kv_cache import kv_report
-from sgl_fp8rl.layers import render_layers
+from sgl_fp8rl.layers import read_layers, render_layers
 from tests.engine.models import make_checkpoint
 from tests.sgl_fp8rl.kv_cache.test_kv_report import PNG_SIGNATURE, a_reply
 
@@ -60,7 +60,7 @@ def test_layer_table() -> None:
 def test_layers_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[tuple[str, int]] = []
 
-    def read(model: str, tp_size: int) -> list[dict[str, Any]]:
+    def read(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
         asked.append((model, tp_size))
         return LAYERS
 
@@ -77,6 +77,8 @@ def test_a_path_without_a_model_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sgl_fp8rl.layers.dummy_engine", start)
     with pytest.raises(SystemExit, match="sgl-fp8rl layers /absent: Repo id"):
         cli.main(["layers", "/absent"])
+    with pytest.raises(SystemExit, match="sgl-fp8rl tune /absent: Repo id"):
+        read_layers("/absent", 1, "tune")
 
 
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +103,7 @@ def test_tune_takes_the_fp8_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("FP8RL_TUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cli, "read_layers", lambda model, tp_size: LAYERS * tp_size)
+    monkeypatch.setattr(cli, "read_layers", lambda model, tp_size, command: LAYERS * tp_size)
 
     def run(*given: Any) -> None:
         assert not stock._DO_COMPILE_ALL

@@ -58,6 +58,23 @@ def test_wrong_keywords_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(os.environ) == before and current_options().key == "before"
 
 
+def test_a_refused_engine_leaves_nothing_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("FP8RL_LISTEN", "FP8RL_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    export_keywords({"listen": "any", "key": "mine"})
+    with pytest.raises(ValueError, match="key"):
+        export_keywords({"listen": "any"})
+    assert not {"FP8RL_LISTEN", "FP8RL_KEY"} & os.environ.keys()
+    assert export_keywords({"listen": "loopback"}).listen == "loopback"
+    export_keywords({})
+
+
+def test_none_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8RL_KEY", "before")
+    assert export_keywords({"key": None}).key is None and "FP8RL_KEY" not in os.environ
+    assert export_keywords({}).key == os.environ["FP8RL_KEY"] == "before"
+
+
 MAY_NAME_VARIABLES = {
     "sgl_fp8rl/options.py": "reads and sets them",
     "server_args/args.py": "makes options of them",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,18 @@ def test_an_engine_that_was_not_updated_says_no_formats(tmp_path: Path) -> None:
         ChainPublisher(tmp_path / "chain", engine).publish(toy.checkpoint(0), version=0, run="r")
     with pytest.raises(ChainError, match="no version yet"):
         ChainFollower(tmp_path / "chain").update(engine)
+
+
+def test_a_status_that_says_too_little_is_named(
+    tmp_path: Path, publisher: ChainPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher.publish(toy.checkpoint(0), version=0, run="r")
+    engine, follower = trained(), ChainFollower(tmp_path / "chain")
+    follower.advance()
+    client = SimpleNamespace(control=lambda *_: {"ok": True, "run": "r", "version": 0})
+    monkeypatch.setattr(follower_module, "connection_to", lambda _: SimpleNamespace(client=client))
+    with pytest.raises(EngineError, match="its state"):
+        follower.serve([engine])
 
 
 def test_what_cannot_be_published_is_refused(tmp_path: Path, publisher: ChainPublisher) -> None:

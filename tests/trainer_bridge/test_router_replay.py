@@ -21,6 +21,7 @@ from tests.trainer_bridge.moe_models import (
 from tests.trainer_bridge.test_fsdp import run
 from trainer_bridge.routed_experts import routing_disagreement
 from trainer_bridge.router_replay import record_routing, replay_routing
+from trainer_bridge.router_replay.token_map import TokenMap
 
 TOLERANCE = 1e-5  # of FP32 logits of about 3; healthy: 2e-6 (sums in another order)
 SEEN = 0.1  # what other experts change at least; measured: 1 and more
@@ -189,6 +190,12 @@ def test_tokens_without_experts_are_routed_as_ever() -> None:
     mixed = replayed(model, tokens_S, torch.cat([own_SLK[:4], other_SLK[4:5]]))
     assert (mixed[:4] - stock[:4]).abs().max() < TOLERANCE
     assert (mixed[4] - stock[4]).abs().max() > SEEN
+
+
+def test_no_token_is_of_no_sequence() -> None:
+    for shape in ((2, 0), (0, 5)):
+        tokens = TokenMap.of(torch.ones(shape), None, None)
+        assert tokens.rows([0] * shape[0]).numel() == 0
 
 
 def loss_of(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from trainer_bridge.chain.files import Tensors, as_bytes
 from trainer_bridge.chain.index import Index, Link, read_index
 from trainer_bridge.chain.version_writer import DELTA
 from trainer_bridge.connections import connection_to
+from trainer_bridge.serving_engines import check_status
 from trainer_bridge.update import UpdateResult, update
 
 logger = logging.getLogger(__name__)
@@ -208,4 +209,5 @@ def follow(
 def _state_of(engine: Any) -> tuple[str, str, int]:
     """State, run and version of an engine."""
     status = connection_to(engine).client.control({"op": "status"}, STATUS_S)
-    return str(status["state"]), str(status["run"]), int(status["version"])
+    check_status("the engine's status", status)
+    return status["state"], status["run"], status["version"]

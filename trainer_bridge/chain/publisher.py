@@ -89,7 +89,8 @@ class ChainPublisher:
             bytes of the delta, or of all tensors where there is none; the same on every rank.
 
         Raises:
-            ChainError: it cannot be written, or is older than what is there.
+            ChainError: it is older than what is there, or another process publishes there.
+            OSError: it cannot be written.
             ManifestError: weights, version, run or scales are not valid, or ranks differ.
         """
         model_or_named_tensors, group = unwrapped(model_or_named_tensors, group)

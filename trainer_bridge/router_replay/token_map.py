@@ -44,7 +44,7 @@ class TokenMap:
                 "(packed ones), to say which token is which"
             )
         sequence_N = sequence_ids.detach().cpu().long().flatten()
-        sequences = int(sequence_N.max()) + 1
+        sequences = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
         if attention_mask is not None:  # its last rows may be padding alone
             sequences = len(attention_mask)
         if position_ids is None:

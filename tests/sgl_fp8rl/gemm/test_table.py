@@ -41,6 +41,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert FILES.own(MACHINE, str(tmp_path)) == TABLE
 
 
+def test_others_may_read_what_one_has_measured(tmp_path: Path) -> None:
+    (usual := tmp_path / "usual").touch()
+    FILES.save(path := tmp_path / "table.json", MACHINE, TABLE)
+    assert path.stat().st_mode == usual.stat().st_mode
+
+
 def test_a_name_for_each_machine() -> None:
     machines = [
         MACHINE,
@@ -113,18 +119,19 @@ def test_a_folder_in_the_place_of_the_file(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt()])
 def test_an_interrupted_write_leaves_the_old_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "table.json"
     FILES.save(path, MACHINE, TABLE)
 
-    def full(content: Any, file: Any, **_: Any) -> None:
-        file.write("{")
-        raise OSError("no space left on device")
+    def cut(path: Path, text: str) -> None:
+        path.write_bytes(text[:1].encode())
+        raise error
 
-    monkeypatch.setattr(json, "dump", full)
-    with pytest.raises(OSError, match="no space"):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(Path, "write_text", cut)
         FILES.save(path, MACHINE, {})
     assert FILES.read(path) == (MACHINE, TABLE)
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8
 from sgl_fp8rl.sensitivity.groups import fp8_groups
@@ -38,6 +39,16 @@ def test_every_fp8_weight_is_in_one_group(checkpoint: Callable[[str], Any], load
         assert sum(g.bf16_bytes for g in groups) == 2 * sum(stored[n].numel() for n in fp8)
         blocks = sum(-(-stored[n].shape[0] // 128) * -(-stored[n].shape[1] // 128) for n in fp8)
         assert sum(g.fp8_bytes for g in groups) == sum(stored[n].numel() for n in fp8) + 4 * blocks
+
+
+def test_experts_have_the_name_of_their_family() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    config = MiniMaxM2Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, vocab_size=128
+    )
+    model = MiniMaxM2ForCausalLM(config).bfloat16()
+    wanted = {"self_attn.qkv_proj", "self_attn.o_proj", "block_sparse_moe.experts"}
+    assert {g.name.removeprefix("model.layers.0.") for g in fp8_groups(model)} == wanted
 
 
 def test_what_padding_makes_as_large_as_bf16_stays_bf16(load: Load) -> None:
