@@ -110,3 +110,28 @@ def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions == list(range(len(versions))) and len(versions) > 1
     after = list(model.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_slices_of_a_large_batch_give_the_gradient_of_the_whole() -> None:
+    page = (readme.ROOT / "docs" / "correction.md").read_text()
+    (block,) = re.findall(r"## Large batches\n.*?```python\n(.*?)```", page, re.DOTALL)
+    model, generator = tiny("qwen3"), torch.Generator().manual_seed(0)
+    tokens = [[(7 * i) % 60 + 1, 5, 9, 11][: i % 5] for i in range(20)]
+    prompts = [[3, 4]] * len(tokens)
+    logprobs_BT = trainer_bridge.response_logprobs(model, prompts, tokens)
+    far_BT = logprobs_BT.detach() + 0.1 * torch.randn(logprobs_BT.shape, generator=generator)
+    rows = [row[: len(t)].tolist() for row, t in zip(far_BT, tokens, strict=True)]
+    stamps = [[0] * len(t) for t in tokens]
+    rollout = trainer_bridge.Rollout(prompts, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+    advantages_B1 = torch.randn(len(tokens), 1, generator=generator)
+
+    correction = trainer_bridge.correct(rollout, logprobs_BT.detach())
+    losses_BT = trainer_bridge.policy_loss(logprobs_BT, advantages_B1, correction)
+    losses_BT[correction.mask_BT].mean().backward()
+    of_whole = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    names = {"model": model, "rollout": rollout, "advantages_B1": advantages_B1}
+    known = {"torch": torch, "trainer_bridge": trainer_bridge}
+    exec(compile(block, "correction.md", "exec"), known | names)
+    for parameter, whole in zip(model.parameters(), of_whole, strict=True):
+        torch.testing.assert_close(parameter.grad, whole)
