@@ -23,13 +23,12 @@ from sgl_fp8rl.engine.startup_experts import (
     has_experts,
     keep_inputs,
 )
-from sgl_fp8rl.gemm import quick_tune, warmup
+from sgl_fp8rl.gemm import candidates, quick_tune, warmup
 from sgl_fp8rl.gemm.broadcast import broadcast_from_rank0
 from sgl_fp8rl.gemm.dispatch import Choices
 from sgl_fp8rl.gemm.table import Shape, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.activation import quantize_tokens
-from sgl_fp8rl.ops.reference import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +72,8 @@ def gemm_layers(model: Any) -> Iterator[Any]:
         if not isinstance(method, FP8RLLinearMethod):
             continue
         linear = method.w8a8_block_fp8_linear
-        n, k = layer.weight.shape
-        # SGLang's own conditions; it runs Triton otherwise
-        if getattr(linear, "func", linear) is compat.deep_gemm_linear and (
-            n % 64 == 0 and k % BLOCK == 0
-        ):
+        is_deep_gemm = getattr(linear, "func", linear) is compat.deep_gemm_linear
+        if is_deep_gemm and candidates.fits_deep_gemm(*layer.weight.shape):
             yield layer
 
 

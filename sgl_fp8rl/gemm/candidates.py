@@ -74,10 +74,13 @@ def _bind_plain(name: str, kernel: Kernel) -> Callable[[Config], Kernel]:
 # DeepGEMM, as SGLang calls it
 
 
+def fits_deep_gemm(n: int, k: int) -> bool:
+    """Whether SGLang runs DeepGEMM for a weight [n, k], by its own conditions, or else Triton."""
+    return n % 64 == 0 and k % BLOCK == 0
+
+
 def _not_deep_gemm(n: int, k: int, _m: int) -> str | None:
-    # SGLang's own conditions; it runs Triton otherwise
-    fits = n % 64 == 0 and k % BLOCK == 0
-    return None if fits else "N is not a multiple of 64, or K not of 128"
+    return None if fits_deep_gemm(n, k) else "N is not a multiple of 64, or K not of 128"
 
 
 def _deep_gemm(
