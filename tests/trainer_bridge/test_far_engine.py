@@ -299,6 +299,8 @@ def forget(engine: FakeEngine) -> None:
         weights._image = None
 
 
+# 20 s alone, more than 120 beside three other suites on two cores
+@pytest.mark.timeout(600)
 @pytest.mark.guarantee("all-or-none", fault="200 updates of what changed, with faults between")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_changes_leave_the_bytes_of_a_full_update(tp: int) -> None:
