@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.benchmark import Measurement
+from sgl_fp8rl.files import write_whole
 
 Row = dict[str, Any]
 Results = dict[str, Any]
@@ -106,9 +107,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
         rows = ",\n  ".join(map(json.dumps, content["rows"]))
         text = f'{text[:-2]},\n "rows": [\n  {rows}\n ]\n}}'
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text + "\n")
-    unfinished.replace(path)
+    write_whole(path, text + "\n")
 
 
 def line(row: Row) -> str:

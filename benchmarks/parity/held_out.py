@@ -16,8 +16,9 @@ from pathlib import Path
 from benchmarks.parity import engines, models, sampling
 from benchmarks.parity.arms import ARMS
 from benchmarks.parity.dose_arms import ALL_ARMS
-from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT, write_whole
+from benchmarks.parity.run_log import FINAL, FINISHED, HELD_OUT
 from benchmarks.parity.settings import Study, add_options, open_study
+from sgl_fp8rl.files import write_whole
 
 # 4096 problems at once, and few engines on a GPU by then
 ENGINE = {

@@ -15,9 +15,10 @@ from pathlib import Path
 from benchmarks.parity import engines, models, sampling
 from benchmarks.parity.arms import ALL_BF16, ARMS, KV8, Arm
 from benchmarks.parity.learner import mini_batches_of, trainer_logprobs
-from benchmarks.parity.run_log import Row, write_whole
+from benchmarks.parity.run_log import Row
 from benchmarks.parity.settings import Settings, Study, add_options, open_study
 from benchmarks.parity.tasks import KINDS, Problem, Task
+from sgl_fp8rl.files import write_whole
 from trainer_bridge import correct
 
 ENGINES = {

@@ -99,10 +99,3 @@ class RunLog:
         """Mark the run as finished; its checkpoint takes room and is of no more use."""
         (self.folder / FINISHED).touch()
         self._checkpoint.unlink(missing_ok=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, also where other processes write it at the same time."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.rename(path)

@@ -19,8 +19,9 @@ from benchmarks.parity import engines, models, sampling, start
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.learner import Learner, trainer_logprobs
 from benchmarks.parity.planting import Planting, input_outliers, plantings
-from benchmarks.parity.run_log import Row, rows_of, write_whole
+from benchmarks.parity.run_log import Row, rows_of
 from benchmarks.parity.settings import Study, add_options, open_study
+from sgl_fp8rl.files import write_whole
 from trainer_bridge import correct, fp8_forward
 
 SCAN = "scan.jsonl"

@@ -17,9 +17,10 @@ from benchmarks.environment import commit
 from benchmarks.parity import models
 from benchmarks.parity.arms import Arm
 from benchmarks.parity.dose_arms import STUDIES
-from benchmarks.parity.run_log import LOG, write_whole
+from benchmarks.parity.run_log import LOG
 from benchmarks.parity.tasks import LEVELS, LONG
 from examples.grpo.environment import environment
+from sgl_fp8rl.files import write_whole
 
 MARGIN = 0.05
 """Of reward. Two means that differ by less are called the same; see docs/parity.md."""

@@ -8,7 +8,6 @@ fastest choice depends mostly on the GPU.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from sgl_fp8rl.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +98,7 @@ class Files(Generic[S, E]):
         }
         content = {"format": FORMAT, **asdict(machine), "shapes": shapes}
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            unfinished.write_text(json.dumps(content, indent=1))
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+        write_whole(path, json.dumps(content, indent=1))
 
     def read(self, path: Path) -> tuple[Machine, dict[S, list[E]]]:
         """A table and the machine that it was measured on.

@@ -77,6 +77,14 @@ class FakeEngine:
         pass
 
 
+def rollout_of(
+    prompts: list[list[int]], tokens: list[list[int]], logprobs_BT: torch.Tensor, version: int
+) -> trainer_bridge.Rollout:
+    rows = [row[: len(t)].tolist() for row, t in zip(logprobs_BT, tokens, strict=True)]
+    stamps = [[version] * len(t) for t in tokens]
+    return trainer_bridge.Rollout(prompts, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+
+
 def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an engine: logprobs of the rollouts are those of the model itself."""
     (loop,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -94,9 +102,7 @@ def test_the_loop_of_readme_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         repeated = [[3, 4] for _ in tokens]
         with torch.no_grad():
             logprobs_BT = trainer_bridge.response_logprobs(model, repeated, tokens)
-        rows = [row[: len(t)].tolist() for row, t in zip(logprobs_BT, tokens, strict=True)]
-        stamps = [[versions[-1]] * len(t) for t in tokens]
-        return trainer_bridge.Rollout(repeated, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+        return rollout_of(repeated, tokens, logprobs_BT, versions[-1])
 
     monkeypatch.setattr(trainer_bridge, "rollout", rollout)
     monkeypatch.setattr(trainer_bridge, "update", update)
@@ -120,9 +126,7 @@ def test_slices_of_a_large_batch_give_the_gradient_of_the_whole() -> None:
     prompts = [[3, 4]] * len(tokens)
     logprobs_BT = trainer_bridge.response_logprobs(model, prompts, tokens)
     far_BT = logprobs_BT.detach() + 0.1 * torch.randn(logprobs_BT.shape, generator=generator)
-    rows = [row[: len(t)].tolist() for row, t in zip(far_BT, tokens, strict=True)]
-    stamps = [[0] * len(t) for t in tokens]
-    rollout = trainer_bridge.Rollout(prompts, tokens, rows, stamps, ["stop"] * len(tokens), 1.0)
+    rollout = rollout_of(prompts, tokens, far_BT, version=0)
     advantages_B1 = torch.randn(len(tokens), 1, generator=generator)
 
     correction = trainer_bridge.correct(rollout, logprobs_BT.detach())
