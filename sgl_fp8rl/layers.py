@@ -13,10 +13,13 @@ def read_layers(model: str, tp_size: int, command: str) -> list[dict[str, Any]]:
     """Start an engine with dummy weights, since only SGLang knows a model's layers.
 
     Args:
-        command: which of ``sgl-fp8rl`` asks; it ends with a sentence where there is no engine.
+        command: the subcommand of ``sgl-fp8rl`` that an error names.
 
     Returns:
         One ``quant_config.LayerFormat`` as a dictionary for each layer, as the first rank holds it.
+
+    Raises:
+        SystemExit: SGLang is not installed, or there is no such model.
     """
     try:
         with dummy_engine(model, tp_size) as engine:

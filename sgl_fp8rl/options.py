@@ -67,7 +67,7 @@ def export_keywords(keywords: Mapping[str, Any]) -> Fp8RLServerArgs:
     """Pass keywords to the processes that this engine spawns, but not to later engines.
 
     Args:
-        keywords: fields of ``Fp8RLServerArgs`` that override the environment, None too.
+        keywords: fields of ``Fp8RLServerArgs`` that override the environment; None removes one.
 
     Returns:
         The options of this engine.
