@@ -4,11 +4,18 @@ Shapes: B sequences, L tokens of the longest prompt with response, T of the long
 vocabulary.
 """
 
+import logging
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+
+logger = logging.getLogger(__name__)
+_warned: set[str] = set()
 
 
 def response_logprobs(
@@ -23,12 +30,14 @@ def response_logprobs(
     logits of all sequences are in memory at once, so pass slices of a large batch. With FSDP2 every
     rank calls this with its own sequences.
 
+    A model in training mode that drops out values, as the engine does not, is warned of once.
+
     Args:
-        model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is
-            [B, L, V], of any float dtype.
-        prompts: B lists of token ids: ``rollout.prompt_tokens``. One is empty only where its
-            request failed.
-        responses: B lists of token ids, possibly empty: ``rollout.tokens``.
+        model: a causal LM of transformers, or a wrapper of one: ``model(tokens_BL,
+            use_cache=False).logits`` is [B, L, V], of any float dtype.
+        prompts: B lists or arrays of token ids: ``rollout.prompt_tokens``. One is empty only where
+            its request failed.
+        responses: B lists or arrays of token ids, possibly empty: ``rollout.tokens``.
         temperature: ``rollout.temperature``.
 
     Returns:
@@ -37,38 +46,113 @@ def response_logprobs(
 
     Raises:
         ValueError: no sequence is given, the prompt of a response is empty, prompts and responses
-            differ in number, or the temperature is not positive.
+            differ in number or hold what is no token id of the model, the temperature is not
+            positive and finite, or the model returns no logits of all tokens.
     """
-    if not prompts or len(prompts) != len(responses):
+    if not len(prompts) or len(prompts) != len(responses):
         raise ValueError(
             f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; pass one "
             f"response per prompt, and at least one prompt"
         )
-    empty = [bool(r) and not p for p, r in zip(prompts, responses, strict=True)]
+    empty = [len(r) > 0 and not len(p) for p, r in zip(prompts, responses, strict=True)]
     if any(empty):
         raise ValueError(
             f"response_logprobs: prompt {empty.index(True)} is empty; nothing predicts the first "
             f"token of its response"
         )
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(
-            f"response_logprobs: temperature {temperature} is not positive; use "
+            f"response_logprobs: temperature {temperature} is not positive and finite; use "
             f"rollout.temperature, which is 1 for greedy sampling"
         )
-    # a row without a token is one of padding: attention over nothing would be NaN
-    rows = [torch.tensor([*p, *r] or [0]) for p, r in zip(prompts, responses, strict=True)]
-    tokens_BL = pad_sequence(rows, batch_first=True).to(model.device)
+    rows = [_ids(i, *both) for i, both in enumerate(zip(prompts, responses, strict=True))]
+    tokens_BL = pad_sequence(rows, batch_first=True)
     lengths_B1 = torch.tensor([[len(response)] for response in responses])
     column_T = torch.arange(int(lengths_B1.max()))
     mask_BT = column_T < lengths_B1
     # The logits that predict response token t are one position before it.
     before_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts])
-    position_BT = torch.where(column_T < lengths_B1, before_B1 + column_T, 0)
-    logits_BLV = model(tokens_BL, use_cache=False).logits
-    device = logits_BLV.device  # with CPU offload of FSDP2 the model's is another one
-    tokens_BL, mask_BT, position_BT = (x.to(device) for x in (tokens_BL, mask_BT, position_BT))
-    row_B1 = torch.arange(len(rows), device=device)[:, None]
-    logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
+    position_BT = torch.where(mask_BT, before_B1 + column_T, 0)
+    row_B1 = torch.arange(len(rows))[:, None]
     targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)
+    if isinstance(model, nn.Module):
+        _check_ids(tokens_BL, _embedded(model))
+        _warn_of_dropout(model)
+    output = model(tokens_BL.to(_device_of(model)), use_cache=False)
+    logits_BLV = getattr(output, "logits", None)
+    if not isinstance(logits_BLV, torch.Tensor) or logits_BLV.shape[:2] != tokens_BL.shape:
+        raise ValueError(
+            f"response_logprobs: the model returned a {type(output).__name__} that has no logits "
+            f"of {tuple(tokens_BL.shape)} tokens; pass a causal LM, with config.return_dict True"
+        )
+    _check_ids(targets_BT, logits_BLV.shape[2])
+    device = logits_BLV.device  # with CPU offload of FSDP2 the model's is another one
+    mask_BT, position_BT, row_B1, targets_BT = (
+        each.to(device) for each in (mask_BT, position_BT, row_B1, targets_BT)
+    )
+    logprobs_BTV = (logits_BLV[row_B1, position_BT].float() / temperature).log_softmax(-1)
     logprobs_BT: torch.Tensor = logprobs_BTV.gather(2, targets_BT[..., None])[..., 0]
     return logprobs_BT.masked_fill(~mask_BT, 0.0)
+
+
+def _ids(index: int, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    """The token ids of one sequence, int64 [tokens]."""
+    # a row without a token is one of padding: attention over nothing would be NaN
+    try:
+        row = torch.tensor([*prompt, *response] or [0])
+    except (TypeError, ValueError, RuntimeError):  # strings, None, numbers beyond int64
+        row = torch.tensor(math.nan)
+    if row.dim() != 1 or row.is_floating_point() or row.dtype == torch.bool:
+        raise ValueError(
+            f"response_logprobs: prompt or response {index} is no list of token ids; pass "
+            f"rollout.prompt_tokens and rollout.tokens"
+        )
+    return row.long()
+
+
+def _check_ids(ids: torch.Tensor, vocabulary: int | None) -> None:
+    """A GPU would not say which id it was, and compute nothing more."""
+    if vocabulary is None or not ids.numel():
+        return
+    least, most = map(int, ids.aminmax())
+    if least < 0 or most >= vocabulary:
+        raise ValueError(
+            f"response_logprobs: token id {least if least < 0 else most} is not one of the "
+            f"model's {vocabulary}; pass ids of the engine's model, without padding"
+        )
+
+
+def _embedded(model: nn.Module) -> int | None:
+    """How many token ids the model embeds, if it is of transformers, whatever wraps it."""
+    for module in model.modules():
+        if hasattr(module, "get_input_embeddings"):
+            try:
+                return getattr(module.get_input_embeddings(), "num_embeddings", None)
+            except NotImplementedError:  # transformers does not find it
+                return None
+    return None
+
+
+def _device_of(model: Any) -> torch.device:
+    """A wrapper may have none."""
+    device = getattr(model, "device", None)
+    return next(model.parameters()).device if device is None else device
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Of what is random in training: modules of dropout, and probabilities that others pass on."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items() if module.training else ():
+            is_random = re.search("drop|jitter", f"{type(module).__name__}.{name}", re.IGNORECASE)
+            if not (isinstance(value, float) and value > 0 and is_random):
+                continue
+            found = f"{path}.{name} is {value}"
+            if found not in _warned:
+                _warned.add(found)
+                logger.warning(
+                    "response_logprobs: the model is in training mode and %s, so logprobs are of "
+                    "another policy than the engine's; set what is dropped out to 0, or call "
+                    "model.eval(), which ends transformers' gradient checkpointing (logged once)",
+                    found,
+                )
+            return

@@ -12,7 +12,8 @@ from trainer_bridge.correction import rejection, weights
 from trainer_bridge.correction.config import PRESETS, CorrectionConfig, LossType
 from trainer_bridge.correction.correct_rows import correct_rows
 from trainer_bridge.metrics.alarms import Alarm, announce, check_alarms
-from trainer_bridge.metrics.batch_metrics import check_values, checked_groups, read_mismatch
+from trainer_bridge.metrics.batch_inputs import check_tensors, check_values, checked_groups
+from trainer_bridge.metrics.batch_metrics import read_mismatch
 from trainer_bridge.metrics.reducer import Reducer
 from trainer_bridge.rollout import Rollout
 
@@ -40,6 +41,7 @@ class Correction:
     a metric's first alarm as a warning."""
 
 
+@torch.inference_mode(False)  # what it returns is of a loss with a gradient
 def correct(
     rollout: Rollout,
     trainer_logprobs_BT: torch.Tensor,
@@ -60,9 +62,10 @@ def correct(
         Weights, mask, metrics and alarms, on the device of the trainer's logprobs.
 
     Raises:
-        ValueError: shapes or dtypes are wrong, a logprob is NaN or infinite, there are no tokens,
-            or the preset is unknown.
+        ValueError: shapes or dtypes are wrong, a logprob is NaN, infinite or above 0 (by more than
+            rounding), there are no tokens, or the preset is unknown.
     """
+    check_tensors("correct", trainer_logprobs_BT=trainer_logprobs_BT)
     device = trainer_logprobs_BT.device
     return correct_logprobs(
         trainer_logprobs_BT,
@@ -74,6 +77,7 @@ def correct(
     )
 
 
+@torch.inference_mode(False)
 def correct_logprobs(
     trainer_logprobs_BT: torch.Tensor,
     rollout_logprobs_BT: torch.Tensor,

@@ -6,6 +6,12 @@ Shapes: B sequences, T tokens of the longest response.
 import torch
 
 from trainer_bridge.correction.correction import Correction
+from trainer_bridge.metrics.batch_inputs import (
+    MOST_LOGPROB,
+    NOT_LOGPROBS,
+    check_tensors,
+    fault_of,
+)
 from trainer_bridge.metrics.mismatch import bounded
 
 
@@ -26,18 +32,32 @@ def policy_loss(
     Args:
         logprobs_BT: of the current policy, any float dtype, the only input that gets a gradient;
             positions outside the mask may hold anything, and get gradient 0.
-        advantages_BT: any shape that broadcasts to [B, T].
-        correction: the batch's correction.
-        clip: (low, high) of ppo_clip.
-        dual_clip: bound of ppo_clip's loss for negative advantages.
+        advantages_BT: [B, T], or [B, 1] with one for each sequence; of any real dtype, same device.
+            Positions outside the mask may hold anything.
+        correction: the batch's correction; of a micro-batch, its rows and columns of each tensor
+            (docs/correction.md).
+        clip: (low, high) of ppo_clip, not negative.
+        dual_clip: bound of ppo_clip's loss for negative advantages, at least 1.
 
     Returns:
-        [B, T], with gradient; FP32, or FP64 where logprobs_BT are.
+        [B, T], with gradient; FP32, or FP64 where logprobs_BT are. Divide its sum by the number of
+        tokens in the mask, but at least by 1: all may be rejected.
+
+    Raises:
+        ValueError: shapes differ, logprobs are not floats, a value that counts is NaN, infinite or
+            a logprob above 0 (by more than rounding), or a clip is out of range. Values are checked
+            on the device, for which this waits once.
     """
+    _check_clips(clip, dual_clip)
+    check_tensors("policy_loss", logprobs_BT=logprobs_BT, advantages_BT=advantages_BT)
+    _check_shapes(logprobs_BT, advantages_BT, correction)
     mask_BT = correction.mask_BT
     wide = torch.promote_types(logprobs_BT.dtype, torch.float32)
     logprobs_BT = logprobs_BT.to(wide).masked_fill(~mask_BT, 0.0)
+    if not advantages_BT.is_floating_point():  # uint8 has no negative
+        advantages_BT = advantages_BT.to(wide)
     advantages_BT = advantages_BT.expand_as(mask_BT).masked_fill(~mask_BT, 0.0)
+    _check_values(logprobs_BT.detach(), advantages_BT)
     if correction.loss_type == "reinforce":
         losses_BT = -advantages_BT * logprobs_BT
     else:
@@ -48,3 +68,52 @@ def policy_loss(
         capped_BT = torch.minimum(losses_BT, -advantages_BT * dual_clip)
         losses_BT = capped_BT.where(advantages_BT < 0, losses_BT)
     return losses_BT * correction.weights_BT.to(logprobs_BT.dtype)
+
+
+def _check_clips(clip: tuple[float, float], dual_clip: float) -> None:
+    try:
+        low, high = clip
+        is_sound = low >= 0 and high >= 0 and dual_clip >= 1
+    except (TypeError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(
+            f"policy_loss: clip is {clip!r} and dual_clip {dual_clip!r}; pass (low, high), neither "
+            f"below 0, and a dual_clip of at least 1"
+        )
+
+
+def _check_shapes(
+    logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, correction: Correction
+) -> None:
+    fault = fault_of(
+        "pass logprobs of all sequences that were corrected, or for a micro-batch its part of the "
+        "correction, as docs/correction.md does",
+        logprobs_BT=logprobs_BT,
+        weights_BT=correction.weights_BT,
+        old_logprobs_BT=correction.old_logprobs_BT,
+        mask_BT=correction.mask_BT,
+    )
+    whole, one_each = tuple(logprobs_BT.shape), (*logprobs_BT.shape[:1], 1)
+    shape, device = tuple(advantages_BT.shape), advantages_BT.device
+    if not fault and (shape not in (whole, one_each) or device != logprobs_BT.device):
+        fault = (
+            f"advantages_BT has shape {shape} on {device}; pass {whole}, or {one_each} for one of "
+            f"each sequence, on {logprobs_BT.device}"
+        )
+    if fault:
+        raise ValueError(f"policy_loss: {fault}")
+
+
+def _check_values(logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor) -> None:
+    faults = {
+        "an advantage is NaN or infinite; look at the rewards, and for a division by 0": (
+            ~advantages_BT.isfinite()
+        ),
+        "a logprob is NaN or infinite; look for NaN or Inf in the logits": ~logprobs_BT.isfinite(),
+        f"a logprob is {NOT_LOGPROBS}": logprobs_BT > MOST_LOGPROB,
+    }
+    found = torch.stack([fault_BT.any() for fault_BT in faults.values()]).tolist()  # one wait
+    for fault, is_there in zip(faults, found, strict=True):
+        if is_there:
+            raise ValueError(f"policy_loss: {fault}")

@@ -5,13 +5,13 @@ Shapes: B sequences, T tokens of the longest response.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer_bridge.metrics import histogram
-from trainer_bridge.metrics.groups import Groups, RefusedElsewhereError, agree_on_versions
+from trainer_bridge.metrics.batch_inputs import check_values, checked_groups
+from trainer_bridge.metrics.groups import Groups
 from trainer_bridge.metrics.mismatch import (
     LOG_RATIO_BOUND,
     Mismatch,
@@ -68,8 +68,9 @@ def mismatch_metrics(
         The metrics by name.
 
     Raises:
-        ValueError: shapes differ, the mask is not bool, a logprob is NaN or infinite where mask_BT
-            is True, or there are no tokens.
+        ValueError: shapes differ, logprobs are not floats, the mask is not bool, a logprob is NaN,
+            infinite or above 0 (by more than rounding) where mask_BT is True, or there are no
+            tokens.
     """
     given = trainer_logprobs_BT, rollout_logprobs_BT, mask_BT
     groups = checked_groups("mismatch_metrics", *given, versions_BT, group)
@@ -79,26 +80,6 @@ def mismatch_metrics(
     values = reducer.reduce(group)
     check_values("mismatch_metrics", values)
     return read_mismatch(values, groups)
-
-
-def checked_groups(
-    caller: str,
-    trainer_BT: torch.Tensor,
-    rollout_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    versions_BT: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-) -> Groups:
-    """The groups that all ranks agree on, or a ValueError on each if one rank has a fault."""
-    fault = _fault(trainer_BT, rollout_BT, mask_BT, versions_BT)
-    sent_mask_BT = None if fault else mask_BT
-    try:
-        versions = agree_on_versions(versions_BT, sent_mask_BT, trainer_BT.device, group)
-    except RefusedElsewhereError as error:
-        raise ValueError(f"{caller}: {fault or error}") from None
-    if fault:
-        raise ValueError(f"{caller}: {fault}")
-    return Groups.of(versions, versions_BT, mask_BT)
 
 
 def add_mismatch(
@@ -141,17 +122,7 @@ def add_mismatch(
     reducer.max("ends", ends(log_ratio_BT, mismatch.absent_BT))
     reducer.max("gap_ends", ends(gap_B, mismatch.absent_B))
     reducer.sum("broken", (mismatch.sequence_sum_B * 0 != 0).sum())  # has a NaN or an infinity
-
-
-def check_values(caller: str, values: Values) -> None:
-    """Raise ValueError on all ranks if a logprob is NaN or infinite, or if there are no tokens."""
-    if broken := int(values["broken"]):
-        raise ValueError(
-            f"{caller}: {broken} sequences have a NaN or infinite trainer or rollout logprob; "
-            f"look for NaN or Inf in the logits, and for a mask that covers padding"
-        )
-    if not values["tokens"][0, 0]:
-        raise ValueError(f"{caller}: mask_BT selects no tokens; pass at least one response")
+    reducer.max("most", mismatch.most)
 
 
 def read_mismatch(values: Values, groups: Groups, more: tuple[str, ...] = ()) -> dict[str, float]:
@@ -222,22 +193,3 @@ def _of_sequences(sums: list[float]) -> dict[str, float]:
 
 def _exp(log_ratio: float) -> float:
     return math.exp(min(max(log_ratio, -LOG_RATIO_BOUND), LOG_RATIO_BOUND))
-
-
-def _fault(*tensors: Any) -> str | None:
-    """What is wrong with shapes, dtypes and devices on this rank, if anything."""
-    names = ("trainer_logprobs_BT", "rollout_logprobs_BT", "mask_BT", "versions_BT")
-    shapes = {n: tuple(t.shape) for n, t in zip(names, tensors, strict=True) if t is not None}
-    shape = shapes.pop("trainer_logprobs_BT")
-    if len(shape) != 2 or set(shapes.values()) != {shape}:
-        return (
-            f"trainer_logprobs_BT has shape {shape}, but {shapes}; "
-            f"pass one [B, T] logprob for each response token, without the prompt"
-        )
-    mask_BT = tensors[2]
-    if mask_BT.dtype != torch.bool:
-        return f"mask_BT has dtype {mask_BT.dtype}; pass it as bool"
-    devices = {n: str(t.device) for n, t in zip(names[:3], tensors, strict=False)}
-    if len(set(devices.values())) > 1:
-        return f"logprobs and mask are on several devices, {devices}; pass them on the trainer's"
-    return None

@@ -108,6 +108,13 @@ class Mismatch:
         """For ``ends``: excludes sequences without a token."""
         return (self.present_B - 1) * NEVER_LARGEST
 
+    @property
+    def most(self) -> torch.Tensor:
+        """The largest trainer and rollout logprob, float64 [2]; at least 0 if not all count."""
+        if not self.mask_BT.numel():  # amax refuses it
+            return self.trainer_BT.new_zeros(2)
+        return torch.stack([self.trainer_BT.amax(), self.rollout_BT.amax()])
+
     @cached_property
     def sequence_sum_B(self) -> torch.Tensor:
         """Log ratio of the whole sequence: the sum over its tokens, not clamped."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_bridge.metrics.batch_inputs import check_tensors, fault_of
+
 
 @dataclass(frozen=True)
 class TokenMismatch:
@@ -46,11 +48,18 @@ def worst_tokens(
 
     Returns:
         The tokens; fewer than ``count`` if the mask has fewer.
+
+    Raises:
+        ValueError: shapes differ, logprobs are not floats, or the mask is not bool.
     """
+    given = {"trainer_logprobs_BT": trainer_logprobs_BT, "rollout_logprobs_BT": rollout_logprobs_BT}
+    check_tensors("worst_tokens", **given, mask_BT=mask_BT)
     device = trainer_logprobs_BT.device
     mask_BT = mask_BT.to(device)
-    trainer_BT = trainer_logprobs_BT.detach().double()
-    rollout_BT = rollout_logprobs_BT.to(device).double()
+    given = {name: tensor.detach().to(device) for name, tensor in given.items()}
+    if fault := fault_of("pass [B, T] of the same tokens", mask_BT=mask_BT, **given):
+        raise ValueError(f"worst_tokens: {fault}")
+    trainer_BT, rollout_BT = (tensor.double() for tensor in given.values())
     distance_BT = (trainer_BT - rollout_BT).abs().nan_to_num(torch.inf).where(mask_BT, -1.0)
     most = min(count, int(mask_BT.sum()))
     index = distance_BT.flatten().topk(most).indices
