@@ -82,7 +82,7 @@ def batch(length: int, device: str) -> list[torch.Tensor]:
     """Trainer and rollout logprobs, mask and versions: TOKENS tokens, full sequences."""
     generator = torch.Generator().manual_seed(0)
     shape = TOKENS // length, length
-    rollout_BT = -torch.rand(shape, generator=generator)
+    rollout_BT = -1 - torch.rand(shape, generator=generator)
     trainer_BT = rollout_BT + MISMATCH * torch.randn(shape, generator=generator)
     mask_BT = torch.ones(shape, dtype=torch.bool)
     versions_BT = (torch.arange(shape[0]) % VERSIONS)[:, None].expand(shape).contiguous()

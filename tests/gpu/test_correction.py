@@ -44,7 +44,7 @@ def make_batch(shape: tuple[int, int], device: str, spread: float = 0.2) -> Batc
     """Ragged rows, one empty, one with a hole; values outside the mask are NaN."""
     B, T = shape
     generator = torch.Generator().manual_seed(B * T)
-    rollout_BT = -3 * torch.rand(shape, generator=generator)
+    rollout_BT = -2 - 3 * torch.rand(shape, generator=generator)
     trainer_BT = rollout_BT + spread * torch.randn(shape, generator=generator)
     lengths_B = torch.tensor([T, 0, *((T * 2) // 3 + row for row in range(B - 2))])
     mask_BT = torch.arange(T) < lengths_B[:, None]
@@ -80,7 +80,7 @@ def test_a_gpu_corrects_as_a_cpu_does(
 def test_weights_mask_and_metrics_by_loops(level: Any, device: str) -> None:
     """Nothing here shares a line with the code that is tested."""
     generator = np.random.default_rng(3)
-    rollout = [(-3 * generator.random(n)).tolist() for n in (60, 7, 33, 1)]
+    rollout = [(-2 - 3 * generator.random(n)).tolist() for n in (60, 7, 33, 1)]
     trainer = [[v + 0.3 * generator.standard_normal() for v in row] for row in rollout]
     rejections = {"token_k3": 0.2, "seq_mean_k1": (0.7, 1.4), "seq_max_k2": 0.6}
     config = CorrectionConfig(level, 1.2, rollout_rs=rejections, veto_threshold=0.3)

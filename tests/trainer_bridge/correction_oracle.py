@@ -166,4 +166,10 @@ def batches(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Rows, Rows]:
     lengths = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
     rollout = [draw(st.lists(logprob, min_size=k, max_size=k)) for k in lengths]
     noise = draw(st.sampled_from([near, far]))
-    return [[value + draw(noise) for value in row] for row in rollout], rollout
+    trainer = [[value + draw(noise) for value in row] for row in rollout]
+    above = [[max(value, 0.0) for value in row] for row in trainer]  # no logprob is positive
+    return less(trainer, above), less(rollout, above)
+
+
+def less(rows: Rows, others: Rows) -> Rows:
+    return [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(rows, others, strict=True)]

@@ -140,10 +140,11 @@ def test_a_rollout_is_corrected_by_token_tis_unless_told_otherwise() -> None:
 
 def test_token_k1_bounds_the_rollouts_ratio_over_the_trainers() -> None:
     """As in verl: (0.5, 5) keeps pi_rollout / pi_trainer, not its inverse, inside."""
-    trainer_BT = torch.tensor([[math.log(3.0), math.log(0.25), 0.0]])  # over a rollout of 0
+    rollout_BT = torch.full((1, 3), -2.0)
+    trainer_BT = rollout_BT + torch.tensor([[math.log(3.0), math.log(0.25), 0.0]])
     config = CorrectionConfig(None, rollout_rs={"token_k1": (0.5, 5.0)})
     mask_BT = torch.ones(1, 3, dtype=torch.bool)
-    result = correct_logprobs(trainer_BT, torch.zeros(1, 3), mask_BT, config)
+    result = correct_logprobs(trainer_BT, rollout_BT, mask_BT, config)
     assert result.mask_BT.tolist() == [[False, True, True]]
 
 
@@ -162,7 +163,7 @@ def test_one_catastrophic_token_vetoes_its_sequence() -> None:
 def test_sequence_weights_survive_32k_tokens() -> None:
     """A sum of 32k log ratios in float32 is off by more than a whole weight's last digits."""
     generator = torch.Generator().manual_seed(4)
-    rollout_BT = -torch.rand(1, 32768, generator=generator)
+    rollout_BT = -0.05 - torch.rand(1, 32768, generator=generator)
     trainer_BT = rollout_BT + 4e-4 + 0.01 * torch.randn(1, 32768, generator=generator)
     exact = math.fsum((trainer_BT.double() - rollout_BT.double())[0].tolist())
     single = (trainer_BT - rollout_BT).cumsum(1)[0, -1].item()
@@ -175,7 +176,7 @@ def test_sequence_weights_survive_32k_tokens() -> None:
 
 def test_blocks_of_rows_are_normalised_together(monkeypatch: Any) -> None:
     generator = torch.Generator().manual_seed(3)
-    rollout_BT = -torch.rand(9, 20, generator=generator)
+    rollout_BT = -5 - torch.rand(9, 20, generator=generator)
     trainer_BT = rollout_BT + torch.randn(9, 20, generator=generator)
     given_ = trainer_BT, rollout_BT, torch.rand(9, 20, generator=generator) < 0.7
     for level in LEVELS:
@@ -195,6 +196,7 @@ def loss_case() -> tuple[torch.Tensor, ...]:
     rollout_BT, noise_BT, step_BT, advantages_BT = torch.randn(
         4, 3, 5, generator=generator
     ).double()
+    rollout_BT -= 5
     mask_BT = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool)
     trainer_BT = rollout_BT + 0.3 * noise_BT
     return trainer_BT, rollout_BT, mask_BT, trainer_BT + 0.3 * step_BT, advantages_BT

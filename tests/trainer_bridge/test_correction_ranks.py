@@ -58,13 +58,13 @@ def make_case(rollout: Any, trainer: Any, versions: Any, level: str = "token") -
 def _long(spread: float, version: int) -> tuple[Any, Any, Any]:
     """Rollout, trainer and versions of 600 tokens."""
     noise = spread * torch.randn(600, generator=torch.Generator().manual_seed(2))
-    return [[-1.0] * 600], [(noise - 1.0).tolist()], [[version] * 600]
+    return [[-6.0] * 600], [(noise - 6.0).tolist()], [[version] * 600]
 
 
 @pytest.mark.timeout(ranks.JOIN_S + 30)
 def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    rollout = [(-3 * torch.rand(n, generator=generator)).tolist() for n in (40, 3, 0, 5)]
+    rollout = [(-5 - 3 * torch.rand(n, generator=generator)).tolist() for n in (40, 3, 0, 5)]
     noise = [torch.randn(len(row), generator=generator) for row in rollout]
     trainer = [(torch.tensor(r) + n).tolist() for r, n in zip(rollout, noise, strict=True)]
     ages = {
@@ -91,6 +91,7 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
         "nothing": [nothing, nothing],
         "sick rank": [make_case(*_long(0.01, 3)), make_case(*_long(1.0, 2))],
         "infinite": [good, make_case([[-1.0]], [[-math.inf]], [[0]])],
+        "positive": [good, make_case([[-1.0]], [[0.5]], [[0]])],
         "misshapen": [make_case([[-1.0]], [[-1.0, -2.0]], [[0]]), good],
     }
     first, second = run_on_two_ranks(tmp_path, cases)
@@ -129,5 +130,7 @@ def test_two_ranks_get_the_numbers_of_one_batch(tmp_path: Path) -> None:
     assert not correct_logprobs(trainer, rollout, torch.ones_like(trainer).bool()).alarms
     assert "selects no token" in first["nothing"] and first["nothing"] == second["nothing"]
     assert "NaN or infinite" in first["infinite"] and first["infinite"] == second["infinite"]
+    assert "trainer logprob is 0.5" in first["positive"]
+    assert first["positive"] == second["positive"]
     assert "trainer_logprobs_BT has shape (1, 2)" in first["misshapen"]
     assert "1 other ranks refused" in second["misshapen"]

@@ -62,7 +62,7 @@ def test_metrics_agree_with_the_oracle(batch: tuple[Rows, Rows]) -> None:
 
 def long_batch(lengths: tuple[int, ...], spread: float) -> tuple[Rows, Rows]:
     generator = torch.Generator().manual_seed(0)
-    rollout = [(-torch.rand(n, generator=generator) * 4).tolist() for n in lengths]
+    rollout = [(-5 * spread - torch.rand(n, generator=generator) * 4).tolist() for n in lengths]
     noise = [(spread * torch.randn(n, generator=generator)).tolist() for n in lengths]
     pairs = zip(rollout, noise, strict=True)
     return [[r + n for r, n in zip(*pair, strict=True)] for pair in pairs], rollout

@@ -98,8 +98,8 @@ def _check_shapes(
     shape, device = tuple(advantages_BT.shape), advantages_BT.device
     if not fault and (shape not in (whole, one_each) or device != logprobs_BT.device):
         fault = (
-            f"advantages_BT has shape {shape} on {device}; pass {whole}, or {one_each} for one of "
-            f"each sequence, on {logprobs_BT.device}"
+            f"advantages_BT has shape {shape} on {device}; pass {whole}, or {one_each} for one a "
+            f"sequence (advantages[:, None]), on {logprobs_BT.device}"
         )
     if fault:
         raise ValueError(f"policy_loss: {fault}")

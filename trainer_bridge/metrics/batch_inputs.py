@@ -14,9 +14,7 @@ from trainer_bridge.metrics.reducer import Values
 MOST_LOGPROB = 0.01
 """In nats: beyond rounding, which is 1e-4 in FP32 for logits of 1000; nearly all probabilities of
 sampled tokens are larger."""
-NOT_LOGPROBS = (
-    f"above {MOST_LOGPROB}; pass log_softmax in FP32, not probabilities, logits or losses"
-)
+NOT_LOGPROBS = f"above {MOST_LOGPROB}; pass those of log_softmax, not probabilities or losses"
 
 
 def check_tensors(caller: str, **given: Any) -> None:
