@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,14 +77,14 @@ def response_logprobs(
     row_B1 = torch.arange(len(rows))[:, None]
     targets_BT = torch.where(mask_BT, tokens_BL[row_B1, position_BT + mask_BT], 0)
     if isinstance(model, nn.Module):
-        _check_ids(tokens_BL, _embedded(model))
+        _check_model(model, tokens_BL)
         _warn_of_dropout(model)
     output = model(tokens_BL.to(_device_of(model)), use_cache=False)
     logits_BLV = getattr(output, "logits", None)
     if not isinstance(logits_BLV, torch.Tensor) or logits_BLV.shape[:2] != tokens_BL.shape:
         raise ValueError(
             f"response_logprobs: the model returned a {type(output).__name__} that has no logits "
-            f"of {tuple(tokens_BL.shape)} tokens; pass a causal LM, with config.return_dict True"
+            f"of {tuple(tokens_BL.shape)} tokens; pass a causal LM, with return_dict True"
         )
     _check_ids(targets_BT, logits_BLV.shape[2])
     device = logits_BLV.device  # with CPU offload of FSDP2 the model's is another one
@@ -122,15 +123,19 @@ def _check_ids(ids: torch.Tensor, vocabulary: int | None) -> None:
         )
 
 
-def _embedded(model: nn.Module) -> int | None:
-    """How many token ids the model embeds, if it is of transformers, whatever wraps it."""
+def _check_model(model: nn.Module, tokens_BL: torch.Tensor) -> None:
+    """What a model of transformers, whatever wraps it, would fail at with errors of its own."""
     for module in model.modules():
         if hasattr(module, "get_input_embeddings"):
-            try:
-                return getattr(module.get_input_embeddings(), "num_embeddings", None)
-            except NotImplementedError:  # transformers does not find it
-                return None
-    return None
+            if getattr(getattr(module, "config", None), "return_dict", True) is False:
+                raise ValueError(
+                    "response_logprobs: config.return_dict is False, with which transformers "
+                    "returns no logits by name; set it to True"
+                )
+            with suppress(NotImplementedError):  # transformers does not find it
+                embedding = module.get_input_embeddings()
+                _check_ids(tokens_BL, getattr(embedding, "num_embeddings", None))
+            return
 
 
 def _device_of(model: Any) -> torch.device:
@@ -142,17 +147,19 @@ def _device_of(model: Any) -> torch.device:
 def _warn_of_dropout(model: nn.Module) -> None:
     """Of what is random in training: modules of dropout, and probabilities that others pass on."""
     for path, module in model.named_modules():
-        for name, value in vars(module).items() if module.training else ():
-            is_random = re.search("drop|jitter", f"{type(module).__name__}.{name}", re.IGNORECASE)
-            if not (isinstance(value, float) and value > 0 and is_random):
+        numbers = vars(module).items() if module.training else ()
+        for name, value in numbers:
+            if not isinstance(value, float) or value <= 0:
+                continue
+            if not re.search("drop|jitter", f"{type(module).__name__}.{name}", re.IGNORECASE):
                 continue
             found = f"{path}.{name} is {value}"
             if found not in _warned:
                 _warned.add(found)
                 logger.warning(
                     "response_logprobs: the model is in training mode and %s, so logprobs are of "
-                    "another policy than the engine's; set what is dropped out to 0, or call "
-                    "model.eval(), which ends transformers' gradient checkpointing (logged once)",
+                    "another policy than the engine's; set it to 0, or call model.eval(), which "
+                    "also ends gradient checkpointing of transformers (logged once)",
                     found,
                 )
             return

@@ -1,15 +1,21 @@
 """The trainer's logprobs of a padded batch against single sequences in float64."""
 
+import logging
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from tests.trainer_bridge.moe_models import tiny
-from trainer_bridge import response_logprobs
+from tests.trainer_bridge.moe_models import VOCAB, tiny
+from trainer_bridge import logprobs, response_logprobs
 
 PROMPTS = [[51, 43, 53, 61], [50], [7, 8], [9]]
 RESPONSES = [[56, 10], [52, 44, 53, 10, 3], [], [4]]
@@ -89,11 +95,112 @@ def test_no_response_has_a_token() -> None:
         ([[1], []], [[1], [2]], 1.0, "prompt 1 is empty"),
         ([[1]], [[1]], 0.0, "temperature 0.0"),
         ([[1]], [[1]], math.nan, "temperature nan"),
+        ([[1]], [[1]], math.inf, "temperature inf"),
+        ([[1]], [[1.0]], 1.0, "response 0 is no list of token ids"),
+        ([[1], [True]], [[1], []], 1.0, "response 1 is no list of token ids"),
+        (["one"], [[1]], 1.0, "response 0 is no list of token ids"),
+        ([[1]], [[None]], 1.0, "response 0 is no list of token ids"),
+        ([[[1]]], [[[1]]], 1.0, "response 0 is no list of token ids"),
+        ([[2**64]], [[1]], 1.0, "response 0 is no list of token ids"),
     ],
 )
 def test_refused(prompts: Any, responses: Any, temperature: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         response_logprobs(None, prompts, responses, temperature)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor, np.int32], ids=["np", "torch", "np32"])
+def test_arrays_of_token_ids(convert: Any) -> None:
+    prompts, responses = [[51, 43], [50, 7]], [[56, 10, 3], [52, 44, 53]]
+    model = tiny("qwen3")
+    expected = response_logprobs(model, prompts, responses)
+    assert torch.equal(response_logprobs(model, convert(prompts), convert(responses)), expected)
+    each = [convert(row) for row in prompts], [convert(row) for row in responses]
+    assert torch.equal(response_logprobs(model, *each), expected)
+
+
+class Around(nn.Module):
+    """A wrapper as users write it: neither device, nor config, nor embeddings."""
+
+    def __init__(self, inner: nn.Module, **keywords: Any) -> None:
+        super().__init__()
+        self.inner, self.keywords = inner, keywords
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.inner(*args, **keywords, **self.keywords)
+
+
+WRAPPERS: dict[str, Callable[[Any], nn.Module]] = {
+    "model": lambda model: model,
+    "own": Around,
+    "data parallel": nn.DataParallel,
+    "averaged": AveragedModel,
+    "adapter": lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_model_is_the_model(wrap: Callable[[Any], nn.Module]) -> None:
+    expected = response_logprobs(tiny("qwen3"), PROMPTS, RESPONSES)
+    model = wrap(tiny("qwen3"))
+    torch.testing.assert_close(response_logprobs(model, PROMPTS, RESPONSES), expected)
+    for odd, where in ((VOCAB, "prompt"), (VOCAB, "response"), (-100, "response")):
+        given = {"prompt": [[1, 2]], "response": [[3]]}
+        given[where][0].append(odd)
+        with pytest.raises(ValueError, match=f"token id {odd} is not one of the model's {VOCAB}"):
+            response_logprobs(model, given["prompt"], given["response"])
+
+
+def test_an_id_beyond_the_logits() -> None:
+    """Of a model that is no transformers', or embeds ids that it never predicts."""
+    model = SimpleLM(torch.zeros(1, 3, 11))
+    response_logprobs(model, [[11, 12]], [[10]])
+    with pytest.raises(ValueError, match="token id 11 is not one of the model's 11"):
+        response_logprobs(model, [[1, 2]], [[11]])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny("qwen3", return_dict=False),
+        lambda: Around(tiny("qwen3", return_dict=False)),
+        lambda: Around(tiny("qwen3"), return_dict=False),
+        lambda: Around(tiny("qwen3").model),
+        lambda: Around(tiny("qwen3"), logits_to_keep=1),
+    ],
+    ids=["config", "wrapped", "tuple", "without head", "last logits"],
+)
+def test_a_model_without_logits_of_all_tokens(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=r"no logits|return_dict is False"):
+        response_logprobs(make(), [[1, 2]], [[3]])
+
+
+RANDOM: dict[str, Callable[[], Any]] = {
+    "attention": lambda: tiny("qwen3", attention_dropout=0.1),
+    "modules": lambda: tiny("gpt2", resid_pdrop=0.1),
+    "router": lambda: tiny("mixtral", router_jitter_noise=0.1),
+    "adapter": lambda: get_peft_model(
+        tiny("qwen3"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", RANDOM.values(), ids=RANDOM)
+def test_dropout_is_warned_of_once(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logprobs, "_warned", set())
+    given, calm = ([[1, 2]], [[3]]), tiny("qwen3").train()
+    with caplog.at_level(logging.WARNING, logprobs.__name__):
+        response_logprobs(calm, *given)
+        model = make().eval()
+        response_logprobs(model, *given)
+        assert not caplog.records
+        for wrapped in (model.train(), Around(model)):
+            response_logprobs(wrapped, *given)
+    first, *others = (record.getMessage() for record in caplog.records)
+    assert "is 0.1" in first and "model.eval()" in first
+    assert len(others) < 2  # under another name
 
 
 class SimpleLM:
