@@ -1,9 +1,9 @@
 """``fp8_forward``: a trainer computes its forward with the codes that its engines serve."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,15 @@ from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import attention_hooks, hf_names
 from trainer_bridge.collective import Leader, ranks_of
-from trainer_bridge.connections import connection_to
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.engine_norms import convert_norms
 from trainer_bridge.fp8_attention import fake_quantize_kv
 from trainer_bridge.fp8_weights import moves_codes
+from trainer_bridge.participant import Participant, participants_of
 from trainer_bridge.sources import Source, named_tensors, sources
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class FP8Forward:
         ``fp8_forward``, and with FSDP2 gather each tensor once.
 
         Args:
-            engine: as for ``update``; that of the first rank is asked.
+            engine: as for ``update``, all of a list; that of the first rank is asked.
 
         Raises:
             EngineError: a tensor differs, on every rank; or the engine cannot be reached.
@@ -92,11 +93,13 @@ class FP8Forward:
                 (``kv_scales=``); without them each one measures its own.
 
         Raises:
-            EngineError: the engine cannot be reached, or has not measured its scales yet.
+            EngineError: an engine cannot be reached, has not measured its scales yet, or has other
+                ones than the first.
             ValueError: it has other layers than the model.
         """
         leader = Leader(self.ranks)
-        scales = leader.share(leader.attempt(_kv_scales_of, engine))
+        remedy = "give kv_scales to update, so that all have the same"
+        scales = leader.share(leader.attempt(_of_all, engine, _kv_scales_of, remedy))
         fake_quantize_kv(self.model, scales, self.dtype)
 
 
@@ -114,14 +117,16 @@ def fp8_forward(
     Args:
         model: a causal language model of transformers; its linears are ``nn.Linear``, and experts
             3-D parameters with [gate; up] rows.
-        like: the engine (as for ``update``) whose layers decide; on ranks that do not lead, None.
+        like: the engine (as for ``update``) whose layers decide, or a list of engines that keep the
+            same ones; on ranks that do not lead, None.
         group: where the job has several ranks, those that call together, by default all.
 
     Returns:
         the tensors in question, and a check of the engine's codes.
 
     Raises:
-        EngineError: the engine cannot be reached, or has no weights yet.
+        EngineError: an engine cannot be reached, has no weights yet, or keeps other layers in FP8
+            than the first.
         ManifestError: the model has not the layers that the engine keeps in FP8.
         ValueError: a layer is of a kind that is not known, or sharded already.
     """
@@ -129,8 +134,9 @@ def fp8_forward(
         group = dist.group.WORLD
     ranks = ranks_of([], group)
     leader = Leader(ranks)
-    layout: Any = leader.share(leader.attempt(_layout_of, like))
-    names, dtype = set(layout["formats"][QUANTIZED.name]), getattr(torch, layout["dtype"])
+    remedy = "start all with the same options for layers in FP8 and the dtype"
+    layout: Any = leader.share(leader.attempt(_of_all, like, _layout_of, remedy))
+    names, dtype = set(layout["names"]), getattr(torch, layout["dtype"])
     attention_hooks.install()  # a model may be compiled before there are KV scales
     return replace(convert_layers(model, names, dtype), ranks=ranks)
 
@@ -171,26 +177,35 @@ def convert_layers(model: nn.Module, names: set[str], dtype: torch.dtype) -> FP8
     return FP8Forward(model, dtype, tuple(sorted(found)))
 
 
-def _layout_of(engine: Any) -> dict[str, Any]:
-    layout = connection_to(engine).layout()
-    if not layout["formats"].get(QUANTIZED.name):
+def _of_all(engines: Any, ask: Callable[[Participant], Answer], remedy: str) -> Answer:
+    """What all engines answer alike."""
+    first, *others = participants_of(engines)
+    answer = ask(first)
+    if odd := [each.name for each in others if ask(each) != answer]:
+        raise EngineError(f"{odd[0]} differs from {first.name}; {remedy}")
+    return answer
+
+
+def _layout_of(engine: Participant) -> dict[str, Any]:
+    layout = engine.connection.layout()
+    names = layout["formats"].get(QUANTIZED.name)
+    if not names:
         raise EngineError(
-            "the engine keeps no layer in block FP8, or does not know yet; update it first, and "
-            "start it with --fp8rl-format block-fp8"
+            f"{engine.name} keeps no layer in block FP8, or does not know yet; update it first, "
+            f"and start it with --fp8rl-format block-fp8"
         )
-    return {name: layout[name] for name in ("formats", "dtype")}
+    return {"names": sorted(names), "dtype": layout["dtype"]}
 
 
-def _kv_scales_of(engine: Any) -> list[tuple[float, float]] | None:
+def _kv_scales_of(engine: Participant) -> list[tuple[float, float]] | None:
     """Of K and V in each layer; None of a BF16 cache."""
-    connection = connection_to(engine)
-    if connection.layout()["kv_cache"] is None:
+    if engine.connection.layout()["kv_cache"] is None:
         return None
-    reply = connection.client.control({"op": "kv"})
+    reply = engine.connection.client.control({"op": "kv"})
     if reply["pending"]:
         raise EngineError(
-            "the engine measures its KV scales at the first prefill after an update, which has not "
-            "come yet; call it after a rollout, or give kv_scales to update"
+            f"{engine.name} measures its KV scales at the first prefill after an update, which has "
+            f"not come yet; call it after a rollout, or give kv_scales to update"
         )
     return [(max(k), max(v)) for k, v, _ in reply["scales"]]
 
@@ -207,13 +222,17 @@ def _raise_first(faults: list[Exception | None]) -> None:
         raise fault
 
 
-def _sums_of(engine: Any) -> Sums:
-    sums = connection_to(engine).client.control({"op": "code_sums"}).get("sums")
-    if not isinstance(sums, dict):
-        raise EngineError(
-            "the engine's reply has no sums; install the same sgl-fp8rl on both sides"
-        )
-    return sums
+def _sums_of(engines: Any) -> dict[str, Sums]:
+    """Of each engine, by what errors call it."""
+    found: dict[str, Sums] = {}
+    for each in participants_of(engines):
+        sums = each.connection.client.control({"op": "code_sums"}).get("sums")
+        if not isinstance(sums, dict):
+            raise EngineError(
+                f"the reply of {each.name} has no sums; install the same sgl-fp8rl on both sides"
+            )
+        found[each.name] = sums
+    return found
 
 
 def _add_sums(
@@ -235,16 +254,17 @@ def _add_sums(
             ours[name, ""], ours[name, scales] = code_sum(encoded[""]), scale_sum(encoded[scales])
 
 
-def _compare(ours: dict[tuple[str, str], torch.Tensor], theirs: Sums) -> None:
+def _compare(ours: dict[tuple[str, str], torch.Tensor], theirs: dict[str, Sums]) -> None:
     (scales,) = QUANTIZED.suffixes
     values = torch.stack(list(ours.values())).tolist()  # one wait for all
     found = {key: total([value]) for key, value in zip(ours, values, strict=True)}
     names = {name for name, _ in found}
-    odd = {name for name in names if theirs.get(name) != [found[name, ""], found[name, scales]]}
-    odd |= theirs.keys() - names
-    if odd:
-        raise EngineError(
-            f"{len(odd)} of {len(names | theirs.keys())} tensors differ between this forward and "
-            f"the engine, {min(odd)} among them; update the engine to these weights, and change "
-            f"them by an optimizer or in place, not through .data"
-        )
+    for engine, sums in theirs.items():
+        odd = {name for name in names if sums.get(name) != [found[name, ""], found[name, scales]]}
+        odd |= sums.keys() - names
+        if odd:
+            raise EngineError(
+                f"{len(odd)} of {len(names | sums.keys())} tensors differ between this forward and "
+                f"{engine}, {min(odd)} among them; update the engine to these weights, and change "
+                f"them by an optimizer or in place, not through .data"
+            )

@@ -551,6 +551,32 @@ def test_the_check_compares_codes(family: str) -> None:
         fp8.check(engine)
 
 
+def test_a_list_of_engines_is_checked_whole() -> None:
+    model, plain = tiny("qwen3"), tiny("qwen3")
+    cache = {"layers": 2, "kv_heads": 1}
+    engines = [FakeEngine(model, kv_cache=cache) for _ in range(3)]
+    *same, other = engines
+    fp8 = fp8_forward(model, same)
+    assert fp8.names == fp8_forward(tiny("qwen3"), same[0]).names
+    for each in engines:
+        each.sums = sums_of(plain)
+        each.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.5], [1.0]]]}
+    fp8.check(engines)
+    fp8.sync_kv_scales(engines)
+    name = fp8.names[3]
+    other.sums = {**other.sums, name: [0, 0]}
+    other.kv = {"pending": False, "scales": [[[0.3], [0.2], [1.0]], [[0.1], [0.4], [1.0]]]}
+    with pytest.raises(EngineError, match=f"engine 2, {name}"):
+        fp8.check(engines)
+    with pytest.raises(EngineError, match=r"engine 2 differs from engine 0.*kv_scales"):
+        fp8.sync_kv_scales(engines)
+    for odd in ({"dtype": "float16"}, {"formats": {"block-fp8": [*fp8.names[1:]]}}):
+        fresh = tiny("qwen3")
+        with pytest.raises(EngineError, match=r"engine 1 differs from engine 0.*options"):
+            fp8_forward(fresh, [same[0], FakeEngine(fresh, **odd)])
+        assert not any(hasattr(module, "fp8_parameters") for module in fresh.modules())
+
+
 def test_an_engine_of_another_sgl_fp8rl() -> None:
     model = tiny("qwen3")
     engine: Any = FakeEngine(model)
