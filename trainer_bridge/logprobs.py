@@ -7,7 +7,7 @@ vocabulary.
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -125,7 +125,8 @@ def _check_ids(ids: torch.Tensor, vocabulary: int | None) -> None:
 
 def _check_model(model: nn.Module, tokens_BL: torch.Tensor) -> None:
     """What a model of transformers, whatever wraps it, would fail at with errors of its own."""
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "get_input_embeddings"):
             if getattr(getattr(module, "config", None), "return_dict", True) is False:
                 raise ValueError(
@@ -140,8 +141,8 @@ def _check_model(model: nn.Module, tokens_BL: torch.Tensor) -> None:
 
 def _device_of(model: Any) -> torch.device:
     """A wrapper may have none."""
-    device = getattr(model, "device", None)
-    return next(model.parameters()).device if device is None else device
+    device: torch.device | None = getattr(model, "device", None)
+    return device if device is not None else next(model.parameters()).device
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
