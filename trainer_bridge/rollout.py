@@ -111,8 +111,9 @@ class Rollout:
     def mask_BT(self) -> torch.Tensor:
         """True where there is a token, bool [B, T]."""
         lengths_B = [len(row) for row in self.tokens]
-        columns_T = torch.arange(max(lengths_B, default=0))
-        return columns_T < torch.tensor(lengths_B, dtype=torch.int64)[:, None]
+        with torch.inference_mode(False):  # it is kept, and a gradient may need it
+            columns_T = torch.arange(max(lengths_B, default=0))
+            return columns_T < torch.tensor(lengths_B, dtype=torch.int64)[:, None]
 
     @property
     def policy_versions(self) -> list[int]:
@@ -291,4 +292,5 @@ def _pad(rows: Sequence[Sequence[Any]], dtype: Any, value: int) -> torch.Tensor:
     padded_BT = np.full((len(rows), max(map(len, rows), default=0)), value, dtype)
     for index, row in enumerate(rows):
         padded_BT[index, : len(row)] = row
-    return torch.from_numpy(padded_BT)
+    with torch.inference_mode(False):  # as above
+        return torch.from_numpy(padded_BT)

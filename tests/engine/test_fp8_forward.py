@@ -53,7 +53,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.bfloat16)
-        return model.eval(), fp8_forward(model, self.server) if forward else None
+        return model.eval(), fp8_forward(model, [self.server]) if forward else None
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -120,7 +120,7 @@ def test_codes_are_those_that_the_engine_would_make(run: Run) -> None:
     control, _ = run.trainer(forward=False)
     assert fp8 is not None
     sent = trainer_bridge.update(control, run.server, version=STEPS)
-    fp8.check(run.server)
+    fp8.check([run.server])
     held = sha256(run.server)
     codes = trainer_bridge.update(model, run.server, version=STEPS + 1)
     assert sha256(run.server) == held

@@ -279,7 +279,9 @@ def test_a_correction_of_inference_mode_is_of_a_loss_with_gradients(preset: str)
     rollout, logits = rollout_of(drawn(2, 3, seed=1)), torch.zeros(2, 3, requires_grad=True)
     with torch.inference_mode():
         trainer = drawn(2, 3).float()
+        assert rollout.mask_BT.all() and rollout.logprobs_BT.lt(0).all()
         correction = correct(rollout, trainer, preset)
     assert torch.equal(correction.weights_BT, correct(rollout, trainer.clone(), preset).weights_BT)
     policy_loss(logits + trainer.clone(), torch.ones(2, 1), correction).sum().backward()
+    (logits * rollout.logprobs_BT)[rollout.mask_BT].sum().backward()  # both were first read there
     assert logits.grad is not None and logits.grad.isfinite().all()
