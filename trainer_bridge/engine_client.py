@@ -1,16 +1,21 @@
 """One engine, in this process or behind HTTP, reached by the same two calls."""
 
 import asyncio
+import ipaddress
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.http_exchange import Answer, Fault, ReplyTooLongError
 from trainer_bridge.http_requests import post_all
+
+logger = logging.getLogger(__name__)
 
 CONTROL_PATH = "/fp8rl"
 CONTROL_TIMEOUT_S = 600.0
@@ -173,6 +178,8 @@ class HTTPEngine:
         self.host = urlsplit(self.address).hostname
         """By which this process reaches the engine's host."""
         self._key = key
+        if key is not None and self.address.startswith("http:"):
+            _note_plain(self.address, self.host)
 
     def control(
         self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
@@ -213,6 +220,22 @@ class HTTPEngine:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             return EngineError(f"{self.address} cannot be reached ({error}); is it up?")
+
+
+@cache
+def _note_plain(address: str, host: str | None) -> None:
+    """Warn, once for each address, of a key that a network can read."""
+    try:
+        is_here = host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:  # a name
+        is_here = False
+    if not is_here:
+        logger.warning(
+            "the key of %s is sent over plain HTTP, where others on the network can read it; start "
+            "the server with --ssl-keyfile and --ssl-certfile and use https://, or trust the "
+            "network",
+            address,
+        )
 
 
 def normalized(address: str) -> str:

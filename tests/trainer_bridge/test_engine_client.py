@@ -110,6 +110,29 @@ def test_the_key_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert keys == ["Bearer secret", "Bearer from the environment", "Bearer secret"]
 
 
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("http://10.0.0.7:30000", "secret", True),
+        ("http://engine-7:30000", "secret", True),
+        ("http://[2001:db8::1]:30000", "secret", True),
+        ("https://10.0.0.7:30000", "secret", False),
+        ("http://10.0.0.8:30000", None, False),
+        ("http://127.0.0.3:30000", "secret", False),
+        ("http://[::1]:30000", "secret", False),
+        ("http://localhost:30000", "secret", False),
+    ],
+)
+def test_a_key_that_the_network_can_read(
+    address: str, key: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each server, and never the key itself."""
+    for _ in range(2):
+        connect(address, key)
+    assert [address in record.getMessage() for record in caplog.records] == [True] * warns
+    assert "secret" not in caplog.text
+
+
 def test_each_request_has_its_own_reply_or_error(server: Server) -> None:
     def answer(body: Any) -> tuple[int, bytes]:
         if body["input_ids"] == [2]:
