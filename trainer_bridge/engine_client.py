@@ -109,7 +109,7 @@ def _http_exceptions() -> tuple[Any, ...]:
 
 
 class InProcessEngine:
-    """An ``sgl.Engine`` of this process."""
+    """An ``sgl.Engine`` of this process. Any number of threads may call."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -125,9 +125,14 @@ class InProcessEngine:
     def sample(
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[dict[str, Any] | EngineError]:
-        return self._engine.loop.run_until_complete(  # type: ignore[no-any-return]
-            self._sample_all(requests, timeout)
-        )
+        try:
+            return self._engine.fp8rl_run(  # type: ignore[no-any-return]
+                self._sample_all(requests, timeout)
+            )
+        except RuntimeError as error:
+            if not hasattr(error, "status"):
+                raise
+            raise EngineError(str(error), error.status) from error
 
     async def _sample_all(
         self, requests: Sequence[dict[str, Any]], timeout: float | None

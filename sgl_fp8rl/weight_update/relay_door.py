@@ -64,9 +64,7 @@ class Door:
                             oldest.shutdown(socket.SHUT_RDWR)
                 Thread(target=self._ask, args=(peer, token, admit), daemon=True).start()
 
-    def _ask(
-        self, peer: socket.socket, token: str, admit: Callable[[socket.socket], None]
-    ) -> None:
+    def _ask(self, peer: socket.socket, token: str, admit: Callable[[socket.socket], None]) -> None:
         is_known = holds(peer, token)
         with self._lock:
             is_here = peer in self._strangers

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -258,7 +258,7 @@ class Engine:
     def __init__(
         self, fault: Exception | None = None, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.fault, self.loop = fault, loop
+        self.fault, self._loop = fault, loop
         self.calls: list[dict[str, Any]] = []
         self.running = 0
 
@@ -275,6 +275,10 @@ class Engine:
         if self.fault is not None:
             raise self.fault
         return {"echo": message}
+
+    def fp8rl_run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None
+        return self._loop.run_until_complete(coroutine)
 
     async def async_generate(self, **arguments: Any) -> Any:
         """Long prompts take their time."""
@@ -361,6 +365,17 @@ def test_prompts_are_tokenized_where_their_ids_are_wanted(engine: Engine) -> Non
     ]
     assert engine.calls == [{"input_ids": [98, 99], "stream": False}]
     assert request["text"] == "bc"  # the caller's request is left alone
+
+
+def test_a_call_on_the_loop_that_runs_it_is_refused(engine: Engine) -> None:
+    def refuse(coroutine: Coroutine[Any, Any, Any]) -> None:
+        coroutine.close()
+        raise RefusedError("call from another thread")
+
+    engine.fp8rl_run = refuse  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="another thread") as caught:
+        connect(engine).sample([{"input_ids": [1]}])
+    assert caught.value.status == 409
 
 
 def test_text_needs_a_tokenizer(engine: Engine) -> None:
