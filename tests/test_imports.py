@@ -21,7 +21,7 @@ LAYERS = (
     "sgl_fp8rl.protocol",
     # the trainer: nothing that knows SGLang is below it
     "trainer_bridge.http_exchange trainer_bridge.http_requests trainer_bridge.engine_client "
-    "trainer_bridge.routed_experts "
+    "trainer_bridge.routed_experts trainer_bridge.rank_values "
     "trainer_bridge.engine_norms trainer_bridge.codes_memory trainer_bridge.fp8_weights "
     "trainer_bridge.fp8_layers "
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
@@ -67,7 +67,8 @@ LAYERS = (
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps",
+    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps "
+    "sgl_fp8rl.engine.engine_loop",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",

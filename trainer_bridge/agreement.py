@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 from sgl_fp8rl.protocol.manifest import ManifestError, check_in_flight
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import ABORT
+from trainer_bridge.rank_values import exchanged
 
 
+@exchanged
 class PolicyRequest(NamedTuple):
     """The policy that one rank asks for, and how."""
 

@@ -18,6 +18,7 @@ from trainer_bridge.filler import Filler
 from trainer_bridge.image_changes import ImageChanges, sent_as
 from trainer_bridge.lookahead import Lookahead
 from trainer_bridge.packer import packer_on
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.transport.bucket import bucket_on
 from trainer_bridge.transport.rank_client import Content
@@ -31,6 +32,7 @@ KEPT = 2
 """Images of this rank's chunks that are remembered; each is its part of a model."""
 
 
+@exchanged
 class Relay(NamedTuple):
     """How a rank reaches an engine's relay."""
 
@@ -41,6 +43,7 @@ class Relay(NamedTuple):
     """Seconds that the engine may take over a step."""
 
 
+@exchanged
 class Sent(NamedTuple):
     """What a rank has sent."""
 

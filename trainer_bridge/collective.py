@@ -1,7 +1,6 @@
 """The ranks of a trainer that update together: one leads, and shares its results with all."""
 
 import hashlib
-import pickle
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
+from trainer_bridge.rank_values import pack, unpack
 from trainer_bridge.sources import Named
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ _calls: dict[tuple[dist.ProcessGroup, tuple[int, ...]], int] = {}
 class Leader:
     """The first of some ranks speaks with the engine; its results and failures reach the others.
 
-    They are passed on through the job's store. A collective of the trainer's own group would end
-    at that group's timeout and occupy its GPU, and a new group must be made by all ranks of the
-    job, or has a name that depends on how many groups each rank has (torch 2.11,
+    They are passed on through the job's store (``rank_values.py``). A collective of the trainer's
+    own group would end at that group's timeout and occupy its GPU, and a new group must be made by
+    all ranks of the job, or has a name that depends on how many groups each rank has (torch 2.11,
     ``_hash_ranks_to_str``).
 
     Args:
@@ -86,13 +86,13 @@ class Leader:
         keys = [f"{self._name}/{self._collects}/{rank}" for rank in range(self.size)]
         self._collects += 1
         if not self._leads:
-            self._store.set(keys[self.rank], pickle.dumps(value))
+            self._store.set(keys[self.rank], pack(value))
             return None
         is_there = partial(self._store.check, keys[1:])
         self._wait(is_there, "another rank did not call it", limit_s)
         found = [value]
         for key in keys[1:]:
-            found.append(pickle.loads(self._store.get(key)))
+            found.append(unpack(self._store.get(key)))
             self._store.delete_key(key)
         return found
 
@@ -113,7 +113,7 @@ class Leader:
             self._is_told = True
             if not isinstance(error, Exception):
                 error = RuntimeError(f"the first rank was ended by {type(error).__name__}")
-            self._store.set(f"{self._name}/{self._shares}", _pickled(None, error))
+            self._store.set(f"{self._name}/{self._shares}", pack(error))
 
     def share(self, value: T) -> T:
         """The leader's value, on every rank.
@@ -125,10 +125,14 @@ class Leader:
         if self._store is not None:
             key = f"{self._name}/{self._shares}"
             if self._leads:
-                self._store.set(key, _pickled(value, self._error))
+                self._store.set(key, pack((value,) if self._error is None else self._error))
             else:
                 self._wait(partial(self._store.check, [key]), "the first rank sent nothing")
-                value, self._error = pickle.loads(self._store.get(key))
+                told = unpack(self._store.get(key))
+                if isinstance(told, Exception):
+                    self._error = told
+                else:
+                    (value,) = told
                 # not the leader: it does not wait, and may be ahead by any number of updates
                 if self._store.add(f"{key}/read", 1) == self._followers:
                     self._store.delete_key(key)
@@ -154,15 +158,6 @@ class Leader:
             if waited > limit_s:
                 raise TimeoutError(f"update: {absence} for {limit_s:.0f} s; see its log")
             time.sleep(fast_s if waited < FAST_S else max(fast_s, POLL_S))
-
-
-def _pickled(value: Any, error: Exception | None) -> bytes:
-    try:
-        return pickle.dumps((value, error))
-    except (pickle.PicklingError, TypeError, AttributeError):
-        if error is None:
-            raise
-        return pickle.dumps((value, RuntimeError(f"{type(error).__name__}: {error}")))
 
 
 def unwrapped(given: Any, group: dist.ProcessGroup | None) -> tuple[Any, dist.ProcessGroup | None]:

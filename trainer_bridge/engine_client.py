@@ -1,16 +1,21 @@
 """One engine, in this process or behind HTTP, reached by the same two calls."""
 
 import asyncio
+import ipaddress
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.http_exchange import Answer, Fault, ReplyTooLongError
 from trainer_bridge.http_requests import post_all
+
+logger = logging.getLogger(__name__)
 
 CONTROL_PATH = "/fp8rl"
 CONTROL_TIMEOUT_S = 600.0
@@ -104,7 +109,7 @@ def _http_exceptions() -> tuple[Any, ...]:
 
 
 class InProcessEngine:
-    """An ``sgl.Engine`` of this process."""
+    """An ``sgl.Engine`` of this process. Any number of threads may call."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -120,9 +125,14 @@ class InProcessEngine:
     def sample(
         self, requests: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[dict[str, Any] | EngineError]:
-        return self._engine.loop.run_until_complete(  # type: ignore[no-any-return]
-            self._sample_all(requests, timeout)
-        )
+        try:
+            return self._engine.fp8rl_run(  # type: ignore[no-any-return]
+                self._sample_all(requests, timeout)
+            )
+        except RuntimeError as error:
+            if not hasattr(error, "status"):
+                raise
+            raise EngineError(str(error), error.status) from error
 
     async def _sample_all(
         self, requests: Sequence[dict[str, Any]], timeout: float | None
@@ -173,6 +183,8 @@ class HTTPEngine:
         self.host = urlsplit(self.address).hostname
         """By which this process reaches the engine's host."""
         self._key = key
+        if key is not None and self.address.startswith("http:"):
+            _note_plain(self.address, self.host)
 
     def control(
         self, message: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
@@ -213,6 +225,22 @@ class HTTPEngine:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             return EngineError(f"{self.address} cannot be reached ({error}); is it up?")
+
+
+@cache
+def _note_plain(address: str, host: str | None) -> None:
+    """Warn, once for each address, of a key that a network can read."""
+    try:
+        is_here = host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:  # a name
+        is_here = False
+    if not is_here:
+        logger.warning(
+            "the key of %s is sent over plain HTTP, where others on the network can read it; start "
+            "the server with --ssl-keyfile and --ssl-certfile and use https://, or trust the "
+            "network",
+            address,
+        )
 
 
 def normalized(address: str) -> str:

@@ -11,7 +11,7 @@ from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.states import FINISH
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.connections import connection_to
-from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError, InProcessEngine
+from trainer_bridge.engine_client import CONTROL_TIMEOUT_S, EngineError
 from trainer_bridge.transport.rank_client import (
     LEAST_WAIT_S,
     SOCKET_TIMEOUT_S,
@@ -128,12 +128,8 @@ class Participant:
         ranks, self.ranks = self.ranks, None
         ranks.send({"op": "abort", "reason": _gave_up(why), "fence": True})
         ranks.close()
-        if isinstance(self.connection.client, InProcessEngine):  # called from this thread only
-            self._end()
-            self.connection.forget()
-        else:
-            self._ending = Thread(target=self._end, daemon=True)
-            self._ending.start()
+        self._ending = Thread(target=self._end, daemon=True)
+        self._ending.start()
 
     def await_end(self, timeout_s: float) -> None:
         """Give a session that was left behind some time to end."""

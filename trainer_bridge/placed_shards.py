@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
 from trainer_bridge.sources import Named
 from trainer_bridge.transfer_plan import PLAIN, can_be_mapped
@@ -25,6 +26,7 @@ KEPT = 4
 """Models of this process whose places are remembered, and of each rank on the rank that leads."""
 
 
+@exchanged
 @dataclass(frozen=True)
 class PlacedShards:
     """What one rank holds of a model, and where."""
@@ -37,6 +39,7 @@ class PlacedShards:
     placement: Placement
 
 
+@exchanged
 class CodesWanted(NamedTuple):
     """What every rank quantizes for the engines."""
 

@@ -16,6 +16,7 @@ from trainer_bridge.filler import Filler, ShardSlice
 from trainer_bridge.keep_alive import collect_alive
 from trainer_bridge.layout import sources_for
 from trainer_bridge.packer import HostPacker
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
 from trainer_bridge.sources import Named, Source
 from trainer_bridge.transaction import Transaction
@@ -25,6 +26,7 @@ from trainer_bridge.transport.board import Board, open_board
 logger = logging.getLogger(__name__)
 
 
+@exchanged
 @dataclass(frozen=True)
 class Offer:
     """What the rank that leads tells the others of a bucket that they fill together."""

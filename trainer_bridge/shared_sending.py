@@ -20,6 +20,7 @@ from trainer_bridge.collective import Leader
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.keep_alive import collect_alive
 from trainer_bridge.layout import gpu_of, sources_for
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.sources import Named, mesh_size
 from trainer_bridge.transaction import Transaction
 from trainer_bridge.transfer_plan import TransferPlan
@@ -28,6 +29,7 @@ from trainer_bridge.transport.relay_client import RelayClient
 logger = logging.getLogger(__name__)
 
 
+@exchanged
 @dataclass(frozen=True)
 class Offer:
     """What the rank that leads tells the others of an update that they send together."""

@@ -15,6 +15,7 @@ from trainer_bridge.engine_client import EngineClient, EngineError
 from trainer_bridge.keep_alive import kept_alive
 from trainer_bridge.layout import comparable, gpu_of, read_by_all
 from trainer_bridge.participant import Participant
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.sender import Sender
 from trainer_bridge.side_by_side import side_by_side
 from trainer_bridge.sources import Named
@@ -28,10 +29,12 @@ MakePlan = Callable[[Sender, EngineClient, torch.Tensor | None, torch.device | N
 """Of the engines' sender, one of them, KV scales, and the trainer's GPU if they can read it."""
 
 
+@exchanged
 class MissedCommitError(EngineError):
     """What was decided is not committed on every engine that must have it."""
 
 
+@exchanged
 class Begun(NamedTuple):
     """What the rank that leads learned of the other ranks and of the engines."""
 

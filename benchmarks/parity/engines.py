@@ -1,12 +1,10 @@
 """The engines of the arms, all used in one way: ours, and SGLang as it is, which has no plugin."""
 
-import asyncio
 import os
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -39,16 +37,10 @@ class Engine(Protocol):
 
 
 class OurEngine:
-    """An ``sglang.Engine`` with our plugin.
+    """An ``sglang.Engine`` with our plugin."""
 
-    Args:
-        from_two_threads: whether it samples in one thread while another updates it.
-    """
-
-    def __init__(self, engine: Any, from_two_threads: bool = False) -> None:
+    def __init__(self, engine: Any) -> None:
         self.handle = engine
-        if from_two_threads:
-            engine.loop = _SharedLoop(engine.loop)
 
     def formats(self) -> dict[str, str]:
         layers = connect(self.handle).control({"op": "layers"})["layers"]
@@ -114,17 +106,6 @@ def _weight_update(engine: Any) -> Iterator[None]:
         yield
 
 
-class _SharedLoop:
-    """Stands for an event loop that several threads call: it runs in one of its own."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        Thread(target=loop.run_forever, daemon=True).start()
-
-    def run_until_complete(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
 @contextmanager
 def running(
     arm: Arm, checkpoint: Path, ignored_layers: str, seed: int, keywords: dict[str, Any]
@@ -137,7 +118,7 @@ def running(
     """
     if not arm.stock:
         with running_engine(checkpoint, ignored_layers, seed, keywords) as engine:
-            yield OurEngine(engine, from_two_threads=arm.retract)
+            yield OurEngine(engine)
         return
     if torch.cuda.is_available():  # a CPU has SGLang's platform from us
         os.environ["SGLANG_PLUGINS"] = "none"

@@ -36,9 +36,11 @@ ATTRIBUTES: dict[str, str] = {
         "async_generate loop send_to_rpc server_args server_args_class tokenizer_manager"
     ),
     f"{_MANAGERS}.tokenizer_manager.TokenizerManager": (
-        "is_pause is_pause_cond last_receive_tstamp server_args server_status tokenizer"
+        "event_loop is_pause is_pause_cond last_receive_tstamp server_args server_status "
+        "signal_handler_class tokenizer"
     ),
     f"{_MANAGERS}.tokenizer_manager.ServerStatus": "Starting",
+    f"{_MANAGERS}.tokenizer_manager.SignalHandler": "running_phase_sigquit_handler sigterm_handler",
     "sglang.srt.plugins.hook_registry.HookRegistry": "apply_hooks register",
     "sglang.srt.plugins.hook_registry.HookType": "AROUND",
     "sglang.srt.server_args.PortArgs": "rpc_ipc_name",

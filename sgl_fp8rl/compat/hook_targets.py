@@ -58,6 +58,7 @@ HOOK_TARGETS |= {
     "unmap_memory": "sglang.srt.utils.torch_memory_saver_adapter"
     "._TorchMemorySaverAdapterReal.pause",
     "release_of_engine": "sglang.srt.entrypoints.engine.Engine.release_memory_occupation",
+    "shutdown": "sglang.srt.entrypoints.engine.Engine.shutdown",
     "release_from_main": f"{_MAIN}.release_memory_occupation",
     "resume_from_main": f"{_MAIN}.resume_memory_occupation",
     "resume_memory": f"{UPDATER}.resume_memory_occupation",

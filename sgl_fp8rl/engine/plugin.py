@@ -74,6 +74,7 @@ def _register() -> None:
     # SGLang matches linear methods by class name; otherwise loaders do not know block scales.
     compat.WEIGHT_LOADER_V2_SUPPORTED.extend(m.__name__ for m in linear.METHODS.values())
     compat.Engine.fp8rl_control = control_in_process.control_engine
+    compat.Engine.fp8rl_run = control_in_process.run_on_engine
     compat.Engine.server_args_class = staticmethod(parse_engine_kwargs)
 
     around: dict[str, hooks.Hook] = {
@@ -100,6 +101,7 @@ def _register() -> None:
         "process_input_requests": guards.look_around,
         "continue_generation": memory_release.continue_served,
         "release_of_engine": control_in_process.release_of_engine,
+        "shutdown": control_in_process.end_calls,
         "release_from_main": memory_release.release_when_idle,
         "resume_from_main": memory_release.resume_in_turn,
         "release_memory": memory_release.release,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0
 HELLO_TIMEOUT_S = 10.0
-"""Seconds that a peer has to send its token; the next one waits meanwhile."""
+"""Seconds that a peer has to send its token; the next one waits meanwhile at a rank's socket."""
 LONGEST_HELLO = 4096
 """Bytes that are read of a peer that has not shown its token."""
 LONGEST_NAME = 64

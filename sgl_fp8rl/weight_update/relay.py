@@ -12,7 +12,8 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from threading import BoundedSemaphore, Condition, Lock, Thread
+from queue import Empty, SimpleQueue
+from threading import Condition, Lock, Thread
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from sgl_fp8rl.protocol import framing
 from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.protocol.manifest import SLOTS
 from sgl_fp8rl.protocol.values import excerpt
-from sgl_fp8rl.weight_update.rank_server import accept, holds
+from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay_changes import SessionChanges
+from sgl_fp8rl.weight_update.relay_door import Door
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 
@@ -31,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 CHANGED = "changed chunk"
 """A chunk that ranks are told of when all changes are here."""
-HELLOS = 64
-"""Connections that may not have shown the session's token yet; others are closed."""
 PROBES = 3
 """TCP keep-alive probes after which the connection to a silent host is closed."""
 
@@ -49,15 +49,16 @@ class Relay:
     """
 
     def __init__(self, host: str, silence_s: float, memories: RelayMemory) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.port: int = self._listener.getsockname()[1]
+        self._door = Door(host)
+        self.port = self._door.port
+        self._came: SimpleQueue[socket.socket] = SimpleQueue()
+        """The trainer's first rank."""
+        self._has_come = False
         self._silence_s, self._memories = silence_s, memories
         self._memory: HostMemory | None = None
         self._ranks = RelayRanks()
-        self._senders: list[socket.socket] | None = []
-        """Other ranks of the trainer, which send chunks; None when ranks answer no more."""
-        self._hellos = BoundedSemaphore(HELLOS)
+        self._senders: list[socket.socket] | None = None
+        """Other ranks of the trainer, which send chunks; None unless the engine's ranks answer."""
         self._sending = Lock()
         self._changes = SessionChanges(memories.most_image_bytes)
         self._told: dict[str, Any] = {}
@@ -72,32 +73,48 @@ class Relay:
         Args:
             sockets: of the ranks, whose session has begun.
         """
+        self._door.open(token, self._enter)
         run = partial(self._run, list(sockets), token)
         Thread(target=run, name="fp8rl-relay", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening: there is no session."""
-        self._listener.close()
+        self._door.close()
+
+    def _enter(self, peer: socket.socket) -> None:
+        """A rank of the trainer has come: the first one leads."""
+        with self._sending:
+            leads, self._has_come = not self._has_come, True
+        if leads:
+            self._came.put(peer)
+        else:
+            self._serve_sender(peer)
+
+    def _await_trainer(self) -> socket.socket:
+        try:
+            return self._came.get(timeout=rank_server.CONNECT_TIMEOUT_S)
+        except Empty:
+            raise TimeoutError("no trainer connected in time") from None
 
     def _run(self, sockets: list[str], token: str) -> None:
         with ExitStack() as stack:
+            stack.callback(self._door.shut)
             try:
-                peer = stack.enter_context(accept(self._listener, token))
+                peer = stack.enter_context(self._await_trainer())
                 peer.settimeout(self._silence_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _notice_its_death(peer, self._silence_s)
                 known = self._connect(stack, sockets, token)
                 out = stack.enter_context(peer.dup())  # its timeout is its own
                 out.settimeout(self._silence_s)
+                with self._sending:
+                    self._senders = []
                 framing.send(out, {"ok": True, "known": known, **self._told, **self._exposed()})
             except (OSError, ValueError) as error:
                 logger.warning("no trainer on another host connected: %s", str(error))
-                self._listener.close()
                 return
-            stack.callback(self._turn_away)
             answers = Thread(target=self._pass_answers, args=(out,), daemon=True)
             answers.start()
-            Thread(target=self._admit_senders, args=(token,), daemon=True).start()
             try:
                 while True:
                     self._pass_message(peer, out)
@@ -126,24 +143,9 @@ class Relay:
             self._told = {"image": image, "image_bytes": most}
         return sorted(common)
 
-    def _admit_senders(self, token: str) -> None:
-        """Serve the other ranks of the trainer, until this session commits or ends."""
-        self._listener.settimeout(None)
-        with self._listener, suppress(OSError):  # the session is over
-            while True:
-                peer, _ = self._listener.accept()
-                if not self._hellos.acquire(blocking=False):
-                    peer.close()
-                    continue
-                Thread(target=self._serve_sender, args=(peer, token), daemon=True).start()
-
-    def _serve_sender(self, peer: socket.socket, token: str) -> None:
+    def _serve_sender(self, peer: socket.socket) -> None:
+        """Serve another rank of the trainer, until this session commits or ends."""
         with peer:
-            try:
-                if not holds(peer, token):
-                    return
-            finally:
-                self._hellos.release()
             with self._sending:
                 if self._senders is None:
                     return
@@ -172,11 +174,6 @@ class Relay:
             raise ValueError("only the trainer's first rank may send this message")
         self._take_chunk(peer, message, peer)
 
-    def _turn_away(self) -> None:
-        """Admit no other rank any more."""
-        with suppress(OSError):  # not closed: the thread that waits would wait at another socket
-            self._listener.shutdown(socket.SHUT_RDWR)
-
     def _pass_message(self, peer: socket.socket, out: socket.socket) -> None:
         """Forward the trainer's next message to every rank.
 
@@ -201,7 +198,7 @@ class Relay:
         elif op == "finish":
             self._write_changed(out)
         elif op == "commit":
-            self._turn_away()
+            self._door.shut()
             if not self._told:
                 message.pop("image", None)
         if op == "wait":  # without a reply

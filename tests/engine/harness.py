@@ -130,6 +130,11 @@ class EngineProcess:
         """Empty the prefix cache; nothing may run."""
         assert self._call("flush")
 
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function of a module there, with the ``sgl.Engine`` before the arguments."""
+        self._connection.send(("call", (function, *args)))
+        self._answer(START_TIMEOUT_S)
+
     def stop(self) -> None:
         """End the engine and all of its processes."""
         end_group(self._process.pid)
@@ -194,6 +199,7 @@ def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
         "sample": client.sample,
         "update": update,
         "flush": flush,
+        "call": lambda function, *args: function(engine, *args),
     }
     connection.send((None, None))
     while True:

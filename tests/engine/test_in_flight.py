@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import trainer_bridge
-from tests.engine import controlled_server, models
+from tests.engine import controlled_server, in_process, models
 from tests.engine.conftest import Policies
 from tests.engine.harness import CALL_TIMEOUT_S, EngineProcess, Server
 from tests.engine.serving import (
@@ -456,3 +456,12 @@ def test_on_two_ranks(policies: Policies, tmp_path: Path) -> None:
         healed = update(server, policy)
         (reply,) = server.generate({**ASK, "sampling_params": GREEDY})
         assert set(reply["meta_info"]["policy_version"]) == {healed}
+
+
+# ---- in the trainer's process ------------------------------------------------------------------
+
+
+@pytest.mark.guarantee("one-version", fault="updates beside rollouts in threads of one process")
+def test_an_engine_of_this_process(fresh: EngineProcess, policy: Path) -> None:
+    """The last test: it shuts the engine down."""
+    fresh.call(in_process.all_ways, policy)

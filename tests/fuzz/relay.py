@@ -5,7 +5,7 @@ A rank's own socket reads the same hello.
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Condition, Lock
 from typing import Any
 
@@ -14,6 +14,7 @@ from sgl_fp8rl.protocol.host_memory import HostMemory
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay import Relay
 from sgl_fp8rl.weight_update.relay_changes import SessionChanges
+from sgl_fp8rl.weight_update.relay_door import Door
 from sgl_fp8rl.weight_update.relay_memory import RelayMemory
 from sgl_fp8rl.weight_update.relay_ranks import RelayRanks
 from tests.fuzz.decoder import Decoder, to_frames
@@ -71,7 +72,8 @@ def threadless() -> Relay:
 
 def decode(data: bytes) -> None:
     relay = threadless()
-    with arrived(data) as sock, socket.socket() as relay._listener:
+    relay._door = Door("127.0.0.1")
+    with arrived(data) as sock, closing(relay._door):
         while sock.recv(1, socket.MSG_PEEK):
             relay._pass_message(sock, sock)
 

@@ -1,6 +1,8 @@
 """Which ranks of a larger job update together, and how long they wait for their leader."""
 
 import gc
+import os
+import pickle
 import time
 import weakref
 from collections.abc import Iterator
@@ -237,7 +239,30 @@ def one_rank_leaves_nothing_in_the_store(rank: int) -> None:
     assert len(set(counts)) == (1 if rank == 0 else 0)
 
 
+class Payload:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import os; os.environ['RUN_BY_AN_OUTSIDER'] = ''",)
+
+
+def an_outsider_writes_to_the_store(rank: int) -> None:
+    """Nothing that it writes is run, and the ranks are in step at the next call."""
+    if rank not in (1, 2):
+        return
+    store, written = _get_default_store(), pickle.dumps(Payload())
+    for call in ("share", "collect"):
+        leader, reader = Leader((1, 2)), 2 if call == "share" else 1
+        if rank == reader:
+            store.set(f"{leader._name}/0" + ("/1" if call == "collect" else ""), written)
+            with pytest.raises(ValueError, match="let nobody else reach the store"):
+                getattr(leader, call)(None)
+    assert "RUN_BY_AN_OUTSIDER" not in os.environ
+    assert Leader((1, 2)).share("next" if rank == 1 else "") == "next"
+
+
 CASES = [
+    an_outsider_writes_to_the_store,
     the_first_rank_fails_before_the_other_calls,
     the_first_rank_alone_cannot_read,
     one_rank_leaves_nothing_in_the_store,

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -108,6 +108,29 @@ def test_the_key_is_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> Non
     connect(server.address, key="secret").control({})
     keys = [headers["Authorization"] for _, headers, _ in server.requests]
     assert keys == ["Bearer secret", "Bearer from the environment", "Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "warns"),
+    [
+        ("http://10.0.0.7:30000", "secret", True),
+        ("http://engine-7:30000", "secret", True),
+        ("http://[2001:db8::1]:30000", "secret", True),
+        ("https://10.0.0.7:30000", "secret", False),
+        ("http://10.0.0.8:30000", None, False),
+        ("http://127.0.0.3:30000", "secret", False),
+        ("http://[::1]:30000", "secret", False),
+        ("http://localhost:30000", "secret", False),
+    ],
+)
+def test_a_key_that_the_network_can_read(
+    address: str, key: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for each server, and never the key itself."""
+    for _ in range(2):
+        connect(address, key)
+    assert [address in record.getMessage() for record in caplog.records] == [True] * warns
+    assert "secret" not in caplog.text
 
 
 def test_each_request_has_its_own_reply_or_error(server: Server) -> None:
@@ -235,7 +258,7 @@ class Engine:
     def __init__(
         self, fault: Exception | None = None, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        self.fault, self.loop = fault, loop
+        self.fault, self._loop = fault, loop
         self.calls: list[dict[str, Any]] = []
         self.running = 0
 
@@ -252,6 +275,10 @@ class Engine:
         if self.fault is not None:
             raise self.fault
         return {"echo": message}
+
+    def fp8rl_run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None
+        return self._loop.run_until_complete(coroutine)
 
     async def async_generate(self, **arguments: Any) -> Any:
         """Long prompts take their time."""
@@ -338,6 +365,17 @@ def test_prompts_are_tokenized_where_their_ids_are_wanted(engine: Engine) -> Non
     ]
     assert engine.calls == [{"input_ids": [98, 99], "stream": False}]
     assert request["text"] == "bc"  # the caller's request is left alone
+
+
+def test_a_call_on_the_loop_that_runs_it_is_refused(engine: Engine) -> None:
+    def refuse(coroutine: Coroutine[Any, Any, Any]) -> None:
+        coroutine.close()
+        raise RefusedError("call from another thread")
+
+    engine.fp8rl_run = refuse  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="another thread") as caught:
+        connect(engine).sample([{"input_ids": [1]}])
+    assert caught.value.status == 409
 
 
 def test_text_needs_a_tokenizer(engine: Engine) -> None:

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from sgl_fp8rl.protocol.place import here
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.weight_update import rank_server
 from sgl_fp8rl.weight_update.relay_changes import SessionChanges
+from sgl_fp8rl.weight_update.relay_door import MOST_STRANGERS
 from sgl_fp8rl.weight_update.session import Session
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
@@ -252,6 +253,29 @@ def test_a_peer_without_the_token_is_turned_away() -> None:
     assert holds(engine, toy.checkpoint(0)) and not toy.same(
         before, toy.contents(engine.ranks[0].model)
     )
+
+
+@pytest.mark.guarantee("all-or-none", fault="silent connections to an engine's relay")
+@pytest.mark.parametrize("silent", [5, MOST_STRANGERS + 8])
+def test_silent_peers_hold_up_nobody(silent: int) -> None:
+    """More than could be heard one after the other, and more than are heard at a time."""
+    engine = remote_engine()
+    begin = engine.control
+    with ExitStack() as stack:
+
+        def crowded(message: dict[str, object], timeout_s: float) -> dict[str, object]:
+            reply = begin(message)
+            if "relay" in reply:
+                address = "127.0.0.1", reply["relay"]["port"]
+                for number in range(silent):
+                    peer = stack.enter_context(socket.create_connection(address))
+                    peer.sendall(b"\0" * (number % 4))  # a hello that does not go on
+            return reply
+
+        engine.control = crowded  # type: ignore[method-assign]
+        for version in range(2):
+            update(toy.checkpoint(version), engine, version=version)
+            assert holds(engine, toy.checkpoint(version))
 
 
 @pytest.mark.parametrize(

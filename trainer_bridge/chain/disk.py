@@ -6,9 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer_bridge.rank_values import exchanged
+
 LOCK = ".lock"
 
 
+@exchanged
 class ChainError(RuntimeError):
     """A chain cannot be written or read; the last good version stays what it is."""
 

@@ -3,6 +3,7 @@
 Each count has one writer. Ranks are numbered among those that update together; 0 leads.
 """
 
+import fcntl
 import mmap
 import os
 import time
@@ -113,6 +114,7 @@ def open_board(address: tuple[str, str, str], rank: int) -> Board:
 def _mapped(path: str) -> torch.Tensor:
     fd = os.open(path, os.O_RDWR)
     try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # OSError: a file; others may have named it
         return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
     finally:
         os.close(fd)

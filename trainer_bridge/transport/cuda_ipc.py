@@ -24,6 +24,7 @@ from sgl_fp8rl.protocol.cuda_memory import (
     still_there,
 )
 from trainer_bridge.engine_client import EngineError
+from trainer_bridge.rank_values import exchanged
 from trainer_bridge.transport.rank_client import Ranks, UnreachableMemoryError
 
 
@@ -75,6 +76,7 @@ class DeviceBucket(StagingBucket):
             ranks.ask({"op": "bucket", "name": self.name, "handle": self._handle.to_json()})
 
 
+@exchanged
 @dataclass(frozen=True)
 class Placement:
     """Where parameters lie: allocations of this process, and an offset in bytes for each."""

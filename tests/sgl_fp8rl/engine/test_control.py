@@ -375,7 +375,13 @@ def test_schedulers_that_hang_do_not_hold_a_trainer_in_the_same_process_for_ever
         return {}
 
     loop = asyncio.new_event_loop()
-    manager = SimpleNamespace(fp8rl_control=SimpleNamespace(handle=handle))
+    manager = SimpleNamespace(
+        fp8rl_control=SimpleNamespace(handle=handle),
+        event_loop=loop,
+        signal_handler_class=lambda _: SimpleNamespace(
+            sigterm_handler=None, running_phase_sigquit_handler=None
+        ),
+    )
     arguments = SimpleNamespace(quantization="fp8rl")
     engine = SimpleNamespace(loop=loop, tokenizer_manager=manager, server_args=arguments)
     with pytest.raises(ControlError, match="no answer") as raised:
