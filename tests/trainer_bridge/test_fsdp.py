@@ -172,6 +172,8 @@ class Broken:
                 "bucket_bytes": 1 << 20,
                 "state": "serving",
                 "fp32": [],
+                "skipped": [],
+                "tied": None,
                 "formats": {},
                 "gpus": [],
                 "visible_gpus": [],
