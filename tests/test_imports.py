@@ -68,7 +68,8 @@ LAYERS = (
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps",
+    "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler "
+    "sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",

@@ -35,7 +35,9 @@ def repeats_embedding(named: Named) -> bool | None:
     if head is None:
         return None
     others = [t for name, t in named if name != TIED_HEAD and t.shape == head.shape]
-    return any([_equal(head, other) for other in others]) if others else None
+    # all of them, since a comparison may be a collective
+    same = [_equal(head, other) for other in others]
+    return any(same) if others else None
 
 
 def check_head(named: Named, tied: list[int] | None, repeats: bool | None) -> None:
@@ -97,10 +99,11 @@ class StreamedHead:
         Raises:
             ManifestError: it came, and is not the embedding.
         """
-        head = self._head
-        if head is not None and self._others:
-            if not any(torch.equal(head, other.to(head.device)) for other in self._others):
-                raise ManifestError(UNLIKE)
+        head, others = self._head, self._others
+        if head is None or not others:
+            return
+        if not any(torch.equal(head, other.to(head.device)) for other in others):
+            raise ManifestError(UNLIKE)
 
 
 @torch.no_grad()
@@ -152,7 +155,9 @@ def _sums(tensor_VH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     row = tensor_VH.shape[1] * tensor_VH.itemsize
     start = tensor_VH.storage_offset() * tensor_VH.itemsize
     words = tensor_VH.view(next(w for w in _WORDS if row % w.itemsize == start % w.itemsize == 0))
-    odd = torch.randint(1 << 62, words.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+    odd = (
+        torch.randint(1 << 62, words.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+    )
     odd = odd.to(words.device)
     step = max(AT_ONCE // words.shape[1], 1)
     return torch.cat([(part * odd).sum(1) for part in words.split(step)])

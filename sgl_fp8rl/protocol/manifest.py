@@ -48,8 +48,8 @@ def wrong_names(unknown: Collection[str] = (), missing: Collection[str] = ()) ->
 def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
     """What is said of a tensor of another shape than the model's."""
     return (
-        f"{name} has shape {tuple(found)}, the engine's is {tuple(expected)}; send the whole tensor "
-        f"in the checkpoint's layout"
+        f"{name} has shape {tuple(found)}, the engine's is {tuple(expected)}; send the whole "
+        f"tensor in the checkpoint's layout"
     )
 
 

@@ -1,5 +1,5 @@
-"""One rule for names: whatever carries the weights, the same tensors are accepted and refused, in the
-same words."""
+"""One rule for names: whatever carries the weights, the same tensors are accepted and refused, in
+the same words."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+from sgl_fp8rl.protocol.manifest import ManifestError
 from sgl_fp8rl.protocol.states import State
 from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
+from trainer_bridge import tied_head
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.update import update
-from sgl_fp8rl.protocol.manifest import ManifestError
-from trainer_bridge import tied_head
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,7 +129,9 @@ def test_every_carrier_is_held_to_the_same_names(carrier: str, case: str, later:
     if wanted is None:
         update(carry(bring(tensors)), engine, version=1)
         contents = toy.contents(engine.ranks[0].model)
-        assert toy.same({n: contents[n] for n in contents if n != HEAD}, toy.expected(tensors, 0, 1))
+        assert toy.same(
+            {n: contents[n] for n in contents if n != HEAD}, toy.expected(tensors, 0, 1)
+        )
         if not tied:
             assert torch.equal(engine.ranks[0].model.get_parameter(HEAD), other(tensors))
         return

@@ -360,7 +360,10 @@ def test_scales_that_are_not_for_this_engine() -> None:
         ("float64", good.double()),
         ("bfloat16", good.bfloat16()),
         ("list", good.tolist()),
-        *(("scales are from", good * x) for x in (0.0, -1.0, float("nan"), float("inf"), 1e16, 1e-40)),
+        *(
+            ("scales are from", good * x)
+            for x in (0.0, -1.0, float("nan"), float("inf"), 1e16, 1e-40)
+        ),
     ]
     sender = Sender(kv_layout())
     for sentence, scales in bad:

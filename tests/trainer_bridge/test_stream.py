@@ -387,9 +387,7 @@ def test_a_tensor_that_the_engine_does_not_keep_may_be_left_out() -> None:
         assert holds(engine, tensors)
 
 
-@pytest.mark.parametrize(
-    "reply", [{}, {"shapes": 3}, {"shapes": {"w": [0]}}]
-)
+@pytest.mark.parametrize("reply", [{}, {"shapes": 3}, {"shapes": {"w": [0]}}])
 def test_an_answer_that_names_no_shapes_is_refused(
     reply: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
