@@ -77,14 +77,14 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
     if isinstance(model_or_named_tensors, Mapping):
         model_or_named_tensors = model_or_named_tensors.items()
-    named: dict[str, torch.Tensor] = {}
+    pairs: dict[str, torch.Tensor] = {}
     for name, tensor in model_or_named_tensors:
-        if name in named:
+        if name in pairs:
             raise ManifestError(twice(name))
         if not isinstance(tensor, torch.Tensor):
             raise ManifestError(f"{name} {_why_unreadable(tensor)}")
-        named[name] = _whole_here(tensor)
-    return _companions_behind([*named.items()])
+        pairs[name] = _whole_here(tensor)
+    return _companions_behind([*pairs.items()])
 
 
 def listed(model_or_named_tensors: nn.Module | NamedTensors) -> tuple[Named, Exception | None]:

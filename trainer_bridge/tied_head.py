@@ -4,14 +4,18 @@ engine keeps one tensor for both. So it must equal the embedding, and is not sen
 The embedding is known by its shape, which the engine tells. Shape suffixes: V vocabulary, H hidden.
 """
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
+from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import TIED_HEAD, ManifestError, wrong_shape
 from trainer_bridge.sources import Named
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE = 1 << 22
 """Elements that are compared at once: unlike heads differ among the first."""
@@ -38,6 +42,16 @@ def repeats_embedding(named: Named) -> bool | None:
     # all of them, since a comparison may be a collective
     same = [_equal(head, other) for other in others]
     return any(same) if others else None
+
+
+def repeats_here(named: Named) -> bool | None:
+    """``repeats_embedding`` on one of several ranks: what fails counts as unlike, since the others
+    wait for this one."""
+    repeats, error = attempt(repeats_embedding, named)
+    if error is None:
+        return repeats
+    logger.error("the head cannot be compared with the embedding", exc_info=error)
+    return False
 
 
 def check_head(named: Named, tied: list[int] | None, repeats: bool | None) -> None:

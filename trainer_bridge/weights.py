@@ -29,7 +29,7 @@ from trainer_bridge.shard_codes import CODES_REGISTRY
 from trainer_bridge.shared_filling import SharedFilling, fill_together
 from trainer_bridge.shared_sending import SharedSending, is_on_all, send_together
 from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
-from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_embedding
+from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_embedding, repeats_here
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.weights_digest import weights_digest
@@ -141,11 +141,7 @@ class WholeModel:
             logger.warning("weights are gathered, which is slower", exc_info=error)
         placed = self._placed
         own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
-        repeats, error = attempt(repeats_embedding, self.named)
-        if error is not None:
-            logger.error("the head cannot be compared with the embedding", exc_info=error)
-            repeats = False
-        return placed, CODES_REGISTRY.ready(self.named, own), repeats
+        return placed, CODES_REGISTRY.ready(self.named, own), repeats_here(self.named)
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
         if leader.is_alone:

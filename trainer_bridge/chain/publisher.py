@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.manifest import ManifestError
 from trainer_bridge import hf_names
 from trainer_bridge.agreement import PolicyRequest, agree, ask
@@ -23,7 +22,7 @@ from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
 from trainer_bridge.connections import connection_to
 from trainer_bridge.layout import check_kv_scales, sources_for
 from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
-from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_embedding
+from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.update import RUN
 
 logger = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ class ChainPublisher:
         new: VersionWriter | None = None
         try:
             request = leader.each(ask, check, RUN, run, version)
-            repeats, _ = attempt(repeats_embedding, named)
-            of_ranks = leader.collect((request, repeats))
+            of_ranks = leader.collect((request, repeats_here(named)))
             new = leader.attempt(self._begin, ranks, of_ranks, named, kv_scales)
             layout: Any = leader.share(new and new.layout)
             family = None
