@@ -11,14 +11,21 @@ def tied_shape(weights: EngineWeights) -> list[int] | None:
     model, table = weights.model, weights.table
     if table is not None and table.routes.get(TIED_HEAD):
         return None
-    embedding = next((m for m in model.modules() if isinstance(m, compat.Embedding)), None)
-    if embedding is None:
-        return None
-    head = dict(model.named_parameters(remove_duplicate=False)).get(TIED_HEAD)
+    embeddings = [m for m in model.modules() if isinstance(m, compat.Embedding)]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    head = named.get(TIED_HEAD)
     if head is None:
         config = getattr(weights.model, "config", None)
         configs = config, getattr(config, "text_config", None)
-        tied = any(getattr(each, "tie_word_embeddings", False) for each in configs)
+        if not any(getattr(each, "tie_word_embeddings", False) for each in configs):
+            return None
     else:
-        tied = head.data_ptr() == embedding.weight.data_ptr()
-    return [embedding.org_vocab_size, embedding.embedding_dim] if tied else None
+        shared = [name for name, p in named.items() if p.data_ptr() == head.data_ptr()]
+        if len(shared) < 2:
+            return None
+        embeddings = [m for m in embeddings if m.weight.data_ptr() == head.data_ptr()]
+    if not embeddings:
+        return None
+    # a vision tower may have one of its own, of positions
+    embedding = max(embeddings, key=lambda each: each.org_vocab_size)
+    return [embedding.org_vocab_size, embedding.embedding_dim]
