@@ -259,7 +259,8 @@ def parts_of(shape: models.Shape, layers: int, chunk_bytes: int) -> list[Part]:
         if p.fp8
         for name, _ in hf_names.split(p.name, p.shape, shape.model_type)
     ]
-    layout = {"dtype": "bfloat16", "fp32": [], "formats": {"block-fp8": names}}
+    kept: dict[str, Any] = {"fp32": [], "formats": {"block-fp8": names}}
+    layout = {"dtype": "bfloat16", "skipped": [], "tied": None, **kept}
     named = [(n, p.detach()) for n, p in weights.bf16_module(few, DEVICE).named_parameters()]
     inside = [pair for pair in named if pair[0].startswith("model.layers.")]
     ends = [pair for pair in named if not pair[0].startswith("model.layers.")]

@@ -34,6 +34,7 @@ TELLS_THE_OTHERS = {
     "trainer_bridge.shared_filling",
     "trainer_bridge.shared_sending",
     "trainer_bridge.sources",
+    "trainer_bridge.tied_head",
     "trainer_bridge.weights",
 }
 """Modules that call ``attempt``: each passes the error on to the other ranks, or to its caller."""

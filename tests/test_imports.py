@@ -27,7 +27,8 @@ LAYERS = (
     "trainer_bridge.hf_names trainer_bridge.attention_hooks trainer_bridge.fp8_attention "
     "trainer_bridge.clock "
     "trainer_bridge.commit_decision trainer_bridge.agreement",
-    "trainer_bridge.transport trainer_bridge.sources trainer_bridge.announcement "
+    "trainer_bridge.transport trainer_bridge.sources trainer_bridge.tied_head "
+    "trainer_bridge.announcement "
     "trainer_bridge.transfer_plan trainer_bridge.weights trainer_bridge.weights_digest "
     "trainer_bridge.packer trainer_bridge.layout trainer_bridge.sender trainer_bridge.in_place "
     "trainer_bridge.placed_shards trainer_bridge.code_pieces trainer_bridge.shard_codes "
@@ -52,7 +53,7 @@ LAYERS = (
     "sgl_fp8rl.compat",
     "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
     "sgl_fp8rl.engine.embedding_cache "
-    "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
+    "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.engine.lost_rows sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
     "sgl_fp8rl.engine.layer_method",
     "sgl_fp8rl.engine.channel",
@@ -67,8 +68,8 @@ LAYERS = (
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
-    "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps "
-    "sgl_fp8rl.engine.engine_loop",
+    "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler "
+    "sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps sgl_fp8rl.engine.engine_loop",
     "sgl_fp8rl.engine",
     # a framework that starts engines itself
     "sgl_fp8rl.integrations.verl",

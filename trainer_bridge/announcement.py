@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, parse_spec, wrong_shape
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.engine_client import EngineClient, EngineError
-from trainer_bridge.sources import Named
+from trainer_bridge.sources import Named, plain
 
 Announcement = str | PathLike[str] | Iterable[tuple[str, torch.dtype, Sequence[int]]]
 """The folder of an HF checkpoint that has the stream's names and shapes, looked at where the engine
@@ -20,8 +20,8 @@ does not know them; or (name, dtype, shape) of each tensor. In any order."""
 
 def announced(
     announcement: Announcement | None, client: EngineClient, dtype: torch.dtype, fp32: list[str]
-) -> tuple[Named, bool]:
-    """The tensors of a stream, as meta tensors, and whether the head of the model is tied.
+) -> Named:
+    """The tensors of a stream, as meta tensors.
 
     Without an announcement they are those of the checkpoint that the engine loaded.
 
@@ -35,7 +35,7 @@ def announced(
             holds no checkpoint.
     """
     reply = client.control({"op": "tensors"})
-    shapes, has_tied_head = _read(reply)
+    shapes = _read(reply)
     if announcement is None and shapes is None:
         raise ManifestError(
             "the engine has dummy weights and does not know the tensors of a checkpoint; pass "
@@ -50,11 +50,10 @@ def announced(
             (name, torch.float32 if name in kept else dtype, shape)
             for name, shape in (shapes or {}).items()
         ]
-    named = [
+    return [
         (name, torch.empty(tuple(shape), dtype=each, device="meta"))
         for name, each, shape in announcement
     ]
-    return named, has_tied_head
 
 
 def as_announced(
@@ -66,10 +65,7 @@ def as_announced(
         ManifestError: it has another shape, or its dtype cannot be converted.
     """
     if tensor.shape != shape:
-        raise ManifestError(
-            f"{name} has shape {tuple(tensor.shape)} in the stream, and {tuple(shape)} was "
-            f"announced; stream whole tensors in the checkpoint's layout"
-        )
+        raise ManifestError(wrong_shape(name, tensor.shape, shape))
     if tensor.dtype != dtype:
         if not {tensor.dtype, dtype} <= set(WEIGHT_DTYPES):
             raise ManifestError(
@@ -77,6 +73,7 @@ def as_announced(
                 f"dtypes of the stream"
             )
         tensor = tensor.to(dtype)
+    tensor = plain(tensor)
     # most tensors are as they are sent, and each call of torch that does nothing takes 2 us
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -95,14 +92,14 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: spec.shape for name, spec in Manifest(specs).weights()}
 
 
-def _read(reply: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]] | None, bool]:
-    """What an engine answers: the shapes of its tensors, if it knows them, and its head."""
-    shapes, has_tied_head = reply.get("shapes"), reply.get("has_tied_head")
-    if type(has_tied_head) is not bool or not (shapes is None or isinstance(shapes, dict)):
+def _read(reply: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """What an engine answers: the shapes of its tensors, if it knows them."""
+    shapes = reply.get("shapes", ...)
+    if not (shapes is None or isinstance(shapes, dict)):
         raise EngineError(
             f"the engine names its tensors by {excerpt(reply)}; install the same sgl-fp8rl on both "
             f"sides"
         )
-    if shapes is not None:
-        shapes = {name: parse_spec(name, ["bfloat16", s]).shape for name, s in shapes.items()}
-    return shapes, has_tied_head
+    if shapes is None:
+        return None
+    return {name: parse_spec(name, ["bfloat16", s]).shape for name, s in shapes.items()}

@@ -37,6 +37,8 @@ class Filler:
         Args:
             shard_slice: None where this rank writes none of it.
         """
+        if not self._plan.sources[index].cuts:
+            return  # nothing of it is sent
         self._held[index] = shard_slice
         turns = self._plan.turns
         while self._turn < len(turns) and turns[self._turn][1] in self._held:

@@ -7,8 +7,13 @@ import torch
 from sgl_fp8rl.formats import FORMATS
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.cuda_memory import CudaMemoryError, gpu_uuid
-from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, KV_SCALES
-from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS, ManifestError
+from sgl_fp8rl.protocol.kv_schema import (
+    KV_SCALE_ROWS,
+    KV_SCALES,
+    LARGEST_KV_SCALE,
+    LEAST_KV_SCALE,
+)
+from sgl_fp8rl.protocol.manifest import MOST_SLOTS, SLOTS, TIED_HEAD, ManifestError
 from sgl_fp8rl.protocol.place import is_place
 from sgl_fp8rl.protocol.states import State
 from sgl_fp8rl.protocol.values import are_names
@@ -33,6 +38,8 @@ def check_layout(layout: dict[str, Any]) -> None:
         "fp32": layout.get("fp32", ...) is None or are_names(layout.get("fp32")),
         "gpus": are_names(layout.get("gpus")),
         "visible_gpus": are_names(layout.get("visible_gpus")),
+        "skipped": are_names(layout.get("skipped")),
+        "tied": layout.get("tied", ...) is None or _is_shape(layout.get("tied")),
         "place": is_place(layout.get("place")),
         "formats": isinstance(formats, dict)
         and formats.keys() <= FORMATS.keys()
@@ -46,9 +53,13 @@ def check_layout(layout: dict[str, Any]) -> None:
     check_fields("the engine's layout", layout, sound)
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
+
+
 def comparable(layout: dict[str, Any], through_host: bool, is_remote: bool) -> dict[str, Any]:
     """The fields of a layout that a plan depends on: engines with equal ones are sent the same."""
-    read = ("dtype", "bucket_bytes", "fp32", "formats")
+    read = ("dtype", "bucket_bytes", "fp32", "formats", "skipped", "tied")
     return {
         **{name: layout[name] for name in read},
         "kv_cache": layout.get("kv_cache"),
@@ -64,12 +75,17 @@ def sources_for(named: Named, family: str | None, layout: dict[str, Any]) -> lis
     if fp32 is None:  # not known before the engine's first update: nothing is rounded on the way
         fp32 = [name for name, _ in named]
     as_they_are = [*fp32, KV_SCALES]
-    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are)
+    return sources(named, family, getattr(torch, layout["dtype"]), as_they_are, ignored(layout))
+
+
+def ignored(layout: dict[str, Any]) -> frozenset[str]:
+    """HF tensors that an engine keeps nothing of; an update may bring them or not."""
+    return frozenset(layout["skipped"]) | ({TIED_HEAD} if layout["tied"] else frozenset())
 
 
 def read_by_all(layout: dict[str, Any]) -> dict[str, Any]:
     """The fields that other ranks than the first need; ``formats`` names every tensor in FP8."""
-    return {name: layout[name] for name in ("dtype", "fp32", "gpus")}
+    return {name: layout[name] for name in ("dtype", "fp32", "gpus", "skipped", "tied")}
 
 
 def gpu_of(named: Named, layout: dict[str, Any]) -> torch.device | None:
@@ -118,7 +134,9 @@ def check_kv_scales(scales: Any, kv_cache: dict[str, Any] | None) -> None:
             f"calibrate the model that it serves, with [layers, {len(KV_SCALE_ROWS)}, KV heads]"
         )
     values = scales.detach().cpu()
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
+    sound = (values >= LEAST_KV_SCALE) & (values <= LARGEST_KV_SCALE)
+    if not bool(sound.all()):
         raise ManifestError(
-            "kv_scales holds a value that is not a positive number; calibrate again"
+            f"kv_scales holds {float(values[~sound][0])}, and scales are from {LEAST_KV_SCALE:.1e} "
+            f"to {LARGEST_KV_SCALE:.1e}; calibrate again"
         )

@@ -17,8 +17,8 @@ from sgl_fp8rl.protocol import place
 from sgl_fp8rl.protocol.chunks import Piece
 from trainer_bridge.rank_values import exchanged
 from trainer_bridge.shard_ranges import Owners, Range, assign, held_here
-from trainer_bridge.sources import Named
-from trainer_bridge.transfer_plan import PLAIN, can_be_mapped
+from trainer_bridge.sources import PLAIN, Named
+from trainer_bridge.transfer_plan import can_be_mapped
 from trainer_bridge.transport.cuda_ipc import Placement, placement_of
 from trainer_bridge.transport.rank_client import UnreachableMemoryError
 

@@ -14,7 +14,7 @@ from sgl_fp8rl.protocol.manifest import CHUNK_ALIGNMENT, ManifestError
 from trainer_bridge.announcement import Announcement, announced
 from trainer_bridge.engine_client import EngineClient
 from trainer_bridge.in_place import InPlace
-from trainer_bridge.layout import check_kv_scales, senders_of, slots_for, sources_for
+from trainer_bridge.layout import check_kv_scales, ignored, senders_of, slots_for, sources_for
 from trainer_bridge.packer import Packer, packer_on
 from trainer_bridge.placed_shards import Shards
 from trainer_bridge.sources import Named
@@ -36,8 +36,8 @@ class Sender:
     def __init__(self, layout: dict[str, Any]) -> None:
         self.layout = layout
         self._plans: dict[tuple[bool, bool], tuple[Signature, TransferPlan]] = {}
-        self.has_tied_head = False
-        """Whether a stream may bring the head of a model that has none of its own."""
+        self.ignored = ignored(layout)
+        """What an update may bring that the engines keep nothing of."""
         self._stream: Named | None = None
         """What the last stream brought, in its order, as meta tensors."""
         self._stream_plans: dict[tuple[bool, torch.device | None], TransferPlan] = {}
@@ -124,7 +124,7 @@ class Sender:
         layout, known = self.layout, self._stream
         if known is None:
             dtype, fp32 = getattr(torch, layout["dtype"]), layout["fp32"] or []
-            named, self.has_tied_head = announced(announcement, client, dtype, fp32)
+            named = announced(announcement, client, dtype, fp32)
         else:
             named = known
         if kv_scales is not None:

@@ -152,7 +152,7 @@ def _offer(transaction: Transaction) -> Offer | None:
             for name, relay in relays.items()
             if isinstance(relay, RelayClient)
         },
-        {name: layout[name] for name in ("dtype", "fp32", "formats", "gpus")},
+        {name: layout[name] for name in ("dtype", "fp32", "formats", "gpus", "skipped", "tied")},
         manifest.fingerprint,
         manifest.chunk_bytes,
         manifest.slots,

@@ -7,21 +7,25 @@ order, and rank 0, or a few, go on with it. The whole model is never gathered at
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from sgl_fp8rl.formats import suffixes_of
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.protocol.attempt import attempt
-from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError, twice
 from trainer_bridge import hf_names
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 Named = list[tuple[str, torch.Tensor]]
+PLAIN = torch.Tensor, torch.nn.Parameter
+"""Types whose elements are those of their memory; subclasses may hold anything."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Source:
     sent_as: torch.dtype
     """What its tensors are sent as, where they are copied into a bucket."""
     cuts: tuple[tuple[str, hf_names.Cut], ...]
+    """None of a parameter that the engine keeps nothing of: it is not read either."""
 
     def announce(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Names with meta tensors, views of the whole parameter; nothing is gathered."""
@@ -53,7 +58,7 @@ class Source:
             codes = held.dtype.itemsize == 1
             whole = (_as_bytes(held) if codes else held).full_tensor().contiguous().to(home)
             return whole.view(held.dtype) if codes else whole
-        return parameter.detach().contiguous()
+        return plain(parameter.detach()).contiguous()
 
 
 def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
@@ -63,7 +68,8 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
     quantized comes as codes and scales, unless FSDP2 gathers it as it is.
 
     Raises:
-        ManifestError: the parameters of a module are not those of its checkpoint.
+        ManifestError: the parameters of a module are not those of its checkpoint, a name comes
+            twice, or what it names is no tensor.
     """
     if isinstance(model_or_named_tensors, nn.Module):
         # tied parameters come once, under their first name, as in a checkpoint
@@ -71,9 +77,14 @@ def named_tensors(model_or_named_tensors: nn.Module | NamedTensors) -> Named:
         return [(hf_names.clean(name), _whole_here(tensor)) for name, tensor in named]
     if isinstance(model_or_named_tensors, Mapping):
         model_or_named_tensors = model_or_named_tensors.items()
-    return _companions_behind(
-        [(name, _whole_here(tensor)) for name, tensor in model_or_named_tensors]
-    )
+    pairs: dict[str, torch.Tensor] = {}
+    for name, tensor in model_or_named_tensors:
+        if name in pairs:
+            raise ManifestError(twice(name))
+        if not isinstance(tensor, torch.Tensor):
+            raise ManifestError(f"{name} {_why_unreadable(tensor)}")
+        pairs[name] = _whole_here(tensor)
+    return _companions_behind([*pairs.items()])
 
 
 def listed(model_or_named_tensors: nn.Module | NamedTensors) -> tuple[Named, Exception | None]:
@@ -85,11 +96,48 @@ def listed(model_or_named_tensors: nn.Module | NamedTensors) -> tuple[Named, Exc
     return named or [], fault
 
 
+def check_readable(name: str, tensor: Any) -> None:
+    """Check that a tensor has elements that can be read on this rank.
+
+    Raises:
+        ManifestError: it has none, or they are not those of a dense tensor.
+    """
+    why = _why_unreadable(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    if why is not None:
+        raise ManifestError(f"{name} {why}")
+
+
+def _why_unreadable(tensor: Any) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"is a {type(tensor).__name__}; send a tensor"
+    if is_lazy(tensor):
+        return "is not initialized; run the model's first forward pass before"
+    if tensor.is_meta:
+        return "has no data here (it is on the meta device, as offloaded weights are); load it"
+    if tensor.layout != torch.strided:
+        return f"is not dense ({tensor.layout}); send tensor.to_dense()"
+    if type(tensor) not in PLAIN:
+        _, fault = attempt(lambda: plain(tensor.detach()))
+        if fault is not None:
+            return f"is a {type(tensor).__name__} whose values cannot be read; dequantize it"
+    elif tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "has no data here (its memory is freed, as that of sharded weights is); gather it"
+    return None
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of their own, where a subclass may hold them in another way."""
+    if type(tensor) in PLAIN:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def sources(
     named: Named,
     family: str | None,
     dtype: torch.dtype,
     as_they_are: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> list[Source]:
     """Plan how to read named tensors.
 
@@ -100,6 +148,7 @@ def sources(
     Args:
         family: ``model_type`` of the module that they are parameters of; None where the names are
             those of an HF checkpoint already.
+        ignored: HF tensors that the engine keeps nothing of; they are not sent.
     """
     companions = {name + suffix for name, t in named for suffix in suffixes_of(t.dtype)}
     kept = {*companions, *as_they_are}
@@ -109,9 +158,15 @@ def sources(
             tensor.dtype,
             tensor.dtype if name in kept or not isinstance(tensor, DTensor) else sent,
             tensor.dtype if name in kept else sent,
-            ((name, _whole),)
-            if family is None
-            else tuple(hf_names.split(name, tuple(tensor.shape), family)),
+            tuple(
+                (hf_name, cut)
+                for hf_name, cut in (
+                    ((name, _whole),)
+                    if family is None
+                    else hf_names.split(name, tuple(tensor.shape), family)
+                )
+                if hf_name not in ignored
+            ),
         )
         for name, tensor in named
         for sent in (_sent_as(tensor, dtype),)

@@ -10,11 +10,9 @@ from sgl_fp8rl.formats import DTYPES, QUANTIZED
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, TensorSpec, WeightFormat
 from sgl_fp8rl.ops.copy_descriptors import ACCESS
 from sgl_fp8rl.protocol.chunks import ChunkSlice, Cutter, cut_into_chunks
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe
-from trainer_bridge.sources import Source
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, describe, twice
+from trainer_bridge.sources import PLAIN, Source
 
-PLAIN = torch.Tensor, torch.nn.Parameter
-"""Types whose elements are those of their memory; subclasses may hold anything."""
 _DTYPES = frozenset(DTYPES.values())
 
 Signature = tuple[
@@ -139,7 +137,7 @@ class TransferPlan:
         assert cutter is not None
         names = [name for name, _ in self.sources[source].cuts]
         if source in self.order:
-            raise ManifestError(f"{names[0]} comes twice in the stream; send each tensor once")
+            raise ManifestError(twice(names[0]))
         self.order[source] = None
         start = len(self.chunks[last]) if self.chunks else 0
         names = [name for name in names if name in cutter.due]  # scales are due with their codes

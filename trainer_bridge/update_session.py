@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError, twice, wrong_names
 from sgl_fp8rl.protocol.values import excerpt
 from trainer_bridge.announcement import as_announced
 from trainer_bridge.engine_client import EngineError
@@ -17,12 +17,10 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.session_chunks import SessionChunks
 from trainer_bridge.session_engines import SessionEngines
 from trainer_bridge.session_images import SessionImages
-from trainer_bridge.sources import Named
+from trainer_bridge.sources import Named, check_readable
+from trainer_bridge.tied_head import StreamedHead
 from trainer_bridge.transfer_plan import TransferPlan, is_aligned
 from trainer_bridge.transport.board import LeadersBoard
-
-TIED_HEAD = "lm_head.weight"
-"""Frameworks stream it where it is tied too."""
 
 
 def slowest_gpu(replies: list[dict[str, Any]]) -> float | None:
@@ -65,6 +63,8 @@ class UpdateSession:
         self._filler = Filler(plan, self._chunks.send, self._chunks.await_slot)
         self._came: dict[int, None] = {}
         """What a stream has brought, in its order."""
+        self._passed_over: set[str] = set()
+        self._head = StreamedHead(sender.layout["tied"], getattr(torch, sender.layout["dtype"]))
         self.network_bytes_of_others = 0
         """Bytes of chunks that other ranks of the trainer sent to engines on other hosts."""
 
@@ -111,44 +111,53 @@ class UpdateSession:
         """Put the next tensor of a stream into the bucket.
 
         Raises:
-            ManifestError: it was not announced, or came before.
+            ManifestError: it was not announced, came before, or cannot be read.
         """
+        check_readable(name, tensor)
         if not self._engines.open:
             return
         plan, index = self.plan, self.plan.index_of(name)
         if index is None:
-            if self.sender.has_tied_head and name == TIED_HEAD:
-                return  # a copy of the embedding, which checkpoints leave out
-            raise ManifestError(
-                f"{name} was not announced; announce every tensor of the stream, by the names of "
-                f"the HF checkpoint"
-            )
+            self._pass_over(name, tensor)
+            return
         if index in self._came:
-            raise ManifestError(f"{name} comes twice in the stream; send each tensor once")
+            raise ManifestError(twice(name))
         if plan.mapped[index]:
             return
         source = plan.sources[index]
         # as the packer will read it
         whole = as_announced(name, tensor, source.held_as, source.shape)
+        self._head.take(name, whole)
         self._came[index] = None
         if plan.streamed:
             self._chunks.order += plan.add(index)
         self.put(index, whole)
         self._filler.own(index)
 
+    def _pass_over(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self.sender.ignored:
+            raise ManifestError(wrong_names(unknown=[name]))
+        if name in self._passed_over:
+            raise ManifestError(twice(name))
+        self._passed_over.add(name)
+        self._head.take(name, tensor)
+
     def end_stream(self) -> None:
         """Check that the stream was complete.
 
         Raises:
-            ManifestError: a tensor of the last stream is missing; the engine checks the first.
+            ManifestError: a tensor of the last stream is missing, where the engine checks the
+                first; or the head of a tied model came, and is not the embedding.
         """
         self.put_kv_scales()
-        missing = sorted(set(range(len(self.plan.sources))) - self._came.keys())
+        self._head.check()
+        missing = [
+            source.cuts[0][0]
+            for index, source in enumerate(self.plan.sources)
+            if source.cuts and index not in self._came
+        ]
         if missing and self._engines.open and not self.plan.streamed:
-            raise ManifestError(
-                f"the stream ended without {len(missing)} tensors that the last one brought, "
-                f"{self.plan.sources[missing[0]].cuts[0][0]} among them; stream the whole model"
-            )
+            raise ManifestError(wrong_names(missing=missing))
 
     def put_residents(self, named: Named) -> bool:
         """Put all parameters into the bucket where each is the trainer's own memory on its GPU.

@@ -28,7 +28,8 @@ from trainer_bridge.sender import Sender
 from trainer_bridge.shard_codes import CODES_REGISTRY
 from trainer_bridge.shared_filling import SharedFilling, fill_together
 from trainer_bridge.shared_sending import SharedSending, is_on_all, send_together
-from trainer_bridge.sources import Named, NamedTensors, listed
+from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
+from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_embedding, repeats_here
 from trainer_bridge.transaction import Begun, Transaction
 from trainer_bridge.transfer_plan import TransferPlan
 from trainer_bridge.weights_digest import weights_digest
@@ -40,8 +41,9 @@ CODES_S = 60.0
 """Seconds that the first rank waits until all others have quantized their shards."""
 
 
-Report = tuple[ShardReport, ShardReport | EngineError] | None
-"""Where the shards of a rank lie, and their codes; None where nothing is to be told."""
+Report = tuple[ShardReport, ShardReport | EngineError, bool | None] | None
+"""Where the shards of a rank lie, their codes, and whether its head is the embedding; None where
+nothing is to be told."""
 
 
 class Weights(Protocol):
@@ -119,12 +121,16 @@ class WholeModel:
         self._shards: Shards | None = None
         """The same, with codes of some beside them where ranks have made any."""
         self._ranks = 1
+        self._repeats: bool | None = None
+        """Whether the head is the embedding, on all ranks."""
         self._sending: SharedSending | None = None
 
     def check(self, ranks: tuple[int, ...]) -> None:
         if self._fault is not None:
             raise self._fault
         check_ranks(self.named, ranks)
+        for name, tensor in self.named:
+            check_readable(name, tensor)
 
     def report(self, ranks: int) -> Report:
         self._ranks = ranks
@@ -135,7 +141,7 @@ class WholeModel:
             logger.warning("weights are gathered, which is slower", exc_info=error)
         placed = self._placed
         own = SHARD_REGISTRY.own(placed) if isinstance(placed, str) else None
-        return placed, CODES_REGISTRY.ready(self.named, own)
+        return placed, CODES_REGISTRY.ready(self.named, own), repeats_here(self.named)
 
     def assemble(self, leader: Leader, reports: list[Report] | None) -> None:
         if leader.is_alone:
@@ -145,7 +151,8 @@ class WholeModel:
         self._shards = leader.attempt(self._assemble, reports)
 
     def _assemble(self, reports: list[Report]) -> Shards | None:
-        placed, codes = map(list, zip(*(each for each in reports if each), strict=True))
+        placed, codes, repeats = map(list, zip(*(each for each in reports if each), strict=True))
+        self._repeats = on_all_ranks(repeats)
         self._stays = SHARD_REGISTRY.assemble(placed, self.named)
         return CODES_REGISTRY.assemble(self._stays, codes)
 
@@ -157,6 +164,9 @@ class WholeModel:
         device: torch.device | None,
     ) -> TransferPlan:
         CODES_REGISTRY.start()
+        if sender.layout["tied"] and self._ranks == 1:
+            self._repeats = repeats_embedding(self.named)
+        check_head(self.named, sender.layout["tied"], self._repeats)
         named = self.named if kv_scales is None else [*self.named, (KV_SCALES, kv_scales)]
         ranks = 1
         if sender.layout["is_remote"] and is_on_all(self.named, self._ranks):
@@ -198,9 +208,9 @@ class WholeModel:
         for index, (_, tensor) in enumerate(self.named):
             wholes: dict[torch.dtype, torch.Tensor] = {}
             for number, sources in enumerate(planned):
-                if begun.mapped[number][index]:
-                    continue
                 source = sources[index]
+                if begun.mapped[number][index] or not source.cuts:
+                    continue
                 if source.held_as not in wholes:
                     wholes[source.held_as] = source.read(tensor)
                 clock.lap("read")
@@ -231,6 +241,8 @@ class WholeModel:
         """Put in what each rank holds."""
         sources = sources_for(self.named, self._family, layout)
         for index, (source, (_, tensor)) in enumerate(zip(sources, self.named, strict=True)):
+            if not source.cuts:
+                continue
             shard_slice = shared.read(index, source, tensor)
             clock.lap("read")
             if shared.follower is not None:
@@ -304,6 +316,7 @@ class Stream:
     ) -> None:
         for name, tensor in self._tensors:
             if isinstance(tensor, DTensor):
+                check_readable(name, tensor)
                 if leader.is_alone and tensor.device_mesh.size() > 1:
                     raise ManifestError(
                         f"{name} is sharded over {tensor.device_mesh.size()} ranks; pass group=, "

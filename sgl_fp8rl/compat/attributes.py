@@ -81,8 +81,11 @@ ATTRIBUTES: dict[str, str] = {
     ),
     f"{_MANAGERS}.tp_worker.TpModelWorker": "model_runner",
     f"{_MANAGERS}.schedule_batch.Req": (
-        "finished input_embeds is_retracted origin_input_ids output_ids rid sampling_params"
+        "finished inflight_middle_chunks input_embeds is_retracted origin_input_ids output_ids rid "
+        "sampling_params to_finish"
     ),
+    f"{_MANAGERS}.schedule_batch.ScheduleBatch": "reqs",
+    f"{_MANAGERS}.utils.GenerationBatchResult": "logits_output",
     f"{_MANAGERS}.mm_utils.init_mm_embedding_cache": "embedding_cache",
     "sglang.srt.constrained.grammar_manager.GrammarManager": "grammar_queue",
     "sglang.srt.distributed.parallel_state.GroupCoordinator": (
@@ -130,6 +133,9 @@ ATTRIBUTES: dict[str, str] = {
     f"{_LAYERS}.activation.SiluAndMul": "_forward_method forward_cuda",
     f"{_LAYERS}.rotary_embedding.RotaryEmbedding": (
         "cos_sin_cache forward forward_cuda head_size is_neox_style rotary_dim use_fallback_kernel"
+    ),
+    f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding": (
+        "embedding_dim org_vocab_size weight"
     ),
     # MLA
     f"{_MODELS}.deepseek_v2.DeepseekV2AttentionMLA": "w_kc w_vc",
@@ -181,7 +187,6 @@ NEWER_ATTRIBUTES: dict[str, str] = {
     f"{_LAYERS}.activation.SiluAndMul": "_resolve_forward_method",
     f"{_LAYERS}.layernorm.RMSNorm": "_resolve_forward_method",
     f"{_LAYERS}.moe.moe_runner.base.MoeRunnerConfig": "silu_mul_keep_fp32",
-    f"{_LAYERS}.sampler.sampling_from_probs_torch": "SGLANG_OPT_USE_GUMBEL_SAMPLE envs",
     f"{_MODELS}.qwen3.Qwen3Attention": "use_fused_qk_norm_rope",
 }
 """As ``ATTRIBUTES``, from the newest tested version on; hooks do without them in others."""

@@ -1,6 +1,9 @@
 """SGLang's functions that our hooks wrap, but for attention backends; its hook registry resolves
 these paths itself."""
 
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 # The plugin's.
 HOOK_TARGETS = {
     "parse_server_args": "sglang.srt.server_args.prepare_server_args",
@@ -14,6 +17,8 @@ HOOK_TARGETS = {
     ".maybe_precompile_model_kernels_after_loading",
     "sample": "sglang.srt.model_executor.model_runner.ModelRunner.sample",
     "draw": "sglang.srt.layers.sampler.Sampler.forward",
+    "take_up_prefill": f"{_RESULTS}.process_batch_result_prefill",
+    "take_up_decode": f"{_RESULTS}.process_batch_result_decode",
     "stream_output": "sglang.srt.managers.scheduler_components.output_streamer"
     ".SchedulerOutputStreamer.stream_output",
     "handle_generate_request": "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",

@@ -26,6 +26,8 @@ SYMBOLS = {
     ":get_global_experts_capturer",
     # embeddings of images
     "init_mm_embedding_cache": "sglang.srt.managers.mm_utils:init_mm_embedding_cache",
+    # embeddings of tokens
+    "Embedding": "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding",
     # KV cache
     "RadixAttention": "sglang.srt.layers.radix_attention:RadixAttention",
     "AttentionType": "sglang.srt.layers.radix_attention:AttentionType",
@@ -51,6 +53,7 @@ SYMBOLS = {
     "CheckWeightsReqOutput": "sglang.srt.managers.io_struct:CheckWeightsReqOutput",
     "auth_level": "sglang.srt.utils.auth:auth_level",
     "AuthLevel": "sglang.srt.utils.auth:AuthLevel",
+    "FINISH_ABORT": "sglang.srt.managers.schedule_batch:FINISH_ABORT",
     "AbortReq": "sglang.srt.managers.io_struct:AbortReq",
     "PauseGenerationReqInput": "sglang.srt.managers.io_struct:PauseGenerationReqInput",
     "ContinueGenerationReqInput": "sglang.srt.managers.io_struct:ContinueGenerationReqInput",
@@ -61,6 +64,7 @@ SYMBOLS = {
     "sock_recv": "sglang.srt.managers.io_struct:sock_recv",
     "get_zmq_socket": "sglang.srt.utils.network:get_zmq_socket",
     "Sampler": "sglang.srt.layers.sampler:Sampler",
+    "sanitize_nan_logits": "sglang.srt.utils.async_probe:sanitize_nan_logits",
     "RETURN_ORIGINAL_LOGPROB": "sglang.srt.layers.sampler:SGLANG_RETURN_ORIGINAL_LOGPROB",
     # GEMMs and what feeds them
     "deep_gemm_nt": "sglang.srt.layers.deep_gemm_wrapper.entrypoint:gemm_nt_f8f8bf16",

@@ -5,14 +5,15 @@ number per row: twenty reads and writes of ``[batch, vocabulary]`` in FP32, here
 numbers are stock's, so the same seed gives the same tokens.
 """
 
-import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
+from sgl_fp8rl.engine import lost_rows
 from sgl_fp8rl.ops.sample import exponential_noise
 
 
@@ -27,12 +28,26 @@ def fast_sample(
     positions: torch.Tensor,
     **more: Any,
 ) -> Any:
-    """AROUND ``Sampler.forward``: draw if only the temperature shapes the distribution.
+    """AROUND ``Sampler.forward``: draw if only the temperature shapes the distribution, and note
+    the rows that have none.
 
     SGLang handles everything else: greedy rows, top-k, top-p, min-p, deterministic or on-policy
     sampling, sampling masks, watermarks, and log-probabilities of other tokens or before the
     temperature. Like SGLang's own path this does not synchronize.
     """
+    stock = partial(
+        original,
+        sampler,
+        logits_output,
+        sampling_info,
+        return_logprob,
+        top_logprobs_nums,
+        token_ids_logprobs,
+        positions,
+        **more,
+    )
+    if compat.get_model_args().quantization != NAME:
+        return stock()
     logits_BV = logits_output.next_token_logits
     wanted = return_logprob and (
         compat.RETURN_ORIGINAL_LOGPROB
@@ -40,16 +55,14 @@ def fast_sample(
         or any(ids is not None for ids in token_ids_logprobs)
     )
     if more or wanted or not (_is_plain(sampler, sampling_info) and _is_served(logits_BV)):
-        return original(
-            sampler,
-            logits_output,
-            sampling_info,
-            return_logprob,
-            top_logprobs_nums,
-            token_ids_logprobs,
-            positions,
-            **more,
-        )
+        if sampling_info.is_all_greedy:
+            tokens_B = stock()
+            lost_B = lost_rows.lost_of_greedy(logits_BV, tokens_B)
+        else:
+            lost_B = lost_rows.lost_before_draw(logits_BV)
+            tokens_B = stock()
+        lost_rows.note(logits_output, lost_B)
+        return tokens_B
     logits_BV = sampler._preprocess_logits(logits_BV, sampling_info)
     if logits_BV.is_cuda:
         from sgl_fp8rl.ops.sample_triton import sample
@@ -58,11 +71,7 @@ def fast_sample(
     tokens_B, logprobs_B = sample(
         logits_BV, sampling_info.temperatures, exponential_noise(logits_BV)
     )
-    if _stock_asserts():
-        torch._assert_async(
-            (logprobs_B > -torch.inf).all(),
-            "probability tensor contains either `inf`, `nan` or element < 0",
-        )
+    lost_rows.note(logits_output, logprobs_B.isnan())
     if return_logprob:
         logits_output.next_token_logprobs = logprobs_B
     sampler._sync_token_ids_across_tp(tokens_B, sampling_info)
@@ -72,8 +81,7 @@ def fast_sample(
 def _is_plain(sampler: Any, info: Any) -> bool:
     """Whether all requests sample from softmax(logits / T), decided on the host."""
     return (
-        compat.get_model_args().quantization == NAME
-        and type(sampler) is compat.Sampler  # subclasses may draw differently
+        type(sampler) is compat.Sampler  # subclasses may draw differently
         and sampler.rl_on_policy_target is None
         and not sampler.enable_deterministic
         and not sampler.use_ascend_backend
@@ -88,12 +96,3 @@ def _is_plain(sampler: Any, info: Any) -> bool:
 
 def _is_served(logits_BV: torch.Tensor) -> bool:
     return logits_BV.dtype == torch.float32 and logits_BV.stride(-1) == 1 and logits_BV.numel() > 0
-
-
-def _stock_asserts() -> bool:
-    """Whether stock draws with ``torch.multinomial``, which raises on NaN.
-
-    The newer ``Sampler`` has its own exponential race behind a setting, which draws token 0 then.
-    """
-    settings = getattr(sys.modules[compat.Sampler.__module__], "envs", None)
-    return settings is None or not settings.SGLANG_OPT_USE_GUMBEL_SAMPLE.get()

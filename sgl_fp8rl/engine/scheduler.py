@@ -19,6 +19,7 @@ from sgl_fp8rl.engine.attached import scheduler_weights, status_of
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
 from sgl_fp8rl.engine.ranks import gather, sources
+from sgl_fp8rl.engine.tied_head import tied_shape
 from sgl_fp8rl.kv_cache import kv_stats
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.protocol.values import excerpt
@@ -157,11 +158,8 @@ def _kv_recalibrate(request: ControlRequest) -> Reply:
 
 def _tensors(request: ControlRequest) -> Reply:
     """The HF tensors of a complete update; None before the first one to dummy weights."""
-    table, config = request.weights.table, getattr(request.weights.model, "config", None)
-    return {
-        "shapes": None if table is None else {n: list(s) for n, s in table.sources.items()},
-        "has_tied_head": bool(getattr(config, "tie_word_embeddings", False)),
-    }
+    table = request.weights.table
+    return {"shapes": None if table is None else {n: list(s) for n, s in table.sources.items()}}
 
 
 def _status(request: ControlRequest) -> Reply:
@@ -176,6 +174,8 @@ def _layout(request: ControlRequest) -> Reply:
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
         **sources(weights.table, group),
+        "skipped": [] if weights.table is None else sorted(weights.table.skipped),
+        "tied": tied_shape(weights),
         "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
         "visible_gpus": sorted(set.intersection(*gather(visible_gpus(), group))) if on_gpu else [],
         "kv_cache": kv_stats.layout(weights.kv),

@@ -15,7 +15,7 @@ from sgl_fp8rl.engine.ranks import attempted, gather
 from sgl_fp8rl.engine.retraction import outlasts_abort, refuse_waiting, retract
 from sgl_fp8rl.kv_cache.incoming_scales import names_in
 from sgl_fp8rl.protocol.kv_schema import KV_SCALES
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.manifest import Manifest, ManifestError, wrong_names
 from sgl_fp8rl.protocol.policy import Policy, check_policy
 from sgl_fp8rl.protocol.states import FINISH, RETRACT
 from sgl_fp8rl.protocol.values import excerpt
@@ -161,10 +161,7 @@ def _unrouted(weights: EngineWeights, group: dist.ProcessGroup, streamed: bool) 
         return []
     if not unrouted:
         return []
-    return [
-        f"the engine keeps nothing of {sorted(unrouted)[0]}; use the names of the HF checkpoint, "
-        f"without the head of a tied model"
-    ]
+    return [wrong_names(unknown=unrouted)]
 
 
 def skipped_by_all(weights: EngineWeights, group: dist.ProcessGroup) -> set[str]:

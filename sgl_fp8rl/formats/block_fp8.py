@@ -14,6 +14,7 @@ from sgl_fp8rl.formats.weight_format import (
 from sgl_fp8rl.ops.reference import (
     BLOCK,
     FP8_DTYPE,
+    LARGEST_SCALE,
     dequantize_weight,
     num_blocks,
     quantize_weight,
@@ -61,6 +62,8 @@ class BlockFP8(WeightFormat):
             codes_NK, scale_inv_nk = quantize_weight(weight)
         except ValueError as error:
             raise ValueError(NOT_FINITE) from error
+        if not bool((scale_inv_nk <= LARGEST_SCALE).all()):
+            raise ValueError(NOT_FINITE)
         return {"": codes_NK, SCALES: scale_inv_nk}
 
     def decode(self, encoded: Encoded) -> torch.Tensor:
@@ -68,7 +71,7 @@ class BlockFP8(WeightFormat):
 
     def check_values(self, suffix: str, values: torch.Tensor) -> None:
         if suffix == SCALES:
-            finite = torch.isfinite(values)
+            finite = values <= LARGEST_SCALE
         else:
             # e4m3fn has no Inf, and isfinite does not know it: NaN is the code 0x7f of either sign
             finite = (values.view(torch.uint8) & 0x7F) != 0x7F

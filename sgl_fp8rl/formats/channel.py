@@ -18,7 +18,7 @@ from sgl_fp8rl.formats.weight_format import (
     WeightFormat,
 )
 from sgl_fp8rl.ops.channel import dequantize_rows, quantize_rows
-from sgl_fp8rl.ops.reference import FP8_DTYPE
+from sgl_fp8rl.ops.reference import FP8_DTYPE, LARGEST_SCALE
 from sgl_fp8rl.ops.regions import Region
 
 SCALES = "_scale"
@@ -55,10 +55,9 @@ class ChannelFormat(WeightFormat):
         return None
 
     def encode(self, weight: torch.Tensor) -> Encoded:
-        try:
-            codes_NK, scale_N1 = quantize_rows(weight, self.dtypes[0])
-        except ValueError as error:
-            raise ValueError(NOT_FINITE) from error
+        codes_NK, scale_N1 = quantize_rows(weight, self.dtypes[0])
+        if not bool((scale_N1 <= LARGEST_SCALE).all()):
+            raise ValueError(NOT_FINITE)
         return {"": codes_NK, SCALES: scale_N1}
 
     def decode(self, encoded: Encoded) -> torch.Tensor:

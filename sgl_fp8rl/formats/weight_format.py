@@ -10,7 +10,10 @@ import torch
 
 from sgl_fp8rl.ops.regions import Region
 
-NOT_FINITE = "holds NaN or Inf; check the trainer's weights before the update"
+NOT_FINITE = (
+    "holds NaN or Inf, or numbers too large for FP8 with a scale up to 2**48; check the trainer's "
+    "weights before the update"
+)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a trainer holds weights in; each can be encoded in any format."""
 FP8_CAPABILITIES = ((8, 9), (99, 9))
@@ -147,7 +150,7 @@ class WeightFormat(ABC):
             weight: in one of ``WEIGHT_DTYPES``, ``[..., N, K]``.
 
         Raises:
-            ValueError: it holds NaN or Inf.
+            ValueError: it holds NaN or Inf, or numbers that are too large.
         """
 
     @abstractmethod

@@ -20,9 +20,9 @@ from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES
 from sgl_fp8rl.integrations.updates import on_all_ranks
 from sgl_fp8rl.protocol.attempt import attempt
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers, weight_files
+from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.protocol.states import State
 from trainer_bridge.engine_client import EngineError, connect
-from trainer_bridge.update_session import TIED_HEAD
 
 Pairs = Iterator[tuple[str, torch.Tensor]]
 Walk = Callable[[], Pairs]

@@ -20,7 +20,7 @@ from torch import nn
 from sgl_fp8rl.kv_cache.backends import BACKENDS
 from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
 from sgl_fp8rl.ops.kv import STATS
-from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS
+from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
 ERRORS = 7
 """Sums of a layer, float64 (``quant_error.py``): tokens; then for K and for V the squared errors,
@@ -107,20 +107,21 @@ class KVScales(nn.Module):
         """Check that these can be this model's scales. Synchronizes with the device.
 
         Raises:
-            KVScalesError: the shape is wrong, or a scale is not positive and finite.
+            KVScalesError: the shape is wrong, or a scale is outside of what kernels take.
         """
         if tuple(scales_L3H.shape) != self.shape:
             raise KVScalesError(
                 f"the KV scales have shape {tuple(scales_L3H.shape)}; this model needs "
                 f"{self.shape}: layers, K V Q, KV heads"
             )
-        sound = torch.isfinite(scales_L3H) & (scales_L3H > 0)
+        sound = (scales_L3H >= LEAST_KV_SCALE) & (scales_L3H <= LARGEST_KV_SCALE)
         if not bool(sound.all()):
             layer, row, head = (~sound).nonzero()[0].tolist()
             value = float(scales_L3H[layer, row, head])
             raise KVScalesError(
                 f"the {KV_SCALE_ROWS[row].upper()} scale of layer {layer}, KV head {head} is "
-                f"{value}; send amax * margin / 448, positive and finite"
+                f"{value}; send amax * margin / 448, from {LEAST_KV_SCALE:.1e} to "
+                f"{LARGEST_KV_SCALE:.1e}"
             )
 
     def write(self, scales_L3H: torch.Tensor, first: int = 0) -> None:

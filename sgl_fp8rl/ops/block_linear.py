@@ -43,6 +43,8 @@ def linear(
     if not len(x_MK):
         return x_MK.new_empty((0, len(codes_NK)))
     if product == "reference":
+        if not bool(x_MK.isfinite().all()):
+            raise ValueError("FP8 quantization met NaN or Inf in activations; check the inputs")
         return fp8_linear(x_MK, codes_NK, scale_inv_nk, bias_N)
     multiply = _by_deep_gemm if product == "deep_gemm" else _by_torch
     y_MN = multiply(_codes_of(x_MK), codes_NK, scale_inv_nk)

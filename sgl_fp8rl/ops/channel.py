@@ -25,9 +25,7 @@ def quantize_rows(x_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
 
     Returns:
         ``codes_NK`` of the same shape, and ``scale_N1`` FP32 ``[..., N, 1]``.
-
-    Raises:
-        ValueError: a value is NaN or Inf.
+        The scale of a row with NaN or Inf is that.
     """
     x = x_NK.float()
     scale_N1 = scale_of(x.abs().amax(dim=-1, keepdim=True), LARGEST[dtype])

@@ -21,8 +21,8 @@ from sgl_fp8rl.ops.copy_descriptors import ACCESS, CopyDescriptor
 from sgl_fp8rl.ops.weight_quant_triton import (
     DTYPES,
     FLOOR,
-    INF,
     OPTIONS,
+    TOP_SCALE,
     Bases,
     Status,
     bits_of,
@@ -177,6 +177,6 @@ def _quantize_rows(
         else:
             codes = exact.to(tl.float8e4nv)  # as weight_quant_triton, without a clamp
         tl.store(target + start + col, codes, mask=inside)
-    if tl.max(top, axis=0) >= INF:
+    if tl.min((scale <= TOP_SCALE).to(tl.int32), axis=0) == 0:
         tl.atomic_min(status, tl.load(descriptor + 10), sem="relaxed")
     tl.atomic_add(status + 1, 1, sem="relaxed")

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
 from sgl_fp8rl.ops.delta_triton import RECORDS, Records, places
+from sgl_fp8rl.ops.reference import LARGEST_SCALE
 from sgl_fp8rl.ops.weight_quant_triton import Status, compiling
 
 _NOT_FINITE = {
@@ -26,6 +27,8 @@ _NOT_FINITE = {
     torch.float32: 0x7F800000,
 }
 """The bits of the least magnitude of each dtype that is Inf or NaN."""
+_NO_SCALE = int(np.float32(LARGEST_SCALE).view(np.int32)) + 1
+"""Those of the least number that is too large for a scale."""
 _COLUMNS = 10
 """Of the table of boxes; ``_scatter`` reads them in order."""
 _WARPS = 8
@@ -126,7 +129,7 @@ def _row(box: CopyDescriptor) -> tuple[int, ...]:
         stored * box.target_stride,
         size,
         stored,
-        _NOT_FINITE[box.target_dtype] | box.positive << 32,
+        _NO_SCALE | 1 << 32 if box.positive else _NOT_FINITE[box.target_dtype],
         box.tag,
     )
 

@@ -16,6 +16,9 @@ FP8_MAX = 448.0
 # A block of zeros still gets a positive, normal scale: dividing by it never gives NaN or Inf,
 # also where a device flushes denormals.
 AMAX_FLOOR = 1e-10
+LARGEST_SCALE = 2.0**48
+"""Of a weight that an update brings, as of keys, values and queries. A product of two operands with
+such scales fits FP32: 448 ** 2 * 2 ** 96, times 4096 channels, is below 2 ** 126."""
 
 
 def num_blocks(size: int) -> int:
@@ -24,15 +27,7 @@ def num_blocks(size: int) -> int:
 
 
 def scale_of(amax: torch.Tensor, largest: float = FP8_MAX) -> torch.Tensor:
-    """``amax / largest``, FP32 and positive.
-
-    Raises:
-        ValueError: NaN or Inf.
-    """
-    if not torch.isfinite(amax).all():
-        raise ValueError(
-            "FP8 quantization met NaN or Inf; check the trainer's weights and the model's inputs"
-        )
+    """``amax / largest``, FP32 and positive; NaN or Inf where that is."""
     # By a tensor: CUDA divides by a Python number as a product with its reciprocal, an ulp apart.
     return amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
 
@@ -71,6 +66,8 @@ def quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     # [..., n, 128, k, 128] -> [..., n, k]
     scale_inv_nk = scale_of(blocks.abs().amax(dim=(-1, -3)))
+    if not torch.isfinite(scale_inv_nk).all():
+        raise ValueError("FP8 quantization met NaN or Inf; check the trainer's weights")
     return encode(weight / _spread(scale_inv_nk, rows, cols)), scale_inv_nk
 
 
@@ -89,10 +86,8 @@ def quantize_activation(x_MK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         x_MK: BF16, FP16 or FP32, ``[..., M, K]``.
 
     Returns:
-        ``codes_MK`` float8_e4m3fn and ``scales_Mk`` FP32 ``[..., M, ceil(K/128)]``.
-
-    Raises:
-        ValueError: an activation is NaN or Inf.
+        ``codes_MK`` float8_e4m3fn and ``scales_Mk`` FP32 ``[..., M, ceil(K/128)]``. Where an
+        activation is NaN or Inf, its scale is, so all that is computed of its token is NaN.
     """
     cols = x_MK.shape[-1]
     x = x_MK.float()

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from sgl_fp8rl.ops.copy_descriptors import COLUMNS, CopyDescriptor, group_descriptors
-from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX
+from sgl_fp8rl.ops.reference import AMAX_FLOOR, BLOCK, FP8_MAX, LARGEST_SCALE
 
 _NO_TAG = 2**63 - 1
 # No fusion: the compiler must not make FMAs of its own in a division.
@@ -152,6 +152,8 @@ _FIELDS = tl.constexpr(COLUMNS.itemsize // 8)
 # FP32 and BF16 bits as integers: magnitudes are in order, and Inf and NaN are the largest.
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INF = tl.constexpr(0x7F800000)
+TOP_SCALE = tl.constexpr(LARGEST_SCALE)
+_TOP_BITS = tl.constexpr(int(np.float32(FP8_MAX * LARGEST_SCALE).view(np.int32)))
 
 
 @triton.jit
@@ -182,10 +184,10 @@ def cast(x: tl.tensor, VALUE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def bits_of(x: tl.tensor, POSITIVE: tl.constexpr) -> tl.tensor:
-    """The FP32 bits of the magnitudes; Inf for what must be positive and is not."""
+    """The FP32 bits of the magnitudes; Inf for what must be a scale and is none."""
     values = x.to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & _MAGNITUDE
-    return tl.where(values > 0, bits, INF) if POSITIVE else bits
+    return tl.where((values > 0) & (values <= TOP_SCALE), bits, INF) if POSITIVE else bits
 
 
 @triton.jit
@@ -366,6 +368,6 @@ def _copy_tiles(
     if QUANTIZE:
         scales = tl.load(descriptor + 5) + (i * tl.load(descriptor + 10) + j) * 4
         tl.store(scales.to(tl.pointer_type(tl.float32)), _scale_of(top))
-    if top >= INF:
+    if top > (_TOP_BITS if QUANTIZE else INF - 1):
         tl.atomic_min(status, tl.load(descriptor + 11), sem="relaxed")
     tl.atomic_add(status + 1, 1, sem="relaxed")

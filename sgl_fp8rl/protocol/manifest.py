@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,12 +23,39 @@ SLOTS = 2
 """Of a bucket in host memory, for each rank that fills it: one is filled while another is read."""
 MOST_SLOTS = 32
 """Of a bucket; two for each rank of a trainer that sends to another host."""
+TIED_HEAD = "lm_head.weight"
+"""Checkpoints of tied models leave it out; many trainers send it all the same."""
 MOST_DIMENSIONS, MOST_ELEMENTS, LONGEST_NAME = 8, 2**48, 256
 """Of one tensor; what exceeds them comes from no model, and torch cannot count its bytes."""
 
 
 class ManifestError(ValueError):
     """An update that must not begin; nothing was written."""
+
+
+def wrong_names(unknown: Collection[str] = (), missing: Collection[str] = ()) -> str:
+    """What is said of tensors that are not those of the model, whatever brings them."""
+
+    def first(names: Collection[str]) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(sorted(names)[:3]) + more
+
+    facts = [f"unknown: {first(unknown)}"] if unknown else []
+    facts += [f"missing: {first(missing)}"] if missing else []
+    return f"the names are not this model's ({'; '.join(facts)}); use those of the HF checkpoint"
+
+
+def wrong_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    """What is said of a tensor of another shape than the model's."""
+    return (
+        f"{name} has shape {tuple(found)}, the engine's is {tuple(expected)}; send the whole "
+        f"tensor in the checkpoint's layout"
+    )
+
+
+def twice(name: str) -> str:
+    """What is said of a name that comes twice."""
+    return f"{name} comes twice; send each tensor once"
 
 
 @dataclass(frozen=True)
@@ -145,7 +172,7 @@ def describe(
     tensors: dict[str, TensorSpec] = {}
     for name, tensor in named_tensors:
         if name in tensors:
-            raise ManifestError(f"{name} comes twice; send each tensor once")
+            raise ManifestError(twice(name))
         if tensor.dtype not in _NAMES:
             known = ", ".join(DTYPES)
             raise ManifestError(f"{name} has dtype {tensor.dtype}; send one of {known}")

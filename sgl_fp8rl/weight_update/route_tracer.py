@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops.regions import Region, as_region
+from sgl_fp8rl.protocol.manifest import TIED_HEAD
 from sgl_fp8rl.weight_update.padded_storage import gaps, placed, unpadded
 from sgl_fp8rl.weight_update.routes import Route, RouteError, RouteTable
 
@@ -134,7 +135,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes = shapes
-        self.parameters = dict(model.named_parameters())
+        self.parameters = _apart(model)
         self.names = {p.untyped_storage().data_ptr(): n for n, p in self.parameters.items()}
         buffers = dict(model.named_buffers())
         self.buffers = {b.untyped_storage().data_ptr(): n for n, b in buffers.items()}
@@ -209,7 +210,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
         done = {route.source for route in recorder.routes} | recorder.unrecordable.keys()
         pending = [(name, shape) for name, shape in shapes.items() if name not in done]
     routes: dict[str, list[Route]] = {name: [] for name in shapes}
-    for route in recorder.routes:
+    for route in _once(recorder.routes):
         if route.source not in recorder.unrecordable:
             routes[route.source] += placed(route, recorder.parameters)
     for name, reason in recorder.unrecordable.items():
@@ -219,7 +220,7 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
         routes,
         {name: p.data for name, p in recorder.parameters.items()},
         recorder.unrecordable,
-        [*recorder.constants, *gaps(recorder.parameters)],
+        [*dict.fromkeys(recorder.constants), *gaps(recorder.parameters)],
     )
     if not recorder.routes:
         raise RouteError(
@@ -227,6 +228,28 @@ def record_routes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Ro
         )
     table.check()
     return table
+
+
+def _apart(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters by their first names: one that has several, or is the same memory as another,
+    comes once."""
+    places: dict[tuple[Any, ...], str] = {}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        if not p.numel() or places.setdefault((p.data_ptr(), p.shape, p.stride()), name) == name
+    }
+
+
+def _once(routes: list[Route]) -> list[Route]:
+    """Each copy once: a loader that walks the names of tied parameters makes it for each. A
+    checkpoint's head that such a loader copies over the embedding is redundant."""
+    others = {(r.parameter, r.dst) for r in routes if r.source != TIED_HEAD}
+    return [
+        route
+        for route in dict.fromkeys(routes)
+        if route.source != TIED_HEAD or (route.parameter, route.dst) not in others
+    ]
 
 
 def _probes(
@@ -260,8 +283,8 @@ class WriteWatch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        parameters = model.named_parameters()
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in parameters}
+        parameters = _apart(model)
+        self._names = {p.untyped_storage().data_ptr(): name for name, p in parameters.items()}
         self.written: set[str] = set()
 
     def __torch_dispatch__(

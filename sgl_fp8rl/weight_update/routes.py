@@ -22,7 +22,12 @@ from sgl_fp8rl.formats import (
 )
 from sgl_fp8rl.formats.weight_format import WeightFormat
 from sgl_fp8rl.ops.regions import Region, numel, overlap, view
-from sgl_fp8rl.protocol.manifest import Manifest, ManifestError
+from sgl_fp8rl.protocol.manifest import (
+    Manifest,
+    ManifestError,
+    wrong_names,
+    wrong_shape,
+)
 
 
 class RouteError(RuntimeError):
@@ -30,6 +35,8 @@ class RouteError(RuntimeError):
 
 
 _LEAVE = "leave its layer BF16 with --fp8rl-ignored-layers, or all such with --fp8rl-ragged bf16"
+FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+"""How transformers ends the names of parameters that hold the experts of a layer."""
 Constant = tuple[str, Region, float]
 """A box of a parameter that no update brings, and the value that it holds."""
 
@@ -174,6 +181,13 @@ class RouteTable:
         if self.fallback and not quantized and total == 0:
             self.by_loader.add(name)
             return
+        for source, shape in self.sources.items():
+            if source.endswith(FUSED_EXPERTS) and len(shape) == 3 and not self.routes[source]:
+                raise RouteError(
+                    f"{source} holds all experts of a layer, and SGLang's loader of this model "
+                    f"takes each expert's matrices by themselves; save the checkpoint in its "
+                    f"original format (save_original_format=True in transformers)"
+                )
         raise RouteError(
             f"the stream writes {total} of {tensor.numel()} elements of {name}"
             + (f" (not recorded: {', '.join(sorted(self.fallback))})" if self.fallback else "")
@@ -190,16 +204,13 @@ class RouteTable:
             ManifestError: an unknown or missing name, a wrong shape, FP8 for a BF16 layer.
         """
         offered = {name: spec for name, spec in manifest.weights() if name not in kv_scales}
-        unknown = sorted(offered.keys() - self.sources.keys())
-        missing = sorted(self.sources.keys() - self.skipped - offered.keys())
+        unknown = offered.keys() - self.sources.keys()
+        missing = self.sources.keys() - self.skipped - offered.keys()
         if unknown or missing:
-            raise ManifestError(_name_mismatch(unknown, missing))
+            raise ManifestError(wrong_names(unknown, missing))
         for name, spec in offered.items():
             if spec.shape != self.sources[name]:
-                raise ManifestError(
-                    f"{name} has shape {spec.shape}, the engine loaded {self.sources[name]}; send "
-                    f"the whole tensor in the checkpoint's layout"
-                )
+                raise ManifestError(wrong_shape(name, spec.shape, self.sources[name]))
             # A rank that keeps nothing of the tensor cannot tell; the ranks that do will.
             kept = self.routes.get(name) or name in self.fallback
             sent = manifest.format_of(name)
@@ -224,16 +235,6 @@ class RouteTable:
             Route(name, region(suffix, r.src), r.parameter + suffix, region(suffix, r.dst))
             for r in self.routes[weight]
         ]
-
-
-def _name_mismatch(unknown: list[str], missing: list[str]) -> str:
-    def first(names: list[str]) -> str:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
-
-    facts = [f"unknown: {first(unknown)}"] if unknown else []
-    facts += [f"missing: {first(missing)}"] if missing else []
-    return f"the names are not this model's ({'; '.join(facts)}); use those of the HF checkpoint"
 
 
 def shapes_of(manifest: Manifest, kv_scales: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

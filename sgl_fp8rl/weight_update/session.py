@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_fp8rl.kv_cache import incoming_scales
-from sgl_fp8rl.protocol.manifest import ManifestError
+from sgl_fp8rl.protocol.manifest import ManifestError, wrong_names
 from sgl_fp8rl.protocol.policy import Policy
 from sgl_fp8rl.protocol.values import are_names, excerpt
 from sgl_fp8rl.weight_update.route_tracer import WriteWatch
@@ -143,10 +143,7 @@ class Session:
             ValueError: NaN or Inf, or KV scales that are not positive.
         """
         if due := self.writer.due():
-            raise SessionError(
-                f"{len(due)} tensors are missing from the stream, {due[0]} among them; send every "
-                f"tensor of the model"
-            )
+            raise SessionError(wrong_names(missing=due))
         missing = sorted(set(range(len(self.writer.chunks))) - self._written)
         if missing:
             raise SessionError(

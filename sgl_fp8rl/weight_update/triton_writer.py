@@ -9,7 +9,13 @@ import torch
 
 from sgl_fp8rl.formats import UNQUANTIZED
 from sgl_fp8rl.formats.copies import Placed, Scales, describe_copy
-from sgl_fp8rl.formats.weight_format import ROW, WEIGHT_DTYPES, TensorSpec, WeightFormat
+from sgl_fp8rl.formats.weight_format import (
+    NOT_FINITE,
+    ROW,
+    WEIGHT_DTYPES,
+    TensorSpec,
+    WeightFormat,
+)
 from sgl_fp8rl.ops.channel_triton import RowLaunch, compile_rows
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor, interleave
 from sgl_fp8rl.ops.delta_scatter_triton import Scatter
@@ -111,10 +117,7 @@ class TritonWriter(WeightWriter):
     def finish(self) -> float:
         bad, tiles = self._status.read()
         if bad is not None:
-            raise ValueError(
-                f"{self._names[bad]} holds NaN or Inf, or a scale that is not positive; check the "
-                f"trainer's weights before the update"
-            )
+            raise ValueError(f"{self._names[bad]} {NOT_FINITE}")
         self._check_written(tiles)
         return float(sum(start.elapsed_time(stop) for start, stop in self._events)) / 1e3
 

@@ -56,19 +56,20 @@ def ask(engine: Server | EngineProcess, image: str) -> Answer:
     return [(entry[0], entry[1]) for entry in reply["meta_info"]["output_token_logprobs"]]
 
 
-def check_layers(layers: list[dict[str, Any]]) -> None:
+def check_layers(layers: list[dict[str, Any]], tied: bool) -> None:
     """The tower is BF16, and nothing of the language model but embedding and head."""
     formats = {layer["name"]: layer["format"] for layer in layers}
     bf16 = {name for name, format_ in formats.items() if format_ == "bf16"}
     tower = {name for name in formats if name.startswith("visual.")}
     assert tower
-    assert bf16 == tower | {"model.embed_tokens", "lm_head"}
+    assert bf16 == tower | {"model.embed_tokens"} | (set() if tied else {"lm_head"})
 
 
 @pytest.mark.guarantee("one-version", fault="an image that was seen before the update")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", list(vision_models.FAMILIES))
-def test_an_image_is_encoded_by_the_new_tower(family: str, tmp_path: Path) -> None:
-    start = vision_models.make_checkpoint(family, tmp_path / "start")
+def test_an_image_is_encoded_by_the_new_tower(family: str, tied: bool, tmp_path: Path) -> None:
+    start = vision_models.make_checkpoint(family, tmp_path / "start", tied=tied)
     policy = vision_models.with_another_tower(start, tmp_path / "policy", seed=1)
     image, other_image = picture(0), picture(1)
     with EngineProcess(tmp_path / "engine.log", policy, **{SLOW: True}) as fresh:
@@ -82,7 +83,9 @@ def test_an_image_is_encoded_by_the_new_tower(family: str, tmp_path: Path) -> No
         f"--{SLOW.replace('_', '-')}",
         environment={controlled_server.CONTROL: str(tmp_path)},
     ) as server:
-        check_layers(server.control({"op": "layers"})["layers"])
+        layout = server.control({"op": "layout"})
+        assert (layout["tied"] is not None) == tied
+        check_layers(server.control({"op": "layers"})["layers"], tied)
         old = ask(server, image)
         assert ask(server, other_image) != old  # an answer depends on the image
         assert ask(server, image) == old

@@ -65,15 +65,16 @@ FAMILIES = {
 }
 
 
-def make_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
+def make_checkpoint(family: str, path: Path, seed: int = 0, *, tied: bool = False) -> Path:
     """Write configuration, weights, tokenizer and image processor into the folder ``path``.
 
     Args:
         family: a key of ``FAMILIES``.
         seed: of all weights.
+        tied: whether the head is the embedding, as in the smaller published models.
     """
     spec = FAMILIES[family]
-    text = models.COMMON | spec.text
+    text = models.COMMON | spec.text | {"tie_word_embeddings": tied}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, **spec.mrope}
     if text["head_dim"] is None:
         del text["head_dim"]
@@ -85,7 +86,7 @@ def make_checkpoint(family: str, path: Path, seed: int = 0) -> Path:
         video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_end_token_id=END,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)

@@ -34,6 +34,8 @@ LAYOUT: dict[str, Any] = {
     "logprobs": {"raw": False},
     "dtype": "bfloat16",
     "fp32": ["n"],
+    "skipped": [],
+    "tied": None,
     "formats": {"block-fp8": ["w"]},
     "gpus": [],
     "visible_gpus": [],
@@ -49,7 +51,7 @@ REPLIES = (
     [{"ok": True, "known": []}, {"ok": True, "gpu_seconds": None}, {"error": "a rank is dirty"}],
     [{"error": "this socket serves another session"}],
 )
-TENSORS = {"shapes": {"a": [4, 8], "b": [3]}, "has_tied_head": False}
+TENSORS = {"shapes": {"a": [4, 8], "b": [3]}}
 
 
 def decode_replies(listener: socket.socket, patch: pytest.MonkeyPatch, data: bytes) -> None:

@@ -58,6 +58,7 @@ PLANTED = [
     (1, torch.nan, False),
     (1, 0.0, False),
     (1, -1.0, False),
+    (1, 2.0**49, False),
     (2, torch.nan, True),
     (3, torch.inf, False),
     (4, -torch.inf, False),

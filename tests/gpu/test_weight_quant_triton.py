@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sgl_fp8rl.ops import reference, weight_quant_triton
 from sgl_fp8rl.ops.copy_descriptors import CopyDescriptor
+from sgl_fp8rl.ops.reference import FP8_MAX, LARGEST_SCALE
 from sgl_fp8rl.ops.weight_quant_triton import Status, bases_at, compile_descriptors
 from tests import oracle
 from tests.gpu.conftest import INTERPRETED
@@ -136,16 +137,23 @@ class Batch:
 
 
 def quantized(
-    weight: Tensor, device: str, *, model: torch.dtype = BF16, width: int = 0, offset: int = 0
+    weight: Tensor,
+    device: str,
+    *,
+    model: torch.dtype = BF16,
+    width: int = 0,
+    offset: int = 0,
+    too_large: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales that the kernel makes of ``weight`` [N, K], with canaries around both."""
+    """Codes and scales that the kernel makes of ``weight`` [N, K], with canaries around both; it
+    reports what is ``too_large``."""
     N, K = weight.shape
     codes = Target((N, K), FP8, device, width=width, offset=offset)
     grid = reference.num_blocks(N), reference.num_blocks(K)
     scales = Target(grid, FP32, device, width=grid[1] + 3)
     batch = Batch(device, model)
     batch.add(weight, codes.box, scales.box)
-    assert batch.run() is None
+    assert (batch.run() is not None) == too_large
     codes.assert_around()
     scales.assert_around()
     return codes.box, scales.box
@@ -206,7 +214,8 @@ def planted(value: float, *, into: float = 0.02) -> Tensor:
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
 def test_bytes_of_extreme_values(device: str, weight: Tensor, ragged: bool) -> None:
     weight = (weight[:-1, :-1] if ragged else weight).to(device)
-    assert_quantized(*quantized(weight, device), weight)
+    too_large = bool(weight.abs().max() > FP8_MAX * LARGEST_SCALE)
+    assert_quantized(*quantized(weight, device, too_large=too_large), weight)
 
 
 def test_each_tie_goes_to_the_even_code(device: str) -> None:
@@ -407,6 +416,8 @@ def test_nan_and_inf_are_reported_in_any_position(
         (FP32, BF16, 3.4e38, True),
         (FP32, BF16, BF16_MAX, False),
         (FP32, FP8, 3.4e38, True),  # the model's dtype is BF16
+        (FP32, FP8, FP8_MAX * LARGEST_SCALE, False),
+        (BF16, FP8, -FP8_MAX * LARGEST_SCALE * 1.01, True),
         (FP32, FP16, 65520.0, True),
         (FP32, FP16, -65519.0, False),
         (BF16, FP16, 1e5, True),
@@ -433,7 +444,9 @@ def test_nan_codes_are_reported(device: str, code: int, shape: tuple[int, int]) 
 def test_scales_must_be_positive(device: str, shape: tuple[int, int]) -> None:
     scales = torch.rand(shape) + 2.0**-30
     assert bad_tag(device, scales, FP32, positive=True) is None
-    for value in (0.0, -0.0, -1.0, *BAD):
+    scales[-1, -1] = LARGEST_SCALE
+    assert bad_tag(device, scales, FP32, positive=True) is None
+    for value in (0.0, -0.0, -1.0, LARGEST_SCALE * 1.01, *BAD):
         scales[-1, -1] = value
         assert bad_tag(device, scales, FP32, positive=True) == 5
     scales[-1, -1] = -1.0
@@ -551,7 +564,8 @@ def test_large_exhaustive(device: str) -> None:
         scales = torch.empty(len(part), 1, device=device)
         batch = Batch(device)
         batch.add(weight, codes, scales)
-        assert batch.run() is None
+        too_large = bool(part.max() > FP8_MAX * LARGEST_SCALE)
+        assert (batch.run() is not None) == too_large
         want_codes, want_scales = reference.quantize_weight(weight)
         assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
         assert torch.equal(scales, want_scales)

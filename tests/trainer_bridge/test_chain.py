@@ -87,6 +87,31 @@ def bring(follower: ChainFollower, engine: FakeEngine) -> int:
     return follower.policy.version
 
 
+@pytest.mark.parametrize("carry", [dict, list], ids=["mapping", "list"])
+def test_a_tied_head_is_held_to_the_embedding(tmp_path: Path, carry: Callable[[Any], Any]) -> None:
+    """As in an update; and it is not published."""
+    engine, tensors = engine_of(1), toy.checkpoint(0)
+    engine.tied = list(toy.SHAPES["embed.weight"])
+    update(toy.checkpoint(99), engine, version=0, run="before")
+    publisher = ChainPublisher(tmp_path / "chain", engine, EVERY)
+    head = tensors["embed.weight"].clone()
+    publisher.publish(carry([*tensors.items(), ("lm_head.weight", head)]), version=0, run="r")
+    follower = ChainFollower(tmp_path / "chain")
+    assert bring(follower, engine) == 0
+    assert holds(engine, tensors)
+    with pytest.raises(ManifestError, match="is not the embedding"):
+        publisher.publish(
+            carry([*tensors.items(), ("lm_head.weight", head.flip(0))]), version=1, run="r"
+        )
+    with pytest.raises(ManifestError, match=r"norm\.weight has no data"):
+        publisher.publish(
+            carry({**tensors, "norm.weight": tensors["norm.weight"].to("meta")}.items()),
+            version=1,
+            run="r",
+        )
+    assert len(links(tmp_path / "chain")) == 1
+
+
 @pytest.mark.guarantee("all-or-none", fault="weights through a folder, one rank and two")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_version_arrives_byte_for_byte(

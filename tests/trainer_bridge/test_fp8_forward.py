@@ -77,6 +77,8 @@ class FakeEngine:
             "bucket_bytes": 1 << 20,
             "state": "serving",
             "fp32": [],
+            "skipped": [],
+            "tied": None,
             "gpus": [],
             "visible_gpus": [],
             "place": {"boot": "b", "folder": "f", "inode": [1, 2]},

@@ -20,6 +20,7 @@ from tests.sgl_fp8rl.engine.fake_engine import FakeEngine
 from tests.sgl_fp8rl.weight_update import toy
 from tests.trainer_bridge import ranks
 from tests.trainer_bridge.test_hf_names import planned, saved, streamed, tiny
+from trainer_bridge import tied_head
 from trainer_bridge.collective import ranks_of
 from trainer_bridge.engine_client import EngineError
 from trainer_bridge.sources import named_tensors, sources
@@ -159,6 +160,59 @@ def update_toy(rank: int, folder: Path) -> None:
             update(iter(named.items()), engine, version=10)
 
 
+def update_tied(rank: int, folder: Path) -> None:
+    """A head that is the embedding is taken, and one that is not on one rank is refused on all; so
+    is what cannot be read on one."""
+    engine = None
+    tensors = toy.checkpoint()
+    if rank == 0:
+        engine = FakeEngine([toy.engine(toy.toy(r, 2), toy.SHAPES) for r in range(2)], SMALL)
+        engine.tied = list(toy.SHAPES["embed.weight"])
+    named: dict[str, torch.Tensor] = dict(toy_trainer(tensors).named_parameters())
+    embed = named["embed.weight"]
+    assert isinstance(embed, DTensor)
+    mesh = embed.device_mesh
+    across = embed.detach().redistribute(mesh, [Shard(1)])
+    heads = (embed, embed.detach().clone(), across, tensors["embed.weight"].clone())
+    for version, head in enumerate(heads):
+        result = update({**named, "lm_head.weight": head}, engine, version=version)
+        assert result.tensors == len(named)
+        assert engine is None or holds(engine, tensors)
+
+    other = embed.detach().clone()
+    assert isinstance(other, DTensor)
+    if rank == 1:
+        other.to_local()[-1, -1] += 1
+    found = failure(lambda: update({**named, "lm_head.weight": other}, engine, version=9))
+    assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
+    found = failure(
+        lambda: update(
+            iter([*named.items(), ("lm_head.weight", other)]),
+            engine,
+            version=9,
+            group=dist.group.WORLD,
+        )
+    )
+    assert found[:2] == (ManifestError.__name__, tied_head.UNLIKE)
+    update(named, engine, version=9)
+
+    norm = named["norm.weight"]
+    assert isinstance(norm, DTensor)
+    local = norm.to_local().detach().clone()
+    if rank == 1:
+        local.untyped_storage().resize_(0)
+    freed = DTensor.from_local(local, mesh, norm.placements, run_check=False)
+    found = failure(lambda: update({**named, "norm.weight": freed}, engine, version=10))
+    assert "on rank 1: norm.weight has no data here" in found[1]
+    assert engine is None or {w.state.value for w in engine.ranks} == {"serving"}
+    assert engine is None or holds(engine, tensors)
+
+
+@pytest.mark.timeout(180)
+def test_ranks_decide_alike_of_a_tied_head_and_of_what_cannot_be_read(tmp_path: Path) -> None:
+    run(update_tied, tmp_path)
+
+
 class Broken:
     """An engine client that fails in a way of its own."""
 
@@ -172,6 +226,8 @@ class Broken:
                 "bucket_bytes": 1 << 20,
                 "state": "serving",
                 "fp32": [],
+                "skipped": [],
+                "tied": None,
                 "formats": {},
                 "gpus": [],
                 "visible_gpus": [],

@@ -34,6 +34,8 @@ class Engine:
             "bucket_bytes": 4096,
             "state": "serving",
             "fp32": [],
+            "skipped": [],
+            "tied": None,
             "formats": {},
             "gpus": [],
             "visible_gpus": [],
@@ -47,7 +49,7 @@ class Engine:
             return dict(self.layout)
         if message["op"] == "tensors":
             shapes = {name: list(tensor.shape) for name, tensor in WEIGHTS.items()}
-            return {"shapes": shapes, "has_tied_head": False}
+            return {"shapes": shapes}
         if message["op"] == "begin":
             if "manifest" not in message:
                 return {"unknown": True}

@@ -43,6 +43,8 @@ def layout(gpus: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
         "dtype": "bfloat16",
         "bucket_bytes": BUCKET_BYTES,
         "fp32": [],
+        "skipped": [],
+        "tied": None,
         "formats": {},
         "gpus": list(gpus),
         "visible_gpus": list(gpus),
@@ -358,7 +360,10 @@ def test_scales_that_are_not_for_this_engine() -> None:
         ("float64", good.double()),
         ("bfloat16", good.bfloat16()),
         ("list", good.tolist()),
-        *(("positive", good * x) for x in (0.0, -1.0, float("nan"), float("inf"))),
+        *(
+            ("scales are from", good * x)
+            for x in (0.0, -1.0, float("nan"), float("inf"), 1e16, 1e-40)
+        ),
     ]
     sender = Sender(kv_layout())
     for sentence, scales in bad:

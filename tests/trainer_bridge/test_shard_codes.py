@@ -45,6 +45,8 @@ OTHER = "GPU-00000000-0000-0000-0000-000000000001"
 LAYOUT: dict[str, Any] = {
     "dtype": "bfloat16",
     "fp32": [],
+    "skipped": [],
+    "tied": None,
     "formats": {},
     "gpus": [OTHER],
     "visible_gpus": [fake_ipc.GPU, OTHER],

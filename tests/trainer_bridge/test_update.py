@@ -297,6 +297,8 @@ class Sockets:
                 "dtype": "bfloat16",
                 "state": "serving",
                 "fp32": [],
+                "skipped": [],
+                "tied": None,
                 "formats": {},
                 "gpus": [],
                 "visible_gpus": [],
@@ -555,7 +557,7 @@ def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
     engine, tensors = engine_of(2, SMALL), toy.checkpoint()
 
     class Broken(nn.Module):
-        """Its last parameter cannot be read."""
+        """Its last parameter cannot be read any more when it is its turn."""
 
         def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
             yield from list(tensors.items())[:-1]
@@ -567,6 +569,8 @@ def test_a_trainer_that_breaks_off_quarantines_the_engine() -> None:
             return torch.Tensor._make_subclass(cls, data)
 
         def detach(self) -> torch.Tensor:
+            if not engine.outcomes and engine.ops[-1:] != ["begin"]:
+                return super().detach()
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):

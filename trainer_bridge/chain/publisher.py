@@ -21,7 +21,8 @@ from trainer_bridge.chain.version_writer import VersionWriter
 from trainer_bridge.collective import Leader, check_ranks, ranks_of, unwrapped
 from trainer_bridge.connections import connection_to
 from trainer_bridge.layout import check_kv_scales, sources_for
-from trainer_bridge.sources import Named, NamedTensors, listed
+from trainer_bridge.sources import Named, NamedTensors, check_readable, listed
+from trainer_bridge.tied_head import check_head, on_all_ranks, repeats_here
 from trainer_bridge.update import RUN
 
 logger = logging.getLogger(__name__)
@@ -102,11 +103,14 @@ class ChainPublisher:
             if fault is not None:
                 raise fault
             check_ranks(named, ranks)
+            for name, tensor in named:
+                check_readable(name, tensor)
 
         new: VersionWriter | None = None
         try:
-            requests = leader.collect(leader.each(ask, check, RUN, run, version))
-            new = leader.attempt(self._begin, ranks, requests, kv_scales)
+            request = leader.each(ask, check, RUN, run, version)
+            of_ranks = leader.collect((request, repeats_here(named)))
+            new = leader.attempt(self._begin, ranks, of_ranks, named, kv_scales)
             layout: Any = leader.share(new and new.layout)
             family = None
             if isinstance(model_or_named_tensors, nn.Module):
@@ -114,6 +118,8 @@ class ChainPublisher:
             for (_, parameter), source in zip(
                 named, sources_for(named, family, layout), strict=True
             ):
+                if not source.cuts:
+                    continue
                 whole = source.read(parameter)
                 for name, cut in source.cuts:
                     leader.attempt(_put, new, name, cut, whole, source.sent_as)
@@ -136,10 +142,11 @@ class ChainPublisher:
     def _begin(
         self,
         ranks: tuple[int, ...],
-        requests: list[PolicyRequest | str],
+        of_ranks: list[tuple[PolicyRequest | str, bool | None]],
+        named: Named,
         kv_scales: torch.Tensor | None,
     ) -> VersionWriter:
-        policy = agree(ranks, requests)
+        policy = agree(ranks, [request for request, _ in of_ranks])
         if self._lock is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self._folder)
@@ -154,6 +161,7 @@ class ChainPublisher:
             raise ChainError(
                 "the engine does not know yet what it keeps its tensors in; update it first"
             )
+        check_head(named, layout["tied"], on_all_ranks(repeats for _, repeats in of_ranks))
         if kv_scales is not None:
             check_kv_scales(kv_scales, layout.get("kv_cache"))
         # else it was interrupted, or another process came between

@@ -41,7 +41,8 @@ class VersionWriter:
         budget_bytes: int | None,
         kv_scales: torch.Tensor | None,
     ) -> None:
-        self.layout = {name: layout[name] for name in ("dtype", "fp32", "formats")}
+        read = ("dtype", "fp32", "formats", "skipped", "tied")
+        self.layout = {name: layout[name] for name in read}
         self.tensors: Tensors = {}
         self._folder, self._policy, self._serial, self._before = folder, policy, serial, before
         self._formats, self._budget_bytes = by_tensor(layout["formats"]), budget_bytes

@@ -72,7 +72,8 @@ class FakeEngine:
         self.visible_gpus: list[str] = []
         self.memories = RelayMemory(bucket_bytes, image_bytes)
         self.relays: list[Relay] = []
-        self.has_tied_head = False
+        self.tied: list[int] | None = None
+        """Shape of the embedding, where the model is tied."""
         self.ops: list[str] = []
         self.outcomes: list[Outcome] = []
         self._watch: threading.Thread | None = None
@@ -90,10 +91,12 @@ class FakeEngine:
                 "visible_gpus": self.visible_gpus,
                 "place": self.place,
                 **(table.names if table else {"fp32": None, "formats": {}}),
+                "skipped": sorted(table.skipped) if table else [],
+                "tied": self.tied,
             }
         if message["op"] == "tensors":
             shapes = None if table is None else {n: list(s) for n, s in table.sources.items()}
-            return {"shapes": shapes, "has_tied_head": self.has_tied_head}
+            return {"shapes": shapes}
         if message["op"] == "status":
             policy = self.ranks[0].policy
             state = self.ranks[0].state.value

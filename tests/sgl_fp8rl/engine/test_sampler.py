@@ -11,7 +11,7 @@ from sglang.srt.layers import sampler as stock
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from sgl_fp8rl.engine import sampler
+from sgl_fp8rl.engine import lost_rows, sampler
 from sgl_fp8rl.ops import sample
 from tests.sgl_fp8rl.conftest import Publish
 
@@ -51,6 +51,19 @@ def batch(**changes: Any) -> SamplingBatchInfo:
 
 def logits(seed: int = 0) -> torch.Tensor:
     return torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def second(value: Any, rest: Any) -> list[Any]:
+    return [rest, value, *[rest] * (ROWS - 2)]
+
+
+TOP_P = {"need_top_p_sampling": True, "top_ps": torch.full((ROWS,), 0.9)}
+TOP_K = {
+    "need_top_k_sampling": True,
+    "is_any_greedy": True,
+    "top_ks": torch.tensor(second(1, 1 << 30), dtype=torch.int32),
+}
+MIN_P = {"need_min_p_sampling": True, "min_ps": torch.full((ROWS,), 0.1)}
 
 
 class Step:
@@ -149,21 +162,59 @@ def test_other_noise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("newer", [True, False], ids=["own-race", "multinomial"])
 def test_both_of_stocks_draws(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest SGLang has two ways to draw; tokens are the same, and only one asserts."""
+    """The newest SGLang has two ways to draw; tokens are the same."""
     monkeypatch.setenv("SGLANG_OPT_USE_GUMBEL_SAMPLE", str(newer))
     assert_same(Step(batch(), logits(), ours=True), Step(batch(), logits(), ours=False))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("way", ["plain", "greedy", "top-p", "one greedy"])
+def test_rows_without_a_distribution_are_noted_and_the_others_are_drawn(
+    way: str, bad: float
+) -> None:
+    """Stock raises, which on a GPU ends its context."""
+    info = {"plain": {}, "greedy": {"is_all_greedy": True}, "top-p": TOP_P, "one greedy": TOP_K}
     spoilt = logits()
-    spoilt[3, 7] = math.nan
-    if newer and hasattr(stock, "envs"):  # the oldest SGLang has the setting for other ends
-        mine = Step(batch(), spoilt, ours=True)
-        theirs = Step(batch(), spoilt, ours=False)
-        assert torch.equal(mine.tokens, theirs.tokens) and mine.tokens[3].item() == 0
-        torch.testing.assert_close(mine.logprobs, theirs.logprobs, rtol=0, atol=0, equal_nan=True)
-        assert mine.logprobs is not None and math.isnan(mine.logprobs[3].item())
-        return
-    for ours in (True, False):
-        with pytest.raises(RuntimeError, match="probability tensor contains either"):
-            Step(batch(), spoilt, ours=ours)
+    spoilt[3], spoilt[5, 7] = bad, bad
+    sound = Step(batch(**info[way]), logits(), ours=True)
+    mine = Step(batch(**info[way]), spoilt, ours=True)
+    masked = bad == -math.inf  # one token that is masked does no harm
+    lost = [3] if masked else [3, 5]
+    if masked and way == "greedy":
+        lost = []  # as in stock: the first token
+    assert mine.output.fp8rl_lost.rows_B.nonzero().flatten().tolist() == lost  # type: ignore[attr-defined]
+    assert not sound.output.fp8rl_lost.rows_B.any()  # type: ignore[attr-defined]
+    assert mine.tokens.min() >= 0 and mine.tokens.max() < VOCAB
+    for row in set(range(ROWS)) - {3, 5}:
+        assert mine.tokens[row] == sound.tokens[row]
+        assert mine.logprobs is not None and sound.logprobs is not None
+        assert mine.logprobs[row] == sound.logprobs[row]
+
+
+class Request:
+    """What the scheduler's result processor has of one."""
+
+    def __init__(self, *, finished: bool = False, chunks: int = 0) -> None:
+        self.inflight_middle_chunks, self.to_finish = chunks, None
+        self.finished = lambda: finished
+
+
+def test_lost_requests_are_to_finish_with_an_error_before_their_tokens_are_taken_up() -> None:
+    step = Step(batch(), logits() * torch.tensor([1.0, math.nan] * (ROWS // 2))[:, None], ours=True)
+    requests = [Request(finished=row == 3, chunks=row == 5) for row in range(ROWS)]
+    result = SimpleNamespace(logits_output=step.output)
+    seen: list[Any] = []
+
+    def original(*args: Any) -> str:
+        seen.append([row for row, each in enumerate(requests) if each.to_finish is not None])
+        return "taken up"
+
+    arguments = "processor", SimpleNamespace(reqs=requests), result
+    assert lost_rows.fail_lost(original, *arguments) == "taken up"
+    assert seen == [[1, 7, 9, 11]]
+    assert requests[1].to_finish.to_json()["status_code"] == 500  # type: ignore[attr-defined]
+    result.logits_output = LogitsProcessorOutput(next_token_logits=None)
+    assert lost_rows.fail_lost(original, *arguments) == "taken up"
 
 
 def test_nan_is_sanitized_as_in_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,19 +251,6 @@ def test_tokens_are_synchronised_across_ranks_where_stock_does(
     step = Step(batch(grammars=[object()]), logits(), ours=True)
     assert not step.left_to_stock
     assert seen == [(step.tokens, "min", None)]
-
-
-def second(value: Any, rest: Any) -> list[Any]:
-    return [rest, value, *[rest] * (ROWS - 2)]
-
-
-TOP_P = {"need_top_p_sampling": True, "top_ps": torch.full((ROWS,), 0.9)}
-TOP_K = {
-    "need_top_k_sampling": True,
-    "is_any_greedy": True,
-    "top_ks": torch.tensor(second(1, 1 << 30), dtype=torch.int32),
-}
-MIN_P = {"need_min_p_sampling": True, "min_ps": torch.full((ROWS,), 0.1)}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from sgl_fp8rl.formats import (
     stored_format,
 )
 from sgl_fp8rl.formats.weight_format import WEIGHT_DTYPES, Encoded, TensorSpec, WeightFormat
+from sgl_fp8rl.ops.reference import LARGEST_SCALE
 from sgl_fp8rl.ops.regions import Region, view, whole
 from sgl_fp8rl.protocol.checkpoint_headers import read_headers
 from sgl_fp8rl.protocol.chunks import cut_into_chunks
@@ -101,6 +102,26 @@ def test_whatever_is_not_finite_is_refused(fmt: WeightFormat) -> None:
         tensor.view(-1)[-1] = float("nan")
         with pytest.raises(ValueError, match="NaN or Inf"):
             fmt.check_values(suffix, tensor)
+
+
+@every_format
+def test_what_needs_a_scale_that_products_of_two_overflow_with_is_refused(
+    fmt: WeightFormat,
+) -> None:
+    """And no more: the largest weight that is accepted has the largest scale."""
+    if not fmt.suffixes or fmt is OTHER:
+        return
+    spec = torch.ones(128, 128)
+    (largest,) = {float(each) for each in fmt.encode(spec)[fmt.suffixes[0]].view(-1)}
+    top = spec * (LARGEST_SCALE / largest)
+    assert float(fmt.encode(top)[fmt.suffixes[0]].max()) <= LARGEST_SCALE
+    top[3, 5] *= 1.01
+    with pytest.raises(ValueError, match="too large"):
+        fmt.encode(top)
+    if fmt is BLOCK_FP8:
+        fmt.check_values(fmt.suffixes[0], torch.tensor([LARGEST_SCALE]))
+        with pytest.raises(ValueError, match="too large"):
+            fmt.check_values(fmt.suffixes[0], torch.tensor([1.0, LARGEST_SCALE * 1.01]))
 
 
 @every_format

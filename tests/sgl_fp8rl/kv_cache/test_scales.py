@@ -203,7 +203,7 @@ def test_an_update_without_scales(scheme: str, scales_after: float, pending: set
     assert scales.pending == pending
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 2.0**49, 2.0**-49])
 def test_what_is_no_scale_is_refused(bad: float) -> None:
     scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
     wrong = torch.ones(2, 3, 2)

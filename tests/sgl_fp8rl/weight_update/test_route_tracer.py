@@ -230,3 +230,84 @@ def test_a_loader_that_casts_nothing_is_recorded() -> None:
     storage = {**fp8_storage("a", 256, 128), **fp8_storage("b", 256, 128)}
     storage["n"] = torch.zeros(4, dtype=BF16)
     assert routed(record_routes(Model(storage, load), SHAPES)) == set(SHAPES)
+
+
+def tied_model(load: Callable[[Model, dict[str, torch.nn.Parameter], Weights], None]) -> Model:
+    """A model whose head is its embedding, and whose loader walks the names of both."""
+
+    def walk(model: Model, weights: Weights) -> None:
+        load(model, dict(model.named_parameters(remove_duplicate=False)), weights)
+
+    model = Model({"embed.weight": torch.full((320, 128), 9.0, dtype=BF16)}, walk)
+    model.lm_head = model.embed
+    return model
+
+
+def copy_padded(target: torch.Tensor, weight: torch.Tensor) -> None:
+    target.data[:300].copy_(weight)
+    target.data[300:].fill_(0)
+
+
+def into_each_name(
+    model: Model, parameters: dict[str, torch.nn.Parameter], weights: Weights
+) -> None:
+    """As SGLang's loaders of Qwen2.5-VL and Qwen3-VL."""
+    for name, weight in weights:
+        if name == "embed.weight":
+            copy_padded(parameters["lm_head.weight"], weight)
+        copy_padded(parameters[name], weight)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("redundant", [False, True])
+def test_tied_parameters_are_written_once(redundant: bool, head_first: bool) -> None:
+    """By the embedding, also where the checkpoint holds the head besides."""
+    names = ["embed.weight", *(["lm_head.weight"] if redundant else [])]
+    names = names[::-1] if head_first else names
+    table = record_routes(tied_model(into_each_name), dict.fromkeys(names, (300, 128)))
+    assert routed(table) == {"embed.weight"}
+    assert len(table.routes["embed.weight"]) == 1
+    assert table.constants == [("embed.weight", ((300, 320), (0, 128)), 0.0)]
+
+
+def test_a_head_that_is_all_that_a_tied_model_gets_is_kept() -> None:
+    def load(model: Model, parameters: dict[str, torch.nn.Parameter], weights: Weights) -> None:
+        for name, weight in weights:
+            copy_padded(parameters[name], weight)
+
+    table = record_routes(tied_model(load), {"lm_head.weight": (300, 128)})
+    assert routed(table) == {"lm_head.weight"}
+
+
+def test_two_parameters_of_one_memory_are_one() -> None:
+    model = tied_model(into_each_name)
+    model.lm_head = torch.nn.Module()
+    data = model.get_parameter("embed.weight").data
+    model.lm_head.weight = torch.nn.Parameter(data, requires_grad=False)
+    table = record_routes(model, {"embed.weight": (300, 128)})
+    assert routed(table) == {"embed.weight"}
+
+
+def test_two_tensors_of_one_place_are_refused_all_the_same() -> None:
+    """The control."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for _, weight in weights:
+            model.data("a").copy_(weight)
+
+    with pytest.raises(RouteError, match="65536 of 32768"):
+        record_routes(Model({"a": torch.zeros(256, 128)}, load), {"a": (256, 128), "b": (256, 128)})
+
+
+def test_a_checkpoint_of_fused_experts_is_named() -> None:
+    """Not the family, which can be updated."""
+
+    def load(model: Model, weights: Weights) -> None:
+        for name, weight in weights:
+            if name == "router":
+                model.data(name).copy_(weight)
+
+    storage = {"router": torch.zeros(4, 128), **fp8_storage("mlp.w13_weight", 4, 256, 128)}
+    shapes = {"router": (4, 128), "mlp.experts.gate_up_proj": (4, 256, 128)}
+    with pytest.raises(RouteError, match=r"mlp\.experts\.gate_up_proj holds all experts.*original"):
+        record_routes(Model(storage, load), shapes)

@@ -473,7 +473,7 @@ def test_a_chunk_of_a_stream_is_written_when_it_is_full(weights: EngineWeights) 
 def test_a_stream_that_ends_early_is_not_committed(weights: EngineWeights) -> None:
     tensors = toy.checkpoint()
     session = streamed(weights, tensors)
-    with pytest.raises(SessionError, match=f"{len(tensors)} tensors are missing"):
+    with pytest.raises(SessionError, match=r"missing: .* and 13 more"):
         session.finish()
     session.extend(list(tensors))
     with pytest.raises(SessionError, match="chunks are missing"):
