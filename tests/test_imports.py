@@ -65,6 +65,7 @@ LAYERS = (
     "sgl_fp8rl.weight_update",
     "sgl_fp8rl.engine.ranks",
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
+    "sgl_fp8rl.engine.admission "
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
     "sgl_fp8rl.engine.scheduler sgl_fp8rl.engine.scheduler_rpc sgl_fp8rl.engine.update_steps",

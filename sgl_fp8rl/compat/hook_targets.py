@@ -69,6 +69,8 @@ HOOK_TARGETS |= {
     "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     ".configure",
     "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    "create_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    "._create_tokenized_object",
     "host_cache_of_experts": "sglang.srt.state_capturer.base.BaseHostCache.__init__",
     "capture_of_experts": "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
 }

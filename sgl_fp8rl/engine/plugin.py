@@ -46,12 +46,12 @@ def _register() -> None:
     read_options()  # a wrong FP8RL_* variable fails now, not at the first update
 
     from sgl_fp8rl.engine import (
+        admission,
         control_in_process,
         control_route,
         cpu_platform,
         guards,
         hooks,
-        internal_requests,
         kv_calibrate,
         kv_setup,
         language_layers,
@@ -88,7 +88,8 @@ def _register() -> None:
         "configure_kv_cache": cpu_platform.with_plain_pools,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,
-        "generate_request": internal_requests.tag_warm_up,
+        "generate_request": admission.check_sampling,
+        "create_request": admission.check_fields,
         "host_cache_of_experts": routed_experts.plain_host_memory,
         "capture_of_experts": routed_experts.clone_captured_topk,
         "sample": guards.stamp_policy,
