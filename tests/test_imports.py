@@ -50,7 +50,7 @@ LAYERS = (
     "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
-    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
+    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.log_filter "
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",

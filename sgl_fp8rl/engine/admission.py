@@ -6,7 +6,7 @@ the scheduler, whatever they came through.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,18 +23,33 @@ OPAQUE = ("mm_inputs", "mm_data_mooncake", "time_stats")
 """Fields of a request that SGLang sends pickled."""
 
 
-def check_sampling(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``TokenizerManager.generate_request``: refuse sampling parameters of a wrong kind.
+def check_kinds(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
+    """AROUND ``TokenizerManager.generate_request``: refuse token ids and sampling parameters of a
+    wrong kind.
 
     Raises:
         ValueError: SGLang answers it with status 400.
     """
     if manager.server_args.quantization == NAME:
         given = obj.sampling_params
-        for one in given if isinstance(given, list) else [given]:
-            if (why := why_not_sampling(one)) is not None:
-                raise ValueError(why)
+        reasons = map(why_not_sampling, given if isinstance(given, list) else [given])
+        if (why := next(filter(None, (why_not_ids(obj.input_ids), *reasons)), None)) is not None:
+            raise ValueError(why)
     return tag_warm_up(original, manager, obj, *args, **kw)
+
+
+def why_not_ids(given: Any) -> str | None:
+    """Why this is no prompt of token ids, nor a list of prompts; None if it is, or is not there."""
+    if given is None:
+        return None
+    if not isinstance(given, Iterable):
+        return f"input_ids is {excerpt(given)}; give a list of token ids"
+    if isinstance(given, list) and given and isinstance(given[0], list):
+        return next(filter(None, map(why_not_ids, given)), None)
+    if all(hasattr(kind, "__index__") for kind in set(map(type, given))):
+        return None
+    index, found = next((i, x) for i, x in enumerate(given) if not hasattr(x, "__index__"))
+    return f"token {index} of the prompt is {excerpt(found)}; token ids are whole numbers"
 
 
 def why_not_sampling(given: Any) -> str | None:
@@ -78,7 +93,7 @@ def check_fields(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -
         compat.msgpack_decode(compat.msgpack_encode(sent))
     except WRONG_KIND as error:
         raise ValueError(
-            f"the request has a value of a wrong kind: {_sentence(error)}; token ids are integers"
+            f"the request has a value that the scheduler does not take: {_sentence(error)}"
         ) from error
     return made
 

@@ -63,6 +63,7 @@ def _register() -> None:
         routed_experts,
         sampler,
         scheduler,
+        start_log,
         startup,
     )
 
@@ -86,9 +87,10 @@ def _register() -> None:
         "pad_for_amx": loader.without_padding,
         "precompile_kernels": startup.prepare,
         "configure_kv_cache": cpu_platform.with_plain_pools,
+        "load_kv_scales": start_log.attached_scales,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,
-        "generate_request": admission.check_sampling,
+        "generate_request": admission.check_kinds,
         "create_request": admission.check_fields,
         "host_cache_of_experts": routed_experts.plain_host_memory,
         "capture_of_experts": routed_experts.clone_captured_topk,

@@ -38,7 +38,7 @@ def manager(quantization: str = "fp8rl") -> Any:
 
 def admit(sampling: Any, **of_manager: Any) -> Any:
     request = GenerateReqInput(input_ids=[1], sampling_params=sampling)
-    return admission.check_sampling(lambda _, obj: obj, manager(**of_manager), request)
+    return admission.check_kinds(lambda _, obj: obj, manager(**of_manager), request)
 
 
 @pytest.mark.parametrize("sampling", TAKEN, ids=str)
@@ -105,7 +105,7 @@ def test_a_field_of_a_wrong_kind_is_not_sent(field: dict[str, Any]) -> None:
     def create(_: Any, obj: Any) -> Any:
         return a_request(**field)
 
-    with pytest.raises(ValueError, match=r"wrong kind: Expected .*got"):
+    with pytest.raises(ValueError, match=r"does not take: Expected .*got"):
         admission.check_fields(create, manager(), None)
     assert admission.check_fields(create, manager("fp8"), None) is not None
 
@@ -117,11 +117,27 @@ def test_what_is_sent_is_what_sglang_made() -> None:
     assert request.mm_inputs is not None and request.time_stats is not None
 
 
-@pytest.mark.parametrize("ids", [[1.5], ["1"], [2**64], [None]])
-def test_what_is_no_token_id(ids: list[Any]) -> None:
-    """As SGLang makes the array of them."""
-    with pytest.raises(ValueError, match="token ids are integers"):
-        admission.check_fields(lambda _, obj: array("q", obj), manager(), ids)
+@pytest.mark.parametrize(
+    "ids", [[1.5], ["1"], [1, None], 5, [[1], [2, 3.0]], "ab", [[1], 2], [1, [2]]], ids=str
+)
+def test_what_is_no_prompt(ids: Any) -> None:
+    request = SimpleNamespace(input_ids=ids, sampling_params=None)
+    with pytest.raises(ValueError, match="token ids"):
+        admission.check_kinds(lambda _, obj: obj, manager(), request)
+    assert admission.check_kinds(lambda _, obj: obj, manager("fp8"), request) is request
+
+
+@pytest.mark.parametrize(
+    "ids", [None, [], [1], [[1], [2]], [np.int64(3)], [True], array("q", [1])], ids=str
+)
+def test_a_prompt(ids: Any) -> None:
+    request = SimpleNamespace(input_ids=ids, sampling_params=None)
+    assert admission.check_kinds(lambda _, obj: obj, manager(), request) is request
+
+
+def test_an_id_that_no_array_of_sglangs_holds() -> None:
+    with pytest.raises(ValueError, match="does not take"):
+        admission.check_fields(lambda _, obj: array("q", obj), manager(), [2**64])
 
 
 @pytest.mark.parametrize(
