@@ -47,7 +47,8 @@ ATTRIBUTES: dict[str, str] = {
         "cuda_graph_backend_prefill cuda_graph_config "
         "decode_attention_backend device "
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
-        "enable_fused_moe_sum_all_reduce enable_symm_mem kv_cache_dtype max_running_requests "
+        "enable_fused_moe_sum_all_reduce enable_symm_mem grammar_backend kv_cache_dtype "
+        "max_running_requests "
         "model_path prefill_attention_backend quantization revision rl_on_policy_target "
         "sampling_backend"
     ),
@@ -68,9 +69,9 @@ ATTRIBUTES: dict[str, str] = {
     ),
     # scheduler
     f"{_MANAGERS}.scheduler.Scheduler": (
-        "_engine_paused _pending_chunked_abort_req grammar_manager ipc_channels "
-        "max_queued_requests model_config page_size server_args token_to_kv_pool_allocator tp_group "
-        "tp_worker waiting_queue"
+        "_engine_paused _pending_chunked_abort_req enable_hierarchical_cache grammar_manager "
+        "ipc_channels max_queued_requests model_config page_size server_args "
+        "token_to_kv_pool_allocator tp_group tp_worker waiting_queue"
     ),
     f"{_MANAGERS}.scheduler_components.ipc_channels.SchedulerIpcChannels": (
         "recv_from_rpc send_to_tokenizer"
