@@ -60,6 +60,7 @@ class FakeScheduler:
         tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
         self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc, send_to_tokenizer=tokenizer)
         self.idle = self.flushes = self.retracts = True
+        self.enable_hierarchical_cache = False
         self.asked = self.retracted = 0
         self.waiting_queue: list[Any] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
@@ -360,6 +361,16 @@ def test_a_rank_without_a_socket_is_told(
 # -- requests in flight
 
 RETRACT = {"in_flight": "retract"}
+
+
+def test_retraction_is_refused_where_the_cache_is_still_copied(engine: Engine) -> None:
+    """HiCache's copies to the host hold the cache, so each attempt would throw prefills away."""
+    for scheduler in engine.schedulers:
+        scheduler.enable_hierarchical_cache = True
+    message = whole(manifest_of(toy.checkpoint()))
+    assert "update with in_flight='finish'" in engine.answer(message | RETRACT)["error"]
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+    assert Trainer(engine, toy.checkpoint(), in_flight="finish").ended()["state"] == "serving"
 
 
 def test_nothing_is_retracted_for_what_does_not_begin(
