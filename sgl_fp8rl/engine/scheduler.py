@@ -67,8 +67,8 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
         return _answer({"error": RELEASED})
     run = partial(answer, ControlRequest(scheduler, weights, message))
     # an update fails as a whole, on all ranks, or leaves them unlike each other
-    reply, error = (run(), None) if op == "begin" else attempted(run, f"control message {op}")
-    return _answer({"error": error} if reply is None else reply)
+    reply, fault = (run(), None) if op == "begin" else attempted(run, f"control message {op}")
+    return _answer({"error": fault} if reply is None else reply)
 
 
 def unknown(op: Any) -> str:
