@@ -117,8 +117,9 @@ def test_refusals_in_the_middle_of_a_streamed_reply(server: Server) -> None:
     next(running)
     (event,) = server.stream({"input_ids": [VOCAB], "sampling_params": LONG})
     assert "vocabulary" in event["meta_info"]["finish_reason"]["message"]
-    with pytest.raises(EngineError, match="top_k"):
+    with pytest.raises(EngineError) as refusal:
         server.generate({"input_ids": [1], "sampling_params": {"top_k": 1.5}})
+    assert refusal.value.status == 400
     *_, last = running
     assert last["meta_info"]["completion_tokens"] == LONG["max_new_tokens"]
 
