@@ -19,7 +19,7 @@ from sgl_fp8rl.engine import code_sums, export, routed_experts, update_steps
 from sgl_fp8rl.engine.attached import scheduler_weights, status_of
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import attempted, gather, gather_results, sources
+from sgl_fp8rl.engine.ranks import attempted, gather_results, sources
 from sgl_fp8rl.kv_cache import kv_stats, quant_error
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.protocol.values import excerpt
@@ -92,8 +92,9 @@ def _begin(request: ControlRequest) -> Reply:
 
 
 def _idle(request: ControlRequest) -> Reply:
-    idle = all(gather(is_idle(request.scheduler), request.group))
-    return {"idle": idle, "paused": bool(request.scheduler._engine_paused)}
+    scheduler = request.scheduler
+    idle = all(gather_results(partial(is_idle, scheduler), "a look", request.group))
+    return {"idle": idle, "paused": bool(scheduler._engine_paused)}
 
 
 def _layers(request: ControlRequest) -> Reply:
@@ -135,7 +136,7 @@ def _export_layout(request: ControlRequest) -> Reply:
 def _export(request: ControlRequest) -> Reply:
     """Write the committed weights; nothing is generated meanwhile."""
     scheduler = request.scheduler
-    if not all(gather(bool(scheduler.is_fully_idle()), request.group)):
+    if not all(gather_results(scheduler.is_fully_idle, "a look", request.group)):
         return {"error": "requests are running; export when they have ended", "busy": True}
     written = export.write(request.weights, request.message.get("folder"), request.group)
     path = scheduler.server_args.model_path
@@ -166,8 +167,11 @@ def _kv_recalibrate(request: ControlRequest) -> Reply:
     kv, scheduler = request.weights.kv, request.scheduler
     if kv is None:
         return {"error": kv_stats.NO_FP8_KV}
-    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
-    if not all(gather(bool(idle), request.group)):
+
+    def flush() -> bool:
+        return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+
+    if not all(gather_results(flush, "emptying the KV cache", request.group)):
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
     kv.recalibrate()
     return {"pending": True}

@@ -142,7 +142,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from sgl_fp8rl.engine import ranks, scheduler, update_steps
 
-    for user in (scheduler, ranks, update_steps):
+    for user in (ranks, update_steps):
         monkeypatch.setattr(user, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(update_steps.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
@@ -825,6 +825,7 @@ def test_without_an_fp8_kv_cache(engine: Engine, op: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("op", "runs"),
     [
+        ("idle", "is_idle"),
         ("layers", "list_layers"),
         ("status", "routed_experts.layout"),
         ("layout", "_gpus"),
