@@ -6,6 +6,7 @@ the scheduler, whatever they came through.
 """
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,8 +18,12 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.internal_requests import tag_warm_up
 from sgl_fp8rl.protocol.values import excerpt
 
-WRONG_KIND = (TypeError, AttributeError, OverflowError, RecursionError, msgspec.MsgspecError)
-"""What SGLang raises for a value of another type than it computes with, sends or decodes."""
+WRONG_KIND = (
+    *(TypeError, AttributeError, OverflowError, RecursionError),
+    *(msgspec.MsgspecError, re.error),
+)
+"""What SGLang raises for a value of another type than it computes with, sends or decodes, and for
+what is no regex."""
 OPAQUE = ("mm_inputs", "mm_data_mooncake", "time_stats")
 """Fields of a request that SGLang sends pickled."""
 

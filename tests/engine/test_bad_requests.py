@@ -86,7 +86,7 @@ def test_a_bad_request_fails_alone(client: EngineProcess | Server) -> None:
         *({"input_ids": ids, "sampling_params": LONG} for ids in WRONG_IDS),
         *(
             {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8} | bad}
-            for bad in WRONG_SAMPLING
+            for bad in (*WRONG_SAMPLING, {"stop_regex": "("})
         ),
     ]
     good = {"input_ids": [1, 2, 3], "sampling_params": LONG}

@@ -110,6 +110,14 @@ def test_a_field_of_a_wrong_kind_is_not_sent(field: dict[str, Any]) -> None:
     assert admission.check_fields(create, manager("fp8"), None) is not None
 
 
+def test_what_is_no_regex() -> None:
+    def create(_: Any, obj: Any) -> Any:
+        return SamplingParams(stop_regex=obj).normalize(None)
+
+    with pytest.raises(ValueError, match="does not take: missing"):
+        admission.check_fields(create, manager(), "a(")
+
+
 def test_what_is_sent_is_what_sglang_made() -> None:
     """Images, which SGLang pickles later, included."""
     request = a_request(mm_inputs=object(), time_stats=object())
