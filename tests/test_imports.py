@@ -51,7 +51,7 @@ LAYERS = (
     "sgl_fp8rl.integrations",
     # the engine
     "sgl_fp8rl.compat",
-    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform "
+    "sgl_fp8rl.engine.cpu_kernels sgl_fp8rl.engine.cpu_platform sgl_fp8rl.engine.log_filter "
     "sgl_fp8rl.engine.embedding_cache "
     "sgl_fp8rl.engine.flashinfer_plans sgl_fp8rl.engine.lost_rows sgl_fp8rl.gemm "
     "sgl_fp8rl.kv_cache",
@@ -66,6 +66,7 @@ LAYERS = (
     "sgl_fp8rl.weight_update",
     "sgl_fp8rl.engine.ranks",
     "sgl_fp8rl.engine.export sgl_fp8rl.engine.code_sums",
+    "sgl_fp8rl.engine.admission "
     "sgl_fp8rl.engine.attached sgl_fp8rl.engine.guards sgl_fp8rl.engine.control "
     "sgl_fp8rl.engine.memory_release sgl_fp8rl.engine.retraction "
     "sgl_fp8rl.engine.tied_head sgl_fp8rl.engine.scheduler "

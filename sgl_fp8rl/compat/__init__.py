@@ -28,6 +28,7 @@ from sgl_fp8rl.compat.hook_targets import (
     STOCK_UPDATES,
     TRITON_LAUNCH,
     UPDATER,
+    XGRAMMAR_MASK,
 )
 
 __all__ = [
@@ -131,6 +132,11 @@ def unknown_updates() -> list[str]:
         and name not in HARMLESS_UPDATES
         and f"{UPDATER}.{name}" not in known
     )
+
+
+def xgrammar_masks_on_cpu() -> bool:
+    """Whether SGLang's backend xgrammar, which is imported, names the CPU where it masks logits."""
+    return "cpu" in _look_up(_target_path(XGRAMMAR_MASK)).__code__.co_consts
 
 
 def _has(target: str) -> bool:

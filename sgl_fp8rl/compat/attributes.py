@@ -49,7 +49,8 @@ ATTRIBUTES: dict[str, str] = {
         "cuda_graph_backend_prefill cuda_graph_config "
         "decode_attention_backend device "
         "disable_cuda_graph disable_cuda_graph_padding enable_deterministic_inference "
-        "enable_fused_moe_sum_all_reduce enable_symm_mem kv_cache_dtype max_running_requests "
+        "enable_fused_moe_sum_all_reduce enable_symm_mem grammar_backend kv_cache_dtype "
+        "max_running_requests "
         "model_path prefill_attention_backend quantization revision rl_on_policy_target "
         "sampling_backend"
     ),
@@ -64,13 +65,15 @@ ATTRIBUTES: dict[str, str] = {
     f"{_MANAGERS}.io_struct.ResumeMemoryOccupationReqInput": "tags",
     f"{_MANAGERS}.io_struct.RpcReqInput": "method parameters",
     f"{_MANAGERS}.io_struct.RpcReqOutput": "message success",
-    f"{_MANAGERS}.io_struct.TokenizedEmbeddingReqInput": "rid",
-    f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": "extra_key rid",
+    f"{_MANAGERS}.io_struct.TokenizedEmbeddingReqInput": "input_ids mm_inputs rid time_stats",
+    f"{_MANAGERS}.io_struct.TokenizedGenerateReqInput": (
+        "extra_key input_embeds input_ids mm_data_mooncake mm_inputs rid time_stats"
+    ),
     # scheduler
     f"{_MANAGERS}.scheduler.Scheduler": (
-        "_engine_paused _pending_chunked_abort_req grammar_manager ipc_channels "
-        "max_queued_requests page_size server_args token_to_kv_pool_allocator tp_group "
-        "tp_worker waiting_queue"
+        "_engine_paused _pending_chunked_abort_req enable_hierarchical_cache grammar_manager "
+        "ipc_channels max_queued_requests model_config page_size server_args "
+        "token_to_kv_pool_allocator tp_group tp_worker waiting_queue"
     ),
     f"{_MANAGERS}.scheduler_components.ipc_channels.SchedulerIpcChannels": (
         "recv_from_rpc send_to_tokenizer"
@@ -106,7 +109,7 @@ ATTRIBUTES: dict[str, str] = {
     "sglang.srt.configs.model_config.AttentionArch": "MLA",
     "sglang.srt.configs.model_config.ModelConfig": (
         "attention_arch dtype get_total_num_kv_heads hf_config is_draft_model is_hybrid_swa "
-        "quantization"
+        "quantization vocab_size"
     ),
     "sglang.srt.model_loader.loader.DefaultModelLoader": "load_model load_weights_and_postprocess",
     "sglang.srt.model_loader.loader.DefaultModelLoader.Source": "init_new model_or_path revision",

@@ -71,10 +71,14 @@ HOOK_TARGETS |= {
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOK_TARGETS |= {
     "forward": f"{_RUNNER}.forward",
+    "load_kv_scales": "sglang.srt.model_executor.model_runner_components.load_model_utils"
+    ".load_kv_cache_scales",
     "init_attention_backends": f"{_RUNNER}.init_attention_backends",
     "configure_kv_cache": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
     ".configure",
     "generate_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    "create_request": "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    "._create_tokenized_object",
     "host_cache_of_experts": "sglang.srt.state_capturer.base.BaseHostCache.__init__",
     "capture_of_experts": "sglang.srt.state_capturer.base.BaseTopkCapturer.on_forward_end",
 }
@@ -83,6 +87,8 @@ _KERNELS = "sglang.kernels.ops"
 SHARED_EXPERT_GATE = f"{_KERNELS}.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 LOGITS_CAP = f"{_KERNELS}.activation.softcap.softcap_inplace_logits"
 TRITON_LAUNCH = "triton.runtime.jit.KernelInterface.__getitem__"
+XGRAMMAR_MASK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"
+"""Not wrapped: older versions have kernels for GPUs alone."""
 _MODELS = "sglang.srt.models"
 # Wrapped where the model at hand has them; subclasses have other ways.
 DECODED_ATTENTION = (

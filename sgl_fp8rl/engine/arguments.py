@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from server_args import Fp8RLServerArgs
+from sgl_fp8rl import compat
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import read_file
 from sgl_fp8rl.protocol import nixl_memory
@@ -57,14 +58,16 @@ def check_server_args(server_args: Any, options: Fp8RLServerArgs) -> None:
     """Check the arguments of an engine, before its model is loaded.
 
     Raises:
-        ValueError: updates cannot reach all of it, its KV cache cannot be scaled, or its control
-            route would need two keys in one header, or NIXL is to be used and not installed.
+        ValueError: updates cannot reach all of it, its KV cache cannot be scaled, its control
+            route would need two keys in one header, NIXL is to be used and not installed, or a
+            grammar's masks cannot be applied here.
     """
     if options.network == "nixl":
         nixl_memory.check_installed()
     refuse_layout(server_args)
     refuse_kv_cache(server_args, options)
     refuse_second_key(server_args, options.key)
+    refuse_grammar(server_args.grammar_backend)
 
 
 def refuse_layout(server_args: Any) -> None:
@@ -106,4 +109,22 @@ def refuse_second_key(server_args: Any, key: str | None) -> None:
         raise ValueError(
             f"FP8RL_KEY is not the --{name.replace('_', '-')}, which SGLang requires of the same "
             f"requests; set both to the same key"
+        )
+
+
+def refuse_grammar(backend: str | None) -> None:
+    """Refuse a grammar backend whose masks cannot be applied to the logits of the CPU platform.
+
+    Raises:
+        ValueError: it is xgrammar of SGLang 0.5.17.
+    """
+    if backend != "xgrammar":
+        return
+    from sgl_fp8rl.engine.cpu_platform import is_active  # resolves SGLang's platform
+
+    if is_active() and not compat.xgrammar_masks_on_cpu():
+        raise ValueError(
+            f"--grammar-backend xgrammar of SGLang {compat.sglang_version()} masks logits on GPUs "
+            f"alone, and a JSON schema or a regex would end this engine; use llguidance, the "
+            f"default on a CPU"
         )

@@ -5,12 +5,13 @@ Routes are read backwards, as for an export.
 """
 
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sgl_fp8rl.engine.ranks import gather
+from sgl_fp8rl.engine.ranks import gather_results
 from sgl_fp8rl.formats import QUANTIZED
 from sgl_fp8rl.ops.regions import Region, view
 from sgl_fp8rl.protocol.code_sums import Sums, code_sum, scale_sum, total
@@ -27,7 +28,7 @@ def read(weights: EngineWeights, group: dist.ProcessGroup) -> dict[str, Any]:
     if weights.table is None or weights.state is not State.SERVING:
         return {"error": "no complete set of weights is committed; update the engine first"}
     boxes: dict[str, dict[Region, list[int]]] = defaultdict(dict)
-    for rank in gather(_boxes(weights.table), group):
+    for rank in gather_results(partial(_boxes, weights.table), "summing codes", group):
         for name, found in rank.items():
             boxes[name].update(found)  # several ranks may hold the same box
     sums: Sums = {

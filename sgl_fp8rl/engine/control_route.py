@@ -64,6 +64,8 @@ async def _json(request: Any) -> Any:
 
 
 def _authorize(options: Fp8RLServerArgs, request: Any) -> None:
+    if "origin" in request.headers:  # browsers send it with each post, of any content type
+        raise ControlError("control messages are not taken from web pages; use another client", 403)
     if options.listen == "loopback" and not _is_from_this_host(request):
         raise ControlError(
             "control messages are taken from this host only, and not through a proxy; start with "

@@ -63,6 +63,7 @@ class CpuPlatform(compat.CpuDeviceMixin, compat.SRTPlatform):  # type: ignore[mi
             "device": "cpu",
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
+            "grammar_backend": "llguidance",
         }.items():
             if getattr(server_args, name) is None:
                 setattr(server_args, name, value)

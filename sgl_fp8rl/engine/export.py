@@ -6,15 +6,15 @@ Routes are read backwards: each names the box of engine storage that holds a box
 import math
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import attempted, gather, sources
+from sgl_fp8rl.engine.ranks import attempted, gather, gather_results, sources
 from sgl_fp8rl.formats import QUANTIZED, UNQUANTIZED, format_of
 from sgl_fp8rl.formats.weight_format import TensorSpec
 from sgl_fp8rl.ops.regions import Region, numel, sizes, view
@@ -67,18 +67,14 @@ def write(weights: EngineWeights, folder: Any, group: dist.ProcessGroup) -> dict
     assert table is not None  # it serves
     writer = CheckpointWriter(Path(folder)) if dist.get_rank(group) == 0 else None
     for name in (n for n in table.sources if n not in table.skipped):
-        ranks = gather(_parts(table, name), group)
+        ranks = gather_results(partial(_parts, table, name), "an export", group)
         if writer is None or error is not None:
             continue  # whatever happened on rank 0, the others take part to the end
-        try:
-            writer.add(_assemble(name, table.sources[name], ranks))
-        except (OSError, ValueError, SafetensorError) as fault:
-            error = f"{name} cannot be exported: {fault}"
+        _, fault = attempted(partial(_add, writer, name, table.sources[name], ranks), "an export")
+        error = fault and f"{name} cannot be exported: {fault}"
     if writer is not None and error is None:
-        try:
-            writer.finish()
-        except (OSError, SafetensorError) as fault:
-            error = f"the export cannot be written: {fault}"
+        _, fault = attempted(writer.finish, "an export")
+        error = fault and f"the export cannot be written: {fault}"
     error = gather(error, group)[0]
     return {"error": error} if error else {"layers": _not_fp8(weights)}
 
@@ -141,6 +137,10 @@ def _parts(table: RouteTable, name: str) -> Parts:
             content = box.to("cpu", copy=True).contiguous().flatten().view(torch.uint8)
             parts.setdefault(suffix, []).append((src, box.dtype, content))
     return parts
+
+
+def _add(writer: CheckpointWriter, name: str, shape: tuple[int, ...], ranks: list[Parts]) -> None:
+    writer.add(_assemble(name, shape, ranks))
 
 
 def _assemble(name: str, shape: tuple[int, ...], ranks: list[Parts]) -> dict[str, torch.Tensor]:

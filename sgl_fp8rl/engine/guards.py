@@ -4,6 +4,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sgl_fp8rl import compat
+from sgl_fp8rl.engine.admission import why_not_in_vocabulary
 from sgl_fp8rl.engine.attached import scheduler_weights, weights_of
 from sgl_fp8rl.engine.internal_requests import isolate_prefix
 from sgl_fp8rl.engine.retraction import refuse
@@ -23,14 +24,20 @@ READING_CHECKS = ("snapshot", "compare", "checksum")
 
 
 def refuse_generation(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> None:
-    """AROUND ``handle_generate_request`` and its like: only a committed version generates."""
+    """AROUND ``handle_generate_request`` and its like: only a committed version generates, and
+    only from token ids that it has."""
     weights = scheduler_weights(scheduler)
-    if weights is None or weights.may_generate:
-        if weights is not None and weights.kv is not None:
-            isolate_prefix(request)
-        original(scheduler, request, **kwargs)
+    if weights is not None and not weights.may_generate:
+        refuse(scheduler, request, *refusal(weights))
         return
-    refuse(scheduler, request, *refusal(weights))
+    if weights is not None:
+        unknown = why_not_in_vocabulary(request, scheduler.model_config.vocab_size)
+        if unknown is not None:
+            refuse(scheduler, request, unknown, HTTPStatus.BAD_REQUEST)
+            return
+        if weights.kv is not None:
+            isolate_prefix(request)
+    original(scheduler, request, **kwargs)
 
 
 def refusal(weights: EngineWeights) -> tuple[str, int]:

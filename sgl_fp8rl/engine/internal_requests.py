@@ -29,7 +29,7 @@ def isolate_prefix(request: Any) -> None:
 
 
 def tag_warm_up(original: Any, manager: Any, obj: Any, *args: Any, **kw: Any) -> Any:
-    """AROUND ``TokenizerManager.generate_request``: a short request to a server that has not
+    """On the way to ``TokenizerManager.generate_request``: a short request to a server that has not
     started yet is its warm-up (an in-process ``Engine`` has none)."""
     is_server = getattr(manager, "fp8rl_is_server", False)
     starting = is_server and manager.server_status.name == "Starting"

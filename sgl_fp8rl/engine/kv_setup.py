@@ -8,6 +8,7 @@ from torch import nn
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
+from sgl_fp8rl.engine.start_log import log_start
 from sgl_fp8rl.kv_cache import backends
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
 
@@ -84,6 +85,7 @@ def check_kv_cache(original: Any, runner: Any) -> None:
     prefill, decode = runner.prefill_attention_backend_str, runner.decode_attention_backend_str
     if decode == "flashinfer":
         wrap_plans()
+    log_start(runner.model)
     if getattr(runner.model, "fp8rl_kv", None) is None:
         return
     backends.check(prefill, decode, backends.capability())

@@ -46,12 +46,12 @@ def _register() -> None:
     read_options()  # a wrong FP8RL_* variable fails now, not at the first update
 
     from sgl_fp8rl.engine import (
+        admission,
         control_in_process,
         control_route,
         cpu_platform,
         guards,
         hooks,
-        internal_requests,
         kv_calibrate,
         kv_setup,
         language_layers,
@@ -64,6 +64,7 @@ def _register() -> None:
         routed_experts,
         sampler,
         scheduler,
+        start_log,
         startup,
     )
 
@@ -88,9 +89,11 @@ def _register() -> None:
         "pad_for_amx": loader.without_padding,
         "precompile_kernels": startup.prepare,
         "configure_kv_cache": cpu_platform.with_plain_pools,
+        "load_kv_scales": start_log.attached_scales,
         "init_attention_backends": kv_setup.check_kv_cache,
         "forward": kv_calibrate.watch_forward,
-        "generate_request": internal_requests.tag_warm_up,
+        "generate_request": admission.check_kinds,
+        "create_request": admission.check_fields,
         "host_cache_of_experts": routed_experts.plain_host_memory,
         "capture_of_experts": routed_experts.clone_captured_topk,
         "sample": guards.stamp_policy,

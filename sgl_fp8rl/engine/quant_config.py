@@ -15,6 +15,7 @@ from server_args import matches
 from sgl_fp8rl import compat
 from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine import linear, moe
+from sgl_fp8rl.engine.log_filter import without_line
 from sgl_fp8rl.formats import BLOCK_FP8, CHANNEL_FP8, CHOICES, UNQUANTIZED, stored_format
 from sgl_fp8rl.formats.padding import padding_of
 from sgl_fp8rl.formats.weight_format import WeightFormat
@@ -52,12 +53,13 @@ class FP8RLConfig(compat.Fp8Config):  # type: ignore[misc]
 
     def __init__(self, ignored_layers: list[str] | None = None, **_: Any) -> None:
         compat.check_hooks()
-        super().__init__(
-            is_checkpoint_fp8_serialized=True,
-            activation_scheme="dynamic",
-            ignored_layers=ignored_layers,
-            weight_block_size=list(BLOCK_FP8.block),
-        )
+        with without_line(super().__init__, "Detected fp8 checkpoint"):
+            super().__init__(
+                is_checkpoint_fp8_serialized=True,
+                activation_scheme="dynamic",
+                ignored_layers=ignored_layers,
+                weight_block_size=list(BLOCK_FP8.block),
+            )
         options = current_options()
         self.patterns = (*options.ignored_layers, *self.ignored_layers)
         self.ragged = options.ragged

@@ -33,6 +33,19 @@ def attempted(action: Callable[[], T], what: str) -> tuple[T | None, str | None]
     return None, str(fault) or type(fault).__name__
 
 
+def gather_results(action: Callable[[], T], what: str, group: dist.ProcessGroup) -> list[T]:
+    """What ``action`` returns on every rank of the tensor-parallel group, in rank order.
+
+    Raises:
+        ManifestError: on all ranks, where it failed on one: none waits for what does not come.
+    """
+    ranks = gather(attempted(action, what), group)
+    for _, error in ranks:
+        if error is not None:
+            raise ManifestError(error)
+    return [result for result, _ in ranks]
+
+
 def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The value of every rank of the tensor-parallel group, in rank order.
 

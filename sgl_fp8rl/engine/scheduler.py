@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from sgl_fp8rl.engine import code_sums, export, routed_experts, update_steps
 from sgl_fp8rl.engine.attached import scheduler_weights, status_of
 from sgl_fp8rl.engine.memory_release import is_idle
 from sgl_fp8rl.engine.quant_config import list_layers
-from sgl_fp8rl.engine.ranks import gather, sources
+from sgl_fp8rl.engine.ranks import attempted, gather_results, sources
 from sgl_fp8rl.engine.tied_head import tied_shape
-from sgl_fp8rl.kv_cache import kv_stats
+from sgl_fp8rl.kv_cache import kv_stats, quant_error
 from sgl_fp8rl.protocol.cuda_memory import gpu_uuid, visible_gpus
 from sgl_fp8rl.protocol.values import excerpt
 from sgl_fp8rl.weight_update.engine_weights import EngineWeights
@@ -54,16 +55,21 @@ def handle_rpc(original: Any, scheduler: Any, request: Any) -> Any:
     weights = scheduler_weights(scheduler)
     if weights is None:
         return _answer({"error": "this engine does not run with --quantization fp8rl"})
+    # an exception here would end the server
     try:
         message = json.loads(request.parameters["message"])
-    except (ValueError, RecursionError) as error:  # an exception here would end the server
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         return _answer({"error": f"the control message cannot be read: {error}"})
-    if weights.released and message["op"] in READS_MEMORY:
-        return _answer({"error": RELEASED})
-    answer = ANSWERS.get(message["op"])
+    op = message.get("op") if isinstance(message, dict) else None
+    answer = ANSWERS.get(op) if isinstance(op, str) else None
     if answer is None:
-        return _answer({"error": unknown(message["op"])})
-    return _answer(answer(ControlRequest(scheduler, weights, message)))
+        return _answer({"error": unknown(op)})
+    if weights.released and op in READS_MEMORY:
+        return _answer({"error": RELEASED})
+    run = partial(answer, ControlRequest(scheduler, weights, message))
+    # an update fails as a whole, on all ranks, or leaves them unlike each other
+    reply, fault = (run(), None) if op == "begin" else attempted(run, f"control message {op}")
+    return _answer({"error": fault} if reply is None else reply)
 
 
 def unknown(op: Any) -> str:
@@ -87,8 +93,9 @@ def _begin(request: ControlRequest) -> Reply:
 
 
 def _idle(request: ControlRequest) -> Reply:
-    idle = all(gather(is_idle(request.scheduler), request.group))
-    return {"idle": idle, "paused": bool(request.scheduler._engine_paused)}
+    scheduler = request.scheduler
+    idle = all(gather_results(partial(is_idle, scheduler), "a look", request.group))
+    return {"idle": idle, "paused": bool(scheduler._engine_paused)}
 
 
 def _layers(request: ControlRequest) -> Reply:
@@ -98,8 +105,13 @@ def _layers(request: ControlRequest) -> Reply:
 def _digest(request: ControlRequest) -> Reply:
     """SHA-256 and address of every parameter, buffer and tensor derived from a parameter: what two
     equal engines agree in."""
-    model, derived = request.weights.model, request.weights.derived.tensors()
-    found = {
+    read = partial(_digest_of_rank, request.weights)
+    return {"ranks": gather_results(read, "a digest", request.group)}
+
+
+def _digest_of_rank(weights: EngineWeights) -> Reply:
+    model, derived = weights.model, weights.derived.tensors()
+    return {
         name: {
             "sha256": hashlib.sha256(_bytes(tensor)).hexdigest(),
             "address": tensor.data_ptr(),
@@ -108,7 +120,6 @@ def _digest(request: ControlRequest) -> Reply:
         }
         for name, tensor in (*model.named_parameters(), *model.named_buffers(), *derived.items())
     }
-    return {"ranks": gather(found, request.group)}
 
 
 def _code_sums(request: ControlRequest) -> Reply:
@@ -126,7 +137,7 @@ def _export_layout(request: ControlRequest) -> Reply:
 def _export(request: ControlRequest) -> Reply:
     """Write the committed weights; nothing is generated meanwhile."""
     scheduler = request.scheduler
-    if not all(gather(bool(scheduler.is_fully_idle()), request.group)):
+    if not all(gather_results(scheduler.is_fully_idle, "a look", request.group)):
         return {"error": "requests are running; export when they have ended", "busy": True}
     written = export.write(request.weights, request.message.get("folder"), request.group)
     path = scheduler.server_args.model_path
@@ -137,11 +148,19 @@ def _export(request: ControlRequest) -> Reply:
 
 
 def _kv(request: ControlRequest) -> Reply:
-    return kv_stats.read(request.weights.kv, request.group)
+    kv = request.weights.kv
+    if kv is None:
+        return {"error": kv_stats.NO_FP8_KV}
+    read = partial(kv_stats.of_rank, kv)
+    return kv_stats.report(kv, gather_results(read, "statistics of the KV cache", request.group))
 
 
 def _kv_observe(request: ControlRequest) -> Reply:
-    return kv_stats.start_observing(request.weights.kv)
+    kv = request.weights.kv
+    if kv is None:
+        return {"error": kv_stats.NO_FP8_KV}
+    start = partial(quant_error.start, kv)
+    return {"tokens": gather_results(start, "observing the KV cache", request.group)[0]}
 
 
 def _kv_recalibrate(request: ControlRequest) -> Reply:
@@ -149,8 +168,11 @@ def _kv_recalibrate(request: ControlRequest) -> Reply:
     kv, scheduler = request.weights.kv, request.scheduler
     if kv is None:
         return {"error": kv_stats.NO_FP8_KV}
-    idle = scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False)
-    if not all(gather(bool(idle), request.group)):
+
+    def flush() -> bool:
+        return bool(scheduler.is_fully_idle() and scheduler.flush_cache(empty_cache=False))
+
+    if not all(gather_results(flush, "emptying the KV cache", request.group)):
         return {"error": "requests are running; recalibrate when they have ended", "busy": True}
     kv.recalibrate()
     return {"pending": True}
@@ -170,17 +192,22 @@ def _status(request: ControlRequest) -> Reply:
 
 def _layout(request: ControlRequest) -> Reply:
     weights, group = request.weights, request.group
-    on_gpu = weights.device.type == "cuda"
+    seen = gather_results(partial(_gpus, weights.device), "a layout", group)
     return {
         "dtype": str(weights.dtype).removeprefix("torch."),
         **sources(weights.table, group),
         "skipped": [] if weights.table is None else sorted(weights.table.skipped),
         "tied": tied_shape(weights),
-        "gpus": gather(gpu_uuid(weights.device.index), group) if on_gpu else [],
-        "visible_gpus": sorted(set.intersection(*gather(visible_gpus(), group))) if on_gpu else [],
+        "gpus": [uuid for uuid, _ in seen if uuid],
+        "visible_gpus": sorted(set.intersection(*(others for _, others in seen))),
         "kv_cache": kv_stats.layout(weights.kv),
         **_status(request),
     }
+
+
+def _gpus(device: torch.device) -> tuple[str, set[str]]:
+    """The UUID of a rank's GPU, and of all whose memory it can map; none on a CPU."""
+    return (gpu_uuid(device.index), visible_gpus()) if device.type == "cuda" else ("", set())
 
 
 ANSWERS: dict[str, Callable[[ControlRequest], Reply]] = {

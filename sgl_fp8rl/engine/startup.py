@@ -4,7 +4,6 @@ All ranks of the engine use the table of rank 0 (``gemm.quick_tune``), so that t
 The KV cache does not exist yet: SGLang sizes it after this, by the free memory.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,8 @@ import torch
 
 from sgl_fp8rl import compat
 from sgl_fp8rl.engine import cpu_kernels, cpu_platform, deep_gemm, fusion
-from sgl_fp8rl.engine.attached import options_of
+from sgl_fp8rl.engine.attached import options_of, weights_of
+from sgl_fp8rl.engine.embedding_cache import forget_embeddings
 from sgl_fp8rl.engine.graph_sizes import leave_out_slow_sizes
 from sgl_fp8rl.engine.hooks import wrap_kernels
 from sgl_fp8rl.engine.linear import FP8RLLinearMethod
@@ -30,8 +30,6 @@ from sgl_fp8rl.gemm.table import Shape, Table
 from sgl_fp8rl.gemm.tune_cache import Machine
 from sgl_fp8rl.ops.activation import quantize_tokens
 
-logger = logging.getLogger(__name__)
-
 SWAPPED_ROWS, SWAPPED_STEP = 32, 8
 
 
@@ -41,15 +39,20 @@ def prepare(original: Any, runner: Any) -> None:
     if cpu_platform.is_active():
         cpu_kernels.check_attention(runner.model)
         wrap_kernels()
+        # Inductor would compile C++ at the first request with a grammar
+        torch.compiler.set_stance("force_eager")
+    if weights_of(runner.model) is not None:
+        forget_embeddings()  # an SGLang that keeps them elsewhere fails here, not after a commit
     keep_inputs(runner.model)
     layers = list(gemm_layers(runner.model))
     shapes = sorted({(n, k) for n, k in (layer.weight.shape for layer in layers)})
     if rows := warmup.warm_up(shapes, runner):
         deep_gemm.set_batch_sizes(rows)
     assign_tile_configs(runner.model, runner.gpu_id)
-    if not layers or (why := _why_stock(runner)):
-        if layers:
-            logger.info("FP8 linear layers run SGLang's own kernels: %s", why)
+    if not layers:
+        return
+    if (why := _why_stock(runner)) is not None:
+        runner.model.fp8rl_kernels = f"SGLang's own, since {why}"
         return
     chosen = broadcast_from_rank0(lambda: _here(shapes, runner))
     choices = {shape: Choices.of(chosen.get(shape, ())) for shape in shapes}
@@ -57,7 +60,7 @@ def prepare(original: Any, runner: Any) -> None:
         layer.quant_method.choices = choices[tuple(layer.weight.shape)]
     for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
         compile_choices(layer)
-    logger.info("%d of %d FP8 weight shapes run measured kernels", len(chosen), len(shapes))
+    runner.model.fp8rl_kernels = f"measured ones of {len(chosen)} of {len(shapes)} weight shapes"
     compile_experts(runner.model)
     if not has_experts(runner.model):  # they are most of a step, and have no table by batch
         counts = Counter((n, k) for n, k in (layer.weight.shape for layer in layers))

@@ -33,6 +33,10 @@ PAUSED = (
     "generation is paused, so requests in flight cannot end; continue_generation first, or "
     "update with in_flight='retract'"
 )
+NO_RETRACTION = (
+    "in_flight='retract' cannot reset the KV cache of an engine with --enable-hierarchical-cache, "
+    "which still copies it to host memory; update with in_flight='finish' or 'abort'"
+)
 Reply = dict[str, Any]
 
 
@@ -50,6 +54,8 @@ def run(
         transaction = _transaction(message)
         if message.get("retry") and _has_committed(scheduler, weights, transaction, policy):
             return {"committed": True}
+        if message.get("in_flight") == RETRACT and scheduler.enable_hierarchical_cache:
+            raise ManifestError(NO_RETRACTION)
         fingerprint = _prepare(weights, policy, message, group)
     except ManifestError as error:
         return {"error": str(error)}

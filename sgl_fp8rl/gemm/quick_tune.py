@@ -58,7 +58,9 @@ def find(
         checked = {shape: accurate(shape, found[shape]) for shape in unchecked}
         tuned, finished = quick_tune(missing)
     except torch.OutOfMemoryError as error:
-        logger.warning("Kernels are not measured, out of memory: %s", error)
+        logger.warning(
+            "Kernels are not measured, out of memory; run sgl-fp8rl tune alone: %s", error
+        )
         return {shape: found[shape] for shape in found if shape not in unchecked}
     finally:
         gc.collect()
@@ -76,7 +78,11 @@ def find(
             path = FILES.path(machine, folder)
             FILES.save(path, machine, FILES.own(machine, folder) | kept)
         except OSError as error:
-            logger.warning("The table of kernels cannot be saved: %s", error)
+            logger.warning(
+                "The table of kernels cannot be saved, so each start measures again; set "
+                "FP8RL_TUNE_CACHE to a folder that can be written: %s",
+                error,
+            )
     return found | checked | tuned
 
 

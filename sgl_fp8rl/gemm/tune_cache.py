@@ -156,4 +156,8 @@ class Files(Generic[S, E]):
 
 
 def _not_used(path: Path, error: Exception) -> None:
-    logger.warning("The table of kernels %s is not used: %s", path, error)
+    logger.warning(
+        "The table of kernels %s is not used; delete it, or run sgl-fp8rl tune again: %s",
+        path,
+        error,
+    )

@@ -118,7 +118,11 @@ def compile_ahead(shapes: list[Shape], rows: list[int], device: int, folder: Pat
             done.parent.mkdir(parents=True, exist_ok=True)
             done.touch()
         except OSError as error:
-            logger.warning("DeepGEMM's cache cannot be marked as complete: %s", error)
+            logger.warning(
+                "DeepGEMM's cache cannot be marked as complete, so each start looks through it; "
+                "make its folder writable: %s",
+                error,
+            )
     else:
         logger.warning(
             "Compiling DeepGEMM kernels side by side failed after %.1f s, so they are compiled one "

@@ -1,12 +1,11 @@
 """What an engine reports of its FP8 KV cache: scales, and statistics of stored values."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from sgl_fp8rl.kv_cache import quant_error
 from sgl_fp8rl.kv_cache.scales import KVScales, on_host
 
 NO_FP8_KV = "the engine's KV cache is not FP8; start it with --kv-cache-dtype fp8_e4m3"
@@ -17,42 +16,31 @@ def layout(scales: KVScales | None) -> dict[str, Any] | None:
     return None if scales is None else {"layers": scales.layers, "kv_heads": scales.heads.total}
 
 
-def read(scales: KVScales | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+Counted = tuple[list[Any], torch.Tensor, torch.Tensor | None]
+"""Of one rank: the scales in force, and on the host its counters and what it measured of errors."""
+
+
+def of_rank(scales: KVScales) -> Counted:
+    """What this rank has counted since its scales were set. Decode continues meanwhile."""
+    in_force, counted = scales.snapshot()
+    measured = None if scales.errors is None else on_host(scales.errors)
+    return in_force.tolist(), counted, measured
+
+
+def report(scales: KVScales, ranks: Sequence[Counted]) -> dict[str, Any]:
     """The current scales, and the statistics since they were set, over all ranks.
 
-    Saved as JSON it is a file for the option ``kv_scales``. Decode continues meanwhile.
+    Saved as JSON it is a file for the option ``kv_scales``.
     """
-    if scales is None:
-        return {"error": NO_FP8_KV}
-    in_force, counted = scales.snapshot()
-    ranks = _of_all_ranks(counted, group)
+    measured = [errors for _, _, errors in ranks if errors is not None]
     return {
         "scheme": scales.scheme,
         "pending": bool(scales.pending),
-        "scales": in_force.tolist(),
-        "statistics": statistics(ranks),
+        "scales": ranks[0][0],
+        "statistics": statistics(torch.stack([counted for _, counted, _ in ranks])),
         "elements": [len(ranks) * mine for mine in scales.elements],
-        "errors": _errors(scales, group),
+        "errors": errors(torch.stack(measured)) if len(measured) == len(ranks) else None,
     }
-
-
-def start_observing(scales: KVScales | None) -> dict[str, Any]:
-    """Have the next prefills measure the error of what they store."""
-    return {"error": NO_FP8_KV} if scales is None else {"tokens": quant_error.start(scales)}
-
-
-def _errors(scales: KVScales, group: dist.ProcessGroup | None) -> list[dict[str, Any]] | None:
-    if scales.errors is None:  # on one rank as on all
-        return None
-    return errors(_of_all_ranks(on_host(scales.errors), group))
-
-
-def _of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is None or dist.get_world_size(group) == 1:
-        return mine.unsqueeze(0)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(ranks, mine, group=group)
-    return torch.stack(ranks)
 
 
 def statistics(counted_RLC: torch.Tensor) -> list[dict[str, float]]:

@@ -94,7 +94,7 @@ class EngineProcess:
         )
         self._port = Port()
         options["nccl_port"] = self._port.number
-        self._log = log
+        self.log = log
         logs.add(log)
         self._connection, other = forked.pipe()
         anew = environment is not None
@@ -135,6 +135,10 @@ class EngineProcess:
         self._connection.send(("call", (function, *args)))
         self._answer(START_TIMEOUT_S)
 
+    def rpc(self, parameters: dict[str, Any]) -> None:
+        """SGLang's ``collective_rpc`` of our method. Raises EngineError."""
+        self._call("rpc", parameters)
+
     def stop(self) -> None:
         """End the engine and all of its processes."""
         end_group(self._process.pid)
@@ -154,11 +158,11 @@ class EngineProcess:
 
     def _answer(self, timeout_s: float) -> Any:
         if not self._connection.poll(timeout_s):
-            raise RuntimeError(f"no answer in {timeout_s:.0f} s\n{tail(self._log)}")
+            raise RuntimeError(f"no answer in {timeout_s:.0f} s\n{tail(self.log)}")
         try:
             result, error = self._connection.recv()
         except EOFError:
-            raise RuntimeError(f"the engine's process has ended\n{tail(self._log)}") from None
+            raise RuntimeError(f"the engine's process has ended\n{tail(self.log)}") from None
         if error is not None:
             raise EngineError(*error)
         return result
@@ -174,6 +178,8 @@ def _bucket_bytes(checkpoint: Path) -> int:
 def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
     import sglang
     from fastapi import HTTPException
+
+    from sgl_fp8rl.engine.scheduler import RPC_METHOD
 
     engine = sglang.Engine(**options)
     client = connect(engine)
@@ -191,10 +197,19 @@ def _run_engine(connection: Connection, options: dict[str, Any]) -> None:
             replies = engine.generate(**payload)
         except HTTPException as error:
             raise EngineError(str(error.detail), error.status_code) from error
+        except ValueError as error:
+            raise EngineError(str(error), 400) from error
         return replies if isinstance(replies, list) else [replies]
+
+    def rpc(parameters: dict[str, Any]) -> None:
+        try:
+            engine.collective_rpc(RPC_METHOD, **parameters)
+        except AssertionError as error:
+            raise EngineError(str(error)) from error
 
     calls = {
         "control": client.control,
+        "rpc": rpc,
         "generate": generate,
         "sample": client.sample,
         "update": update,
@@ -219,6 +234,7 @@ class Server(HTTPEngine):
         arguments: more arguments.
         environment: more environment variables.
         key: the control route's shared secret.
+        has_tokenizer: of its checkpoint; without it there are neither texts nor grammars.
 
     Raises:
         RuntimeError: it did not come up.
@@ -232,6 +248,7 @@ class Server(HTTPEngine):
         *arguments: str,
         environment: dict[str, str] | None = None,
         key: str | None = None,
+        has_tokenizer: bool = False,
     ) -> None:
         self._ports = Port(), Port()
         port, nccl_port = (str(port.number) for port in self._ports)
@@ -241,7 +258,7 @@ class Server(HTTPEngine):
         flags = [
             *("--model-path", str(checkpoint), "--quantization", "fp8rl"),
             *("--host", "127.0.0.1", "--port", port, "--nccl-port", nccl_port),
-            "--skip-tokenizer-init",
+            *([] if has_tokenizer else ["--skip-tokenizer-init"]),
             *small,
             *idle,
             *arguments,

@@ -12,8 +12,8 @@ import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
 
 from sgl_fp8rl import compat
-from sgl_fp8rl.engine import code_sums, control_route, export, ranks, update_steps
 from sgl_fp8rl.engine import control as control_module
+from sgl_fp8rl.engine import control_route, export, ranks, update_steps
 from sgl_fp8rl.engine import scheduler as scheduler_module
 from sgl_fp8rl.engine.attached import attach
 from sgl_fp8rl.engine.control import Control
@@ -88,6 +88,7 @@ async def handle(weights: EngineWeights, data: bytes) -> None:
         tp_group=SimpleNamespace(cpu_group=None),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
         is_fully_idle=lambda: True,
+        enable_hierarchical_cache=False,
         flush_cache=lambda empty_cache: True,
         waiting_queue=[],
         _engine_paused=False,
@@ -131,7 +132,7 @@ def decoders() -> Iterator[list[Decoder]]:
     stub = SimpleNamespace(path="rank0.sock", close=lambda: None)
     loop = asyncio.new_event_loop()
     with pytest.MonkeyPatch.context() as patch:
-        for user in (scheduler_module, update_steps, ranks, export, code_sums):
+        for user in (update_steps, ranks, export):
             patch.setattr(user, "gather", lambda value, group: [value])
         patch.setattr(update_steps, "RankSocket", lambda rank: stub)
         patch.setattr(update_steps, "serve", lambda *_: outcome)

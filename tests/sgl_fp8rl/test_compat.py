@@ -38,6 +38,7 @@ NOT_SGLANG = {
 """Writes outside of ``engine/`` into what the test cannot tell from SGLang's, by file or folder."""
 COMPUTED = {
     "setattr(server_args, name, value)",  # the names are two lines above, and in ATTRIBUTES
+    "setattr(sent, name, None)",  # the names are OPAQUE, in ATTRIBUTES
     "delattr(layer, name)",  # all parameters of a layer, which are then made anew
 }
 """Writes in ``engine/`` whose name the code computes."""

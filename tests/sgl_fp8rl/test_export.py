@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_fp8rl import cli, export
 from sgl_fp8rl.engine import export as engine_export
-from sgl_fp8rl.engine import scheduler
+from sgl_fp8rl.engine import ranks, scheduler
 from sgl_fp8rl.engine.export import _assemble
 from sgl_fp8rl.formats import BLOCK_FP8
 from sgl_fp8rl.formats.weight_format import WeightFormat
@@ -201,7 +201,7 @@ def test_an_engine_names_the_whole_path_of_its_model(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Who asks may be in another folder."""
-    monkeypatch.setattr(scheduler, "gather", lambda value, group: [value])
+    monkeypatch.setattr(scheduler, "gather_results", lambda action, what, group: [action()])
     monkeypatch.setattr(scheduler.export, "write", lambda *_: {"layers": []})
     monkeypatch.setattr(scheduler, "status_of", lambda _: {})
     monkeypatch.chdir(tmp_path)
@@ -223,7 +223,8 @@ def test_an_engine_names_the_whole_path_of_its_model(
 
 def test_what_an_engine_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each refusal and each fault is an answer: an exception would end the server."""
-    monkeypatch.setattr(engine_export, "gather", lambda value, group: [value])
+    for user in (engine_export, ranks):
+        monkeypatch.setattr(user, "gather", lambda value, group: [value])
     monkeypatch.setattr(engine_export.dist, "get_rank", lambda group: 0)
     box = ((0, 2),)
     table = RouteTable({"w": (2,)}, {"w": [Route("w", box, "p", box)]}, {"p": torch.ones(2)})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import sglang  # noqa: F401  (its platform must be resolved before our modules are loaded)
+import torch
 
 from server_args import Fp8RLServerArgs
 from sgl_fp8rl import compat
@@ -162,3 +163,35 @@ def test_nixl_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(ValueError, match="pip install"):
         arguments.check_server_args(SimpleNamespace(), Fp8RLServerArgs(network="nixl"))
+
+
+def test_a_grammar_backend_without_masks_on_a_cpu() -> None:
+    """SGLang's own default would be one."""
+    for backend in (None, "none", "llguidance", "outlines"):
+        arguments.refuse_grammar(backend)
+    if compat.xgrammar_masks_on_cpu():
+        arguments.refuse_grammar("xgrammar")
+        return
+    server_args = compat.ServerArgs(**MODEL, grammar_backend="xgrammar")
+    with pytest.raises(ValueError, match="use llguidance"):
+        arguments.check_server_args(server_args, Fp8RLServerArgs())
+
+
+def test_xgrammar_masks_logits_of_a_cpu_or_is_refused() -> None:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    logits, allowed = torch.zeros(1, 32), torch.full((1, 1), 1, dtype=torch.int32)
+    if compat.xgrammar_masks_on_cpu():
+        XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
+        assert logits.isfinite().tolist() == [[True] + [False] * 31]
+    else:
+        with pytest.raises(RuntimeError, match="cpu"):
+            XGrammarGrammar.apply_vocab_mask(None, logits, allowed)
+
+
+def test_the_cpu_platform_chooses_a_grammar_backend() -> None:
+    chosen = SimpleNamespace(**dict.fromkeys(("device", "attention_backend", "sampling_backend")))
+    for given in (None, "outlines"):
+        chosen.grammar_backend = given
+        compat.current_platform.apply_server_args_defaults(chosen)
+        assert chosen.grammar_backend == (given or "llguidance")

@@ -26,10 +26,15 @@ def read(ranks: list[EngineWeights], monkeypatch: pytest.MonkeyPatch) -> Any:
     group: Any = None
     with monkeypatch.context() as patch:
         boxes: list[Any] = []
-        patch.setattr(code_sums, "gather", lambda value, group: boxes.append(value) or [value])
+
+        def gather(read: Any, what: str, group: Any) -> list[Any]:
+            boxes.append(read())
+            return boxes[-1:]
+
+        patch.setattr(code_sums, "gather_results", gather)
         for weights in ranks:
             code_sums.read(weights, group)
-        patch.setattr(code_sums, "gather", lambda value, group: boxes)
+        patch.setattr(code_sums, "gather_results", lambda read, what, group: boxes)
         return code_sums.read(ranks[0], group)
 
 

@@ -87,6 +87,7 @@ def status(
     api_key: str | None = None,
     admin_api_key: str | None = None,
     host: str = "127.0.0.1",
+    headers: dict[str, str] | None = None,
     **options: str,
 ) -> int:
     """HTTP status of a control message to a server with these keys."""
@@ -104,6 +105,7 @@ def status(
     if api_key or admin_api_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     header = {} if given is None else {"Authorization": f"Bearer {given}"}
+    header |= headers or {}
     client = TestClient(app, client=(host, 50000))
     reply = client.post(control_route.PATH, content=json.dumps({"op": "layout"}), headers=header)
     assert (reply.status_code == 200) == (reply.json() == {"version": 3})
@@ -132,3 +134,11 @@ def test_other_hosts_are_refused_unless_the_server_listens_to_them() -> None:
     assert status("ours", host=far, key="ours") == 403
     assert status("ours", host=far, key="ours", listen="any") == 200
     assert status(None, host=far, key="ours", listen="any") == 401
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded"])
+def test_a_page_in_a_browser_of_this_host_is_refused(kind: str) -> None:
+    """It may post such bodies to any address without asking; curl says no origin."""
+    assert status(None, headers={"Content-Type": kind}) == 200
+    assert status(None, headers={"Content-Type": kind, "Origin": "http://a.page"}) == 403
+    assert status(None, headers={"Content-Type": kind, "Origin": "null"}) == 403

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,7 @@ class FakeScheduler:
         tokenizer = SimpleNamespace(send_output=lambda output, request: self.sent.append(output))
         self.ipc_channels = SimpleNamespace(recv_from_rpc=rpc, send_to_tokenizer=tokenizer)
         self.idle = self.flushes = self.retracts = True
+        self.enable_hierarchical_cache = False
         self.asked = self.retracted = 0
         self.waiting_queue: list[Any] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
@@ -140,7 +142,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from sgl_fp8rl.engine import ranks, scheduler, update_steps
 
-    for user in (scheduler, ranks, update_steps):
+    for user in (ranks, update_steps):
         monkeypatch.setattr(user, "gather", lambda value, group: group.gather(value))
     monkeypatch.setattr(update_steps.dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(scheduler.compat, "sock_send", lambda rpc, message: rpc.put(message))
@@ -359,6 +361,16 @@ def test_a_rank_without_a_socket_is_told(
 # -- requests in flight
 
 RETRACT = {"in_flight": "retract"}
+
+
+def test_retraction_is_refused_where_the_cache_is_still_copied(engine: Engine) -> None:
+    """HiCache's copies to the host hold the cache, so each attempt would throw prefills away."""
+    for scheduler in engine.schedulers:
+        scheduler.enable_hierarchical_cache = True
+    message = whole(manifest_of(toy.checkpoint()))
+    assert "update with in_flight='finish'" in engine.answer(message | RETRACT)["error"]
+    assert [scheduler.retracted for scheduler in engine.schedulers] == [0, 0]
+    assert Trainer(engine, toy.checkpoint(), in_flight="finish").ended()["state"] == "serving"
 
 
 def test_nothing_is_retracted_for_what_does_not_begin(
@@ -747,24 +759,113 @@ def test_the_status_is_short_and_one_ranks_own(
     assert engine.groups[0].gathered == 0
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "no JSON"])
+class Rank(threading.local):
+    """Which rank a thread runs."""
+
+    number = 0
+
+
+RANK = Rank()
+
+
+def answers(
+    engine: Engine, parameters: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """What each rank replies to a message in an rpc request of SGLang's."""
+    weights_of = dict(zip(engine.schedulers, engine.ranks, strict=True))
+    monkeypatch.setattr(engine.module, "scheduler_weights", weights_of.get)
+    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=parameters)
+
+    def answer(rank: int) -> Any:
+        RANK.number = rank
+        return engine.module.handle_rpc(None, engine.schedulers[rank], request)
+
+    outputs = [future.result(TIMEOUT_S) for future in engine.on_ranks(answer)]
+    replies = [json.loads(output.message) for output in outputs]
+    assert [output.success for output in outputs] == ["error" not in reply for reply in replies]
+    assert engine.groups[0].gathered == engine.groups[1].gathered
+    return replies
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [None, {}, {"message": None}, {"message": ""}, {"message": "[" * 100_000}, {"message": "no"}],
+    ids=["none", "empty", "null", "blank", "nested", "no JSON"],
+)
 def test_what_cannot_be_parsed_does_not_end_the_server(
-    engine: Engine, text: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, parameters: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: engine.ranks[0])
-    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters={"message": text})
-    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
-    assert not answer.success
-    assert "cannot be read" in answer.message
+    for reply in answers(engine, parameters, monkeypatch):
+        assert "cannot be read" in reply["error"]
 
 
-def test_an_unknown_message_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.module, "scheduler_weights", lambda scheduler: engine.ranks[0])
-    message = {"message": json.dumps({"op": "reboot"})}
-    request = SimpleNamespace(method=engine.module.RPC_METHOD, parameters=message)
-    answer = engine.module.handle_rpc(None, engine.schedulers[0], request)
-    assert not answer.success
-    assert "'reboot' is unknown" in answer.message
+@pytest.mark.guarantee("malformed", fault="a control message without an operation, or of none")
+@pytest.mark.parametrize(
+    "released", [frozenset(), frozenset({"weights"})], ids=["held", "released"]
+)
+@pytest.mark.parametrize(
+    "message", [{}, [], [1], "x", 5, None, {"op": "reboot"}, {"op": ["kv"]}, {"op": {}}], ids=str
+)
+def test_an_unknown_message_is_refused(
+    engine: Engine, message: Any, released: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for weights in engine.ranks:
+        weights.released_tags = released
+    for reply in answers(engine, {"message": json.dumps(message)}, monkeypatch):
+        assert "is unknown" in reply["error"]
+
+
+@pytest.mark.parametrize("op", ["kv", "kv_observe", "kv_recalibrate"])
+def test_without_an_fp8_kv_cache(engine: Engine, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for reply in answers(engine, {"message": json.dumps({"op": op})}, monkeypatch):
+        assert "not FP8" in reply["error"]
+
+
+@pytest.mark.guarantee("malformed", fault="out of memory while one rank of two answers a message")
+@pytest.mark.parametrize(
+    ("op", "runs"),
+    [
+        ("idle", "is_idle"),
+        ("layers", "list_layers"),
+        ("status", "routed_experts.layout"),
+        ("layout", "_gpus"),
+        ("digest", "_bytes"),
+        ("code_sums", "code_sums._boxes"),
+        ("export_layout", "export.record_routes"),
+        ("export", "export._parts"),
+        ("kv", "kv_stats.of_rank"),
+        ("kv_observe", "quant_error.start"),
+    ],
+)
+def test_what_fails_on_one_rank_is_answered(
+    engine: Engine, op: str, runs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No rank waits for what another never sends, and each goes on."""
+    *path, name = runs.split(".")
+    owner = getattr(engine.module, path[0]) if path else engine.module
+    original = getattr(owner, name)
+
+    def fail(*args: Any) -> Any:
+        if RANK.number == 1:
+            raise MemoryError("no memory is left")
+        return [] if name == "list_layers" else original(*args)
+
+    monkeypatch.setattr(engine.module.routed_experts, "layout", lambda model: None)
+    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(engine.module.export, "gather", lambda value, group: group.gather(value))
+    for scheduler, weights in zip(engine.schedulers, engine.ranks, strict=True):
+        weights.kv = KVScales([1.0], Heads(1, 0, 1), "engine", "cpu")
+        scheduler.server_args = SimpleNamespace(model_path="a model", revision=None)
+        if op == "export_layout":
+            weights.table = None
+    tmp_path.chmod(0o700)
+    manifest = manifest_of(toy.checkpoint()).to_json()
+    message = {"op": op, "folder": str(tmp_path), "manifest": manifest}
+    replies = answers(engine, {"message": json.dumps(message)}, monkeypatch)
+    assert "no memory is left" in replies[1]["error"]
+    # where ranks exchange what they have, the reply is rank 0's
+    assert op in ("layers", "status") or replies[0] == replies[1]
+    assert "error" in answers(engine, {"message": "{}"}, monkeypatch)[0]
 
 
 def nested() -> Any:

@@ -56,7 +56,7 @@ class Engine:
 
     def told(self, layer: int = 0) -> dict[str, Any]:
         """What a report tells of a layer; ``stored`` is how many tokens were."""
-        reply = kv_stats.read(self.scales, None)
+        reply = kv_stats.report(self.scales, [kv_stats.of_rank(self.scales)])
         errors = reply["errors"] or [{"tokens": 0, "error_k": None, "error_v": None}] * LAYERS
         elements = reply["elements"][layer]
         stored = reply["statistics"][layer]["tokens"]
@@ -84,7 +84,7 @@ def expected(x: torch.Tensor, scale: float) -> float:
 def test_error_of_k_and_v() -> None:
     engine = Engine(k_scale=0.02, v_scale=0.0031)
     k, v = tokens(20, 3.0), tokens(20, 0.5, seed=1)
-    assert kv_stats.start_observing(engine.scales) == {"tokens": quant_error.TOKENS}
+    assert quant_error.start(engine.scales) == quant_error.TOKENS
     engine.forward(k, v, list(range(1, 21)))
     told = engine.told()
     assert told["tokens"] == told["stored"] == 20
@@ -125,7 +125,7 @@ def test_nothing_is_measured_unasked() -> None:
     engine.forward(tokens(20, 3.0), tokens(20, 3.0), list(range(1, 21)))
     assert (engine.told()["stored"], engine.told()["tokens"]) == (20, 0)
     assert engine.told()["error_k"] is engine.told()["error_v"] is None
-    assert kv_stats.read(engine.scales, None)["errors"] is None
+    assert kv_stats.of_rank(engine.scales)[2] is None
 
 
 def test_decode_is_not_measured() -> None:
@@ -215,7 +215,3 @@ def test_zeros_have_no_error() -> None:
     quant_error.start(engine.scales)
     engine.forward(zeros, zeros, [1, 2, 3, 4])
     assert engine.told()["error_k"] == 0.0
-
-
-def test_no_fp8_cache_is_a_sentence() -> None:
-    assert "not FP8" in kv_stats.start_observing(None)["error"]

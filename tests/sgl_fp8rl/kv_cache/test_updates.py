@@ -146,13 +146,12 @@ def test_what_a_report_says() -> None:
     toy.update(weights, tensors(SCALES))
     kv = kv_of(weights)
     kv.statistics[1] = torch.tensor([10, 3, 4, 0x3FC00000, 0x40000000])
-    told = kv_stats.read(kv, None)
+    told = kv_stats.report(kv, [kv_stats.of_rank(kv)])
     assert told["scales"] == kv.scales.tolist()
     assert (told["scheme"], told["pending"]) == ("engine", False)
     zero = {"tokens": 0, "clipped_k": 0, "clipped_v": 0, "amax_k": 0.0, "amax_v": 0.0}
     some = {"tokens": 10, "clipped_k": 3, "clipped_v": 4, "amax_k": 1.5, "amax_v": 2.0}
     assert told["statistics"] == [zero, some]
-    assert kv_stats.read(None, None) == {"error": kv_stats.NO_FP8_KV}
 
 
 def test_statistics_of_all_ranks_together() -> None:
