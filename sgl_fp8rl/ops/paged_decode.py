@@ -1,0 +1,92 @@
+"""Attention of a decode step over a paged KV cache of 8-bit codes: arguments and reference.
+
+Shape suffixes: B sequences, N query tokens of all of them, Q query heads, H KV heads, G query heads
+of a KV head, S slots of the cache, T tokens of a sequence, P pages of a sequence, D head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+SPLIT = 1024
+"""Tokens of a sequence that ``paged_decode.cu`` sums apart; counted from its start."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes of K and V, ``[S, H, D]``, and what they are multiples of."""
+
+    k_SHD: torch.Tensor
+    """E4M3, or INT8."""
+    v_SHD: torch.Tensor
+    k_scale_H: torch.Tensor | None = None
+    """E4M3: FP32, one for each KV head."""
+    v_scale_H: torch.Tensor | None = None
+    token_scales_HS: torch.Tensor | None = None
+    """INT8: of K and V of each token, ``pack_token_scales``."""
+
+    def values(self, slots_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of these slots, FP32 ``[T, H, D]``."""
+        k_THD, v_THD = self.k_SHD[slots_T].float(), self.v_SHD[slots_T].float()
+        if self.token_scales_HS is None:
+            assert self.k_scale_H is not None and self.v_scale_H is not None
+            return k_THD * self.k_scale_H[:, None], v_THD * self.v_scale_H[:, None]
+        bits_TH = self.token_scales_HS[:, slots_T].t()
+        k_TH = (bits_TH << 16).view(torch.float32)
+        v_TH = (bits_TH & -65536).view(torch.float32)
+        return k_THD * k_TH[..., None], v_THD * v_TH[..., None]
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the tokens of each sequence lie."""
+
+    table_BP: torch.Tensor
+    """int32: the pages of each sequence, in order."""
+    size: int
+    """Slots of a page, a power of two."""
+    lengths_B: torch.Tensor
+    """int32: tokens of each sequence, those of q among them."""
+
+    def slots(self, sequence: int) -> torch.Tensor:
+        """The slots of a sequence's tokens, int64 ``[T]``."""
+        at_T = torch.arange(int(self.lengths_B[sequence]), device=self.table_BP.device)
+        return self.table_BP[sequence].long()[at_T // self.size] * self.size + at_T % self.size
+
+
+def pack_token_scales(k_scale_SH: torch.Tensor, v_scale_SH: torch.Tensor) -> torch.Tensor:
+    """INT8's scales, int32 ``[H, S]``: BF16 of K in the low half, of V in the high half.
+
+    Args:
+        k_scale_SH: FP32 that BF16 holds exactly, positive or 0.
+    """
+    k_bits, v_bits = k_scale_SH.view(torch.int32) >> 16, v_scale_SH.view(torch.int32)
+    return (k_bits & 0xFFFF | v_bits & -65536).t().contiguous()
+
+
+def attend(
+    q_NQD: torch.Tensor, codes: Codes, pages: Pages, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """``softmax(scale * q k^T) v`` of the last tokens of each sequence, FP32 ``[N, Q, D]``.
+
+    The reference of ``paged_decode_cuda.attend``, which rounds P to FP16 and out to BF16.
+
+    Args:
+        q_NQD: the same number of tokens for each sequence. Each attends to those up to itself.
+        window: and to no more than so many before it; None for all.
+    """
+    out_NQD = torch.empty(q_NQD.shape, dtype=torch.float32, device=q_NQD.device)
+    queries = len(q_NQD) // len(pages.lengths_B)
+    for sequence in range(len(pages.lengths_B)):
+        k_THD, v_THD = codes.values(pages.slots(sequence))
+        rows = slice(sequence * queries, (sequence + 1) * queries)
+        q_nHGD = q_NQD[rows].float().unflatten(1, (k_THD.shape[1], -1))
+        scores = torch.einsum("nhgd,thd->nhgt", q_nHGD, k_THD) * scale
+        last_n = torch.arange(len(k_THD) - queries, len(k_THD), device=q_NQD.device)
+        at_T = torch.arange(len(k_THD), device=q_NQD.device)
+        hidden_nT = at_T > last_n[:, None]
+        if window is not None:
+            hidden_nT |= at_T < last_n[:, None] - window
+        scores.masked_fill_(hidden_nT[:, None, None], -torch.inf)
+        out_NQD[rows] = torch.einsum("nhgt,thd->nhgd", scores.softmax(-1), v_THD).flatten(1, 2)
+    return out_NQD

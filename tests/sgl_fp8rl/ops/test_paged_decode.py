@@ -1,0 +1,52 @@
+"""The reference of decode attention beside float64, and that the CUDA source compiles."""
+
+import pytest
+import torch
+
+from sgl_fp8rl.ops import paged_decode, paged_decode_cuda
+from tests.attention_oracle import Case, draw, errors, exact
+
+ERROR = 1e-5
+"""Relative. Healthy: 3e-7, FP32."""
+CASES = (
+    Case((5, 33, 130), heads=2, dim=64, group=3, queries=2),
+    Case((5, 33, 130), heads=2, dim=64, int8=True, page=1),
+    Case((70, 300), heads=2, softmax="needle", window=20, page=16),
+    Case((3000,), heads=2, softmax="flat", mean=1.0),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_reference_is_exact(case: Case) -> None:
+    step = draw(case, "cpu")
+    wanted = exact(step, case.window)
+    out = paged_decode.attend(step.q_NQD, step.codes, step.pages, step.scale, case.window)
+    assert errors(out, wanted)[0] < ERROR
+    one_more = None if case.window is None else case.window + 1
+    other_scale = step.scale if one_more else step.scale * 2
+    other = paged_decode.attend(step.q_NQD, step.codes, step.pages, other_scale, one_more)
+    assert errors(other, wanted)[0] > 10 * ERROR
+
+
+def test_token_scales_are_packed_as_they_are_read() -> None:
+    step = draw(Case((40,), heads=2, dim=64, int8=True), "cpu")
+    packed = step.codes.token_scales_HS
+    assert packed is not None
+    k_SH, v_SH = ((bits & -65536).view(torch.float32).t() for bits in (packed << 16, packed))
+    assert torch.equal(paged_decode.pack_token_scales(k_SH, v_SH), packed)
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_the_kernel_compiles_for_hopper(is_int8: bool) -> None:
+    """Without a GPU; NVRTC comes with torch's CUDA build."""
+    core = pytest.importorskip("cuda.core")
+    source = paged_decode_cuda.SOURCE.read_text()
+    macros = paged_decode_cuda.macros(128, 1, is_int8)
+    options = core.ProgramOptions(arch="sm_90", std="c++17", define_macro=macros)
+    assert core.Program(source, "c++", options).compile("cubin").code
+
+
+def test_a_shape_without_a_kernel_is_refused() -> None:
+    for dim, columns in ((80, 4), (128, 17), (128, 0)):
+        with pytest.raises(ValueError, match="no decode kernel"):
+            paged_decode_cuda.check_shape(dim, columns)
