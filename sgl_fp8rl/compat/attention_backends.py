@@ -34,8 +34,7 @@ ATTRIBUTES: dict[str, str] = {
     # the scales are those of the layer, which this class takes for descales
     ATTENTION_BACKENDS["fa3"]: "forward_extend k_scale token_to_kv_pool v_scale",
     ATTENTION_BACKENDS["trtllm_mha"]: (
-        "_get_layer_page_table _reshape_paged_kv_cache forward_decode forward_metadata "
-        "is_xqa_impl page_size token_to_kv_pool workspace_buffer"
+        "_get_layer_page_table forward_decode forward_metadata page_size token_to_kv_pool"
     ),
     f"{_ATTENTION}.trtllm_mha_backend.TRTLLMMHAMetadata": "cache_seqlens_int32",
 }

@@ -95,7 +95,8 @@ ATTRIBUTES: dict[str, str] = {
         "cpu_group device_group rank_in_group ranks world_size"
     ),
     "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator": "available_size",
-    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer kv_cache_layout",
+    "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool": "get_kv_buffer kv_cache_layout size",
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool": "size",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry": (
         "register"
     ),
@@ -118,7 +119,7 @@ ATTRIBUTES: dict[str, str] = {
     f"{_FORWARD}.cuda_graph_config.PhaseConfig": "backend bs",
     f"{_FORWARD}.model_runner.ModelRunner": (
         "decode_attention_backend_str gpu_id model model_config page_size "
-        "prefill_attention_backend_str server_args token_to_kv_pool"
+        "prefill_attention_backend_str req_to_token_pool server_args token_to_kv_pool"
     ),
     f"{_FORWARD}.forward_batch_info.ForwardBatch": "forward_mode out_cache_loc rids",
     f"{_FORWARD}.forward_batch_info.ForwardMode": "is_decode is_extend",

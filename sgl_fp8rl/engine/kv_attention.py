@@ -13,15 +13,11 @@ import torch
 
 from sgl_fp8rl.engine.kv_calibrate import calibrate
 from sgl_fp8rl.engine.kv_decode import fused_forward, mark
-from sgl_fp8rl.kv_cache.backends import FA3, XQA
+from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA
 from sgl_fp8rl.kv_cache.quant_error import observe
 from sgl_fp8rl.kv_cache.scales import LayerKV, layer_kv
-from sgl_fp8rl.kv_cache.split_kv import sm_count
+from sgl_fp8rl.ops.paged_decode import Codes, Pages, attend
 from sgl_fp8rl.ops.reference import FP8_DTYPE
-
-SEMAPHORE_BYTES = 8 << 20
-"""Bytes at the start of the workspace that FlashInfer's call of XQA reserves for semaphores."""
-
 
 Hook = Callable[..., Any]
 """Called with SGLang's own function first, then with its arguments."""
@@ -176,56 +172,51 @@ def fa3_descales(model: torch.nn.Module) -> dict[str, Hook]:
 
 
 @for_scaled_layers
-def xqa_decode(call: Call) -> torch.Tensor:
-    """AROUND ``TRTLLMHAAttnBackend.forward_decode``: XQA with our device scalars.
+def paged_decode(call: Call) -> torch.Tensor:
+    """AROUND ``TRTLLMHAAttnBackend.forward_decode``: our kernel, by the backend's page tables.
 
-    XQA casts q to E4M3 itself, so only a power of two is folded into q, where q leaves E4M3's
-    range. With the keyword ``fp8rl_q_is_ready`` q has those factors already, and is contiguous
-    (``kv_decode.py``).
+    With the keyword ``fp8rl_q_is_ready`` q was multiplied by ``q_factor_h`` (``kv_decode.py``),
+    which is in the descale of K that FA3 takes.
 
     Raises:
-        RuntimeError: XQA lacks a feature of the layer, or the backend would run another kernel.
+        RuntimeError: the kernel lacks a feature of the layer.
     """
-    mine, backend, layer, q = call.mine, call.backend, call.layer, call.q
-    if not backend.is_xqa_impl or layer.logit_cap or call.kwargs.get("sinks") is not None:
+    mine, backend, layer = call.mine, call.backend, call.layer
+    if layer.logit_cap or call.kwargs.get("sinks") is not None:
         raise RuntimeError(
-            "XQA with FP8 KV scales has neither logit caps nor attention sinks, and needs Hopper; "
-            "use --decode-attention-backend flashinfer"
+            "decode over an FP8 KV cache has neither logit caps nor attention sinks; use "
+            "--decode-attention-backend flashinfer"
         )
-    from flashinfer.utils import get_device_sm_count
-    from flashinfer.xqa import xqa
-
     call.store()
-    dim = layer.head_dim
-    if not call.kwargs.get("fp8rl_q_is_ready"):
-        # one launch; if q is a slice of a fused projection, it replaces the copy that XQA needs
-        q = _times_heads(q, mine.q_factor_h)
-    q = q.view(-1, layer.tp_q_head_num, dim)
-    k_cache, v_cache = backend._reshape_paged_kv_cache(
-        *backend.token_to_kv_pool.get_kv_buffer(layer.layer_id), layer, dim
-    )
-    out = torch.empty_like(q)
-    workspace = backend.workspace_buffer.view(torch.uint8)
-    window = layer.sliding_window_size
-    q_scale, kv_scale = mine.factors[XQA]
-    xqa(
-        q.unsqueeze(1),
-        k_cache,
-        v_cache,
-        backend._get_layer_page_table(layer, call.forward_batch),
-        backend.forward_metadata.cache_seqlens_int32.unsqueeze(1),
-        out.unsqueeze(1),
-        workspace[SEMAPHORE_BYTES:],
-        workspace[:SEMAPHORE_BYTES],
-        layer.tp_k_head_num,
-        backend.page_size,
-        q_scale=q_scale,
-        kv_scale=kv_scale,
-        sm_count=sm_count(len(q) * layer.tp_k_head_num, get_device_sm_count(q.device)),
-        sliding_win_size=window + 1 if window >= 0 else 0,
-        kv_layout="HND",
-    )
-    return out.view(-1, layer.tp_q_head_num * dim)
+    (k_descale_h,) = mine.factors[FA3]
+    k_scale_h = k_descale_h if call.kwargs.get("fp8rl_q_is_ready") else mine.k_scale_h
+    caches = backend.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    codes = Codes(*caches, k_scale_h, mine.v_scale_h)
+    lengths_B = backend.forward_metadata.cache_seqlens_int32
+    table_BP = backend._get_layer_page_table(layer, call.forward_batch)
+    pages = Pages(table_BP, backend.page_size, lengths_B)
+    q = call.q.unflatten(-1, (layer.tp_q_head_num, layer.head_dim)).flatten(0, -3)
+    window = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
+    out = _paged_attention(q, codes, pages, layer.scaling, window, mine)
+    return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+
+def _paged_attention(
+    q_NQD: torch.Tensor,
+    codes: Codes,
+    pages: Pages,
+    scaling: float,
+    window: int | None,
+    mine: LayerKV,
+) -> torch.Tensor:
+    workspace = mine.scales.workspace
+    if workspace is None:  # a CPU
+        return attend(q_NQD, codes, pages, scaling, window).to(q_NQD.dtype)
+    from sgl_fp8rl.ops.paged_decode_cuda import attend as attend_on_gpu
+
+    if mine.layer_index == 0:  # the first of a step, in a captured graph, too
+        workspace.plan(pages.lengths_B)
+    return attend_on_gpu(q_NQD, codes, pages, workspace, scaling, window)
 
 
 def _times_heads(
@@ -255,8 +246,8 @@ HOOKS = {
     "torch_native": BackendHooks(folded_extend, folded_decode),
     "flashinfer": BackendHooks(folded_extend, folded_decode),
     FA3: BackendHooks(extend=fa3_extend, attach=fa3_descales),
-    XQA: BackendHooks(
-        decode=xqa_decode, attach=lambda model: dict.fromkeys(mark(model), fused_forward)
+    TRTLLM_MHA: BackendHooks(
+        decode=paged_decode, attach=lambda model: dict.fromkeys(mark(model), fused_forward)
     ),
 }
 """By SGLang's name of the backend, as in ``backends.BACKENDS``."""

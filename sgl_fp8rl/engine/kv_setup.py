@@ -10,7 +10,7 @@ from sgl_fp8rl.constants import NAME
 from sgl_fp8rl.engine.hooks import wrap_attention, wrap_plans
 from sgl_fp8rl.engine.start_log import log_start
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
+from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV, layer_kv
 
 
 def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScales | None:
@@ -56,7 +56,7 @@ def attach_kv_scales(model: nn.Module, model_config: Any, scheme: str) -> KVScal
             f"layer to scale an FP8 KV cache; start the model without --kv-cache-dtype"
         )
     scales = KVScales(
-        [by_id[i].scaling * by_id[i].qk_head_dim ** 0.5 for i in sorted(by_id)],
+        len(by_id),
         heads,
         scheme,
         next(model.parameters()).device,
@@ -95,8 +95,30 @@ def check_kv_cache(original: Any, runner: Any) -> None:
             f"quantization fp8rl cannot scale a KV cache in a {type(pool).__name__} of layout "
             f"{getattr(pool, 'kv_cache_layout', None)} yet; start without --kv-cache-dtype"
         )
+    if decode == backends.TRTLLM_MHA:
+        _prepare_decode(runner)
     wrap_attention(prefill, decode, runner.model)
     backends.log(prefill, decode, runner.page_size)
+
+
+def _prepare_decode(runner: Any) -> None:
+    """Compile our decode kernel and give it its workspace.
+
+    Raises:
+        ValueError: no kernel has the shape of the model's heads.
+    """
+    from sgl_fp8rl.ops.paged_decode_cuda import Workspace
+
+    layer = next(m for m in runner.model.modules() if layer_kv(m) is not None)
+    scales = runner.model.fp8rl_kv
+    scales.workspace = Workspace(
+        runner.token_to_kv_pool.size,
+        runner.req_to_token_pool.size,
+        layer.tp_k_head_num,
+        layer.tp_q_head_num // layer.tp_k_head_num,
+        layer.head_dim,
+        scales.scales.device,
+    )
 
 
 def attach(scales: KVScales, model: nn.Module, layers: Sequence[nn.Module]) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale, xqa_scales
+from sgl_fp8rl.kv_cache.kernel_scales import Derive, fa3_k_descale
 
 logger = logging.getLogger(__name__)
 
 FP8_KV = "fp8_e4m3"
 UNQUANTIZED = (None, "auto", "bf16", "bfloat16")
-XQA = "trtllm_mha"
-"""SGLang's name of the backend that decodes with FlashInfer's XQA kernel on Hopper."""
+TRTLLM_MHA = "trtllm_mha"
+"""SGLang's name of the backend whose page tables our decode kernel reads on Hopper."""
 FA3 = "fa3"
-XQA_PAGE_SIZE = 64
-XQA_PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZE = 64
+PAGE_SIZES = (16, 32, 64, 128)
 HOPPER = 9
 
 ARGUMENTS = (
@@ -70,19 +70,18 @@ BACKENDS = {
     "torch_native": AttentionBackend(
         "the backend of the CPU platform; scales are folded into q and out", _on_cpus, _on_cpus
     ),
-    XQA: AttentionBackend(
-        "XQA decodes FP8 KV fastest on Hopper, and takes scales as device tensors",
+    TRTLLM_MHA: AttentionBackend(
+        "our kernel multiplies in 16 bits over its pages, at the memory's speed",
         decode=_on_hopper,
-        derive=xqa_scales,
-    ),
-    FA3: AttentionBackend(
-        "its FP8 attention prefills long prompts fastest on Hopper, and takes scales as device "
-        "tensors",
-        prefill=_on_hopper,
-        derive=fa3_k_descale,
     ),
     "flashinfer": AttentionBackend(
         "its FA2 kernels attend to codes with scales folded into q and out", _on_gpus, _on_gpus
+    ),
+    FA3: AttentionBackend(
+        "you chose it; it multiplies in FP8, whose sums lose up to a quarter of the output at "
+        "131,072 tokens (docs/kv_cache.md)",
+        prefill=_on_hopper,
+        derive=fa3_k_descale,
     ),
 }
 """By SGLang's name; the first that serves a phase is selected. ``compat.ATTENTION_BACKENDS`` has
@@ -114,12 +113,12 @@ def choose(given: Mapping[str, Any], capability: Capability) -> dict[str, str | 
         # SGLang reads this one in some places even if both others are set
         settings["attention_backend"] = prefill
     page_size = given.get("page_size")
-    if decode == XQA and page_size is None:
-        settings["page_size"] = XQA_PAGE_SIZE
-    elif decode == XQA and page_size not in XQA_PAGE_SIZES:
+    if decode == TRTLLM_MHA and page_size is None:
+        settings["page_size"] = PAGE_SIZE
+    elif decode == TRTLLM_MHA and page_size not in PAGE_SIZES:
         raise ValueError(
-            f"--page-size {page_size} is not supported by {XQA}; drop it or use one of "
-            f"{', '.join(map(str, XQA_PAGE_SIZES))}"
+            f"--page-size {page_size} is not supported by {TRTLLM_MHA}; drop it or use one of "
+            f"{', '.join(map(str, PAGE_SIZES))}"
         )
     return settings
 
@@ -168,18 +167,12 @@ def check_resolved(server_args: Any) -> None:
 
     Raises:
         ValueError: a backend cannot apply scales, a graph would hide the prefill that measures
-            them, the cache is split over ranks, or decode is to be deterministic and is not.
+            them, or the cache is split over ranks.
     """
     both = server_args.attention_backend
     prefill = server_args.prefill_attention_backend or both
     decode = server_args.decode_attention_backend or both
     check(prefill, decode, capability())
-    is_asked = server_args.enable_deterministic_inference or server_args.rl_on_policy_target
-    if is_asked and decode == XQA:  # SGLang looks at attention_backend alone
-        raise ValueError(
-            f"{XQA} decodes an FP8 KV cache with sums that depend on the batch, so inference is "
-            f"not deterministic; add --decode-attention-backend flashinfer"
-        )
     graphs = getattr(server_args.cuda_graph_config, "prefill", None)
     asked = (server_args.cuda_graph_backend_prefill, getattr(graphs, "backend", None))
     # breakable and piecewise graphs run attention between their pieces; a full graph replays it
@@ -205,5 +198,5 @@ def log(prefill: str, decode: str, page_size: int) -> None:
     """Log which backends serve the FP8 KV cache, and why."""
     for phase, backend in (("prefill", prefill), ("decode", decode)):
         logger.info("FP8 KV cache: %s by %s: %s", phase, backend, BACKENDS[backend].reason)
-    if decode == XQA:
-        logger.info("FP8 KV cache: pages of %d tokens: XQA reads whole pages", page_size)
+    if decode == TRTLLM_MHA:
+        logger.info("FP8 KV cache: pages of %d tokens", page_size)

@@ -23,19 +23,18 @@ class KernelScales:
 
     scales_L3h: torch.Tensor
     """Contiguous, equal for all heads of a layer."""
-    softmax_L: torch.Tensor
     top_L3: torch.Tensor
     query_L: torch.Tensor
     """What q is divided by before it is cast to E4M3, a power of two, so that the division is
     exact. It is Q's scale if that exceeds 1: |q| up to 448 fits E4M3 unscaled."""
 
     @classmethod
-    def of(cls, scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> "KernelScales":
+    def of(cls, scales_L3h: torch.Tensor) -> "KernelScales":
         """Derive from scales that are equal for all heads of a layer."""
         scales_L3h = scales_L3h.contiguous()
         top_L3 = scales_L3h.amax(-1)
         query_L = power_of_two_above(top_L3[:, Q].clamp_min(1.0).contiguous())
-        return cls(scales_L3h, softmax_L, top_L3, query_L)
+        return cls(scales_L3h, top_L3, query_L)
 
     @property
     def store_2Lh(self) -> torch.Tensor:
@@ -56,14 +55,6 @@ def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that is not below x; x FP32, normal and positive."""
     mantissa = (1 << 23) - 1
     return ((x.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
-
-
-def xqa_scales(given: KernelScales) -> torch.Tensor:
-    """``q_scale`` and ``kv_scale`` of ``flashinfer.xqa.xqa``, one of each for all heads of a layer:
-    it multiplies q . k by both and by 1 / sqrt(head dim), and out by the second."""
-    top_L3 = given.top_L3
-    q_scale_L = top_L3[:, K] / top_L3[:, V] * given.query_L * given.softmax_L
-    return torch.stack([q_scale_L.clamp_max(_LARGEST), top_L3[:, V]]).unsqueeze(-1)
 
 
 def fa3_k_descale(given: KernelScales) -> torch.Tensor:

@@ -9,7 +9,6 @@ there are.
 import functools
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from sgl_fp8rl.kv_cache.backends import BACKENDS
 from sgl_fp8rl.kv_cache.kernel_scales import Derive, KernelScales
 from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.protocol.kv_schema import KV_SCALE_ROWS, LARGEST_KV_SCALE, LEAST_KV_SCALE
 
 ERRORS = 7
@@ -55,21 +55,19 @@ class KVScales(nn.Module):
     """The scales of one rank's KV cache and the statistics of what was stored under them.
 
     Args:
-        softmax: per layer, its softmax factor relative to 1 / sqrt(head dim): ``scaling *
-            sqrt(head dim)``.
         heads: the KV heads of the model.
         scheme: ``kv_scheme`` of the server arguments.
     """
 
     def __init__(
         self,
-        softmax: Sequence[float],
+        layers: int,
         heads: Heads,
         scheme: str,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.layers, self.heads = len(softmax), heads
+        self.layers, self.heads = layers, heads
         self.scheme = scheme
         self.pending: set[int] = set()
         """Layers whose next prefill measures their scales."""
@@ -81,18 +79,17 @@ class KVScales(nn.Module):
         """Where the GPU writes the scales that it measured last."""
         self.errors: torch.Tensor | None = None
         """``[layers, ERRORS]`` after the first request; no graph reads it."""
+        self.workspace: Workspace | None = None
+        """Of our decode kernel, where it serves."""
         self.elements = [0] * self.layers
         """Elements of K per token and layer on this rank; V has as many."""
         # SGLang loads models with BF16 as the default dtype
         shape = (self.layers, len(KV_SCALE_ROWS), heads.total)
         ones = torch.ones(shape, dtype=torch.float32, device=device)
-        self._softmax_host = torch.tensor(softmax, dtype=torch.float32, device="cpu")
-        softmax_L = self._softmax_host.to(device)
         self.scales: torch.Tensor
         self.statistics: torch.Tensor
         self.register_buffer("scales", ones)  # of the whole model, on each rank
-        self.register_buffer("softmax", softmax_L)
-        for name, factors in self._derive(ones, softmax_L).items():
+        for name, factors in self._derive(ones).items():
             self.register_buffer(name, factors)
         self.register_buffer(
             "statistics", torch.zeros(self.layers, STATS, dtype=torch.int64, device=device)
@@ -134,10 +131,9 @@ class KVScales(nn.Module):
             scales_L3H: FP32, checked by the caller; for its L layers from layer ``first`` on.
         """
         layers = slice(first, first + len(scales_L3H))
-        softmax_L = self._softmax_host if scales_L3H.device.type == "cpu" else self.softmax
         # E4M3 keeps its precision over 15 octaves: a head's own scale would gain nothing
         kept = scales_L3H.amax(-1, keepdim=True).expand_as(scales_L3H)
-        derived = self._derive(kept, softmax_L[layers])  # type: ignore[index]
+        derived = self._derive(kept)
         self.scales[layers].copy_(kept)
         for name, factors in derived.items():
             self.get_buffer(name)[:, layers].copy_(factors)
@@ -149,9 +145,9 @@ class KVScales(nn.Module):
             self._measured.record()
         self.pending -= set(range(layers.start, layers.stop))
 
-    def _derive(self, kept_L3H: torch.Tensor, softmax_L: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _derive(self, kept_L3H: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the store and each attention kernel take of these scales, by the buffer's name."""
-        mine = KernelScales.of(kept_L3H[..., self.heads.mine], softmax_L)
+        mine = KernelScales.of(kept_L3H[..., self.heads.mine])
         derived = {"store": mine.store_2Lh, "q_factor": mine.q_factor_1Lh}
         return derived | {name: derive(mine) for name, derive in _derivations()}
 

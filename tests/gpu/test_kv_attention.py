@@ -1,4 +1,4 @@
-"""Decode attention over FP8 KV without an engine: our hooks on FA2 and XQA, and stock SGLang's.
+"""Decode attention over FP8 KV without an engine: our hooks, FA2 and XQA, and stock SGLang's.
 
 Inputs and stand-ins are those of the benchmark (``benchmarks/kv/attention_kernels.py``).
 """
@@ -16,11 +16,11 @@ from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs, Load, draw
 from sgl_fp8rl.ops.reference import FP8_DTYPE
 
 LOADS = (Load(4, 1024), Load(4, 1024, beyond=True), Load(3, 4096))
-KERNELS = ("fa2", "xqa", "xqa-bf16-mma")
-OF_CODES = {"fa2": 0.02, "xqa": 0.11, "xqa-bf16-mma": 0.02}
+KERNELS = ("fa2", "paged", "xqa", "xqa-bf16-mma")
+OF_CODES = {"fa2": 0.02, "paged": 0.005, "xqa": 0.11, "xqa-bf16-mma": 0.02}
 """Relative L2 error against float64 attention over what the codes mean. FA2 and the BF16 MMA round
-q, P and out to BF16, the FP8 MMA rounds q and P to E4M3. Healthy: at most 0.0065, 0.078 and 0.0042
-(H200)."""
+q, P and out to BF16, ours P to FP16 and out, the FP8 MMA q and P to E4M3. Healthy: at most 0.0065,
+0.0018, 0.078 and 0.0042 (H200)."""
 WRONG = 1.5
 """The control: K and V scales off by this factor are seen by every kernel."""
 REPLAYED = Load(4, 1024)
@@ -29,6 +29,8 @@ REPLAYED = Load(4, 1024)
 def attend_by(kernel: str, inputs: Inputs, layer: Any) -> kernels.Attend:
     if kernel == "fa2":
         return kernels.attend_fa2(inputs, layer, kernels.fa2(inputs, FP8_DTYPE))
+    if kernel == "paged":
+        return kernels.attend_paged(inputs, layer)
     return kernels.attend_xqa(inputs, layer, fp8_mma=kernel == "xqa")
 
 
@@ -67,7 +69,7 @@ def test_a_graph_reads_the_scales_of_its_replay(kernel: str, scheme: str) -> Non
     assert torch.equal(first, attend(caches))
     scales = layer.fp8rl_layer.scales
     other = scales.scales * torch.rand_like(scales.scales).add(1)
-    # q's scale beyond 1 takes the other branch of XQA's factors
+    # q's scale beyond 1 takes the other branch of q's factors
     other[:, 2] *= 64
     scales.write(other)
     second = replay()
@@ -131,7 +133,12 @@ def stock_fa2(inputs: Inputs, caches: kernels.Caches) -> Decode:
 def stock_xqa(inputs: Inputs, caches: kernels.Caches) -> Decode:
     from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 
-    backend = kernels.xqa_backend(inputs)
+    backend = kernels.page_tables(inputs)
+    backend.is_xqa_impl = True
+    backend.workspace_buffer = torch.zeros(
+        kernels.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"
+    )
+    backend._reshape_paged_kv_cache = lambda k, v, *_: (kernels.paged(k), kernels.paged(v))
     backend.data_type, backend.q_data_type = FP8_DTYPE, torch.bfloat16
     backend.is_nvfp4_kvcache = False
     backend.max_context_len = inputs.load.context

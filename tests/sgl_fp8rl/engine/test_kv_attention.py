@@ -1,7 +1,6 @@
 """The hooks on attention: what is stored, and that attention is that of the scaled values."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 
 from sgl_fp8rl.engine import kv_attention
 from sgl_fp8rl.kv_cache.scales import KVScales
-from sgl_fp8rl.kv_cache.split_kv import sm_count
 from sgl_fp8rl.ops.kv import kv_codes
 from tests.sgl_fp8rl.kv_cache import fakes
 from tests.sgl_fp8rl.kv_cache.fakes import BF16, DIM, GROUP, HEADS, Backend, batch, qkv
 
 TOKENS = 24
-# a head's K, V and Q scale; XQA takes the largest of each, and q beyond 448 has its own
+# a head's K, V and Q scale
 SCALES = torch.tensor([[[0.7, 0.175], [0.3, 0.6], [5.0, 3.0]]])
 ERROR = 0.015
 """Of out, relative. Healthy: 0.005 (q, out and the fake's output are rounded to BF16); a V scale
@@ -146,7 +144,7 @@ def test_unit_scales_change_no_bit_of_q_and_out() -> None:
     assert torch.equal(out, alone)
 
 
-@pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "fa3_extend", "xqa_decode"])
+@pytest.mark.parametrize("name", ["folded_decode", "folded_extend", "fa3_extend", "paged_decode"])
 def test_layers_without_scales_take_the_original_way(name: str) -> None:
     layer, calls = fakes.layer(), []
 
@@ -215,134 +213,62 @@ def test_q_beyond_e4m3_never_becomes_nan_in_fa3() -> None:
     assert not bool(((bare - q).abs() <= q.abs() / 8).all()), "control"
 
 
-# -- XQA
+# -- our decode kernel, by its reference
 
 
-SMS = 132
-
-
-def xqa_step(
-    monkeypatch: pytest.MonkeyPatch, layer: Any, q_size: float = 1.0, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor, Backend, dict[str, Any]]:
-    """Prefill, then one decoded token by the fake kernel: q, out, backend, what the kernel saw."""
-    seen: dict[str, Any] = {}
-    module = ModuleType("flashinfer.xqa")
-    module.xqa = fakes.xqa_kernel(seen)  # type: ignore[attr-defined]
-    utils = ModuleType("flashinfer.utils")
-    utils.get_device_sm_count = lambda device: SMS  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
-    monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
-    monkeypatch.setitem(sys.modules, "flashinfer.utils", utils)
+def decode_step(layer: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Backend]:
+    """Prefill, then one decoded token: q, out, backend."""
     backend: Any = Backend()
     prefill(backend, layer)
     q, k, v = qkv(1, seed=1)
-    q = q * q_size
     pages = fakes.SLOTS // fakes.PAGE
     # slot 0 is SGLang's dummy; here it is the sequence's first token
     backend.forward_metadata.cache_seqlens_int32 = torch.tensor([TOKENS + 2], dtype=torch.int32)
-    backend.workspace_buffer = torch.zeros(kv_attention.SEMAPHORE_BYTES + 64, dtype=torch.uint8)
     backend._get_layer_page_table = lambda *_: torch.arange(pages, dtype=torch.int32).unsqueeze(0)
     one = batch(1, first=TOKENS)
-    out = kv_attention.xqa_decode(Backend.forward, backend, q, k, v, layer, one, **kwargs)
-    return q, out, backend, seen
+    out = kv_attention.paged_decode(Backend.forward, backend, q, k, v, layer, one, **kwargs)
+    return q, out, backend
 
 
-def xqa_error(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    backend: Backend,
-    scales_3H: torch.Tensor,
-    q_factor_H: torch.Tensor,
-    scaling: float = DIM**-0.5,
-) -> float:
-    slots = torch.arange(TOKENS + 2)
-    return quantized_error(q, out, backend, slots, scales_3H, q_factor_H, scaling)
-
-
-def test_xqa_attention_is_that_of_the_scaled_values(
-    scaled: tuple[KVScales, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paged_attention_is_that_of_the_scaled_values(scaled: tuple[KVScales, Any]) -> None:
     scales, layer = scaled
-    factor = torch.tensor([1 / 8, 1 / 8])  # Q's largest scale is 5
-    q, out, backend, seen = xqa_step(monkeypatch, layer)
-    kept = scales.scales[0]
-    assert xqa_error(q, out, backend, kept, factor) < ERROR
-    for row in (0, 1):  # controls: a wrong K or V scale
-        wrong = kept.clone()
-        wrong[row] *= 1.25
-        assert xqa_error(q, out, backend, wrong, factor) > ERROR
-    assert (len(seen["semaphores"]), len(seen["scratch"])) == (kv_attention.SEMAPHORE_BYTES, 64)
-    assert seen["page"] == fakes.PAGE
-    assert seen["sm_count"] == sm_count(layer.tp_k_head_num, SMS)  # of one sequence
+    slots = torch.arange(TOKENS + 2)
+    for ready in (False, True):
+        q, out, backend = decode_step(layer, fp8rl_q_is_ready=ready)
+        # q that is ready was divided by the power of two above Q's largest scale
+        q = q * 8 if ready else q
+        wanted = fakes.reference(q, backend, slots, scales.scales[0], DIM**-0.5)
+        assert fakes.relative_error(out, wanted) < ERROR
+        for row in (0, 1):  # controls: a wrong K or V scale
+            wrong = scales.scales[0].clone()
+            wrong[row] *= 1.25
+            other = fakes.reference(q, backend, slots, wrong, DIM**-0.5)
+            assert fakes.relative_error(out, other) > ERROR
 
 
-def test_xqa_reads_device_scalars_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    scales, (layer,) = fakes.scaled()
-    seen = xqa_step(monkeypatch, layer)[3]
-    before = [float(seen[name]) for name in ("q_scale", "kv_scale")]
-    assert before == [1.0, 1.0]
-    scales.write(SCALES)
-    # 0.7 * 8 / 0.6: Q's largest scale is 5, the power of two above is 8
-    assert float(seen["q_scale"]) == pytest.approx(0.7 * 8 / 0.6)
-    assert float(seen["kv_scale"]) == pytest.approx(0.6)
-
-
-def test_q_beyond_e4m3_is_divided_before_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = 400.0
-    scaling = DIM**-0.5 / size  # attention is as sharp as ever
-    scales, (layer,) = fakes.scaled(scaling=scaling)
-    q_scale = float((qkv(1, seed=1)[0] * size).abs().max()) / 448
-    assert 2 < q_scale < 16
-    for scale, fits in ((q_scale, True), (1.0, False)):
-        scales.write(torch.tensor([0.7, 0.6, scale]).view(1, 3, 1).expand(1, 3, HEADS))
-        q, out, backend, seen = xqa_step(monkeypatch, layer, q_size=size)
-        assert bool((seen["q"].abs() <= 448).all()) is fits
-        exact = torch.full((HEADS,), 2.0**-10)
-        error = xqa_error(q, out.nan_to_num(nan=1e6), backend, scales.scales[0], exact, scaling)
-        assert (error < ERROR) is fits, error
-
-
-def test_xqa_runs_no_product_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.Tensor] = []
-    original = kv_attention._times_heads
-
-    def counted(
-        x: torch.Tensor, factor_H: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        calls.append(factor_H)
-        return original(x, factor_H, out)
-
-    monkeypatch.setattr(kv_attention, "_times_heads", counted)
+def test_decode_sees_the_window() -> None:
     _, (layer,) = fakes.scaled()
-    xqa_step(monkeypatch, layer)
-    assert len(calls) == 3  # q and out of the prefill, and XQA's q
-
-
-def test_xqa_takes_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (layer,) = fakes.scaled()
-    assert xqa_step(monkeypatch, layer)[3]["sliding_win_size"] == 0
     layer.sliding_window_size = 7
-    assert xqa_step(monkeypatch, layer)[3]["sliding_win_size"] == 8
+    q, out, backend = decode_step(layer)
+    seen = torch.arange(TOKENS + 2 - 8, TOKENS + 2)
+    scales = layer.fp8rl_layer.scales.scales[0]
+    wanted = fakes.reference(q, backend, seen, scales, DIM**-0.5)
+    assert fakes.relative_error(out, wanted) < ERROR
+    wider = fakes.reference(q, backend, torch.arange(TOKENS + 2), scales, DIM**-0.5)
+    assert fakes.relative_error(out, wider) > ERROR
 
 
 @pytest.mark.parametrize(
     ("change", "kwargs"), [({"logit_cap": 30.0}, {}), ({}, {"sinks": torch.ones(4)})]
 )
-def test_what_xqa_cannot_do_is_refused(
-    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], kwargs: dict[str, Any]
+def test_what_the_decode_kernel_lacks_is_refused(
+    change: dict[str, Any], kwargs: dict[str, Any]
 ) -> None:
     _, (layer,) = fakes.scaled()
     for name, value in change.items():
         setattr(layer, name, value)
     with pytest.raises(RuntimeError, match="--decode-attention-backend flashinfer"):
-        xqa_step(monkeypatch, layer, **kwargs)
-
-
-def test_another_kernel_than_xqa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (layer,) = fakes.scaled()
-    monkeypatch.setattr(Backend, "is_xqa_impl", False)
-    with pytest.raises(RuntimeError, match=r"Hopper.*--decode-attention-backend flashinfer"):
-        xqa_step(monkeypatch, layer)
+        decode_step(layer, **kwargs)
 
 
 def test_a_factor_goes_to_the_query_heads_of_its_kv_head() -> None:

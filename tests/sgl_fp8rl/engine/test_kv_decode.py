@@ -32,8 +32,6 @@ from tests.sgl_fp8rl.engine.decode_fakes import HEAD_DIM as D
 from tests.sgl_fp8rl.engine.decode_fakes import HEADS as N
 from tests.sgl_fp8rl.engine.decode_fakes import KV_HEADS as H
 from tests.sgl_fp8rl.engine.decode_fakes import TOKENS as T
-from tests.sgl_fp8rl.engine.test_kv_attention import xqa_step
-from tests.sgl_fp8rl.kv_cache import fakes
 
 pytestmark = pytest.mark.usefixtures("publish")
 
@@ -176,15 +174,6 @@ def test_a_decode_step_does_what_the_oracle_does(
     assert kwargs == {"save_kv_cache": False, "fp8rl_q_is_ready": True}
     got.q = args[0]
     assert_equal(got.left(), exact((T, N, H, D), normed=normed).want())
-
-
-def test_xqa_multiplies_q_unless_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    scales, (layer,) = fakes.scaled()
-    scales.write(torch.tensor([[[0.7] * 2, [0.3] * 2, [5.0] * 2]]))
-    for ready, factor in ((False, 1 / 8), (True, 1.0)):
-        q, _, _, seen = xqa_step(monkeypatch, layer, fp8rl_q_is_ready=ready)
-        wanted = (q * factor).view(1, 1, -1, fakes.DIM)
-        assert torch.equal(seen["q"], wanted)
 
 
 # -- SGLang

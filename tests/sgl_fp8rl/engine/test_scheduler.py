@@ -238,7 +238,7 @@ def test_a_version_that_does_not_grow_is_refused_before_anything(
 def test_scheme_trainer_needs_scales_in_each_update(engine: Engine) -> None:
     """A checkpoint, which only ``accept`` sees, needs none."""
     for weights in engine.ranks:
-        weights.kv = KVScales([1.0], Heads(1, 0, 1), "trainer", "cpu")
+        weights.kv = KVScales(1, Heads(1, 0, 1), "trainer", "cpu")
     without = manifest_of(toy.checkpoint())
     with pytest.raises(ManifestError, match="kv_scales"):
         engine.prepare(whole(without))
@@ -854,7 +854,7 @@ def test_what_fails_on_one_rank_is_answered(
     monkeypatch.setattr(owner, name, fail)
     monkeypatch.setattr(engine.module.export, "gather", lambda value, group: group.gather(value))
     for scheduler, weights in zip(engine.schedulers, engine.ranks, strict=True):
-        weights.kv = KVScales([1.0], Heads(1, 0, 1), "engine", "cpu")
+        weights.kv = KVScales(1, Heads(1, 0, 1), "engine", "cpu")
         scheduler.server_args = SimpleNamespace(model_path="a model", revision=None)
         if op == "export_layout":
             weights.table = None

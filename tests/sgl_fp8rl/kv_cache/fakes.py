@@ -4,7 +4,6 @@
 bytes by ``tests.oracle`` and multiplies each head's scale in.
 """
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,8 +35,7 @@ def scaled(
 ) -> tuple[KVScales, list[Any]]:
     """Scales of a model of such layers, and the layers."""
     made: list[Any] = [layer(i, scaling) for i in range(layers)]
-    softmax = [scaling * DIM**0.5] * layers
-    scales = KVScales(softmax, heads or Heads(HEADS, 0, HEADS), scheme, torch.device("cpu"))
+    scales = KVScales(layers, heads or Heads(HEADS, 0, HEADS), scheme, torch.device("cpu"))
     attach(scales, nn.Module(), made)
     return scales, made
 
@@ -45,7 +43,6 @@ def scaled(
 class Backend:
     """Attends to the codes of its pool as BF16, one sequence, as torch_native does."""
 
-    is_xqa_impl = True
     page_size = PAGE
 
     def __init__(self) -> None:
@@ -81,9 +78,6 @@ class Backend:
         )
         out = self.forward(codes * factor_h, k, v, layer, batch, save_kv_cache)
         return (out * out_h).to(BF16)
-
-    def _reshape_paged_kv_cache(self, k: Any, v: Any, layer: Any, dim: int) -> Any:
-        return tuple(c.view(-1, PAGE, HEADS, dim).permute(0, 2, 1, 3) for c in (k, v))
 
 
 def batch(tokens: int, first: int = 0, seen: int | None = None) -> Any:
@@ -128,40 +122,3 @@ def relative_error(out: torch.Tensor, wanted: np.ndarray[Any, Any]) -> float:
     got = out.double().view(wanted.shape).numpy()
     by_head = np.sqrt(((got - wanted) ** 2).mean((0, 2)) / (wanted**2).mean((0, 2)))
     return float(by_head.max())
-
-
-def xqa_kernel(seen: dict[str, Any]) -> Any:
-    """``flashinfer.xqa.xqa`` by its arithmetic on Hopper: q is cast to E4M3, out is times
-    ``kv_scale``, logits are times ``q_scale * kv_scale / sqrt(head dim)``."""
-
-    def xqa(
-        q: Any,
-        k_cache: Any,
-        v_cache: Any,
-        table: Any,
-        lengths: Any,
-        out: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> None:
-        scratch, semaphores, heads, page = args
-        seen.update(kw, q=q, scratch=scratch, semaphores=semaphores, page=page)
-        assert kw["kv_layout"] == "HND"
-        assert k_cache.shape[1:] == (heads, page, q.shape[-1])
-        logit_scale = kw["q_scale"] * kw["kv_scale"] / math.sqrt(q.shape[-1])
-        for row in range(len(q)):
-            length = int(lengths[row, 0])
-            keys, values = (
-                c[table[row].long()]
-                .transpose(1, 2)
-                .reshape(-1, heads, q.shape[-1])[:length]
-                .float()
-                for c in (k_cache, v_cache)
-            )
-            for head in range(q.shape[2]):
-                h = head // (q.shape[2] // heads)
-                codes = q[row, 0, head].to(FP8).float()
-                weights = torch.softmax(logit_scale * (keys[:, h] @ codes), 0)
-                out[row, 0, head] = (weights @ values[:, h] * kw["kv_scale"]).to(out.dtype)
-
-    return xqa

@@ -16,7 +16,7 @@ from sgl_fp8rl.doctor import device
 from sgl_fp8rl.engine import arguments, hooks, kv_attention, plugin
 from sgl_fp8rl.engine.flashinfer_plans import wait_for_copy
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.backends import FA3, XQA, Capability, choose
+from sgl_fp8rl.kv_cache.backends import FA3, TRTLLM_MHA, Capability, choose
 
 HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
 
@@ -30,9 +30,9 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
             HOPPER,
             {},
             {
-                "attention_backend": FA3,
-                "prefill_attention_backend": FA3,
-                "decode_attention_backend": XQA,
+                "attention_backend": "flashinfer",
+                "prefill_attention_backend": "flashinfer",
+                "decode_attention_backend": TRTLLM_MHA,
                 "page_size": 64,
             },
         ),
@@ -41,22 +41,22 @@ HOPPER, ADA, BLACKWELL = (9, 0), (8, 9), (10, 0)
         (
             HOPPER,
             {"decode_attention_backend": "flashinfer"},
-            {"attention_backend": FA3, "prefill_attention_backend": FA3},
+            {"attention_backend": "flashinfer", "prefill_attention_backend": "flashinfer"},
         ),
         (
             HOPPER,
-            {"attention_backend": "flashinfer", "decode_attention_backend": XQA},
+            {"attention_backend": "flashinfer", "decode_attention_backend": TRTLLM_MHA},
             {"page_size": 64},
         ),
         (
             HOPPER,
             {"prefill_attention_backend": "flashinfer", "page_size": 32},
-            {"attention_backend": "flashinfer", "decode_attention_backend": XQA},
+            {"attention_backend": "flashinfer", "decode_attention_backend": TRTLLM_MHA},
         ),
         (
             HOPPER,
             {"prefill_attention_backend": FA3},
-            {"attention_backend": FA3, "decode_attention_backend": XQA, "page_size": 64},
+            {"attention_backend": FA3, "decode_attention_backend": TRTLLM_MHA, "page_size": 64},
         ),
         *(
             (
@@ -82,13 +82,21 @@ def test_choice(capability: Capability, given: dict[str, Any], chosen: dict[str,
 @pytest.mark.parametrize(
     ("capability", "given", "message"),
     [
-        (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{XQA} or flashinfer"),
+        (HOPPER, {"attention_backend": FA3}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
         (ADA, {"prefill_attention_backend": FA3}, "fa3.*prefill.*use flashinfer"),
-        (HOPPER, {"attention_backend": "triton"}, "triton.*fa3 or flashinfer"),
-        (HOPPER, {"attention_backend": XQA}, f"{XQA}.*prefill.*use fa3 or flashinfer"),
-        (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{XQA} or flashinfer"),
-        (BLACKWELL, {"decode_attention_backend": XQA}, f"{XQA}.*decode.*use flashinfer"),
-        (ADA, {"decode_attention_backend": XQA}, f"{XQA}.*decode.*use flashinfer"),
+        (HOPPER, {"attention_backend": "triton"}, "triton.*flashinfer or fa3"),
+        (
+            HOPPER,
+            {"attention_backend": TRTLLM_MHA},
+            f"{TRTLLM_MHA}.*prefill.*use flashinfer or fa3",
+        ),
+        (HOPPER, {"decode_attention_backend": "fa3"}, f"fa3.*decode.*{TRTLLM_MHA} or flashinfer"),
+        (
+            BLACKWELL,
+            {"decode_attention_backend": TRTLLM_MHA},
+            f"{TRTLLM_MHA}.*decode.*use flashinfer",
+        ),
+        (ADA, {"decode_attention_backend": TRTLLM_MHA}, f"{TRTLLM_MHA}.*decode.*use flashinfer"),
         (None, {"attention_backend": "flashinfer"}, "use torch_native"),
         (HOPPER, {"page_size": 1}, r"--page-size 1\b.*64"),
         (HOPPER, {"page_size": 256}, r"--page-size 256\b.*64"),
@@ -120,32 +128,6 @@ def test_other_formats_are_refused(dtype: str) -> None:
 def test_formats() -> None:
     assert backends.check_dtype("fp8_e4m3")
     assert not any(map(backends.check_dtype, (None, "auto", "bf16", "bfloat16")))
-
-
-@pytest.mark.parametrize("flag", ["enable_deterministic_inference", "rl_on_policy_target"])
-@pytest.mark.parametrize(("decode", "is_refused"), [(XQA, True), ("flashinfer", False)])
-def test_a_decode_that_depends_on_the_batch_is_not_deterministic(
-    flag: str, decode: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang's own check looks at ``attention_backend`` alone."""
-    monkeypatch.setattr(backends, "capability", lambda: HOPPER)
-    asked: dict[str, Any] = dict.fromkeys(("enable_deterministic_inference", "rl_on_policy_target"))
-    arguments = SimpleNamespace(
-        attention_backend="fa3",
-        prefill_attention_backend=None,
-        decode_attention_backend=decode,
-        cuda_graph_config=None,
-        cuda_graph_backend_prefill=None,
-        **asked | {flag: True},
-    )
-    if is_refused:
-        with pytest.raises(ValueError, match="--decode-attention-backend flashinfer"):
-            backends.check_resolved(arguments)
-    else:
-        backends.check_resolved(arguments)
-    for name in asked:
-        setattr(arguments, name, None)
-    backends.check_resolved(arguments)
 
 
 # -- through the arguments of SGLang
@@ -193,7 +175,7 @@ def test_a_flag_that_cannot_scale_ends_the_server_with_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "decode"), [(None, "torch_native"), (HOPPER, XQA), (ADA, "flashinfer")]
+    ("capability", "decode"), [(None, "torch_native"), (HOPPER, TRTLLM_MHA), (ADA, "flashinfer")]
 )
 def test_the_doctor_tells(
     capability: Capability, decode: str, monkeypatch: pytest.MonkeyPatch
@@ -204,10 +186,10 @@ def test_the_doctor_tells(
     assert f"decode {decode}: {backends.BACKENDS[decode].reason}" in check.message
 
 
-def test_on_hopper_flags_choose_xqa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_hopper_flags_choose_our_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "capability", lambda: HOPPER)
     chosen = plugin._for_fp8_kv({"quantization": "fp8rl", "kv_cache_dtype": "fp8_e4m3"})
-    assert chosen["decode_attention_backend"] == XQA
+    assert chosen["decode_attention_backend"] == TRTLLM_MHA
 
 
 @pytest.mark.parametrize(
@@ -269,10 +251,10 @@ class Registry:
     [
         (
             "flashinfer",
-            XQA,
+            TRTLLM_MHA,
             {
                 "FlashInferAttnBackend.forward_extend": kv_attention.folded_extend,
-                "TRTLLMHAAttnBackend.forward_decode": kv_attention.xqa_decode,
+                "TRTLLMHAAttnBackend.forward_decode": kv_attention.paged_decode,
             },
         ),
         (
@@ -285,10 +267,10 @@ class Registry:
         ),
         (
             FA3,
-            XQA,
+            TRTLLM_MHA,
             {
                 "FlashAttentionBackend.forward_extend": kv_attention.fa3_extend,
-                "TRTLLMHAAttnBackend.forward_decode": kv_attention.xqa_decode,
+                "TRTLLMHAAttnBackend.forward_decode": kv_attention.paged_decode,
             },
         ),
         (
@@ -359,4 +341,4 @@ def test_plans_are_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_cannot_be_wrapped_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     Registry(applies=False).replace(monkeypatch)
     with pytest.raises(compat.IncompatibleSGLangError, match="AttnBackend"):
-        hooks.wrap_attention("flashinfer", XQA, nn.Module())
+        hooks.wrap_attention("flashinfer", TRTLLM_MHA, nn.Module())

@@ -26,7 +26,7 @@ class Engine:
     """One attention layer over a pool of slots, reached through our hooks as SGLang calls them."""
 
     def __init__(self, k_scale: float, v_scale: float) -> None:
-        self.scales = KVScales([1.0] * LAYERS, Heads(HEADS, 0, HEADS), "engine", "cpu")
+        self.scales = KVScales(LAYERS, Heads(HEADS, 0, HEADS), "engine", "cpu")
         wanted = torch.ones(self.scales.shape)
         wanted[:, 0], wanted[:, 1] = k_scale, v_scale
         self.scales.write(wanted)

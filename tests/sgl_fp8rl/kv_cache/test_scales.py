@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sgl_fp8rl.kv_cache import backends
-from sgl_fp8rl.kv_cache.backends import FA3, XQA, AttentionBackend
+from sgl_fp8rl.kv_cache.backends import FA3, AttentionBackend
 from sgl_fp8rl.kv_cache.kernel_scales import KernelScales, power_of_two_above
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, KVScalesError, LayerKV, read_file
 from tests.sgl_fp8rl.kv_cache import fakes
@@ -34,63 +34,49 @@ def test_power_of_two_above(value: float) -> None:
 
 
 def test_factors_are_those_of_float64() -> None:
-    """Each kernel's products restore scaling * k_scale * q and v_scale, of the layer's largest
-    head."""
-    scaling, dim = 0.05, 96
-    heads = Heads(4, 1, 2)
-    scales = KVScales([scaling * math.sqrt(dim)] * 3, heads, "engine", CPU)
+    """Products restore k_scale * q and v_scale, of the layer's largest head."""
+    scales = KVScales(3, Heads(4, 1, 2), "engine", CPU)
     wanted = random_scales()
     scales.write(wanted)
     assert torch.equal(scales.scales, wanted.amax(-1, keepdim=True).expand_as(wanted))
     kept = scales.scales.double().numpy()[:, :, 1:3]
-    buffers = (scales.get_buffer(name) for name in ("store", XQA, "q_factor", FA3))
-    store, xqa, (factor,), (fa3,) = (buffer.double().numpy() for buffer in buffers)
-    xqa = xqa[..., 0]
+    buffers = (scales.get_buffer(name) for name in ("store", "q_factor", FA3))
+    store, (factor,), (fa3,) = (buffer.double().numpy() for buffer in buffers)
     assert np.array_equal(store[0], kept[:, 0]) and np.array_equal(store[1], kept[:, 1])
-    logits = xqa[0] * xqa[1] / math.sqrt(dim)
     query = np.exp2(np.ceil(np.log2(np.maximum(kept[:, 2].max(-1), 1))))
-    np.testing.assert_allclose(
-        logits[:, None] * factor, scaling * kept[:, 0], rtol=1e-6, err_msg="q . k"
-    )
-    assert np.array_equal(fa3 * factor, kept[:, 0]), "q . k of FA3, which knows the softmax factor"
-    assert np.array_equal(np.broadcast_to(xqa[1][:, None], kept[:, 1].shape), kept[:, 1]), "p @ v"
+    assert np.array_equal(fa3 * factor, kept[:, 0]), "q . k"
     assert np.array_equal(factor, np.broadcast_to(1 / query[:, None], factor.shape))
 
 
 def test_unit_scales_make_unit_factors() -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "unit", CPU)
+    scales = KVScales(2, Heads(2, 0, 2), "unit", CPU)
     buffers = dict(scales.named_buffers())
-    assert buffers.keys() > {"scales", "store", "q_factor", XQA, FA3}
+    assert buffers.keys() > {"scales", "store", "q_factor", FA3}
     del buffers["statistics"]
     for buffer in buffers.values():
         assert bool((buffer == 1).all())
 
 
-def former(scales_L3h: torch.Tensor, softmax_L: torch.Tensor) -> dict[str, torch.Tensor]:
+def former(scales_L3h: torch.Tensor) -> dict[str, torch.Tensor]:
     """The factors by the formulas that each kernel was measured with, as tensors of all layers."""
     k_Lh, v_Lh, q_Lh = scales_L3h.contiguous().unbind(1)
     query_L = power_of_two_above(q_Lh.amax(-1).clamp_min(1.0))
-    q_scale_L = k_Lh.amax(-1) / v_Lh.amax(-1) * query_L * softmax_L
     largest = torch.finfo(torch.float32).max
     return {
         "k_scale": k_Lh,
         "v_scale": v_Lh,
         "q_factor": (1 / query_L[:, None]).expand_as(k_Lh),
-        "xqa_q_scale": q_scale_L.clamp_max(largest)[:, None],
-        "xqa_kv_scale": v_Lh.amax(-1)[:, None],
         "fa3_k_descale": (k_Lh * query_L[:, None]).clamp_max(largest),
     }
 
 
 def held(mine: LayerKV) -> dict[str, torch.Tensor]:
     """What the hooks hand to kernels for a layer."""
-    (q_scale, kv_scale), (k_descale,) = mine.factors[XQA], mine.factors[FA3]
+    (k_descale,) = mine.factors[FA3]
     return {
         "k_scale": mine.k_scale_h,
         "v_scale": mine.v_scale_h,
         "q_factor": mine.q_factor_h,
-        "xqa_q_scale": q_scale,
-        "xqa_kv_scale": kv_scale,
         "fa3_k_descale": k_descale,
     }
 
@@ -99,8 +85,7 @@ def held(mine: LayerKV) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20, 2.0**110])
 def test_kernels_are_given_the_former_values_to_the_bit(heads: Heads, size: float) -> None:
     """Also where one layer alone is written, and where a product would leave FP32."""
-    softmax = [0.05 * math.sqrt(96), 1.0, 1.3]
-    scales = KVScales(softmax, heads, "engine", CPU)
+    scales = KVScales(3, heads, "engine", CPU)
     layers = [LayerKV(scales, index) for index in range(3)]
     wanted = size * random_scales()
     wanted[1, 2] = 8.0  # a power of two stays what it is
@@ -108,12 +93,12 @@ def test_kernels_are_given_the_former_values_to_the_bit(heads: Heads, size: floa
     wanted[2] = size * random_scales(1, seed=1)[0]
     scales.write(wanted[2:], first=2)
     kept = wanted.amax(-1, keepdim=True).expand_as(wanted)[..., heads.mine]
-    expected = former(kept, torch.tensor(softmax))
+    expected = former(kept)
     for index, mine in enumerate(layers):
         for name, tensor in held(mine).items():
             assert tensor.stride() == (1,) and torch.equal(tensor, expected[name][index]), name
     if size == 1:  # the control: K and V swapped; larger ones end at the largest FP32
-        swapped = former(kept[:, [1, 0, 2]], torch.tensor(softmax))
+        swapped = former(kept[:, [1, 0, 2]])
         del swapped["q_factor"]
         for name, tensors in swapped.items():
             assert not torch.equal(held(layers[0])[name], tensors[0]), name
@@ -132,13 +117,13 @@ def test_a_row_of_the_table_is_all_that_a_kernel_needs_to_get_factors(
     scales.write(torch.full((1, 3, 2), 8.0))
     assert mine_h.tolist() == [4.0, 4.0] and mine_h.data_ptr() == address
     assert other_h.tolist() == [0.5, 0.5]
-    assert second.fp8rl_layer.factors.keys() == {XQA, FA3, "other"}
+    assert second.fp8rl_layer.factors.keys() == {FA3, "other"}
 
 
 def test_buffers_are_fp32_under_sglangs_default_dtype() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        scales = KVScales([1.0], Heads(2, 0, 2), "engine", CPU)
+        scales = KVScales(1, Heads(2, 0, 2), "engine", CPU)
     finally:
         torch.set_default_dtype(torch.float32)
     dtypes = {name: buffer.dtype for name, buffer in scales.named_buffers()}
@@ -158,7 +143,6 @@ def test_everything_is_written_in_place() -> None:
     assert mine.k_scale_h.tolist() == [8.0, 8.0] and mine.v_scale_h.tolist() == [4.0, 4.0]
     assert mine.q_factor_h.tolist() == [0.5, 0.5]
     assert [factor.tolist() for factor in mine.factors[FA3]] == [[16.0, 16.0]]
-    assert [factor.tolist() for factor in mine.factors[XQA]] == [[4.0], [4.0]]
     assert other.k_scale_h.tolist() == [1.0, 1.0]
     assert mine.statistics.tolist() == [0] * 5 and other.statistics.tolist() == [1] * 5
     assert scales.pending == {0}
@@ -168,7 +152,7 @@ def test_buffers_belong_to_the_model_and_layers_of_one_id_share_a_row() -> None:
     from sgl_fp8rl.engine.kv_setup import attach
 
     model, layers = nn.Module(), [fakes.layer(i) for i in (7, 3, 7)]
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
+    scales = KVScales(2, Heads(2, 0, 2), "engine", CPU)
     attach(scales, model, layers)
     assert {name.split(".")[0] for name, _ in model.named_buffers()} == {"fp8rl_kv"}
     assert [layer.fp8rl_layer.layer_index for layer in layers] == [1, 0, 1]  # type: ignore[union-attr]
@@ -194,7 +178,7 @@ def test_heads_of_each_rank(total: int, tp_size: int, kept: list[range]) -> None
     [("engine", 3.0, {0, 1}), ("trainer", 3.0, set()), ("unit", 1.0, set())],
 )
 def test_an_update_without_scales(scheme: str, scales_after: float, pending: set[int]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), scheme, CPU)
+    scales = KVScales(2, Heads(2, 0, 2), scheme, CPU)
     scales.after_update(torch.full((2, 3, 2), 3.0))
     assert not scales.pending
     assert bool((scales.scales == 3.0).all()), "what an update brings is used under each scheme"
@@ -205,7 +189,7 @@ def test_an_update_without_scales(scheme: str, scales_after: float, pending: set
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, 2.0**49, 2.0**-49])
 def test_what_is_no_scale_is_refused(bad: float) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
+    scales = KVScales(2, Heads(2, 0, 2), "engine", CPU)
     wrong = torch.ones(2, 3, 2)
     scales.check(wrong)
     wrong[1, 2, 0] = bad
@@ -215,13 +199,13 @@ def test_what_is_no_scale_is_refused(bad: float) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 2), (2, 2, 2), (2, 3, 1), (2, 3, 4), (12,)])
 def test_wrong_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    scales = KVScales([1.0, 1.0], Heads(2, 0, 2), "engine", CPU)
+    scales = KVScales(2, Heads(2, 0, 2), "engine", CPU)
     with pytest.raises(KVScalesError, match=r"\(2, 3, 2\)"):
         scales.check(torch.ones(shape))
 
 
 def test_a_file_round_trips(tmp_path: Path) -> None:
-    one, other = (KVScales([1.0] * 3, Heads(4, 0, 4), "engine", CPU) for _ in "ab")
+    one, other = (KVScales(3, Heads(4, 0, 4), "engine", CPU) for _ in "ab")
     one.write(random_scales())
     in_force, _ = one.snapshot()
     path = tmp_path / "scales.json"

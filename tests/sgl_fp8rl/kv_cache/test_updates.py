@@ -22,7 +22,7 @@ SCALES = torch.arange(1.0, 1 + LAYERS * 3 * HEADS).view(LAYERS, 3, HEADS)
 def engine(scheme: str = "engine", device: str = "cpu") -> EngineWeights:
     """A toy model with an FP8 KV cache, whose routes are recorded."""
     weights = toy.engine(toy.toy().to(device), toy.SHAPES)
-    scales = KVScales([1.0] * LAYERS, Heads(HEADS, 2, 2), scheme, torch.device(device))
+    scales = KVScales(LAYERS, Heads(HEADS, 2, 2), scheme, torch.device(device))
     attach(scales, weights.model, [fakes.layer(i) for i in range(LAYERS)])
     weights.kv = scales
     return weights
