@@ -29,6 +29,7 @@ BENCHMARKS = {
     "decode_profile_moe": "benchmarks.decode_profile:MOE",
     "kv": "benchmarks.kv.cases:BENCHMARK",
     "kv_prefill": "benchmarks.kv.prefill:BENCHMARK",
+    "kv_decode": "benchmarks.kv.decode:BENCHMARK",
     "formats": "benchmarks.formats:BENCHMARK",
     "kernels": "benchmarks.kernels.groups:BENCHMARK",
     "mitigations": "benchmarks.mitigations.cases:BENCHMARK",

@@ -69,6 +69,7 @@ BLOCKS: dict[str, tuple[str | Path, Callable[[Any], str]]] = {
     "kv": ("kv.json", kv.speed),
     "kv_accuracy": ("kv.json", kv.accuracy),
     "kv_prefill": ("kv_prefill.json", kv.prefill),
+    "kv_decode": ("kv_decode.json", kv.decode),
     "alarms": ("alarms.json", alarm_tables.faults),
     "alarm_margins": ("alarms.json", alarm_tables.margins),
     "correction": ("correction.json", correction.correction),

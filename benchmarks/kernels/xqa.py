@@ -1,4 +1,4 @@
-"""XQA's decode attention over FP8 KV: with FlashInfer's number of splits, and with ours."""
+"""Decode attention over FP8 KV: stock's XQA, which sums FP8 products, and our kernel."""
 
 from collections.abc import Iterator
 from statistics import median
@@ -21,9 +21,8 @@ LOADS = (
     Load(128, 4096),
     Load(256, 576),
 )
-ERROR = 1.1
-"""Ours over SGLang's, of the medians of relative L2 errors. On an H200 0.99 to 1.01 where both have
-as many splits; another number moves outputs by 0.02 of their norm at most; the error is 0.15."""
+ERROR = 1.02
+"""Ours over XQA's, of the medians of relative L2 errors, which are the codes' at a scale of 1."""
 
 
 def pairs() -> Iterator[Pair]:
@@ -34,12 +33,12 @@ def pairs() -> Iterator[Pair]:
 
 
 def pair(load: Load) -> Pair:
-    """One load: the kernel alone, behind one that has made q whole."""
+    """One load: the kernels alone, behind one that has made q whole."""
     inputs = draw(load, DEVICE)
     layer = kernels.layer_of("unit", inputs)
     caches = kernels.stored(layer, inputs)
     stock = kernels.attend_stock_xqa(inputs)
-    ours = kernels.attend_xqa(inputs, layer, q_is_ready=True)
+    ours = kernels.attend_paged(inputs, layer, q_is_ready=True)
 
     def check() -> None:
         wanted = exact(inputs)
@@ -47,9 +46,7 @@ def pair(load: Load) -> Pair:
             median(errors(attend(caches), wanted)["kv_error"]) for attend in (ours, stock)
         )
         if not mine <= ERROR * other:  # a NaN neither
-            raise RuntimeError(
-                f"XQA's error is {mine:.4f} with our splits, {other:.4f} with FlashInfer's"
-            )
+            raise RuntimeError(f"our kernel's error is {mine:.4f}, XQA's {other:.4f}")
 
     return Pair(
         "XQA decode",

@@ -76,6 +76,7 @@ def arms(inputs: Inputs, bf16_mma: bool) -> Attends:
             found["stock-xqa", scheme] = caches, lambda: kernels.attend_stock_xqa(inputs)
         found["fa2", scheme] = caches, _fa2(inputs, layer, fp8)
         found["xqa", scheme] = caches, _xqa(inputs, layer, fp8_mma=True)
+        found["paged", scheme] = caches, partial(kernels.attend_paged, inputs, layer)
     return found
 
 

@@ -4,6 +4,7 @@ Shape suffixes: B queries, T tokens of a sequence, S tokens of all sequences, on
 H KV heads, G query heads of a KV head, D head dim.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ BEYOND_WEIGHT = 20.0
 """How much those channels count in q . k, beside 126 others of about 1."""
 V_SPREAD = 0.8
 """Standard deviation of the logarithm of V's channels."""
+FLAT = 0.3
+"""K, and a needle's other scores, times this."""
 V_OCTAVES = 4
 """V's heads differ by up to so many powers of two."""
 
@@ -37,12 +40,24 @@ class Load:
     """Whether K has channels beyond 448."""
     queries: int = 1
     """The last tokens of each sequence, which attend to it up to themselves."""
+    v_mean: float = 0.0
+    """Of V's channels, in standard deviations. Of SmolLM2-135M's it is 0.22 in the median."""
+    softmax: str = "peaked"
+    """Or "flat"; or "needle": a token at a tenth of the context has half of the weight."""
 
     @property
     def name(self) -> str:
         """The case in the result file."""
-        last = f", last {self.queries}" if self.queries > 1 else ""
-        return f"{self.batch}x{self.context}{last}" + (", K beyond 448" if self.beyond else "")
+        return f"{self.batch}x{self.context}" + "".join(
+            f", {what}"
+            for what, is_so in (
+                (f"last {self.queries}", self.queries > 1),
+                ("K beyond 448", self.beyond),
+                (f"V mean {self.v_mean:g}", self.v_mean),
+                (self.softmax, self.softmax != "peaked"),
+            )
+            if is_so
+        )
 
     def cache_bytes(self, itemsize: int) -> int:
         """K and V of all tokens."""
@@ -91,10 +106,12 @@ def draw(load: Load, device: str, seed: int = 0) -> Inputs:
         mine = slice(sequence * load.context, (sequence + 1) * load.context)
         k_THD = _rms_normed(normal(load.context, HEADS, DIM) + common_HD) * k_gain_HD
         k_SHD[mine] = _rotated(k_THD, positions_T)
-        v_SHD[mine] = normal(load.context, HEADS, DIM) * v_gain_HD
+        v_SHD[mine] = (normal(load.context, HEADS, DIM) + load.v_mean) * v_gain_HD
         q_THGD = _rms_normed(normal(last, HEADS, GROUP, DIM)) * q_gain_HD[:, None]
         rotated = _rotated(q_THGD.flatten(1, 2), positions_T[-last:])
         q_BHGD[sequence * last : (sequence + 1) * last] = rotated.view_as(q_THGD)
+    if load.softmax != "peaked":
+        _flatten(load, q_BHGD, k_SHD, v_SHD)
     return Inputs(load, q_BHGD, k_SHD, v_SHD)
 
 
@@ -113,6 +130,23 @@ def exact(inputs: Inputs) -> torch.Tensor:
         weights = (scores * DIM**-0.5).masked_fill_(hidden_B11T, -torch.inf).softmax(-1)
         out_BHGD[rows] = torch.einsum("bhgt,thd->bhgd", weights, v_THD)
     return out_BHGD
+
+
+def _flatten(load: Load, q_BHGD: torch.Tensor, k_SHD: torch.Tensor, v_SHD: torch.Tensor) -> None:
+    """Scores near each other; a needle's is that of the sum of all others."""
+    k_SHD *= FLAT
+    if load.softmax == "needle":
+        q_BHGD *= FLAT
+        q_BHGD += 1
+        needles = slice(load.context // 10, None, load.context)
+        k_SHD[needles] += math.log(load.context) / DIM**0.5
+        v_SHD[needles] *= 4
+
+
+def bias(out: torch.Tensor, exact_BHGD: torch.Tensor) -> float:
+    """Signed, relative: positive where outputs are too large."""
+    error = out.double().view_as(exact_BHGD) - exact_BHGD
+    return float((error * exact_BHGD.sign()).mean() / exact_BHGD.abs().mean())
 
 
 def errors(out: torch.Tensor, exact_BHGD: torch.Tensor) -> dict[str, list[float]]:

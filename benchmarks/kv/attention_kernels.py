@@ -16,13 +16,17 @@ import torch
 
 from benchmarks.kv.attention_inputs import DIM, GROUP, HEADS, Inputs
 from sgl_fp8rl.engine import kv_attention
+from sgl_fp8rl.kv_cache.backends import FA3
 from sgl_fp8rl.kv_cache.scales import Heads, KVScales, LayerKV
 from sgl_fp8rl.ops.kv import STATS
+from sgl_fp8rl.ops.paged_decode_cuda import Workspace
 from sgl_fp8rl.ops.reference import FP8_DTYPE, FP8_MAX
 
 PAGE = 64
 MARGIN = 2.0
 WORKSPACE_BYTES = 512 << 20
+SEMAPHORE_BYTES = 8 << 20
+"""Of XQA, at the start of its workspace."""
 SCHEMES = ("unit", "layer")
 """Every scale 1; one per layer."""
 
@@ -34,7 +38,7 @@ Attend = Callable[[Caches], torch.Tensor]
 def layer_of(scheme: str, inputs: Inputs) -> Any:
     """An attention layer with the scales that ``scheme`` gives these inputs."""
     device = inputs.k_SHD.device
-    scales = KVScales([1.0], Heads(HEADS, 0, HEADS), "unit", device)
+    scales = KVScales(1, Heads(HEADS, 0, HEADS), "unit", device)
     if scheme != "unit":
         scales.write((inputs.amax_3H() * MARGIN / FP8_MAX).unsqueeze(0))
     return SimpleNamespace(
@@ -144,31 +148,65 @@ def attend_fa2(inputs: Inputs, layer: Any, run: Any) -> Attend:
     )
 
 
-def attend_xqa(
-    inputs: Inputs, layer: Any, *, fp8_mma: bool = True, q_is_ready: bool = False
-) -> Attend:
+def attend_paged(inputs: Inputs, layer: Any, *, q_is_ready: bool = False) -> Attend:
     """Our hook on SGLang's ``trtllm_mha`` decode.
 
     Args:
-        fp8_mma: False: the kernel's other variant, which keeps q and P in BF16.
-        q_is_ready: True: the kernel alone, as behind one that has multiplied q by its factors.
+        q_is_ready: q has its factors, as behind the kernel that norms and rotates it.
     """
-    q, backend = inputs.q_BHGD.flatten(1), xqa_backend(inputs)
+    q, backend, load = inputs.q_BHGD.flatten(1), page_tables(inputs), inputs.load
+    rows = load.batch * load.queries
+    if q.is_cuda:
+        layer.fp8rl_layer.scales.workspace = Workspace(
+            rows * load.context, rows, HEADS, GROUP, DIM, q.device
+        )
 
     def attend(caches: Caches) -> torch.Tensor:
         backend.token_to_kv_pool.get_kv_buffer = lambda layer_id: caches
+        return kv_attention.paged_decode(
+            None,
+            backend,
+            q,
+            None,
+            None,
+            layer,
+            None,
+            save_kv_cache=False,
+            fp8rl_q_is_ready=q_is_ready,
+        )
+
+    return attend
+
+
+def attend_xqa(inputs: Inputs, layer: Any, *, fp8_mma: bool = True) -> Attend:
+    """FlashInfer's XQA with our scales; it casts q and P to E4M3 itself, unless ``fp8_mma`` is
+    False: its other variant keeps them in BF16."""
+    from flashinfer.xqa import xqa
+
+    mine, backend = layer.fp8rl_layer, page_tables(inputs)
+    q = inputs.q_BHGD.flatten(1, 2) * mine.q_factor_h.repeat_interleave(GROUP)[:, None].bfloat16()
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
+    (k_descale_h,) = mine.factors[FA3]
+    q_scale = (k_descale_h / mine.v_scale_h)[:1]
+
+    def attend(caches: Caches) -> torch.Tensor:
+        out = torch.empty_like(q)
         with _variant(fp8_mma):
-            return kv_attention.xqa_decode(
-                None,
-                backend,
-                q,
-                None,
-                None,
-                layer,
-                None,
-                save_kv_cache=False,
-                fp8rl_q_is_ready=q_is_ready,
+            xqa(
+                q.unsqueeze(1),
+                *(paged(cache) for cache in caches),
+                backend._get_layer_page_table(layer, None),
+                backend.forward_metadata.cache_seqlens_int32.unsqueeze(1),
+                out.unsqueeze(1),
+                workspace[SEMAPHORE_BYTES:],
+                workspace[:SEMAPHORE_BYTES],
+                HEADS,
+                PAGE,
+                q_scale=q_scale,
+                kv_scale=mine.v_scale_h[:1],
+                kv_layout="HND",
             )
+        return out.flatten(1)
 
     return attend
 
@@ -177,12 +215,13 @@ def attend_stock_xqa(inputs: Inputs) -> Attend:
     """XQA as SGLang calls it: a scale of 1, as Python floats."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    q, backend = inputs.q_BHGD.flatten(1, 2), xqa_backend(inputs)
+    q, backend = inputs.q_BHGD.flatten(1, 2), page_tables(inputs)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
     return lambda caches: xqa_batch_decode_with_kv_cache(
         q,
         tuple(paged(cache) for cache in caches),
-        backend.workspace_buffer,
-        backend.page_table,
+        workspace,
+        backend._get_layer_page_table(None, None),
         backend.forward_metadata.cache_seqlens_int32,
         inputs.load.context,
         bmm1_scale=DIM**-0.5,
@@ -191,8 +230,8 @@ def attend_stock_xqa(inputs: Inputs) -> Attend:
     )
 
 
-def xqa_backend(inputs: Inputs) -> Any:
-    """What ``xqa_decode`` reads of SGLang's backend."""
+def page_tables(inputs: Inputs) -> Any:
+    """What ``paged_decode`` reads of SGLang's backend."""
     batch, context = inputs.load.batch, inputs.load.context
     device = inputs.k_SHD.device
     if context % PAGE:
@@ -203,14 +242,10 @@ def xqa_backend(inputs: Inputs) -> Any:
     lengths = torch.arange(context - last + 1, context + 1, dtype=torch.int32, device=device)
     lengths = lengths.repeat(batch)
     return SimpleNamespace(
-        is_xqa_impl=True,
         page_size=PAGE,
-        page_table=pages,
-        workspace_buffer=torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
         forward_metadata=SimpleNamespace(cache_seqlens_int32=lengths),
         token_to_kv_pool=SimpleNamespace(),
         _get_layer_page_table=lambda layer, forward_batch: pages,
-        _reshape_paged_kv_cache=lambda k, v, layer, dim: (paged(k), paged(v)),
     )
 
 

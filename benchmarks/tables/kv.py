@@ -88,3 +88,27 @@ def accuracy(results: Results) -> str:
         *(failures(results, part) for part in ("attention", "logprobs", "update")),
         f"{facts(results['environment'])}. Medians.",
     )
+
+
+def decode(results: Results) -> str:
+    """Error and bias of decode attention's arithmetic, what codes lose, and the time of a call."""
+    took: dict[str, Form] = {"attention_us": "{median:.0f} us"}
+    off: dict[str, Form] = {"code_error": "{median:.1%}", "code_bias": "{median:+.1%}"}
+    loads = ("128x512", "64x8192", "16x30016", "4x131072")
+    kinds = {"V mean 0.3": "mean 0.3", "V mean 1": "mean 1", "V mean 1, flat": "flat, mean 1"}
+    errors = [
+        Column(f"{load}, {kind}", off, {"case": f"{load}, {case}"})
+        for load in loads[1:]
+        for case, kind in kinds.items()
+    ]
+    lost: dict[str, Form] = {"kv_error": "{median:.1%}"}
+    codes = [Column(load, lost, {"case": f"{load}, V mean 0.3"}) for load in loads]
+    times = [Column(load, took, {"case": load}) for load in ("1x8192", "8x8192", *loads)]
+    ours = [row for row in results["rows"] if row["arm"].startswith("paged")]
+    return joined(
+        table(results["rows"], ["arm"], errors, "error, bias"),
+        table(results["rows"], ["arm"], times, "time of a call"),
+        table(ours, ["arm"], codes, "error to values before they were codes"),
+        failures(results),
+        f"{facts(results['environment'])}. Medians.",
+    )

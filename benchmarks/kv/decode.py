@@ -1,0 +1,133 @@
+"""Decode attention over 8-bit codes: error and bias by the mean of V, and time of a call.
+
+Against float64 over the same codes (``code_error``, ``code_bias``), and over the values before they
+were codes (``kv_error``). Splits are those of an engine. Shape suffixes as in ``attention_inputs``.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import measuring
+from benchmarks.benchmark import Benchmark, Job, Measurement, Run
+from benchmarks.kv import attention
+from benchmarks.kv import attention_kernels as kernels
+from benchmarks.kv.attention_inputs import (
+    DIM,
+    GROUP,
+    HEADS,
+    Inputs,
+    Load,
+    bias,
+    draw,
+    errors,
+    exact,
+)
+from sgl_fp8rl.ops.paged_decode import Codes, Pages, pack_token_scales
+from sgl_fp8rl.ops.paged_decode_cuda import Workspace, attend
+from sgl_fp8rl.ops.reference import FP8_DTYPE
+
+MODEL = "qwen3-8b"
+TIMED = (
+    (128, 512),
+    (256, 512),
+    (32, 2048),
+    (1, 8192),
+    (8, 8192),
+    (64, 8192),
+    (16, 30016),
+    (4, 131072),
+)
+MEANS = (0.0, 0.1, 0.3, 1.0)
+CASES = [
+    *(Load(batch, context, v_mean=mean) for batch, context in TIMED for mean in MEANS),
+    *(
+        Load(batch, context, v_mean=1.0, softmax=softmax)
+        for batch, context in TIMED[-3:]
+        for softmax in ("flat", "needle")
+    ),
+]
+DEVICE = "cuda"
+
+
+class Arm(NamedTuple):
+    """A kernel, its codes, and what they stand for."""
+
+    name: str
+    attend: kernels.Attend
+    caches: kernels.Caches
+    meant: Inputs
+
+
+def measure(_: Any, run: Run) -> list[Measurement]:
+    """Errors of every case, and times of those whose V has no mean, which changes no time."""
+    copy_tb_s = measuring.copy_tb_s()
+    made = [found for load in CASES for found in _case(load, copy_tb_s)]
+    made[0]["values"]["copy_tb_s"] = [copy_tb_s]
+    return made
+
+
+def _case(load: Load, copy_tb_s: float) -> Iterator[Measurement]:
+    inputs = draw(load, DEVICE)
+    wanted = exact(inputs)
+    for arm in _arms(inputs):
+        meant = exact(arm.meant)
+        out = arm.attend(arm.caches)
+        values = {
+            "code_error": errors(out, meant)["kv_error"],
+            "code_bias": [bias(out, meant)],
+            "kv_error": errors(out, wanted)["kv_error"],
+        }
+        if load == Load(load.batch, load.context):
+            values["attention_us"] = attention.times_us(arm.attend, arm.caches)
+            values["attention_floor_us"] = [load.cache_bytes(1) / copy_tb_s / 1e6]
+        yield {"arm": arm.name, "case": load.name, "model": MODEL, "values": values}
+        del meant, out
+    torch.cuda.empty_cache()
+
+
+def _arms(inputs: Inputs) -> Iterator[Arm]:
+    layer = kernels.layer_of("layer", inputs)
+    caches = kernels.stored(layer, inputs)
+    meant = kernels.meant(inputs, layer, caches)
+    made: dict[str, Callable[[], kernels.Attend]] = {
+        "paged": lambda: kernels.attend_paged(inputs, layer),
+        "xqa": lambda: kernels.attend_xqa(inputs, layer),
+        "xqa-bf16-mma": lambda: kernels.attend_xqa(inputs, layer, fp8_mma=False),
+        "fa2": lambda: kernels.attend_fa2(inputs, layer, kernels.fa2(inputs, FP8_DTYPE)),
+    }
+    for name, make in made.items():
+        yield Arm(name, make(), caches, meant)
+    del caches, meant
+    yield _int8(inputs)
+
+
+def _int8(inputs: Inputs) -> Arm:
+    """INT8 codes with a scale for each token and head, which no engine stores yet."""
+    (k, k_scale_SH), (v, v_scale_SH) = map(int8_codes, (inputs.k_SHD, inputs.v_SHD))
+    packed = pack_token_scales(k_scale_SH, v_scale_SH)
+    values = (c.float() * s[..., None] for c, s in ((k, k_scale_SH), (v, v_scale_SH)))
+    meant = replace(inputs, **dict(zip(("k_SHD", "v_SHD"), values, strict=True)))
+    load, tables = inputs.load, kernels.page_tables(inputs)
+    lengths_B = tables.forward_metadata.cache_seqlens_int32
+    pages = Pages(tables._get_layer_page_table(None, None), kernels.PAGE, lengths_B)
+    workspace = Workspace(len(k), load.batch, HEADS, GROUP, DIM, torch.device(DEVICE), is_int8=True)
+    q = inputs.q_BHGD.flatten(1, 2)
+
+    def run(caches: kernels.Caches) -> torch.Tensor:
+        workspace.plan(lengths_B)
+        return attend(q, Codes(*caches, token_scales_HS=packed), pages, workspace, DIM**-0.5)
+
+    return Arm("paged-int8", run, (k, v), meant)
+
+
+def int8_codes(x_SHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 codes, and a scale for each token and head, rounded up to BF16, in FP32."""
+    top_SH = (x_SHD.float().abs().amax(-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    scale_SH = ((top_SH.view(torch.int32) + 0xFFFF) & -65536).view(torch.float32)
+    return (x_SHD / scale_SH[..., None]).round().to(torch.int8), scale_SH
+
+
+BENCHMARK = Benchmark(jobs=(Job("decode", None),), measure=measure, limit_s=300.0)
