@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from trainer_bridge.arguments import real, token_rows
+
 
 def response_logprobs(
     model: Any,
@@ -27,7 +29,7 @@ def response_logprobs(
         model: a causal LM of transformers: ``model(tokens_BL, use_cache=False).logits`` is
             [B, L, V], of any float dtype.
         prompts: B lists of token ids: ``rollout.prompt_tokens``. One is empty only where its
-            request failed.
+            request failed. Arrays and tensors of integers, without padding, are taken as well.
         responses: B lists of token ids, possibly empty: ``rollout.tokens``.
         temperature: ``rollout.temperature``.
 
@@ -36,9 +38,12 @@ def response_logprobs(
         float32 before the division.
 
     Raises:
-        ValueError: no sequence is given, the prompt of a response is empty, prompts and responses
-            differ in number, or the temperature is not positive.
+        ValueError: no sequence is given, one holds other than token ids, the prompt of a response
+            is empty, prompts and responses differ in number, or the temperature is not positive.
     """
+    prompts = token_rows("response_logprobs: prompts", prompts)
+    responses = token_rows("response_logprobs: responses", responses)
+    temperature = real("response_logprobs: temperature", temperature)
     if not prompts or len(prompts) != len(responses):
         raise ValueError(
             f"response_logprobs: {len(prompts)} prompts and {len(responses)} responses; pass one "
@@ -50,10 +55,10 @@ def response_logprobs(
             f"response_logprobs: prompt {empty.index(True)} is empty; nothing predicts the first "
             f"token of its response"
         )
-    if not temperature > 0:
+    if temperature == 0:
         raise ValueError(
-            f"response_logprobs: temperature {temperature} is not positive; use "
-            f"rollout.temperature, which is 1 for greedy sampling"
+            "response_logprobs: temperature 0 divides the logits; use rollout.temperature, which "
+            "is 1 for greedy sampling"
         )
     # a row without a token is one of padding: attention over nothing would be NaN
     rows = [torch.tensor([*p, *r] or [0]) for p, r in zip(prompts, responses, strict=True)]

@@ -87,8 +87,8 @@ def test_no_response_has_a_token() -> None:
         ([], [], 1.0, "at least one"),
         ([[1]], [[1], [2]], 1.0, "1 prompts and 2 responses"),
         ([[1], []], [[1], [2]], 1.0, "prompt 1 is empty"),
-        ([[1]], [[1]], 0.0, "temperature 0.0"),
-        ([[1]], [[1]], math.nan, "temperature nan"),
+        ([[1]], [[1]], 0.0, "temperature 0 "),
+        ([[1]], [[1]], math.nan, "temperature is nan"),
     ],
 )
 def test_refused(prompts: Any, responses: Any, temperature: float, words: str) -> None:

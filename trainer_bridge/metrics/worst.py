@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_bridge.arguments import whole
+
 
 @dataclass(frozen=True)
 class TokenMismatch:
@@ -46,7 +48,11 @@ def worst_tokens(
 
     Returns:
         The tokens; fewer than ``count`` if the mask has fewer.
+
+    Raises:
+        ValueError: ``count`` is not a whole number from 0 up.
     """
+    count = whole("worst_tokens: count", count, least=0)
     device = trainer_logprobs_BT.device
     mask_BT = mask_BT.to(device)
     trainer_BT = trainer_logprobs_BT.detach().double()
