@@ -59,6 +59,8 @@ class Opening:
 
     def __init__(self, server: Server) -> None:
         self._server, self._left = server, server.addresses()
+        self.sock: socket.socket
+        self._is_connected: bool
         self._begin()
 
     def advance(self) -> bool:

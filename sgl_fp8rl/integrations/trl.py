@@ -106,7 +106,8 @@ class EngineGeneration:
         Returns:
             prompts, completions, a list with the logprob of each of their tokens, and None.
         """
-        gathered, box = gather_object(prompts), [None]
+        gathered = gather_object(prompts)
+        box: list[Any] = [None]
         if self._accelerator.is_main_process:
             with profiler or nullcontext():
                 box = [self._sample(gathered)]
@@ -114,7 +115,7 @@ class EngineGeneration:
         if isinstance(box[0], Exception):
             raise box[0]
         first = self._accelerator.process_index * len(prompts)
-        all_tokens, all_logprobs, self._failed = box[0]  # type: ignore[misc]
+        all_tokens, all_logprobs, self._failed = box[0]
         mine = slice(first, first + len(prompts))
         logprobs = [[[logprob] for logprob in row] for row in all_logprobs[mine]]
         return prompts, all_tokens[mine], logprobs, None
